@@ -1,0 +1,654 @@
+"""Every flag of every script: one dataclass a concern, its documentation at the flag, its checks in `__post_init__`.
+
+Names and defaults are those of hivemind's ALBERT example; the names of older examples are translated, see
+`_OLD_NAMES`. Nothing heavy is imported here, so that `--help` answers at once.
+"""
+
+import difflib
+import ipaddress
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NoReturn, Optional
+
+from transformers.hf_argparser import HfArgumentParser
+
+Compression = Literal["none", "float16", "scaled_float16", "uniform8", "quantile8"]
+
+
+class ArgumentsError(ValueError):
+    """A value that cannot work. The message names the flag, what is wrong with it, and what to pass instead."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ArgumentsError(message)
+
+
+def _require_positive(arguments: object, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        _require(value is None or value > 0, f"--{name} must be above zero, got {value}")
+
+
+def _require_not_negative(arguments: object, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name)
+        _require(value is None or value >= 0, f"--{name} must not be negative, got {value}")
+
+
+# A multiaddress, as far as it can be judged without starting libp2p: /name/value pairs, a few names stand alone.
+_PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
+_HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")
+_VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-circuit", "http", "https", "webtransport"}
+_PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", "udp", "p2p", "ipfs", "certhash"}
+
+
+def _check_maddr(flag: str, maddr: str) -> dict[str, str]:
+    """Return the protocols of a multiaddress with their values; raise ArgumentsError if it is none."""
+    example = "it looks like /ip4/203.0.113.1/tcp/31337"
+    _require(maddr.startswith("/"), f"{flag}: '{maddr}' is not a multiaddress; {example}")
+    parts = maddr.strip("/").split("/")
+    protocols: dict[str, str] = {}
+    while parts:
+        name = parts.pop(0)
+        if name in _VALUELESS_PROTOCOLS:
+            protocols[name] = ""
+            continue
+        _require(name in _PROTOCOLS_WITH_VALUE, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
+        _require(bool(parts), f"{flag}: '{maddr}' ends after '{name}', its value is missing; {example}")
+        protocols[name] = parts.pop(0)
+    for name, version in (("ip4", 4), ("ip6", 6)):
+        if name in protocols:
+            try:
+                valid = ipaddress.ip_address(protocols[name]).version == version
+            except ValueError:
+                valid = False
+            _require(valid, f"{flag}: '{protocols[name]}' in '{maddr}' is not an IPv{version} address")
+    for name in ("tcp", "udp"):
+        if name in protocols:
+            port = protocols[name]
+            _require(port.isdigit() and int(port) <= 65535, f"{flag}: '{port}' in '{maddr}' is not a port")
+    return protocols
+
+
+def _check_initial_peer(maddr: str) -> None:
+    flag = "--initial_peers"
+    if _HOST_PORT.fullmatch(maddr):
+        host, port = maddr.rsplit(":", 1)
+        raise ArgumentsError(
+            f"{flag}: '{maddr}' lacks the peer ID. Copy the whole address from the first lines that the peer prints: "
+            f"/ip4/{host}/tcp/{port}/p2p/PEER_ID"
+        )
+    protocols = _check_maddr(flag, maddr)
+    peer_id = protocols.get("p2p", protocols.get("ipfs"))
+    _require(
+        peer_id is not None,
+        f"{flag}: '{maddr}' lacks the peer ID. Copy the whole address that the peer prints: "
+        f"{maddr.rstrip('/')}/p2p/PEER_ID",
+    )
+    _require(
+        bool(_PEER_ID.fullmatch(peer_id)),
+        f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. Copy the whole address that the peer prints",
+    )
+
+
+@dataclass
+class BaseTrainingArguments:
+    """How a peer finds the others and is found by them."""
+
+    run_id: str = field(
+        default="albert",
+        metadata={
+            "help": "A unique name of this training run, the same for each of its peers. Also decides the initial "
+            "weights, so that peers that start together start alike. Must not contain '.'"
+        },
+    )
+    initial_peers: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Multiaddresses of one or several peers that will welcome you into the collaboration, separated by "
+            "spaces. Example: /ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY"
+        },
+    )
+    use_ipfs: bool = field(
+        default=False,
+        metadata={
+            "help": "Find initial_peers through IPFS: then only the /p2p/XXXX part of their addresses is needed. "
+            "Slower to connect than an address"
+        },
+    )
+    host_maddrs: list[str] = field(
+        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
+        metadata={
+            "help": "Multiaddresses to listen on. The default is any free TCP port on all IPv4 interfaces; give a port "
+            "for an address that stays, e.g. /ip4/0.0.0.0/tcp/31337"
+        },
+    )
+    announce_maddrs: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Multiaddresses under which others reach this peer, where they differ from those it listens on "
+            "(a forwarded port, a tunnel). Example: /dns4/0.tcp.ngrok.io/tcp/12345"
+        },
+    )
+    use_relay: bool = field(default=True, metadata={"help": "Reach peers behind NAT or firewalls through relays"})
+    use_auto_relay: bool = field(
+        default=False,
+        metadata={"help": "Look for relays to become reachable if this peer is itself behind NAT or a firewall"},
+    )
+    trusted_relays: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Relays to use with --use_auto_relay, as multiaddresses with a peer ID"},
+    )
+    identity_path: Optional[str] = field(
+        default=None,
+        metadata={
+            "help": "File with this peer's private key, written if it does not exist. A peer that restarts with the "
+            "same file keeps its peer ID, hence its address, and counts as the same contributor. "
+            "Default: identity.key in --output_dir"
+        },
+    )
+    bootstrap_timeout: float = field(
+        default=60.0,
+        metadata={"help": "Give up joining after this many seconds if none of initial_peers answers"},
+    )
+    debug: bool = field(default=False, metadata={"help": "Log more, and show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        _require(bool(self.run_id.strip()), "--run_id must not be empty")
+        _require("." not in self.run_id, f"--run_id '{self.run_id}' must not contain '.'; write '-' instead")
+        self.initial_peers = [peer for value in self.initial_peers for peer in value.split(",") if peer]
+        for peer in self.initial_peers:
+            _check_initial_peer(peer)
+        _require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
+                 "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
+        for flag in ("host_maddrs", "announce_maddrs", "trusted_relays"):
+            for maddr in getattr(self, flag):
+                protocols = _check_maddr(f"--{flag}", maddr)
+                if flag == "announce_maddrs":
+                    port = protocols.get("tcp", protocols.get("udp"))
+                    _require(port != "0", f"--announce_maddrs: '{maddr}' needs the real port, 0 means any")
+        _require_positive(self, "bootstrap_timeout")
+
+
+@dataclass
+class AveragerArguments:
+    """How groups of peers form."""
+
+    target_group_size: int = field(
+        default=256, metadata={"help": "Maximum group size for all-reduce. A group that is full starts at once"}
+    )
+
+    def __post_init__(self):
+        _require(self.target_group_size >= 2, f"--target_group_size must be 2 or more, got {self.target_group_size}")
+
+
+@dataclass
+class ProgressTrackerArguments:
+    """How often a trainer asks the others for their progress."""
+
+    min_refresh_period: float = field(
+        default=0.5, metadata={"help": "Wait for at least this many seconds before fetching new collaboration state"}
+    )
+    max_refresh_period: float = field(
+        default=30, metadata={"help": "Wait for at most this many seconds before fetching new collaboration state"}
+    )
+    default_refresh_period: float = field(
+        default=3, metadata={"help": "Attempt to fetch collaboration state every this often until successful"}
+    )
+    expected_drift_peers: float = field(
+        default=3, metadata={"help": "Trainer assumes that this many new peers can join per step"}
+    )
+    expected_drift_rate: float = field(
+        default=0.2, metadata={"help": "Trainer assumes that this fraction of current size can join per step"}
+    )
+    performance_ema_alpha: float = field(
+        default=0.1, metadata={"help": "Smoothing of the estimated samples per second, between 0 and 1"}
+    )
+    metadata_expiration: float = field(
+        default=120, metadata={"help": "A peer that has not reported for this many seconds no longer counts"}
+    )
+
+    def __post_init__(self):
+        _require_positive(self, "min_refresh_period", "max_refresh_period", "default_refresh_period",
+                          "metadata_expiration")  # fmt: skip
+        _require_not_negative(self, "expected_drift_peers", "expected_drift_rate")
+        _require(0 < self.performance_ema_alpha <= 1, "--performance_ema_alpha must be above 0 and at most 1")
+        _require(
+            self.min_refresh_period <= self.max_refresh_period,
+            f"--min_refresh_period {self.min_refresh_period} exceeds --max_refresh_period {self.max_refresh_period}",
+        )
+
+
+@dataclass
+class OptimizerArguments:
+    """How the collaboration takes its steps. Every peer of a run should use the same values, but for client_mode,
+    bandwidth and batch_size_lead."""
+
+    target_batch_size: int = field(
+        default=4096,
+        metadata={"help": "Perform an optimizer step after all peers together accumulate this many samples"},
+    )
+    client_mode: bool = field(
+        default=False,
+        metadata={
+            "help": "Accept no incoming connections, for peers behind NAT or a firewall (Colab, Kaggle). At least one "
+            "trainer of the run must not be in client mode"
+        },
+    )
+    batch_size_lead: int = field(
+        default=0,
+        metadata={"help": "Begin looking for a group in advance, this many samples before target_batch_size"},
+    )
+    bandwidth: float = field(
+        default=100.0,
+        metadata={"help": "Network bandwidth of this peer in Mbit/s (decides its share of the work in all-reduce)"},
+    )
+    averaging_timeout: float = field(
+        default=60.0, metadata={"help": "Give up on an averaging step after this many seconds"}
+    )
+    matchmaking_time: float = field(
+        default=5.0,
+        metadata={
+            "help": "When looking for a group, wait for others for at least this many seconds. A few more help where "
+            "latency is high; hivemind needs more than 3"
+        },
+    )
+    average_state_every: int = field(
+        default=1,
+        metadata={"help": "Average parameters with the others every this many steps (gradients: every step)"},
+    )
+    averaging_compression: Compression = field(
+        default="float16", metadata={"help": "How gradients and parameters are compressed while peers average them"}
+    )
+    load_state_compression: Compression = field(
+        default="float16", metadata={"help": "How this peer compresses its state for peers that download it"}
+    )
+    load_state_timeout: float = field(
+        default=600.0, metadata={"help": "Give up on downloading the state from others after this many seconds"}
+    )
+    delay_grad_averaging: bool = field(
+        default=True, metadata={"help": "Average gradients in the background while computing the next ones"}
+    )
+    delay_optimizer_step: bool = field(
+        default=True,
+        metadata={"help": "Run the optimizer step in the background; its result is used one local step late"},
+    )
+
+    def __post_init__(self):
+        _require_positive(self, "target_batch_size", "bandwidth", "averaging_timeout", "load_state_timeout",
+                          "average_state_every")  # fmt: skip
+        _require_not_negative(self, "batch_size_lead")
+        _require(
+            self.batch_size_lead < self.target_batch_size,
+            f"--batch_size_lead {self.batch_size_lead} must be smaller than "
+            f"--target_batch_size {self.target_batch_size}",
+        )
+        _require(
+            self.matchmaking_time > 3,
+            f"--matchmaking_time must be above 3 seconds (hivemind's request timeout), got {self.matchmaking_time}",
+        )
+        _require(
+            self.delay_optimizer_step or not self.delay_grad_averaging,
+            "--no_delay_optimizer_step also needs --no_delay_grad_averaging",
+        )
+
+
+@dataclass
+class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
+    """What a trainer needs to know of the collaboration."""
+
+    statistics_expiration: float = field(
+        default=600, metadata={"help": "Reported metrics are forgotten if not updated for this many seconds"}
+    )
+    backup_every_steps: int = field(
+        default=10,
+        metadata={"help": "Back up the training state every this many global steps, to return to if it breaks"},
+    )
+    max_global_steps: Optional[int] = field(
+        default=None,
+        metadata={"help": "Leave once the collaboration has made this many steps. Default: train until stopped"},
+    )
+    username: Optional[str] = field(
+        default=None, metadata={"help": "A name to be shown in the list of contributors. Public"}
+    )
+
+    def __post_init__(self):
+        BaseTrainingArguments.__post_init__(self)
+        OptimizerArguments.__post_init__(self)
+        _require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
+
+
+@dataclass
+class ModelArguments:
+    """What is trained. Trainer, monitor and evaluator must agree on it; they build it with the same functions."""
+
+    model_name_or_path: str = field(
+        default="albert-large-v2",
+        metadata={
+            "help": "Model configuration: a config.json, a folder that has one, or a name on the Hugging Face Hub. "
+            "albert-large-v2 is built in",
+            "aliases": ["--config_path"],
+        },
+    )
+    tokenizer_path: str = field(
+        default="data/tokenizer", metadata={"help": "Folder of the tokenizer, as tokenize_wikitext103.py wrote it"}
+    )
+    cache_dir: Optional[str] = field(default="data/cache", metadata={"help": "Folder for downloads from the Hub"})
+
+
+@dataclass
+class DatasetArguments(ModelArguments):
+    """What it is trained on."""
+
+    dataset_path: str = field(
+        default="data/albert_tokenized_wikitext",
+        metadata={"help": "Folder of the tokenized dataset, as tokenize_wikitext103.py wrote it"},
+    )
+
+
+@dataclass
+class LocalTrainingArguments:
+    """How this peer computes gradients, and the hyper-parameters of the run.
+
+    hivemind's example inherits these from transformers' TrainingArguments. Listing the ones that mean something here
+    keeps `--help` short and fast; `trainer.build_training_arguments` hands them to transformers.
+    """
+
+    per_device_train_batch_size: int = field(
+        default=4, metadata={"help": "Micro-batch per device. Aim at 0.5 to 1 seconds a micro-batch"}
+    )
+    gradient_accumulation_steps: int = field(
+        default=2, metadata={"help": "Micro-batches between two reports of progress to the others"}
+    )
+    seq_length: Optional[int] = field(
+        default=None, metadata={"help": "Sequence length in tokens. Default: that of the prepared data"}
+    )
+    total_steps: int = field(
+        default=125_000, metadata={"help": "Length of the learning-rate schedule in global steps; training may go on"}
+    )
+    warmup_steps: int = field(default=5000, metadata={"help": "Linear warm-up in global steps"})
+    learning_rate: float = field(default=0.00176, metadata={"help": "Peak learning rate, for target_batch_size"})
+    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of the first moment"})
+    adam_beta2: float = field(default=0.999, metadata={"help": "Decay of the second moment"})
+    adam_epsilon: float = field(default=1e-6, metadata={"help": "Added to the root of the second moment"})
+    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay; biases and norms have none"})
+    clamp_value: float = field(default=10000.0, metadata={"help": "LAMB: weight norms are clamped to this value"})
+    max_grad_norm: float = field(
+        default=1.0,
+        metadata={"help": "Bound on the norm of the gradient that this peer contributes to a global step; 0: none"},
+    )
+    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens to predict in masked LM"})
+    fp16: bool = field(default=False, metadata={"help": "Mixed precision with float16 (GPU only)"})
+    bf16: bool = field(default=False, metadata={"help": "Mixed precision with bfloat16"})
+    fp32: bool = field(
+        default=False,
+        metadata={"help": "No mixed precision. Default: bf16 on GPUs that have it, else fp16; CPU: fp32"},
+    )
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "Recompute activations: about a third slower, much less GPU memory"}
+    )
+    use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU"})
+    dataloader_num_workers: int = field(default=2, metadata={"help": "Processes that prepare batches; 0: none"})
+    seed: int = field(
+        default=42,
+        metadata={"help": "Together with the peer ID, decides the order of this peer's samples and its dropout"},
+    )
+    output_dir: str = field(
+        default="outputs", metadata={"help": "Folder for this peer's checkpoints, backups and identity"}
+    )
+    save_steps: int = field(default=500, metadata={"help": "Save a checkpoint every this many local steps"})
+    save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
+    logging_steps: int = field(default=100, metadata={"help": "Log the local loss every this many local steps"})
+    logging_first_step: bool = field(default=True, metadata={"help": "Log the first local step too"})
+    disable_tqdm: bool = field(default=False, metadata={"help": "No progress bar"})
+
+    def __post_init__(self):
+        _require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "seq_length",
+                          "total_steps", "learning_rate", "adam_epsilon", "clamp_value", "save_steps",
+                          "save_total_limit", "logging_steps")  # fmt: skip
+        _require_not_negative(self, "warmup_steps", "weight_decay", "max_grad_norm", "dataloader_num_workers", "seed")
+        _require(
+            self.warmup_steps <= self.total_steps,
+            f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
+        )
+        _require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
+        for name in ("adam_beta1", "adam_beta2"):
+            _require(0 <= getattr(self, name) < 1, f"--{name} must be at least 0 and below 1: {getattr(self, name)}")
+        _require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
+
+    def batch_size_per_step(self, num_devices: int) -> int:
+        """Samples that this peer adds between two reports: micro-batch x devices x accumulation."""
+        return self.per_device_train_batch_size * max(1, num_devices) * self.gradient_accumulation_steps
+
+
+@dataclass
+class TrainingMonitorArguments:
+    """What the monitor watches, keeps and reports."""
+
+    output_dir: str = field(
+        default="monitor_outputs", metadata={"help": "Folder for metrics.jsonl, checkpoints and the identity"}
+    )
+    refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the trainers' metrics"})
+    report_to: Literal["none", "wandb", "trackio"] = field(
+        default="none",
+        metadata={
+            "help": "Where to draw the curves, beside metrics.jsonl: wandb (an account; without one it records offline)"
+            " or trackio (a local dashboard, no account)"
+        },
+    )
+    wandb_project: Optional[str] = field(
+        default=None, metadata={"help": "Name of the Weights & Biases project; implies --report_to wandb"}
+    )
+    use_google_dns: bool = field(
+        default=False,
+        metadata={
+            "help": "Find out this machine's public IP address and announce it. The name is historical: a web service "
+            "is asked, see --public_ip_service"
+        },
+    )
+    public_ip_service: str = field(
+        default="https://api.ipify.org", metadata={"help": "Web service that answers with the caller's IP address"}
+    )
+    store_checkpoints: bool = field(
+        default=True, metadata={"help": "Download the state from trainers now and then, and keep it on disk"}
+    )
+    save_checkpoint_step_interval: int = field(default=5, metadata={"help": "Global steps between two checkpoints"})
+    save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
+
+    def __post_init__(self):
+        _require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
+        if self.wandb_project is not None:
+            _require(
+                self.report_to != "trackio", "--wandb_project reports to wandb; drop it or drop --report_to trackio"
+            )
+            self.report_to = "wandb"
+
+
+@dataclass
+class TokenizationArguments:
+    """From text to a dataset that every trainer can load."""
+
+    dataset_name: str = field(
+        default="Salesforce/wikitext", metadata={"help": "Dataset on the Hugging Face Hub, with a column 'text'"}
+    )
+    dataset_config_name: Optional[str] = field(
+        default=None, metadata={"help": "Its configuration. Default: wikitext-103-v1 for WikiText, else none"}
+    )
+    train_file: Optional[str] = field(
+        default=None, metadata={"help": "A text file of your own instead, UTF-8; blank lines separate documents"}
+    )
+    validation_file: Optional[str] = field(
+        default=None, metadata={"help": "A text file for validation. Default: a share of the documents is held out"}
+    )
+    sample: bool = field(
+        default=False,
+        metadata={"help": "Use the text that every Python carries (the topics of its documentation): no download"},
+    )
+    validation_share: float = field(
+        default=0.05, metadata={"help": "Share of the documents that is held out where the source has no validation"}
+    )
+    tokenizer: str = field(
+        default="albert-large-v2", metadata={"help": "Tokenizer: a name on the Hugging Face Hub or a local folder"}
+    )
+    train_tokenizer: bool = field(
+        default=False, metadata={"help": "Train a tokenizer on the text instead: nothing to download"}
+    )
+    vocab_size: int = field(default=30000, metadata={"help": "Size of the vocabulary for --train_tokenizer"})
+    max_seq_length: int = field(default=512, metadata={"help": "Tokens in an instance, special tokens included"})
+    output_path: str = field(
+        default="data/albert_tokenized_wikitext",
+        metadata={"help": "Folder for the tokenized dataset", "aliases": ["--dataset_path"]},
+    )
+    tokenizer_path: str = field(default="data/tokenizer", metadata={"help": "Folder for the tokenizer"})
+    cache_dir: Optional[str] = field(default="data/cache", metadata={"help": "Folder for downloads and work in hand"})
+    archive: Optional[str] = field(
+        default=None, metadata={"help": "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting"}
+    )
+    num_proc: int = field(default=2, metadata={"help": "Processes. The result does not depend on it"})
+    seed: int = field(
+        default=0, metadata={"help": "Decides where segments are split and swapped, and what is held out"}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Replace a dataset that is already there"})
+    debug: bool = field(default=False, metadata={"help": "Log more, and show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        _require_positive(self, "vocab_size", "num_proc")
+        _require_not_negative(self, "seed")
+        _require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
+        _require(0 < self.validation_share < 1, f"--validation_share must be between 0 and 1: {self.validation_share}")
+        _require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")
+        _require(
+            self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"
+        )
+        for flag in ("train_file", "validation_file"):
+            path = getattr(self, flag)
+            _require(path is None or Path(path).is_file(), f"--{flag}: there is no file '{path}'")
+        _require(
+            self.archive is None or self.archive.endswith((".tar.gz", ".tgz")),
+            f"--archive must end in .tar.gz, got '{self.archive}'",
+        )
+        if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
+            self.dataset_config_name = "wikitext-103-v1"
+
+
+# Names of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5), and what they are called here.
+_OLD_NAMES = {
+    "--experiment_prefix": "--run_id",
+    "--averaging_expiration": "--matchmaking_time",
+    "--compression": "--averaging_compression",
+    "--model_config_path": "--model_name_or_path",
+    "--store_checkpoins": "--store_checkpoints",
+    "--tokenizer": "--tokenizer_path",
+    "--no_cuda": "--use_cpu",
+}
+# Endpoints in gRPC's notation, as in '[::]:*', that became multiaddresses.
+_OLD_ENDPOINTS = {
+    "--dht_listen_on": "--host_maddrs",
+    "--listen_on": "--host_maddrs",
+    "--endpoint": "--announce_maddrs",
+}
+# Names that no longer do anything, with the number of values that they may take.
+_IGNORED_NAMES = {
+    "--overwrite_output_dir": "a checkpoint in --output_dir is resumed from; choose another folder to start anew",
+    "--logging_dir": "the training curves are the monitor's, see its --report_to",
+    "--fp16_opt_level": "mixed precision is torch's own, see --fp16 and --bf16",
+    "--do_train": "a trainer always trains",
+    "--trainer_uuid": "a peer is known by its identity, see --identity_path",
+}
+_REFUSED_NAMES = {
+    "--max_steps": "pass --max_global_steps (when to leave) or --total_steps (the learning-rate schedule)",
+    "--repo_path": "pass --output_dir (where the checkpoints are kept)",
+}
+_OLD_VALUES = {
+    "--averaging_compression": {"FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
+                                "UNIFORM_8BIT": "uniform8", "QUANTILE_8BIT": "quantile8"},
+}  # fmt: skip
+
+
+def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
+    """Translate gRPC's host:port notation to multiaddresses: '[::]:*' (all interfaces, any port) to /ip4 and /ip6."""
+    match = _HOST_PORT.fullmatch(endpoint)
+    _require(
+        match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; pass {_OLD_ENDPOINTS.get(flag, flag)} instead"
+    )
+    host, port = match["host"].strip("[]"), match["port"].replace("*", "0")
+    if host == "::":
+        return [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
+    try:
+        return [f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"]
+    except ValueError:
+        return [f"/dns4/{host}/tcp/{port}"]
+
+
+def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[list[str], list[str]]:
+    """Rewrite the flags of older examples to those of this one.
+
+    :param args: the command line
+    :param known_flags: flags of the script at hand; a name that it knows itself is left alone
+    :returns: the new command line, and a warning for each name that was translated or ignored
+    :raises ArgumentsError: for a name or value that has no translation, with what to pass instead
+    """
+    translated, warnings = [], []
+    queue = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") and "=" in arg else [arg])]
+    while queue:
+        arg = queue.pop(0)
+        values = []
+        while arg.startswith("--") and queue and not queue[0].startswith("--"):
+            values.append(queue.pop(0))
+        if arg not in known_flags:
+            if arg in _REFUSED_NAMES:
+                raise ArgumentsError(f"{arg} is not known any more: {_REFUSED_NAMES[arg]}")
+            if arg in _IGNORED_NAMES:
+                warnings.append(f"{arg} is ignored: {_IGNORED_NAMES[arg]}")
+                continue
+            if arg in _OLD_ENDPOINTS and _OLD_ENDPOINTS[arg] in known_flags:
+                new_name = _OLD_ENDPOINTS[arg]
+                values = [maddr for value in values for maddr in endpoint_to_maddrs(arg, value)]
+                warnings.append(f"{arg} is now {new_name}: {' '.join(values)}")
+                arg = new_name
+            elif _OLD_NAMES.get(arg) in known_flags:
+                warnings.append(f"{arg} is now {_OLD_NAMES[arg]}")
+                arg = _OLD_NAMES[arg]
+        values = [_OLD_VALUES.get(arg, {}).get(value, value) for value in values]
+        translated += [arg, *values]
+    return translated, warnings
+
+
+class ArgumentParser(HfArgumentParser):
+    """transformers' dataclass parser that knows the old names and answers a wrong use with one line."""
+
+    def __init__(self, dataclass_types, description: str):
+        super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
+
+    @property
+    def known_flags(self) -> set[str]:
+        return {option for action in self._actions for option in action.option_strings}
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{Path(sys.argv[0]).name}: error: {message} (see --help)", file=sys.stderr)
+        sys.exit(2)
+
+    def parse(self, args: Optional[Sequence[str]] = None) -> tuple:
+        """Parse the command line into instances of the dataclasses; exit with code 2 and one line if it is wrong."""
+        try:
+            args, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
+            *dataclasses, unknown = self.parse_args_into_dataclasses(
+                args, return_remaining_strings=True, look_for_args_file=False
+            )
+        except ArgumentsError as error:
+            self.error(str(error))
+        if unknown:
+            similar = difflib.get_close_matches(unknown[0].split("=")[0], self.known_flags, n=1)
+            self.error(f"unknown argument '{unknown[0]}'" + (f", did you mean {similar[0]}?" if similar else ""))
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        return tuple(dataclasses)
+
+
+def parse_arguments(dataclass_types: Sequence[type], description: str, args: Optional[Sequence[str]] = None) -> tuple:
+    """One instance of each dataclass from the command line. `description`: the script's docstring."""
+    return ArgumentParser(dataclass_types, description).parse(args)
