@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn, Optional
+from typing import Literal, NoReturn
 
 from transformers.hf_argparser import HfArgumentParser
 
@@ -109,8 +109,8 @@ class BaseTrainingArguments:
     initial_peers: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Multiaddresses of one or several peers that will welcome you into the collaboration, separated by "
-            "spaces. Example: /ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY"
+            "help": "Multiaddresses of one or several peers that will welcome you into the collaboration, separated "
+            "by spaces. Example: /ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY"
         },
     )
     use_ipfs: bool = field(
@@ -123,8 +123,8 @@ class BaseTrainingArguments:
     host_maddrs: list[str] = field(
         default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
         metadata={
-            "help": "Multiaddresses to listen on. The default is any free TCP port on all IPv4 interfaces; give a port "
-            "for an address that stays, e.g. /ip4/0.0.0.0/tcp/31337"
+            "help": "Multiaddresses to listen on. The default is any free TCP port on all IPv4 interfaces; give a "
+            "port for an address that stays, e.g. /ip4/0.0.0.0/tcp/31337"
         },
     )
     announce_maddrs: list[str] = field(
@@ -143,7 +143,7 @@ class BaseTrainingArguments:
         default_factory=list,
         metadata={"help": "Relays to use with --use_auto_relay, as multiaddresses with a peer ID"},
     )
-    identity_path: Optional[str] = field(
+    identity_path: str | None = field(
         default=None,
         metadata={
             "help": "File with this peer's private key, written if it does not exist. A peer that restarts with the "
@@ -308,11 +308,11 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         default=10,
         metadata={"help": "Back up the training state every this many global steps, to return to if it breaks"},
     )
-    max_global_steps: Optional[int] = field(
+    max_global_steps: int | None = field(
         default=None,
         metadata={"help": "Leave once the collaboration has made this many steps. Default: train until stopped"},
     )
-    username: Optional[str] = field(
+    username: str | None = field(
         default=None, metadata={"help": "A name to be shown in the list of contributors. Public"}
     )
 
@@ -337,7 +337,7 @@ class ModelArguments:
     tokenizer_path: str = field(
         default="data/tokenizer", metadata={"help": "Folder of the tokenizer, as tokenize_wikitext103.py wrote it"}
     )
-    cache_dir: Optional[str] = field(default="data/cache", metadata={"help": "Folder for downloads from the Hub"})
+    cache_dir: str | None = field(default="data/cache", metadata={"help": "Folder for downloads from the Hub"})
 
 
 @dataclass
@@ -364,7 +364,7 @@ class LocalTrainingArguments:
     gradient_accumulation_steps: int = field(
         default=2, metadata={"help": "Micro-batches between two reports of progress to the others"}
     )
-    seq_length: Optional[int] = field(
+    seq_length: int | None = field(
         default=None, metadata={"help": "Sequence length in tokens. Default: that of the prepared data"}
     )
     total_steps: int = field(
@@ -436,11 +436,11 @@ class TrainingMonitorArguments:
     report_to: Literal["none", "wandb", "trackio"] = field(
         default="none",
         metadata={
-            "help": "Where to draw the curves, beside metrics.jsonl: wandb (an account; without one it records offline)"
-            " or trackio (a local dashboard, no account)"
+            "help": "Where to draw the curves, beside metrics.jsonl: wandb (an account; without one it records "
+            "offline) or trackio (a local dashboard, no account)"
         },
     )
-    wandb_project: Optional[str] = field(
+    wandb_project: str | None = field(
         default=None, metadata={"help": "Name of the Weights & Biases project; implies --report_to wandb"}
     )
     use_google_dns: bool = field(
@@ -475,13 +475,13 @@ class TokenizationArguments:
     dataset_name: str = field(
         default="Salesforce/wikitext", metadata={"help": "Dataset on the Hugging Face Hub, with a column 'text'"}
     )
-    dataset_config_name: Optional[str] = field(
+    dataset_config_name: str | None = field(
         default=None, metadata={"help": "Its configuration. Default: wikitext-103-v1 for WikiText, else none"}
     )
-    train_file: Optional[str] = field(
+    train_file: str | None = field(
         default=None, metadata={"help": "A text file of your own instead, UTF-8; blank lines separate documents"}
     )
-    validation_file: Optional[str] = field(
+    validation_file: str | None = field(
         default=None, metadata={"help": "A text file for validation. Default: a share of the documents is held out"}
     )
     sample: bool = field(
@@ -504,8 +504,8 @@ class TokenizationArguments:
         metadata={"help": "Folder for the tokenized dataset", "aliases": ["--dataset_path"]},
     )
     tokenizer_path: str = field(default="data/tokenizer", metadata={"help": "Folder for the tokenizer"})
-    cache_dir: Optional[str] = field(default="data/cache", metadata={"help": "Folder for downloads and work in hand"})
-    archive: Optional[str] = field(
+    cache_dir: str | None = field(default="data/cache", metadata={"help": "Folder for downloads and work in hand"})
+    archive: str | None = field(
         default=None, metadata={"help": "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting"}
     )
     num_proc: int = field(default=2, metadata={"help": "Processes. The result does not depend on it"})
@@ -632,7 +632,7 @@ class ArgumentParser(HfArgumentParser):
         print(f"{Path(sys.argv[0]).name}: error: {message} (see --help)", file=sys.stderr)
         sys.exit(2)
 
-    def parse(self, args: Optional[Sequence[str]] = None) -> tuple:
+    def parse(self, args: Sequence[str] | None = None) -> tuple:
         """Parse the command line into instances of the dataclasses; exit with code 2 and one line if it is wrong."""
         try:
             args, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
@@ -649,6 +649,6 @@ class ArgumentParser(HfArgumentParser):
         return tuple(dataclasses)
 
 
-def parse_arguments(dataclass_types: Sequence[type], description: str, args: Optional[Sequence[str]] = None) -> tuple:
+def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
     """One instance of each dataclass from the command line. `description`: the script's docstring."""
     return ArgumentParser(dataclass_types, description).parse(args)

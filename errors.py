@@ -1,0 +1,49 @@
+"""What a person sees when a script cannot go on: one line that names the thing and the remedy, and an exit code."""
+
+import errno
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full: free some space or choose another folder",
+    errno.EDQUOT: "the disk quota is used up: free some space or choose another folder",
+    errno.EACCES: "no permission: choose a path that you may write to",
+    errno.EPERM: "no permission: choose a path that you may write to",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EMFILE: "too many open files: run `ulimit -n 4096` first",
+}
+
+
+class UserError(Exception):
+    """Something that the user can mend. The message is one line: what was wrong, with what, and what to do."""
+
+
+def describe(error: BaseException) -> str:
+    """One line for any error, with a remedy where one is known."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        return f"{error.filename or error.strerror}: {_REMEDIES[error.errno]}"
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return f"{type(error).__name__}: {first_line} (--debug shows where)"
+
+
+def exit_with(message: str, code: int = 1) -> NoReturn:
+    """Print `SCRIPT: error: message` to stderr and exit."""
+    print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's `main`; an exception becomes one line on stderr and exit code 1 (traceback: --debug)."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        exit_with("interrupted", code=130)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        exit_with(describe(error))
