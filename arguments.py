@@ -312,14 +312,18 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         default=None,
         metadata={"help": "Leave once the collaboration has made this many steps. Default: train until stopped"},
     )
-    username: str | None = field(
-        default=None, metadata={"help": "A name to be shown in the list of contributors. Public"}
+    leave_timeout: float = field(
+        default=90.0,
+        metadata={"help": "After max_global_steps, wait this many seconds for a monitor to take the last checkpoint"},
     )
+    username: str = field(default="", metadata={"help": "A name to be shown in the list of contributors. Public"})
 
     def __post_init__(self):
         BaseTrainingArguments.__post_init__(self)
         OptimizerArguments.__post_init__(self)
         _require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
+        _require_not_negative(self, "leave_timeout")
+        _require(len(self.username) <= 64, "--username must have at most 64 characters")
 
 
 @dataclass
@@ -351,8 +355,34 @@ class DatasetArguments(ModelArguments):
 
 
 @dataclass
-class LocalTrainingArguments:
-    """How this peer computes gradients, and the hyper-parameters of the run.
+class HyperparameterArguments:
+    """The hyper-parameters of the run, which are for target_batch_size. Every peer should use the same values."""
+
+    total_steps: int = field(
+        default=125_000, metadata={"help": "Length of the learning-rate schedule in global steps; training may go on"}
+    )
+    warmup_steps: int = field(default=5000, metadata={"help": "Linear warm-up in global steps"})
+    learning_rate: float = field(default=0.00176, metadata={"help": "Peak learning rate, for target_batch_size"})
+    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of the first moment"})
+    adam_beta2: float = field(default=0.999, metadata={"help": "Decay of the second moment"})
+    adam_epsilon: float = field(default=1e-6, metadata={"help": "Added to the root of the second moment"})
+    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay; biases and norms have none"})
+    clamp_value: float = field(default=10000.0, metadata={"help": "LAMB: weight norms are clamped to this value"})
+
+    def __post_init__(self):
+        _require_positive(self, "total_steps", "learning_rate", "adam_epsilon", "clamp_value")
+        _require_not_negative(self, "warmup_steps", "weight_decay")
+        _require(
+            self.warmup_steps <= self.total_steps,
+            f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
+        )
+        for name in ("adam_beta1", "adam_beta2"):
+            _require(0 <= getattr(self, name) < 1, f"--{name} must be at least 0 and below 1: {getattr(self, name)}")
+
+
+@dataclass
+class LocalTrainingArguments(HyperparameterArguments):
+    """How this peer computes gradients.
 
     hivemind's example inherits these from transformers' TrainingArguments. Listing the ones that mean something here
     keeps `--help` short and fast; `trainer.build_training_arguments` hands them to transformers.
@@ -367,16 +397,6 @@ class LocalTrainingArguments:
     seq_length: int | None = field(
         default=None, metadata={"help": "Sequence length in tokens. Default: that of the prepared data"}
     )
-    total_steps: int = field(
-        default=125_000, metadata={"help": "Length of the learning-rate schedule in global steps; training may go on"}
-    )
-    warmup_steps: int = field(default=5000, metadata={"help": "Linear warm-up in global steps"})
-    learning_rate: float = field(default=0.00176, metadata={"help": "Peak learning rate, for target_batch_size"})
-    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of the first moment"})
-    adam_beta2: float = field(default=0.999, metadata={"help": "Decay of the second moment"})
-    adam_epsilon: float = field(default=1e-6, metadata={"help": "Added to the root of the second moment"})
-    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay; biases and norms have none"})
-    clamp_value: float = field(default=10000.0, metadata={"help": "LAMB: weight norms are clamped to this value"})
     max_grad_norm: float = field(
         default=1.0,
         metadata={"help": "Bound on the norm of the gradient that this peer contributes to a global step; 0: none"},
@@ -407,17 +427,11 @@ class LocalTrainingArguments:
     disable_tqdm: bool = field(default=False, metadata={"help": "No progress bar"})
 
     def __post_init__(self):
+        super().__post_init__()
         _require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "seq_length",
-                          "total_steps", "learning_rate", "adam_epsilon", "clamp_value", "save_steps",
-                          "save_total_limit", "logging_steps")  # fmt: skip
-        _require_not_negative(self, "warmup_steps", "weight_decay", "max_grad_norm", "dataloader_num_workers", "seed")
-        _require(
-            self.warmup_steps <= self.total_steps,
-            f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
-        )
+                          "save_steps", "save_total_limit", "logging_steps")  # fmt: skip
+        _require_not_negative(self, "max_grad_norm", "dataloader_num_workers", "seed")
         _require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
-        for name in ("adam_beta1", "adam_beta2"):
-            _require(0 <= getattr(self, name) < 1, f"--{name} must be at least 0 and below 1: {getattr(self, name)}")
         _require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
 
     def batch_size_per_step(self, num_devices: int) -> int:
@@ -458,9 +472,13 @@ class TrainingMonitorArguments:
     )
     save_checkpoint_step_interval: int = field(default=5, metadata={"help": "Global steps between two checkpoints"})
     save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
+    load_state_timeout: float = field(
+        default=600.0, metadata={"help": "Give up on downloading the state from trainers after this many seconds"}
+    )
 
     def __post_init__(self):
-        _require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
+        _require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit",
+                          "load_state_timeout")  # fmt: skip
         if self.wandb_project is not None:
             _require(
                 self.report_to != "trackio", "--wandb_project reports to wandb; drop it or drop --report_to trackio"

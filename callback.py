@@ -1,0 +1,213 @@
+"""What a trainer does beside computing gradients: reports metrics, watches for broken parameters, backs up and
+restores."""
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from hivemind.utils import get_logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import utils
+from arguments import CollaborationArguments
+from checkpoints import TrainingState, load_training_state, save_training_state
+from errors import UserError
+from hivemind_fixes import Optimizer, StateLoadError, all_finite
+from utils import HISTORY_LENGTH, LocalMetrics, Peer
+
+logger = get_logger(__name__)
+
+
+class LossMeter:
+    """Sums the losses of micro-batches on their device, without a synchronisation each; skips what is not finite."""
+
+    def __init__(self):
+        self._sum: torch.Tensor | float = 0.0
+        self._count: torch.Tensor | int = 0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """`loss`: the mean over a micro-batch, or one such mean for each device."""
+        loss = loss.detach().float().mean()
+        finite = loss.isfinite()
+        self._sum = self._sum + torch.where(finite, loss, 0.0)
+        self._count = self._count + finite.int()
+
+    def pop(self) -> tuple[float, int]:
+        """The sum of the losses and their number since the last call."""
+        result = float(self._sum), int(self._count)
+        self._sum, self._count = 0.0, 0
+        return result
+
+
+class BackupWriter:
+    """Keeps the newest good training state in a file, written by a thread of its own."""
+
+    def __init__(self, path: Path, run_id: str):
+        self.path, self.run_id = path, run_id
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="BackupWriter")
+        self._pending: Future | None = None
+
+    def write(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
+        """Write in the background; skipped while the previous backup is still being written."""
+        if self._pending is None or self._pending.done():
+            self._pending = self._executor.submit(self._write, TrainingState(self.run_id, metadata, tensors))
+
+    def _write(self, state: TrainingState) -> None:
+        try:
+            save_training_state(self.path, state)
+        except Exception as error:
+            logger.error(f"Could not write the backup {self.path} ({error}); the one before it stays")
+
+    def read(self) -> TrainingState | None:
+        """The backup, or None if there is none that can be read."""
+        if self._pending is not None:
+            self._pending.result()
+        if not self.path.exists():
+            return None
+        try:
+            return load_training_state(self.path, self.run_id)
+        except ValueError as error:
+            logger.warning(f"Skipping the backup: {error}")
+            return None
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)
+
+
+class CollaborativeCallback(TrainerCallback):
+    """Tells the collaboration of this peer's work and keeps its parameters sound.
+
+    :param should_stop: asked after each local step
+    """
+
+    MAX_RECOVERIES = 3  # without a global step in between
+
+    def __init__(
+        self,
+        peer: Peer,
+        optimizer: Optimizer,
+        model: torch.nn.Module,
+        args: CollaborationArguments,
+        backup_path: Path,
+        should_stop: Callable[[], bool],
+    ):
+        self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
+        self.should_stop = should_stop
+        self.loss_meter = LossMeter()
+        self.backup = BackupWriter(backup_path, args.run_id)
+        self.history: deque[LocalMetrics] = deque(maxlen=HISTORY_LENGTH)
+        self.last_reported_step = 0
+        self.total_samples_processed = 0
+        self.num_recoveries = 0
+
+    # The Trainer's events. A training loop of one's own calls `join` at the start and `after_local_step`.
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self.join()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        if not self.after_local_step():
+            control.should_training_stop = control.should_save = True
+        return control
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
+        if logs and "loss" in logs:
+            logger.info(f"Local step {state.global_step}: loss = {logs['loss']:.5f}")
+
+    def join(self) -> None:
+        """Begin at the newest state: the peers', or our own checkpoint's if the model was resumed from a newer one."""
+        own_step = self.optimizer.local_epoch
+        if own_step > 0:
+            self.optimizer.state_averager.sync_with_main_parameters(own_step)
+            self.optimizer.share_state()
+            logger.info(f"Resumed from a checkpoint at step #{own_step}")
+        if self.optimizer.load_state_from_peers():
+            logger.info(f"Joined the collaboration at step #{self.optimizer.local_epoch}")
+        elif own_step == 0:
+            logger.info("No peer offers a trained state: starting with the initial weights")
+        self.last_reported_step = self.optimizer.local_epoch
+        self.introduce(leaving=False)
+
+    def after_local_step(self) -> bool:
+        """Report and check after a local step.
+
+        :returns: whether training goes on
+        :raises UserError: if the parameters broke and nothing is left to return to
+        """
+        if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
+            self.recover()
+            return not self.should_stop()
+        step = self.optimizer.local_epoch
+        if step != self.last_reported_step:
+            self.report(step)
+            if step % self.args.backup_every_steps == 0:
+                self.backup.write(*self.optimizer.state_averager.snapshot())
+            self.num_recoveries = 0
+        is_done = self.args.max_global_steps is not None and step >= self.args.max_global_steps
+        return not (is_done or self.should_stop())
+
+    def report(self, step: int) -> None:
+        """Log the global step and publish this peer's part in it."""
+        self.last_reported_step = step
+        samples = self.optimizer.last_contribution
+        self.total_samples_processed += samples
+        loss, mini_steps = self.loss_meter.pop()
+        samples_per_second = float(self.optimizer.local_progress.samples_per_second)
+        logger.info(f"Step #{step}")
+        logger.info(f"Your current contribution: {self.total_samples_processed} samples")
+        logger.info(f"Performance: {samples_per_second:.3f} samples/sec")
+        if mini_steps:
+            logger.info(f"Local loss: {loss / mini_steps:.5f}")
+        if self.optimizer.is_synchronized_with_peers():
+            self.publish(
+                LocalMetrics(
+                    step=step,
+                    samples_per_second=samples_per_second,
+                    samples_accumulated=samples,
+                    loss=loss,
+                    mini_steps=mini_steps,
+                )
+            )
+
+    def publish(self, metrics: LocalMetrics) -> None:
+        """Store signed records: the newest step for everybody, the last ones for a monitor that missed some."""
+        self.history.append(metrics)
+        history = [list(entry.dict().values()) for entry in self.history]
+        for name, value in (("metrics", metrics.dict()), ("history", history)):
+            key = f"{self.args.run_id}_{name}"
+            utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
+
+    def recover(self) -> None:
+        """The parameters are not finite: go to the peers' state or to the last backup, whichever is newer.
+
+        :raises UserError: if there is neither, or if it keeps happening
+        """
+        self.num_recoveries += 1
+        self.loss_meter.pop()
+        logger.error("The parameters are not finite")
+        self.optimizer.finish_pending_update()
+        averager = self.optimizer.state_averager
+        backup = self.backup.read()
+        downloaded = averager.download_state(min_epoch=0 if backup is None else backup.step)
+        if self.num_recoveries > self.MAX_RECOVERIES or (downloaded is None and backup is None):
+            raise UserError(
+                "the parameters are not finite and there is no sound state to return to: lower --learning_rate or "
+                "--max_grad_norm, remove the checkpoints in --output_dir, and start again"
+            )
+        try:
+            if downloaded is not None:
+                donor, metadata, tensors = downloaded
+                averager.restore(metadata, tensors)
+                logger.info(f"Went back to the state of step #{averager.local_epoch} from {donor}")
+            else:
+                averager.restore(backup.metadata, backup.tensors)
+                logger.info(f"Went back to the backup of step #{averager.local_epoch}")
+        except StateLoadError as error:
+            raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
+        self.optimizer.forget_progress()
+        self.last_reported_step = self.optimizer.local_epoch
+
+    def close(self) -> None:
+        self.backup.close()

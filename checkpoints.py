@@ -1,0 +1,173 @@
+"""Checkpoints of the collaboration on disk. A reader never sees half of one, and a writer never loses the one before.
+
+A checkpoint is a folder `checkpoint-STEP` that `from_pretrained` opens (config, model.safetensors, tokenizer) with the
+training state beside it: the parameters and the optimizer's statistics as peers exchange them, in a file that
+`torch.load(weights_only=True)` opens.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hivemind.utils import get_logger
+
+from errors import UserError
+
+logger = get_logger(__name__)
+
+STATE_FILE = "training_state.pt"
+_FORMAT = 1
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+_TEMPORARY_PREFIX = ".tmp-"
+
+
+@dataclass
+class TrainingState:
+    """The state that peers exchange.
+
+    `metadata`: `epoch` (the global step) and `optimizer_metadata`, plain numbers and indices into `tensors`;
+    `tensors`: the parameters in the order of the param groups, then the optimizer's statistics.
+    """
+
+    run_id: str
+    metadata: dict
+    tensors: list[torch.Tensor]
+
+    @property
+    def step(self) -> int:
+        return self.metadata["epoch"]
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file or folder beside `path`, sync it, and rename it to `path`.
+
+    A folder that is already at `path` is replaced. If `write` raises, nothing has changed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{_TEMPORARY_PREFIX}{path.name}-{os.getpid()}"
+    _remove(temporary)
+    try:
+        write(temporary)
+        for file in [temporary, *temporary.rglob("*")]:
+            _sync(file)
+        if path.is_dir():
+            _remove(path)
+        temporary.rename(path)
+        _sync(path.parent)
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed writer left behind. Call it when no other process writes to the folder."""
+    for path in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+        _remove(path)
+
+
+def save_training_state(path: Path, state: TrainingState) -> None:
+    content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata, "tensors": state.tensors}
+    write_atomically(path, lambda temporary: torch.save(content, temporary))
+
+
+def load_training_state(path: Path, run_id: str) -> TrainingState:
+    """Read a training state.
+
+    :raises ValueError: if the file is cut off, foreign, or of another run; the message says which
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")[:100]
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {reason})") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a training state of this version")
+    if content.get("run_id") != run_id:
+        raise ValueError(f"{path} belongs to the run '{content.get('run_id')}', not to '{run_id}'")
+    return TrainingState(run_id, content["metadata"], content["tensors"])
+
+
+def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: dict) -> Path:
+    """Write `checkpoint-STEP` into a folder: model, tokenizer, training state, and `info` as collaboration.json.
+
+    :returns: the path of the checkpoint
+    """
+
+    def write(temporary: Path) -> None:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        save_training_state(temporary / STATE_FILE, state)
+        (temporary / "collaboration.json").write_text(
+            json.dumps({"run_id": state.run_id, "step": state.step, **info}, indent=2) + "\n"
+        )
+
+    path = folder / f"checkpoint-{state.step}"
+    write_atomically(path, write)
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest step first. By the step in the name: a folder's times say little."""
+    steps = {
+        path: int(match[1])
+        for path in folder.glob("checkpoint-*")
+        if path.is_dir() and (match := _CHECKPOINT_NAME.fullmatch(path.name))
+    }
+    return sorted(steps, key=steps.get, reverse=True)
+
+
+def iterate_training_states(folder: Path, run_id: str) -> Iterator[TrainingState]:
+    """The training states of the checkpoints that can be read, newest first; what cannot is skipped with a message."""
+    for path in list_checkpoints(folder):
+        try:
+            yield load_training_state(path / STATE_FILE, run_id)
+        except ValueError as error:
+            logger.warning(f"Skipping a checkpoint: {error}")
+
+
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    for path in list_checkpoints(folder)[keep:]:
+        # Renamed first: a folder that is half removed must not look like a checkpoint.
+        temporary = path.parent / f"{_TEMPORARY_PREFIX}old-{path.name}"
+        _remove(temporary)
+        path.rename(temporary)
+        _remove(temporary)
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, flag: str) -> Iterator[None]:
+    """Keep a second process from writing to the same folder.
+
+    :raises UserError: if another process has it
+    """
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass another folder to this one") from None
+        yield

@@ -1,0 +1,151 @@
+"""The life of a peer's processes: children that end with their parent, signals that end a run cleanly, and a watchdog
+for children that die.
+
+hivemind starts a DHT process, two averagers, and libp2p's daemon. Left to themselves they outlive a killed parent and
+go on offering its state; Ctrl-C kills the daemon but not the trainer; and nobody notices when one of them dies.
+"""
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _leave_with_parent() -> None:
+    """In each forked child: end when the parent does, and stay out of the terminal's Ctrl-C.
+
+    The kernel watches the thread that forked: hivemind's objects must be built in the main thread.
+    """
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    if sys.platform == "linux":
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_guarded = False
+
+
+def guard_children() -> None:
+    """Let every process that is forked from now on end with this one. Call it once, before hivemind starts any."""
+    global _guarded
+    if not _guarded:
+        # Averagers hold locks and cannot be pickled, as "spawn" and "forkserver" (Python 3.14's default) need.
+        multiprocessing.set_start_method("fork", force=True)
+        os.register_at_fork(after_in_child=_leave_with_parent)
+        _guarded = True
+
+
+def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
+    """End this process `seconds` from now whatever the main thread waits for. Children follow, see guard_children."""
+
+    def end() -> None:
+        logger.warning(f"{why}: ending now")
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+class StopSignal:
+    """SIGINT and SIGTERM as a wish to stop. The first sets `event`; a second ends the process at once.
+
+    Before `defer` is called there is nothing to finish yet, and the first signal ends the script with exit code 0.
+
+    :param grace: seconds from the first signal within which the process ends in any case
+    """
+
+    def __init__(self, grace: float = 12.0):
+        self.event = threading.Event()
+        self.grace = grace
+        self._requested = self._deferred = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def defer(self) -> None:
+        """From here on the main thread watches `event` and ends by itself."""
+        self._deferred = True
+
+    def is_set(self) -> bool:
+        return self._requested
+
+    def _handle(self, number: int, _frame) -> None:
+        if self._requested:
+            os.write(2, b"Stopped at once\n")
+            os._exit(128 + number)
+        self._requested = True
+        # The main thread may be inside event.wait() with the event's lock taken: another thread must set it.
+        threading.Thread(target=self.event.set, daemon=True).start()
+        os.write(2, f"{signal.Signals(number).name}: stopping (again: at once)\n".encode())
+        if not self._deferred:
+            raise SystemExit(0)
+        exit_after(self.grace, 0, f"Still busy {self.grace:.0f} seconds after the signal")
+
+
+class Watchdog(threading.Thread):
+    """Ends the process with a message when one of its children has died.
+
+    hivemind waits for answers from its children without a time limit, so the main thread may never come back.
+
+    :param children: name -> process object with `is_alive()`
+    :param on_death: called with the message; the default logs it and exits with code 1
+    """
+
+    def __init__(self, children: dict[str, multiprocessing.Process], period: float = 1.0,
+                 on_death: Callable[[str], None] | None = None):  # fmt: skip
+        super().__init__(name="Watchdog", daemon=True)
+        self.children, self.period = children, period
+        self.on_death = on_death or self._end
+        self.stopped = threading.Event()
+        self.daemons = [
+            process
+            for child in children.values()
+            for process in psutil.Process(child.pid).children()
+            if process.name().startswith("p2pd")
+        ]
+
+    def run(self) -> None:
+        while not self.stopped.wait(self.period):
+            dead = [name for name, child in self.children.items() if not child.is_alive()]
+            dead += ["p2p daemon" for process in self.daemons if not _is_running(process)]
+            if dead and not self.stopped.is_set():
+                self.on_death(f"The {dead[0]} process has died (out of memory?); start again to rejoin")
+                return
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    @staticmethod
+    def _end(message: str) -> None:
+        logger.error(message)
+        os._exit(1)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

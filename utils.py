@@ -1,0 +1,382 @@
+"""What any peer needs of the DHT: the records that peers publish and their validators, starting a peer, its addresses.
+
+Knows nothing of models.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+
+import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
+import requests
+from cryptography.hazmat.primitives import serialization
+from hivemind.dht import DHT
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.node import DHTNode
+from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.proto import crypto_pb2
+from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.logging import TextStyle, use_hivemind_log_handler
+from hivemind.utils.multiaddr import Multiaddr
+
+from arguments import BaseTrainingArguments
+from errors import UserError
+
+logger = get_logger(__name__)
+
+# A trainer's history holds as many steps as fit a record of 4 KiB, the most that hivemind's control pipe takes in one
+# piece when several threads write to it: 64 entries of about 30 bytes, its keys and its signature.
+HISTORY_LENGTH = 64
+
+_Step = pydantic.conint(strict=True, ge=0, lt=2**31)
+_Count = pydantic.conint(strict=True, ge=0, le=10**9)
+_Rate = pydantic.confloat(strict=True, ge=0.0, le=1e9)  # bounds also refuse NaN and infinity
+_Sum = pydantic.confloat(strict=True, ge=-1e9, le=1e9)
+
+
+class LocalMetrics(pydantic.BaseModel):
+    """What a trainer reports after each global step; the record of hivemind's own ALBERT example.
+
+    `step`: the global step that was reached; `samples_accumulated`: samples that this peer contributed to it;
+    `loss`: the sum of the losses of `mini_steps` micro-batches.
+    """
+
+    step: _Step
+    samples_per_second: _Rate
+    samples_accumulated: _Count
+    loss: _Sum
+    mini_steps: _Count
+
+
+class MonitorStatus(pydantic.BaseModel):
+    """What a monitor tells the trainers. `checkpoint_step`: the newest step that it has on disk, -1 if none."""
+
+    stores_checkpoints: pydantic.StrictBool
+    checkpoint_step: pydantic.conint(strict=True, ge=-1, lt=2**31)
+
+
+class PeerInfo(pydantic.BaseModel):
+    """What a trainer tells of itself. `leaving`: it has made its last step and waits for a monitor to save it."""
+
+    username: pydantic.constr(strict=True, max_length=64)
+    leaving: pydantic.StrictBool
+
+
+class MetricSchema(pydantic.BaseModel):
+    """The keys of a run, without its prefix: each a dictionary from the signer's public key to a record."""
+
+    metrics: dict[BytesWithPublicKey, LocalMetrics]
+    # [step, samples_per_second, samples_accumulated, loss, mini_steps] of the newest steps
+    history: dict[
+        BytesWithPublicKey,
+        pydantic.conlist(
+            pydantic.conlist(pydantic.StrictInt | pydantic.StrictFloat, min_items=5, max_items=5),
+            max_items=HISTORY_LENGTH,
+        ),
+    ]
+    monitor: dict[BytesWithPublicKey, MonitorStatus]
+    peers: dict[BytesWithPublicKey, PeerInfo]
+
+
+class SignatureValidator(RSASignatureValidator):
+    """hivemind's validator, which raises on a subkey with a malformed public key instead of refusing it."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            return super().validate(record)
+        except Exception as error:
+            logger.debug(f"Refused a record with a malformed key: {error!r}")
+            return False
+
+
+class LimitValidator(RecordValidatorBase):
+    """Refuses records that are larger or meant to live longer than any of ours, under whatever key."""
+
+    def __init__(self, max_bytes: int = 8192, max_lifetime: float = 86400.0):
+        self.max_bytes, self.max_lifetime = max_bytes, max_lifetime
+
+    def validate(self, record: DHTRecord) -> bool:
+        return (
+            len(record.value) + len(record.subkey or b"") <= self.max_bytes
+            and record.expiration_time <= get_dht_time() + self.max_lifetime
+        )
+
+    @property
+    def priority(self) -> int:
+        return 20  # before the signature, which costs more to check
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        return isinstance(other, LimitValidator)
+
+
+def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
+    """The validators of a run's records, and the subkey (owner tag with public key) that our own are signed under."""
+    signature_validator = SignatureValidator(private_key)
+    validators = [LimitValidator(), SchemaValidator(MetricSchema, prefix=run_id), signature_validator]
+    return validators, signature_validator.local_public_key
+
+
+def load_identity(path: Path) -> RSAPrivateKey:
+    """Read a peer's private key, or make one. It gives the peer its ID and signs its records, so that a peer that
+    restarts is known as the same one.
+
+    :raises UserError: if the file is not a private key
+    """
+    if not path.exists():
+        key = RSAPrivateKey()
+        content = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=key.to_bytes()).SerializeToString()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            os.fsync(descriptor)
+        os.rename(temporary, path)
+    try:
+        message = crypto_pb2.PrivateKey.FromString(path.read_bytes())
+        key = RSAPrivateKey.__new__(RSAPrivateKey)
+        key._private_key = serialization.load_der_private_key(message.data, password=None)
+        key.get_public_key().to_bytes()
+        return key
+    except OSError:
+        raise
+    except Exception:
+        raise UserError(
+            f"--identity_path: '{path}' is not a peer's private key; remove it (a new one is written) or pass another"
+        ) from None
+
+
+@dataclass
+class Peer:
+    """A running DHT peer and who it is."""
+
+    dht: DHT
+    private_key: RSAPrivateKey
+    public_key: bytes  # the subkey of its signed records
+
+
+def start_peer(
+    args: BaseTrainingArguments, identity_path: Path, client_mode: bool, should_stop: threading.Event
+) -> Peer:
+    """Start a DHT peer and join the others, trying again until `args.bootstrap_timeout` seconds have passed.
+
+    :param should_stop: gives up early when set
+    :raises UserError: if no initial peer can be reached, or an address cannot be listened on
+    """
+    private_key = load_identity(identity_path)
+    validators, public_key = make_validators(args.run_id, private_key)
+    if args.initial_peers:
+        logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
+    deadline = get_dht_time() + args.bootstrap_timeout
+    while True:
+        dht = DHT(
+            initial_peers=args.initial_peers,
+            host_maddrs=args.host_maddrs,
+            announce_maddrs=args.announce_maddrs or None,
+            use_ipfs=args.use_ipfs,
+            use_relay=args.use_relay,
+            use_auto_relay=args.use_auto_relay,
+            trusted_relays=args.trusted_relays or None,
+            identity_path=str(identity_path),
+            client_mode=client_mode,
+            record_validators=validators,
+            startup_timeout=args.bootstrap_timeout,
+            shutdown_timeout=5,
+            start=True,
+            await_ready=False,
+        )
+        try:
+            _wait_until_ready(dht, deadline, should_stop)
+            return Peer(dht, private_key, public_key)
+        except Exception as error:
+            dht.terminate()
+            dht.join(5)
+            if should_stop.is_set():
+                raise SystemExit(0) from None
+            reason = _explain_start_failure(error, args)
+            if reason is not None or get_dht_time() + 3 > deadline:
+                raise UserError(reason or _unreachable(args)) from None
+            logger.warning(f"{_unreachable(args)}; trying again")
+            should_stop.wait(3)
+
+
+def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:
+    """Wait for the DHT process in short turns, so that a signal or its death ends the wait."""
+    while True:
+        try:
+            return dht.wait_until_ready(timeout=0.5)
+        except TimeoutError:
+            if should_stop.is_set() or get_dht_time() > deadline:
+                raise
+            if not dht.is_alive():
+                raise RuntimeError("the DHT process ended before it was ready") from None
+
+
+def _unreachable(args: BaseTrainingArguments) -> str:
+    return (
+        f"none of --initial_peers answers: {' '.join(args.initial_peers)}. Check that they run, that the address and "
+        f"peer ID are the ones they print now, and that no firewall is in between"
+    )
+
+
+def _explain_start_failure(error: Exception, args: BaseTrainingArguments) -> str | None:
+    """One line for a failure that trying again does not cure; None for one that it may."""
+    text = " ".join(str(error).split())
+    if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
+        return (
+            f"cannot listen on --host_maddrs {' '.join(args.host_maddrs)}: port in use or not this machine's address"
+        )
+    if "already taken" in text and not args.initial_peers:
+        return text
+    if isinstance(error, P2PDaemonError) and "bootstrap" not in text and "taken" not in text:
+        return f"the p2p daemon did not start: {text}"
+    return None
+
+
+# Addresses
+
+
+def get_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
+    """Replace port 0 (any) by one that is free now, since a port must be known before it can be announced."""
+    ports = {int(Multiaddr(maddr)["tcp"]) for maddr in host_maddrs if "/tcp/" in maddr} - {0}
+    port = min(ports) if ports else get_free_port()
+    return [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in host_maddrs], port
+
+
+def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
+    """Ask a web service for the address that it sees us under.
+
+    :raises UserError: if it does not answer with an IP address
+    """
+    try:
+        response = requests.get(service, timeout=timeout)
+        response.raise_for_status()
+        return str(ip_address(response.text.strip()))
+    except (requests.RequestException, ValueError) as error:
+        reason = str(error).split("\n")[0][:120]
+        raise UserError(
+            f"--use_google_dns: {service} did not tell this machine's IP address ({reason}). Pass it yourself: "
+            f"--host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
+        ) from None
+
+
+def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
+    """Announce this machine's public IP with the port that it really listens on."""
+    address = look_up_public_ip(service)
+    args.host_maddrs, port = fix_tcp_port(args.host_maddrs)
+    args.announce_maddrs = [*args.announce_maddrs, f"/ip{ip_address(address).version}/{address}/tcp/{port}"]
+    logger.info(f"Public IP address of this machine: {address}, port {port}")
+
+
+def _reach(maddr: Multiaddr) -> int:
+    """How far away peers may be that an address is good for: 3 the internet, 2 the local network, 1 this machine."""
+    protocols = {protocol.name for protocol in maddr.protocols()}
+    if protocols & {"dns", "dns4", "dns6", "dnsaddr"}:
+        return 3
+    address = next((ip_address(maddr[name]) for name in ("ip4", "ip6") if name in protocols), None)
+    if address is None or address.is_loopback or address.is_link_local:
+        return 1
+    return 3 if address.is_global else 2
+
+
+def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
+    """The addresses to hand to others: those that reach farthest, or the peer ID alone for IPFS."""
+    if only_p2p:
+        return sorted({f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs})
+    farthest = max((_reach(maddr) for maddr in visible_maddrs), default=0)
+    return list(dict.fromkeys(str(maddr) for maddr in visible_maddrs if _reach(maddr) == farthest))
+
+
+def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
+    """Print how others join through this peer."""
+    chosen = choose_maddrs(visible_maddrs, only_p2p)
+    logger.info(
+        f"Running a DHT peer. To connect other peers to this one over the Internet, use "
+        f"{TextStyle.BOLD}{TextStyle.BLUE}--initial_peers {' '.join(chosen)}{TextStyle.RESET}"
+    )
+    logger.info(f"Full list of visible multiaddresses: {' '.join(map(str, visible_maddrs))}")
+    if not only_p2p and max((_reach(maddr) for maddr in visible_maddrs), default=0) < 3:
+        logger.info(
+            "None of these is a public address: peers outside this network need a forwarded port and --announce_maddrs"
+        )
+
+
+class KeepInTouch(threading.Thread):
+    """Dials the initial peers again every `period` seconds.
+
+    hivemind forgets a peer that was away: a monitor that restarts at the same address would know no one, and the next
+    trainer that joins through it would begin a second run at step 0.
+    """
+
+    def __init__(self, dht: DHT, initial_peers: Sequence[str], period: float = 10.0):
+        super().__init__(name="KeepInTouch", daemon=True)
+        self.dht, self.initial_peers, self.period = dht, list(initial_peers), period
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopped.wait(self.period):
+            try:
+                call = partial(_redial, maddrs=self.initial_peers, timeout=self.period / 2)
+                self.dht.run_coroutine(call, return_future=True).result(timeout=2 * self.period)
+            except Exception as error:
+                logger.debug(f"Could not reach the initial peers: {error!r}")
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -> None:
+    """Runs in the DHT process: connect to each address again and introduce ourselves to its routing table."""
+    for maddr in map(Multiaddr, maddrs):
+        peer_id = PeerID.from_base58(maddr["p2p"])
+        address = maddr.decapsulate(f"/p2p/{maddr['p2p']}")
+        try:
+            await asyncio.wait_for(node.p2p._client.connect(peer_id, [address]), timeout)
+            await asyncio.wait_for(node.protocol.call_ping(peer_id), timeout)
+        except Exception as error:
+            logger.debug(f"Initial peer {maddr} does not answer: {error!r}")
+
+
+def get_dictionary(dht: DHT, key: str, timeout: float = 10.0) -> dict:
+    """The newest records under a key: subkey -> ValueWithExpiration. Empty if there are none, or in case of trouble.
+
+    The wait is bounded: `dht.get` alone never returns after the DHT process has died.
+    """
+    try:
+        found = dht.get(key, latest=True, return_future=True).result(timeout=timeout)
+    except Exception as error:
+        logger.warning(f"Could not read {key} from the DHT: {error!r}")
+        return {}
+    return found.value if found is not None and isinstance(found.value, dict) else {}
+
+
+def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime: float) -> None:
+    """Publish a signed record without waiting for the outcome."""
+    dht.store(key, subkey=public_key, value=value, expiration_time=get_dht_time() + lifetime, return_future=True)
+
+
+# Logging
+
+
+def setup_logging(debug: bool = False) -> None:
+    """One format for hivemind's log and ours, on stderr."""
+    use_hivemind_log_handler("in_root_logger")
+    logging.getLogger().setLevel(logging.DEBUG if debug else logging.INFO)
+    for noisy in ("httpx", "httpcore", "urllib3", "asyncio", "filelock", "matplotlib", "datasets", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
