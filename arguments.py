@@ -99,6 +99,8 @@ def _check_initial_peer(maddr: str) -> None:
 class BaseTrainingArguments:
     """How a peer finds the others and is found by them."""
 
+    _argument_group_name = "Peer"
+
     run_id: str = field(
         default="albert",
         metadata={
@@ -178,6 +180,8 @@ class BaseTrainingArguments:
 class AveragerArguments:
     """How groups of peers form."""
 
+    _argument_group_name = "Groups"
+
     target_group_size: int = field(
         default=256, metadata={"help": "Maximum group size for all-reduce. A group that is full starts at once"}
     )
@@ -189,6 +193,8 @@ class AveragerArguments:
 @dataclass
 class ProgressTrackerArguments:
     """How often a trainer asks the others for their progress."""
+
+    _argument_group_name = "Progress"
 
     min_refresh_period: float = field(
         default=0.5, metadata={"help": "Wait for at least this many seconds before fetching new collaboration state"}
@@ -227,6 +233,8 @@ class ProgressTrackerArguments:
 class OptimizerArguments:
     """How the collaboration takes its steps. Every peer of a run should use the same values, but for client_mode,
     bandwidth and batch_size_lead."""
+
+    _argument_group_name = "Collaboration"
 
     target_batch_size: int = field(
         default=4096,
@@ -301,6 +309,8 @@ class OptimizerArguments:
 class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     """What a trainer needs to know of the collaboration."""
 
+    _argument_group_name = "Collaboration"
+
     statistics_expiration: float = field(
         default=600, metadata={"help": "Reported metrics are forgotten if not updated for this many seconds"}
     )
@@ -330,6 +340,8 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 class ModelArguments:
     """What is trained. Trainer, monitor and evaluator must agree on it; they build it with the same functions."""
 
+    _argument_group_name = "Model"
+
     model_name_or_path: str = field(
         default="albert-large-v2",
         metadata={
@@ -348,6 +360,8 @@ class ModelArguments:
 class DatasetArguments(ModelArguments):
     """What it is trained on."""
 
+    _argument_group_name = "Model and data"
+
     dataset_path: str = field(
         default="data/albert_tokenized_wikitext",
         metadata={"help": "Folder of the tokenized dataset, as tokenize_wikitext103.py wrote it"},
@@ -357,6 +371,8 @@ class DatasetArguments(ModelArguments):
 @dataclass
 class HyperparameterArguments:
     """The hyper-parameters of the run, which are for target_batch_size. Every peer should use the same values."""
+
+    _argument_group_name = "Hyper-parameters"
 
     total_steps: int = field(
         default=125_000, metadata={"help": "Length of the learning-rate schedule in global steps; training may go on"}
@@ -388,6 +404,8 @@ class LocalTrainingArguments(HyperparameterArguments):
     keeps `--help` short and fast; `trainer.build_training_arguments` hands them to transformers.
     """
 
+    _argument_group_name = "Local training"
+
     per_device_train_batch_size: int = field(
         default=4, metadata={"help": "Micro-batch per device. Aim at 0.5 to 1 seconds a micro-batch"}
     )
@@ -406,7 +424,7 @@ class LocalTrainingArguments(HyperparameterArguments):
     bf16: bool = field(default=False, metadata={"help": "Mixed precision with bfloat16"})
     fp32: bool = field(
         default=False,
-        metadata={"help": "No mixed precision. Default: bf16 on GPUs that have it, else fp16; CPU: fp32"},
+        metadata={"help": "No mixed precision. Default: bf16 on GPUs that have it, else fp16; on CPU fp32"},
     )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "Recompute activations: about a third slower, much less GPU memory"}
@@ -442,6 +460,8 @@ class LocalTrainingArguments(HyperparameterArguments):
 @dataclass
 class TrainingMonitorArguments:
     """What the monitor watches, keeps and reports."""
+
+    _argument_group_name = "Monitor"
 
     output_dir: str = field(
         default="monitor_outputs", metadata={"help": "Folder for metrics.jsonl, checkpoints and the identity"}
@@ -489,6 +509,8 @@ class TrainingMonitorArguments:
 @dataclass
 class TokenizationArguments:
     """From text to a dataset that every trainer can load."""
+
+    _argument_group_name = "Tokenization"
 
     dataset_name: str = field(
         default="Salesforce/wikitext", metadata={"help": "Dataset on the Hugging Face Hub, with a column 'text'"}

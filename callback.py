@@ -1,6 +1,7 @@
 """What a trainer does beside computing gradients: reports metrics, watches for broken parameters, backs up and
 restores."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ from arguments import CollaborationArguments
 from checkpoints import TrainingState, load_training_state, save_training_state
 from errors import UserError
 from hivemind_fixes import Optimizer, StateLoadError, all_finite
-from utils import HISTORY_LENGTH, LocalMetrics, Peer
+from utils import HISTORY_LENGTH, LocalMetrics, Peer, PeerInfo
 
 logger = get_logger(__name__)
 
@@ -208,6 +209,28 @@ class CollaborativeCallback(TrainerCallback):
             raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
         self.optimizer.forget_progress()
         self.last_reported_step = self.optimizer.local_epoch
+
+    def introduce(self, leaving: bool) -> None:
+        """Publish who we are."""
+        info = PeerInfo(username=self.args.username, leaving=leaving)
+        key = f"{self.args.run_id}_peers"
+        utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
+
+    def leave(self) -> None:
+        """After the last step: stay until a monitor that keeps checkpoints has it, or `leave_timeout` has passed."""
+        self.optimizer.finish_pending_update()
+        step = self.optimizer.local_epoch
+        if self.args.max_global_steps is None or step < self.args.max_global_steps:
+            return
+        deadline = time.monotonic() + self.args.leave_timeout
+        self.introduce(leaving=True)
+        while time.monotonic() < deadline and not self.should_stop():
+            records = utils.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").values()
+            monitors = [record.value for record in records if record.value["stores_checkpoints"]]
+            if all(monitor["checkpoint_step"] >= step for monitor in monitors):
+                return
+            time.sleep(0.5)
+        logger.warning(f"No monitor has saved step #{step}: leaving all the same")
 
     def close(self) -> None:
         self.backup.close()

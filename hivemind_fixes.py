@@ -353,6 +353,14 @@ class ProgressTracker(progress_tracker.ProgressTracker):
         self._distrusted: dict[bytes, float] = {}  # subkey of a peer -> until when
         super().__init__(*args, **kwargs)
 
+    def run(self) -> None:
+        """hivemind leaves a task of its event loop pending, which asyncio complains about as an error at exit."""
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(asyncio.gather(self._progress_reporter(), self._progress_fetcher()))
+        self.shutdown_complete.set()
+        loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True))
+
     def distrust_claims_above(self, epoch: int, seconds: float = 600.0) -> int:
         """Ignore peers that claim to be past `epoch`, for a while. Call it when no state backs them.
 

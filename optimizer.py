@@ -152,6 +152,7 @@ def build_optimizer(
         # hivemind hands `averager_opts` to the state averager only, whatever its documentation says
         grad_averager_opts={"target_group_size": averager_args.target_group_size, "bandwidth": args.bandwidth},
         state_averager_opts={
+            "initialize_optimizer": False,  # see initialize_statistics
             "target_group_size": averager_args.target_group_size,
             "bandwidth": args.bandwidth,
             "download_timeout": args.load_state_timeout,
@@ -174,6 +175,7 @@ def build_state_averager(
         params=make_param_groups(model, training_args.weight_decay),
         optimizer=partial(make_optimizer, args=training_args),
         scheduler=partial(make_scheduler, args=training_args),
+        initialize_optimizer=False,  # see initialize_statistics
         offload_optimizer=False,
         allow_state_sharing=False,
         download_timeout=download_timeout,

@@ -178,6 +178,7 @@ def start_peer(
     if args.initial_peers:
         logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
     deadline = get_dht_time() + args.bootstrap_timeout
+    has_warned = False
     while True:
         dht = DHT(
             initial_peers=args.initial_peers,
@@ -206,7 +207,9 @@ def start_peer(
             reason = _explain_start_failure(error, args)
             if reason is not None or get_dht_time() + 3 > deadline:
                 raise UserError(reason or _unreachable(args)) from None
-            logger.warning(f"{_unreachable(args)}; trying again")
+            if not has_warned:
+                logger.warning(f"{_unreachable(args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
+                has_warned = True
             should_stop.wait(3)
 
 

@@ -1,0 +1,112 @@
+"""Folders and files that are either complete or not there, whatever moment a process is killed at.
+
+They are made under a hidden name beside the target, synced to disk, and renamed. While it is being made, such a folder
+is locked by its maker: one that is not locked was left behind by a process that died, and is removed by the next.
+"""
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from errors import UserError
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on disk."""
+    for entry in [path, *path.rglob("*")]:
+        descriptor = os.open(entry, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> None:
+    """Check that a folder or file may be made at `target`.
+
+    :param flag: the flag that names it, for the message
+    :param overwrite: whether what is there may be replaced
+    :param replaceable: a folder is only replaced if it has one of these files: --overwrite with a mistyped path must
+        not cost anybody a home directory
+    :raises UserError: if something is there that is not to be replaced
+    """
+    if target.is_dir() and replaceable:
+        if not any(target.iterdir()):
+            return
+        if not any((target / name).is_file() for name in replaceable):
+            raise UserError(f"{flag}: the folder '{target}' holds something else; choose another path")
+    elif target.is_dir() or (target.exists() and replaceable):
+        raise UserError(f"{flag}: '{target}' is a {'folder' if target.is_dir() else 'file'}; choose another path")
+    if target.exists() and not overwrite:
+        raise UserError(f"{flag}: '{target}' is there already; pass --overwrite to replace it, or another path")
+
+
+def _hidden_name(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.{suffix}")
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed runs left beside `target`; undo a replacement that was cut short."""
+    pattern = f".{glob.escape(target.name)}.{'[0-9a-f]' * 12}"
+    for path in target.parent.glob(f"{pattern}.old"):
+        if target.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(target)
+    for path in target.parent.glob(f"{pattern}.new"):
+        with contextlib.suppress(OSError), _locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder while the process lives. Raises BlockingIOError if another process has locked it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """An empty hidden folder beside `target`, which is removed at the end unless it has been renamed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
+    folder = _hidden_name(target, "new")
+    folder.mkdir()
+    try:
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Yield a folder to fill; it appears at `target` when the block ends, and not at all if the block raises.
+
+    A folder that is at `target` is there until then, see `check_target` for `flag`, `overwrite` and `replaceable`.
+    """
+    target = target.resolve()  # a link stays a link
+    check_target(target, flag, overwrite, replaceable)
+    with temporary_folder(target) as folder:
+        yield folder
+        sync(folder)
+        check_target(target, flag, overwrite, replaceable)  # another run may have been faster
+        old = _hidden_name(target, "old")
+        if target.exists():
+            target.rename(old)
+        folder.rename(target)
+        sync(target.parent) if False else _sync_entry(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_entry(path):
+    pass

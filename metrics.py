@@ -1,0 +1,498 @@
+"""From what trainers publish on the DHT to one line a global step: which steps are complete, their loss, who is alive.
+
+Pure logic: no DHT, no clock, no torch. Everything here was written by strangers, so nothing of it is believed blindly.
+
+**Alive** is a peer whose heartbeat (hivemind's own progress record) is younger than `alive_timeout`, or whose metrics
+changed within that time, unless it said goodbye. Keys that share a peer ID are one peer: a trainer that restarted.
+
+**The step of the run** is put to the vote: a live peer votes for the step that it stands at and, with it, for all
+before. Peers that no longer take part (far behind what was reported, or without a new sample for long) do not vote.
+A step is complete and gets reported, once and in ascending order, when
+
+1. every voter has reported it or a later one; or
+2. more than half of the voters stand at it or beyond, and the others had `settle_time` to follow; or
+3. exactly half of them do (one of two), and besides the run moves no faster than one step per `settle_time`.
+
+The reason for 2 and 3: one peer, however far ahead, must neither move the run nor hold it back. A jump of more than
+`MAX_JUMP` steps is believed only after it has stood for `settle_time`, so that the first record to be seen does not
+decide, and at most `MAX_STEPS_PER_SECOND` since the last report, so that one which stays alone cannot either.
+
+**Limits.** A vote costs a key pair and nothing else. Liars that outnumber the honest voters (two against one) decide
+what the step is, and steps that they skip are lost; one against one, a liar may delay steps or run ahead by one per
+`settle_time`. The first peers of a run (nothing was reported yet) are believed whatever their step. A peer's loss and
+speed are its own word: its weight is bounded, see `StepReport`, but not what it says.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+HISTORY_LENGTH = 64  # the most entries that a trainer's history has
+MAX_STEP = 2**31 - 1
+MAX_COUNT = 10**9
+MAX_NUMBER = 1e9
+MAX_TIME = 1e12  # seconds; with clocks that far off, the rest of a heartbeat is no better
+MAX_SUBKEY_BYTES = 4096  # an RSA-2048 public key with its tag has about 400
+MAX_PEER_ID_BYTES = 128  # libp2p's have 34 to 42
+
+MAX_JUMP = HISTORY_LENGTH  # steps between two refreshes that are nothing special
+MAX_STEPS_PER_SECOND = 10.0  # hivemind's matchmaking alone takes longer, a demo with toy models takes one or two
+MAX_LAG = 3  # steps behind the last report with which a peer still counts as taking part
+MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept of one peer
+# Peers go on computing until they notice that the target is reached and while they look for a group. Four targets from
+# one peer are more than that ever gave, except where a single local step exceeds the target.
+MAX_OVERSHOOT = 4
+
+_FIELDS = ("step", "samples_per_second", "samples_accumulated", "loss", "mini_steps")
+_OWNER = re.compile(rb"\[owner:(.+?)\]")  # as hivemind's RSASignatureValidator marks the signer's public key
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStep:
+    """What one peer says of one global step. `loss` is the sum over `mini_steps` micro-batches."""
+
+    peer: bytes  # public key
+    step: int
+    samples_per_second: float
+    samples_accumulated: int
+    loss: float
+    mini_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProgress:
+    """A peer's heartbeat; or its last word (`goodbye`), then all else is empty."""
+
+    peer: bytes  # public key
+    peer_id: bytes = b""
+    epoch: int = 0
+    samples_accumulated: int = 0
+    samples_per_second: float = 0.0
+    time: float = -math.inf  # seconds on the peer's own clock
+    client_mode: bool = False
+    goodbye: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One global step of the whole collaboration.
+
+    `loss`: mean over micro-batches of each peer that took exactly this step, weighted by the peers' samples; None if
+    nobody told of any. Of one peer, no more than four target batches are believed, as weight and in `samples`.
+    """
+
+    step: int
+    loss: float | None
+    alive_peers: int
+    samples: int
+    performance: float  # samples per second of all live peers
+    contributors: int  # peers with samples in this step
+    mini_steps: int
+    time: float  # when it was found complete, seconds
+    contributions: tuple[PeerStep, ...] = ()
+
+
+class _Refused(Exception):
+    """A record that is not used; the message is the reason, one of a few fixed ones."""
+
+
+def _whole(value: object, maximum: int) -> int:
+    if type(value) is not int:  # type() because bool is an int to isinstance
+        raise _Refused("not a whole number")
+    if not 0 <= value <= maximum:
+        raise _Refused("out of bounds")
+    return value
+
+
+def _real(value: object, minimum: float, maximum: float) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise _Refused("not a number")
+    if value != value:
+        raise _Refused("NaN")
+    if not minimum <= value <= maximum:
+        raise _Refused("out of bounds")
+    return float(value)
+
+
+def _peer_step(peer: bytes, values: list | tuple) -> PeerStep:
+    step, samples_per_second, samples_accumulated, loss, mini_steps = values
+    return PeerStep(
+        peer,
+        _whole(step, MAX_STEP),
+        _real(samples_per_second, 0.0, MAX_NUMBER),
+        _whole(samples_accumulated, MAX_COUNT),
+        _real(loss, -MAX_NUMBER, MAX_NUMBER),
+        _whole(mini_steps, MAX_COUNT),
+    )
+
+
+def _peer_progress(peer: bytes, value: object) -> PeerProgress:
+    if value is None:
+        return PeerProgress(peer, goodbye=True)
+    if not isinstance(value, Mapping):
+        raise _Refused("not a dictionary")
+    peer_id, client_mode = value.get("peer_id"), value.get("client_mode")
+    if not isinstance(peer_id, bytes) or not 0 < len(peer_id) <= MAX_PEER_ID_BYTES or type(client_mode) is not bool:
+        raise _Refused("wrong fields")
+    return PeerProgress(
+        peer,
+        peer_id,
+        epoch=_whole(value.get("epoch"), MAX_STEP),
+        samples_accumulated=_whole(value.get("samples_accumulated"), MAX_COUNT),
+        samples_per_second=_real(value.get("samples_per_second"), 0.0, MAX_NUMBER),
+        time=_real(value.get("time"), 0.0, MAX_TIME),
+        client_mode=client_mode,
+    )
+
+
+def _owner(subkey: object) -> bytes | None:
+    """The public key that a record is signed with; None if the subkey cannot be one."""
+    if not isinstance(subkey, bytes) or not 0 < len(subkey) <= MAX_SUBKEY_BYTES:
+        return None
+    tagged = _OWNER.search(subkey)
+    return tagged[1] if tagged else subkey
+
+
+def _records(raw: object, refused: Counter) -> Iterator[tuple[bytes, object]]:
+    """Public keys and values of what `dht.get` returned, with or without expiration times."""
+    raw = getattr(raw, "value", raw)
+    if raw is None:
+        return
+    if not isinstance(raw, Mapping):
+        refused["not a dictionary"] += 1
+        return
+    for subkey, value in raw.items():
+        peer = _owner(subkey)
+        if peer is None:
+            refused["bad subkey"] += 1
+        else:
+            yield peer, getattr(value, "value", value)
+
+
+def parse_metrics(raw: object) -> tuple[list[PeerStep], Counter]:
+    """Read the records under `{run_id}_metrics`.
+
+    :param raw: subkey -> value, as `dht.get` returned it; a value may be a ValueWithExpiration
+    :returns: the records that make sense, and how many do not, by reason. Never raises
+    """
+    steps, refused = [], Counter()
+    for peer, value in _records(raw, refused):
+        try:
+            if not isinstance(value, Mapping):
+                raise _Refused("not a dictionary")
+            if len(value) != len(_FIELDS) or any(name not in value for name in _FIELDS):
+                raise _Refused("wrong fields")
+            steps.append(_peer_step(peer, [value[name] for name in _FIELDS]))
+        except _Refused as refusal:
+            refused[str(refusal)] += 1
+    return steps, refused
+
+
+def parse_history(raw: object, after_step: int = -1) -> tuple[list[PeerStep], Counter]:
+    """Read the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
+
+    :param after_step: entries up to this step are skipped unread; they are most of a history
+    """
+    steps, refused = [], Counter()
+    for peer, entries in _records(raw, refused):
+        if not isinstance(entries, (list, tuple)):
+            refused["not a list"] += 1
+            continue
+        if len(entries) > HISTORY_LENGTH:
+            refused["history too long"] += 1
+            continue
+        for entry in entries:
+            try:
+                if not isinstance(entry, (list, tuple)) or len(entry) != len(_FIELDS):
+                    raise _Refused("wrong fields")
+                if type(entry[0]) is int and 0 <= entry[0] <= after_step:
+                    continue
+                steps.append(_peer_step(peer, entry))
+            except _Refused as refusal:
+                refused[str(refusal)] += 1
+    return steps, refused
+
+
+def parse_progress(raw: object) -> tuple[list[PeerProgress], Counter]:
+    """Read hivemind's heartbeats under `{run_id}_progress`; arguments and result as for `parse_metrics`."""
+    heartbeats, refused = [], Counter()
+    for peer, value in _records(raw, refused):
+        try:
+            heartbeats.append(_peer_progress(peer, value))
+        except _Refused as refusal:
+            refused[str(refusal)] += 1
+    return heartbeats, refused
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What is known of one public key. Times are in seconds on the monitor's clock."""
+
+    moved: float  # when its step or its number of samples last changed
+    present: float  # when it was last found in the DHT
+    pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that are not reported yet
+    newest: PeerStep | None = None
+    progress: PeerProgress | None = None
+    last_alive: float = -math.inf
+    left: float | None = None  # when its goodbye was found
+
+    @property
+    def reported_step(self) -> int:
+        return self.newest.step if self.newest else -1
+
+    @property
+    def step(self) -> int:
+        """Where it stands: the heartbeat of a step may be there before its metrics are."""
+        return max(self.reported_step, self.progress.epoch if self.progress else -1)
+
+    @property
+    def samples_per_second(self) -> float:
+        newest = self.newest or self.progress
+        return newest.samples_per_second if newest else 0.0
+
+
+class MetricsAggregator:
+    """Turns successive views of the DHT into one StepReport per global step; the module's docstring has the rules.
+
+    Memory and time are bounded by `max_peers` and MAX_PENDING_STEPS, whatever is published: known peers go before
+    unknown ones, and if all `max_peers` are alive, newcomers are refused.
+
+    :param last_reported_step: the newest step that was reported before a restart, -1 if none; nothing up to it is
+        repeated
+    :param alive_timeout: seconds without a sign of life after which a peer is gone. hivemind's heartbeat comes at
+        least every half `metadata_expiration`, which is 60 seconds here
+    :param settle_time: seconds that stragglers are waited for
+    :param target_batch_size: samples of a global step, if known; bounds the weight of one peer
+    :param max_peers: the most public keys that are tracked
+    :raises ValueError: if a duration or `max_peers` is not above zero
+    """
+
+    def __init__(
+        self,
+        last_reported_step: int = -1,
+        alive_timeout: float = 120.0,
+        settle_time: float = 30.0,
+        target_batch_size: int | None = None,
+        max_peers: int = 2000,
+    ):
+        if min(alive_timeout, settle_time, max_peers) <= 0:
+            raise ValueError("alive_timeout, settle_time and max_peers must be above zero")
+        self.last_reported_step = last_reported_step
+        self.alive_timeout, self.settle_time, self.max_peers = alive_timeout, settle_time, max_peers
+        self.max_samples = MAX_COUNT if target_batch_size is None else MAX_OVERSHOOT * target_batch_size
+        self.refused: Counter = Counter()  # records that the newest update did not use, by reason
+        self.alive_peers = 0  # at the newest update
+        self.run_step: int | None = None  # where more than half of the voters stood then, None without any
+        self._peers: dict[bytes, _Peer] = {}
+        self._reached: dict[int, float] = {}  # pending step -> when half of the voters were first seen there
+        self._now = -math.inf
+        self._last_progress_time: float | None = None  # of the last report; before the first, of the first update
+        self._reported_any = False
+        self._read_any_metrics = False
+
+    def update(
+        self, now: float, metrics: object = None, history: object = None, progress: object = None
+    ) -> list[StepReport]:
+        """Take in what the DHT holds now and return the steps that are complete, in ascending order.
+
+        :param now: hivemind's DHT time in seconds; heartbeats are compared with it
+        :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it; None or {} if there is none
+        :param history: the same for `{run_id}_history`
+        :param progress: the same for `{run_id}_progress`
+        """
+        self._now = max(now, self._now)
+        self.refused = Counter()
+        if self._last_progress_time is None:
+            self._last_progress_time = self._now
+        self._take_in(metrics, history, progress)
+        reports = self._take_complete()
+        self._forget_absent_peers()
+        return reports
+
+    def flush(self, now: float) -> list[StepReport]:
+        """At shutdown: the steps that more than half of the voters have reached, without waiting for stragglers."""
+        self._now = max(now, self._now)
+        return self._take_complete(wait_for_stragglers=False)
+
+    # Taking in records
+
+    def _take_in(self, metrics: object, history: object, progress: object) -> None:
+        heartbeats, refused_progress = parse_progress(self._bounded(progress))
+        steps, refused_metrics = parse_metrics(self._bounded(metrics))
+        old_steps, refused_history = parse_history(self._bounded(history), after_step=self.last_reported_step)
+        self.refused += refused_progress + refused_metrics + refused_history
+
+        newcomers = {record.peer for record in (*heartbeats, *steps, *old_steps)} - self._peers.keys()
+        if len(self._peers) + len(newcomers) > self.max_peers:
+            self._peers = {key: peer for key, peer in self._peers.items() if self._is_alive(peer)}
+        for heartbeat in heartbeats:
+            self._note_progress(heartbeat)
+        newest = {record.peer: record for record in steps}
+        for record in (*steps, *old_steps):
+            self._note_step(record)
+            if record.step > newest.setdefault(record.peer, record).step:
+                newest[record.peer] = record
+        # Metrics live for minutes after their peer has died. Those that a monitor finds when it starts prove no life,
+        # if there are heartbeats to go by.
+        is_news = self._read_any_metrics or not heartbeats
+        for record in newest.values():
+            self._note_newest(record, is_news)
+        self._read_any_metrics |= bool(newest)
+
+    def _bounded(self, raw: object) -> object:
+        """At most `max_peers` of the records, those of known peers first."""
+        raw = getattr(raw, "value", raw)
+        if not isinstance(raw, Mapping) or len(raw) <= self.max_peers:
+            return raw
+        self.refused["too many records"] += len(raw) - self.max_peers
+        known_first = sorted(raw, key=lambda subkey: _owner(subkey) not in self._peers)
+        return {subkey: raw[subkey] for subkey in known_first[: self.max_peers]}
+
+    def _find_peer(self, key: bytes) -> _Peer | None:
+        peer = self._peers.get(key)
+        if peer is None:
+            if len(self._peers) >= self.max_peers:
+                self.refused["too many peers"] += 1
+                return None
+            peer = self._peers[key] = _Peer(moved=self._now, present=self._now)
+        peer.present = self._now
+        return peer
+
+    def _note_progress(self, heartbeat: PeerProgress) -> None:
+        peer = self._find_peer(heartbeat.peer)
+        if peer is None or heartbeat == peer.progress:
+            return
+        if heartbeat.goodbye:
+            if peer.left is None:
+                peer.left = self._now
+            return
+        # A clock that is ahead buys no longer life: what counts is when this heartbeat was first seen.
+        time = min(heartbeat.time, self._now)
+        if peer.left is not None and time > peer.left:
+            peer.left = None
+        peer.last_alive = max(peer.last_alive, time)
+        before, peer.progress = peer.progress, heartbeat
+        if before and (before.epoch, before.samples_accumulated) != (heartbeat.epoch, heartbeat.samples_accumulated):
+            peer.moved = self._now
+
+    def _note_step(self, record: PeerStep) -> None:
+        peer = self._find_peer(record.peer)
+        if peer is None or record.step <= self.last_reported_step:
+            return
+        peer.pending.setdefault(record.step, record)
+        if len(peer.pending) > MAX_PENDING_STEPS:
+            del peer.pending[min(peer.pending)]
+            self.refused["too many unreported steps"] += 1
+
+    def _note_newest(self, record: PeerStep, is_news: bool) -> None:
+        peer = self._peers.get(record.peer)
+        if peer is None or record == peer.newest:
+            return
+        if peer.newest is not None and record.step <= self.last_reported_step:
+            self.refused["late"] += 1
+        peer.newest, peer.moved = record, self._now
+        if is_news:
+            peer.last_alive = self._now
+
+    # Who is there
+
+    def _is_alive(self, peer: _Peer) -> bool:
+        return peer.left is None and self._now - peer.last_alive <= self.alive_timeout
+
+    def _live_peers(self) -> list[_Peer]:
+        """Each live peer once: of the keys with the same peer ID, the one that was heard of last."""
+        live: dict[bytes, _Peer] = {}
+        for key, peer in self._peers.items():
+            if self._is_alive(peer):
+                identity = peer.progress.peer_id if peer.progress else key
+                if identity not in live or peer.last_alive >= live[identity].last_alive:
+                    live[identity] = peer
+        return list(live.values())
+
+    def _voters(self, live_peers: list[_Peer]) -> list[_Peer]:
+        """Those who take part. If nobody does any more, all who left steps that are not reported yet."""
+        taking_part = [
+            peer
+            for peer in live_peers
+            if peer.step >= self.last_reported_step - MAX_LAG and self._now - peer.moved <= 2 * self.alive_timeout
+        ]
+        return taking_part or [peer for peer in self._peers.values() if peer.pending]
+
+    def _forget_absent_peers(self) -> None:
+        for key, peer in list(self._peers.items()):
+            if not self._is_alive(peer) and self._now - peer.present > 2 * self.alive_timeout:
+                del self._peers[key]
+
+    # Which steps are complete
+
+    def _take_complete(self, wait_for_stragglers: bool = True) -> list[StepReport]:
+        live_peers = self._live_peers()
+        self.alive_peers = len(live_peers)
+        voters = self._voters(live_peers)
+        if not voters:
+            self.run_step, self._reached = None, {}
+            return []
+        stands = sorted((peer.step for peer in voters), reverse=True)
+        half, majority = stands[(len(stands) - 1) // 2], stands[len(stands) // 2]
+        everyone = min(peer.reported_step for peer in voters)
+        self.run_step = majority
+        self.refused += Counter({"ahead of the run": sum(peer.step > majority + MAX_JUMP for peer in live_peers)})
+
+        elapsed = self._now - self._last_progress_time
+        ceiling = half
+        if self._reported_any:
+            ceiling = min(half, self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * elapsed)
+        pending = sorted({step for peer in self._peers.values() for step in peer.pending if step <= ceiling})
+        self._reached = {step: self._reached.get(step, self._now) for step in pending}
+
+        complete = self.last_reported_step
+        for step in pending:
+            near = step <= complete + MAX_JUMP
+            settled = self._now - self._reached[step] >= self.settle_time
+            if step <= everyone:
+                is_complete = near or settled
+            elif step <= majority:
+                is_complete = settled or (near and not wait_for_stragglers)
+            else:
+                is_complete = settled and (step - self.last_reported_step) * self.settle_time <= elapsed
+            if is_complete:
+                complete = step
+        reports = [self._report(step, live_peers) for step in pending if step <= complete]
+        if reports:
+            self._mark_reported(complete)
+        return reports
+
+    def _mark_reported(self, step: int) -> None:
+        self.last_reported_step = step
+        self._last_progress_time, self._reported_any = self._now, True
+        for peer in self._peers.values():
+            for old_step in [pending for pending in peer.pending if pending <= step]:
+                del peer.pending[old_step]
+
+    def _report(self, step: int, live_peers: list[_Peer]) -> StepReport:
+        contributions = [peer.pending[step] for peer in self._peers.values() if step in peer.pending]
+        losses, weights = [], []
+        for peer_step in contributions:
+            if peer_step.mini_steps > 0 and peer_step.samples_accumulated > 0:
+                losses.append(peer_step.loss / peer_step.mini_steps)
+                weights.append(self._believed_samples(peer_step))
+        loss = None
+        if weights:
+            loss = math.fsum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
+            loss = min(max(loss, min(losses)), max(losses))  # rounding must not leave the range
+        return StepReport(
+            step=step,
+            loss=loss,
+            alive_peers=len(live_peers),
+            samples=sum(map(self._believed_samples, contributions)),
+            performance=math.fsum(peer.samples_per_second for peer in live_peers),
+            contributors=sum(peer_step.samples_accumulated > 0 for peer_step in contributions),
+            mini_steps=sum(peer_step.mini_steps for peer_step in contributions),
+            time=self._now,
+            contributions=tuple(contributions),
+        )
+
+    def _believed_samples(self, peer_step: PeerStep) -> int:
+        return min(peer_step.samples_accumulated, self.max_samples)
