@@ -519,7 +519,10 @@ class TokenizationArguments:
         default=None, metadata={"help": "Its configuration. Default: wikitext-103-v1 for WikiText, else none"}
     )
     train_file: str | None = field(
-        default=None, metadata={"help": "A text file of your own instead, UTF-8; blank lines separate documents"}
+        default=None,
+        metadata={
+            "help": "A text file of your own instead, UTF-8. Documents end at blank lines or, as in WikiText, at titles"
+        },
     )
     validation_file: str | None = field(
         default=None, metadata={"help": "A text file for validation. Default: a share of the documents is held out"}
@@ -537,7 +540,24 @@ class TokenizationArguments:
     train_tokenizer: bool = field(
         default=False, metadata={"help": "Train a tokenizer on the text instead: nothing to download"}
     )
+    tokenizer_type: Literal["sentencepiece", "wordpiece", "bpe"] | None = field(
+        default=None,
+        metadata={
+            "help": "Kind of tokenizer for --train_tokenizer: sentencepiece (ALBERT's), wordpiece (BERT's) or bpe "
+            "(GPT-2's for objective clm, else RoBERTa's). Default: by objective, in this order"
+        },
+    )
     vocab_size: int = field(default=30000, metadata={"help": "Size of the vocabulary for --train_tokenizer"})
+    objective: Literal["mlm_sop", "mlm", "clm"] = field(
+        default="mlm_sop",
+        metadata={
+            "help": "What the data is to train: mlm_sop (masked LM and sentence order: ALBERT), mlm (masked LM: BERT, "
+            "RoBERTa, DistilBERT) or clm (causal LM: GPT-2)"
+        },
+    )
+    language: str = field(
+        default="en", metadata={"help": "Language of the text, as in ISO 639-1: decides where sentences end"}
+    )
     max_seq_length: int = field(default=512, metadata={"help": "Tokens in an instance, special tokens included"})
     output_path: str = field(
         default="data/albert_tokenized_wikitext",
@@ -556,8 +576,16 @@ class TokenizationArguments:
     debug: bool = field(default=False, metadata={"help": "Log more, and show the traceback of a fatal error"})
 
     def __post_init__(self):
+        if self.tokenizer_type is None:
+            self.tokenizer_type = {"mlm_sop": "sentencepiece", "mlm": "wordpiece", "clm": "bpe"}[self.objective]
         _require_positive(self, "vocab_size", "num_proc")
         _require_not_negative(self, "seed")
+        paths = [Path(self.output_path).resolve(), Path(self.tokenizer_path).resolve()]
+        _require(
+            not (paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0])),
+            f"--output_path '{self.output_path}' and --tokenizer_path '{self.tokenizer_path}' must not be inside each "
+            f"other",
+        )
         _require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
         _require(0 < self.validation_share < 1, f"--validation_share must be between 0 and 1: {self.validation_share}")
         _require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")

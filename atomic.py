@@ -16,14 +16,13 @@ from pathlib import Path
 from errors import UserError
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder with all that is in it, is on disk."""
-    for entry in [path, *path.rglob("*")]:
-        descriptor = os.open(entry, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _sync(path: Path) -> None:
+    """Wait until a file, or the list of a folder's entries, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> None:
@@ -98,15 +97,24 @@ def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tu
     check_target(target, flag, overwrite, replaceable)
     with temporary_folder(target) as folder:
         yield folder
-        sync(folder)
+        for path in [*folder.rglob("*"), folder]:
+            _sync(path)
         check_target(target, flag, overwrite, replaceable)  # another run may have been faster
         old = _hidden_name(target, "old")
         if target.exists():
             target.rename(old)
         folder.rename(target)
-        sync(target.parent) if False else _sync_entry(target.parent)
+        _sync(target.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync_entry(path):
-    pass
+@contextlib.contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """Yield the path of a file to write; it appears at `target`, in place of what is there, when the block ends."""
+    target = target.resolve()
+    with temporary_folder(target) as folder:
+        path = folder / target.name
+        yield path
+        _sync(path)
+        path.replace(target)
+        _sync(target.parent)

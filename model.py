@@ -18,9 +18,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from arguments import ModelArguments
 from errors import UserError
+
+disable_progress_bar()  # of reading and writing weights, which takes a second
 
 CONFIGS = Path(__file__).parent / "configs"
 

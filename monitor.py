@@ -5,7 +5,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from hivemind.utils import get_dht_time, get_logger
-from reporting import Reporter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import checkpoints
@@ -13,7 +12,8 @@ import utils
 from arguments import TrainingMonitorArguments
 from checkpoints import TrainingState
 from hivemind_fixes import StateLoadError, TrainingStateAverager
-from metrics import MetricsAggregator, StepReport, parse_history, parse_metrics, parse_progress
+from metrics import MetricsAggregator, StepReport
+from reporting import Reporter
 from utils import MonitorStatus, Peer
 
 logger = get_logger(__name__)
@@ -106,18 +106,16 @@ class TrainingMonitor:
     ):
         self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
         self.keeper, self.args = keeper, args
-        self.newest_step = -1
+        self._refused_logged_at = float("-inf")
 
     def refresh(self) -> None:
         """Look at the DHT once: report the steps that are complete, and see to the checkpoints."""
-        now = get_dht_time()
-        metrics, _ = parse_metrics(self._read("metrics"))
-        history, _ = parse_history(self._read("history"))
-        reports = self.aggregator.update(now, metrics, history, parse_progress(self._read("progress")))
-        self._report(reports)
+        views = [self._read(name) for name in ("metrics", "history", "progress")]
+        self._report(self.aggregator.update(get_dht_time(), *views))
+        self._log_refused()
         if self.keeper is not None:
             leaving = any(info.value["leaving"] for info in self._read("peers").values())
-            self.keeper.update(self.newest_step, leaving)
+            self.keeper.update(self.aggregator.last_reported_step, leaving)
         self._publish_status()
 
     def flush(self) -> None:
@@ -129,13 +127,20 @@ class TrainingMonitor:
 
     def _report(self, reports: list[StepReport]) -> None:
         for report in reports:
-            self.newest_step = report.step
             loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
             logger.info(
                 f"Step #{report.step}\tloss = {loss}\talive peers = {report.alive_peers}\t"
                 f"samples = {report.samples}\tperformance = {report.performance:.2f} samples/s"
             )
             self.reporter.report(report)
+
+    def _log_refused(self) -> None:
+        """Say what was refused, at most once a minute: anybody can write to the DHT."""
+        now = time.monotonic()
+        if self.aggregator.refused and now >= self._refused_logged_at + 60:
+            self._refused_logged_at = now
+            reasons = ", ".join(f"{number} x {reason}" for reason, number in self.aggregator.refused.most_common(5))
+            logger.warning(f"Refused records: {reasons}")
 
     def _publish_status(self) -> None:
         status = MonitorStatus(

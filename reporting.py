@@ -282,8 +282,10 @@ class WandbReporter:
     def close(self) -> None:
         if self._run is not None:
             run, self._run = self._run, None
-            run.finish()
-            self._wandb.teardown()  # ends its service process
+            try:
+                run.finish()
+            finally:
+                self._wandb.teardown()  # ends its service process
 
 
 def _load_wandb_id(output_dir: Path) -> str:

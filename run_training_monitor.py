@@ -39,13 +39,12 @@ def monitor(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
-    from reporting import make_reporters
-
     from checkpoints import lock_folder, remove_leftovers
     from metrics import MetricsAggregator
     from model import build_model, load_config, load_tokenizer
     from monitor import CheckpointKeeper, TrainingMonitor
     from optimizer import build_state_averager
+    from reporting import make_reporters
     from utils import announce_public_ip, log_visible_maddrs, setup_logging, start_peer
 
     setup_logging(peer_args.debug)
@@ -81,7 +80,7 @@ def monitor(
 
         reporter = make_reporters(monitor_args, peer_args.run_id)
         stack.callback(reporter.close)
-        aggregator = MetricsAggregator(last_reported_step=reporter.last_step())
+        aggregator = MetricsAggregator(reporter.last_step(), settle_time=max(10.0, monitor_args.refresh_period))
         training_monitor = TrainingMonitor(peer, peer_args.run_id, aggregator, reporter, keeper, monitor_args)
         while not stop.is_set():
             training_monitor.refresh()

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainingArguments
-from transformers.utils.logging import disable_progress_bar
 
 import checkpoints
 from arguments import LocalTrainingArguments
@@ -170,7 +169,6 @@ def build_trainer(
     callback: CollaborativeCallback,
 ) -> CollaborativeTrainer:
     """The Trainer of a peer, ready for `train`."""
-    disable_progress_bar()  # of writing weights, which take less than a second
     trainer = CollaborativeTrainer(
         model=model,
         args=training_arguments,
