@@ -46,6 +46,10 @@ class Documents:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def num_chars(self) -> int:
+        return int(self.lengths.sum())
+
     def select(self, numbers: np.ndarray) -> "Documents":
         return Documents(self.path, self.rows[numbers], self.lengths[numbers])
 
@@ -204,8 +208,8 @@ def _open_hub_dataset(args: TokenizationArguments) -> Source:
         dataset = datasets.load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir)
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         raise UserError(
-            f"--dataset_name: '{name}' cannot be had from the Hugging Face Hub ({_first_line(error)}); go online, check "
-            f"the name, or pass --train_file or --sample"
+            f"--dataset_name: '{name}' cannot be had from the Hugging Face Hub ({_first_line(error)}); go online, "
+            f"check the name, or pass --train_file or --sample"
         ) from error
     except (ValueError, RuntimeError) as error:  # no such configuration, a dataset that is a script, ...
         raise UserError(f"--dataset_name: '{name}' cannot be loaded: {_first_line(error)}") from error

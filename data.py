@@ -90,8 +90,8 @@ class Manifest:
         """Raise UserError if a trainer wants sequences of another length. None: it takes what there is."""
         if seq_length not in (None, self.max_seq_length):
             raise UserError(
-                f"--seq_length {seq_length}: the data has sequences of {self.max_seq_length} tokens; drop the flag, or "
-                f"make other data with ./tokenize_wikitext103.py --max_seq_length {seq_length}"
+                f"--seq_length {seq_length}: the data has sequences of {self.max_seq_length} tokens; drop the flag, "
+                f"or make other data with ./tokenize_wikitext103.py --max_seq_length {seq_length}"
             )
 
     def check_objective(self, objective: str) -> None:

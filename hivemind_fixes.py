@@ -332,9 +332,9 @@ def _check_statistic(value, own_value) -> None:
             raise StateLoadError("its optimizer statistics have other shapes")
         if not all_finite([value]):
             raise StateLoadError("its optimizer statistics are not finite")
-    elif isinstance(value, torch.Tensor) and (value.ndim > 0 or not value.isfinite()):
+    elif isinstance(value, torch.Tensor) and value.ndim > 0:
         raise StateLoadError("its optimizer statistics have other shapes")
-    elif isinstance(value, float) and not math.isfinite(value):
+    elif isinstance(value, torch.Tensor | float) and not math.isfinite(value):
         raise StateLoadError("its optimizer statistics are not finite")
 
 

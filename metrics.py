@@ -383,7 +383,7 @@ class MetricsAggregator:
             return
         peer.pending.setdefault(record.step, record)
         if len(peer.pending) > MAX_PENDING_STEPS:
-            del peer.pending[min(peer.pending)]
+            del peer.pending[max(peer.pending)]  # if it is true, the history will bring it again
             self.refused["too many unreported steps"] += 1
 
     def _note_newest(self, record: PeerStep, is_news: bool) -> None:

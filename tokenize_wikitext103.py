@@ -1,51 +1,237 @@
 #!/usr/bin/env python3
-"""Turn text into a tokenized dataset that every trainer can load. Run it once, on any machine:
+"""Turn text into a tokenized dataset and a tokenizer that every trainer can load. Run it once, on any machine:
 
-    ./tokenize_wikitext103.py                                                   # WikiText-103, ALBERT's tokenizer
-    ./tokenize_wikitext103.py --train_file my.txt --train_tokenizer --archive data.tar.gz
-    ./tokenize_wikitext103.py --sample --train_tokenizer --vocab_size 2000      # nothing to download
-    ./tokenize_wikitext103.py --objective clm --tokenizer gpt2 --output_path data/gpt2_tokenized_wikitext
-
-The dataset and its manifest go to --output_path, the tokenizer to --tokenizer_path.
+./tokenize_wikitext103.py                                                  # WikiText-103, ALBERT's tokenizer
+./tokenize_wikitext103.py --sample --train_tokenizer --vocab_size 2000     # nothing to download
+./tokenize_wikitext103.py --train_file my.txt --train_tokenizer --archive data.tar.gz
+./tokenize_wikitext103.py --objective clm --tokenizer gpt2                 # for GPT-2
 """
 
-import itertools
+import contextlib
+import hashlib
+import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
 
 from arguments import TokenizationArguments, parse_arguments
 from errors import UserError, run_script
 
-DATASET_FILES = ("manifest.json", "dataset_dict.json")  # one of them marks a folder that --overwrite may replace
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+# Everything else that is heavy is imported where it is used: --help and a wrong flag need not wait for it.
 
 
 def main() -> None:
     (args,) = parse_arguments([TokenizationArguments], __doc__)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files are removed
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
     started = time.perf_counter()
-    splits = prepare(args)
-    print_summary(args, splits)
+    manifest = prepare(args)
+    print(summarize(args, manifest))
     if args.archive is not None:
-        from archive import write_archive
-
-        # These names, whatever the flags: unpacked in the project's folder, the data lies where trainers look for it.
-        defaults = {field: TokenizationArguments.__dataclass_fields__[field].default for field in ("output_path", "tokenizer_path")}
-        digest = write_archive(
-            Path(args.archive),
-            {defaults["output_path"]: Path(args.output_path), defaults["tokenizer_path"]: Path(args.tokenizer_path)},
-        )
-        print(f"Archive: {args.archive}\nSHA-256: {digest}")
+        print(f"Archive {args.archive}, SHA-256 {pack(args)}")
     print(f"Done in {time.perf_counter() - started:.0f} s")
+
+
+def prepare(args: TokenizationArguments):
+    """Make dataset, tokenizer and manifest.
+
+    :returns: the manifest
+    """
+    from atomic import check_target, new_folder, temporary_folder
+    from corpus import open_source, read_corpus
+    from data import Manifest, tokenizer_sha256
+    from preprocessing import SPLITS, Recipe
+    from tokenizer_training import (
+        TRAINING_CHARS,
+        check_special_tokens,
+        is_same_tokenizer,
+        load_tokenizer,
+        train_tokenizer,
+    )
+
+    output_path, tokenizer_path = Path(args.output_path), Path(args.tokenizer_path)
+    recipe = Recipe(args.objective, args.max_seq_length, args.seed, args.language)
+    if args.archive is not None:
+        check_target(Path(args.archive), "--archive", args.overwrite)
+    with contextlib.ExitStack() as stack:
+        # What cannot be written or read is found out first. The dataset is complete last, after its tokenizer.
+        dataset_folder = stack.enter_context(
+            new_folder(output_path, "--output_path", args.overwrite, replaceable=("dataset_dict.json",))
+        )
+        source = open_source(args)
+        tokenizer = None if args.train_tokenizer else load_tokenizer(args.tokenizer, args.cache_dir)
+        if tokenizer is not None and is_same_tokenizer(tokenizer, tokenizer_path):
+            tokenizer_folder = tokenizer_path
+        else:
+            tokenizer_folder = stack.enter_context(
+                new_folder(tokenizer_path, "--tokenizer_path", args.overwrite, replaceable=("tokenizer_config.json",))
+            )
+        work = stack.enter_context(temporary_folder(Path(args.cache_dir or output_path.parent) / "work"))
+
+        corpus = read_corpus(source, args, work)
+        if tokenizer is None:
+            print(f"Training a tokenizer of {args.vocab_size} tokens ({args.tokenizer_type})")
+            sample = corpus["train"].sample(TRAINING_CHARS, args.seed)
+            tokenizer = train_tokenizer(
+                sample, args.tokenizer_type, args.objective, args.vocab_size, args.max_seq_length
+            )
+        check_special_tokens(tokenizer, args.objective)
+        if tokenizer_folder != tokenizer_path:
+            tokenizer.save_pretrained(tokenizer_folder)
+
+        counts = {
+            split: tokenize_split(
+                split, corpus[split], tokenizer_folder, recipe, args.num_proc, work / f"{split}_instances.arrow"
+            )
+            for split in SPLITS
+        }
+        manifest = Manifest(
+            source=source.name,
+            objective=args.objective,
+            max_seq_length=args.max_seq_length,
+            seed=args.seed,
+            language=args.language,
+            tokenizer="trained on this text" if args.train_tokenizer else args.tokenizer,
+            tokenizer_class=type(tokenizer).__name__,
+            vocab_size=len(tokenizer),
+            tokenizer_sha256=tokenizer_sha256(tokenizer),
+            splits={split: asdict(split_counts) for split, split_counts in counts.items()},
+        )
+        save_dataset({split: work / f"{split}_instances.arrow" for split in SPLITS}, manifest, dataset_folder)
+    return manifest
+
+
+def tokenize_split(split: str, documents, tokenizer_folder: Path, recipe, num_proc: int, path: Path):
+    """Tokenize and pack the documents of a split into an Arrow file.
+
+    :returns: preprocessing.Counts
+    :raises UserError: if that gives no instance at all
+    """
+    import pyarrow as pa
+    from tqdm.auto import tqdm
+
+    from preprocessing import SCHEMAS, Counts, group_documents
+
+    groups = group_documents(documents.lengths)
+    tasks = [(start, documents.rows[start:stop].tolist()) for start, stop in groups]
+    function = partial(tokenize_group, documents.path, split, str(tokenizer_folder), recipe)
+    counts = Counts()
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, SCHEMAS[recipe.objective]) as writer,
+        tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as progress,
+        contextlib.closing(map_in_processes(function, tasks, num_proc)) as results,
+    ):
+        for (start, stop), (instances, group_counts) in zip(groups, results, strict=True):
+            writer.write_table(instances)
+            counts += group_counts
+            progress.update(int(documents.lengths[start:stop].sum()))
+    if not counts.instances:
+        raise UserError(f"the {split} text ({counts.documents} documents) is too short for a single instance")
+    return counts
+
+
+def tokenize_group(documents_path: str, split: str, tokenizer_folder: str, recipe, task: tuple[int, list[int]]):
+    """One task of a worker. `task`: number of the first document within the split; rows of the file."""
+    from corpus import read_documents
+    from preprocessing import make_instances
+
+    start, rows = task
+    documents = read_documents(documents_path, rows)
+    return make_instances(documents, range(start, start + len(rows)), split, open_tokenizer(tokenizer_folder), recipe)
+
+
+@lru_cache(maxsize=1)
+def open_tokenizer(folder: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def map_in_processes(function: Callable, tasks: list, num_proc: int) -> Iterator:
+    """Like `map`, in several processes. Close it if it has not been used up: what is left is then not computed."""
+    if num_proc == 1:
+        yield from map(function, tasks)
+        return
+    pool = ProcessPoolExecutor(min(num_proc, len(tasks)), initializer=follow_parent)
+    try:
+        yield from pool.map(function, tasks)
+    except BrokenProcessPool:
+        raise UserError("a worker process has died, probably for lack of memory; pass a lower --num_proc") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def follow_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent process, and end when it ends, even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_exit_after_parent, daemon=True).start()
+
+
+def _exit_after_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def save_dataset(arrow_files: dict[str, Path], manifest, folder: Path) -> None:
+    """Write a DatasetDict and its manifest, byte for byte the same for the same instances."""
+    from datasets import Dataset, DatasetDict
+    from datasets.table import MemoryMappedTable
+
+    # `datasets` would name them after the time at which the files were written.
+    fingerprint = hashlib.sha256(json.dumps(asdict(manifest)).encode()).hexdigest()[:12]
+    splits = {
+        split: Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=f"{fingerprint}-{split}")
+        for split, path in arrow_files.items()
+    }
+    DatasetDict(splits).save_to_disk(str(folder))
+    manifest.save(folder)
+
+
+def pack(args: TokenizationArguments) -> str:
+    """Write the archive; return its SHA-256. Unpacked in the project's folder, it lies where trainers look for it."""
+    from archive import write_archive
+
+    defaults = TokenizationArguments.__dataclass_fields__
+    names = {name: defaults[name].default for name in ("output_path", "tokenizer_path")}
+    return write_archive(Path(args.archive), {names[name]: Path(getattr(args, name)) for name in names})
+
+
+def summarize(args: TokenizationArguments, manifest) -> str:
+    """What was made, for a person to read."""
+    from preprocessing import Counts
+
+    counts = {split: Counts(**numbers) for split, numbers in manifest.splits.items()}
+    rows = [("", *counts)]
+    for name in ("documents", "sentences", "instances", "tokens"):
+        rows.append((name, *(f"{getattr(count, name):,}" for count in counts.values())))
+    rows.append(("mean fill", *(f"{count.mean_fill(args.max_seq_length):.1%}" for count in counts.values())))
+    if args.objective == "mlm_sop":
+        rows.append(("swapped", *(f"{count.swapped_instances / count.instances:.1%}" for count in counts.values())))
+    rows.append(("unknown tokens", *(f"{count.unknown_tokens / count.tokens:.2%}" for count in counts.values())))
+    rows.append(("dropped tokens", *(f"{count.dropped_tokens:,}" for count in counts.values())))
+    rows.append(("dropped documents", *(f"{count.dropped_documents:,}" for count in counts.values())))
+    lines = [f"{row[0]:<18}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows]
+    if any(count.dropped_documents or count.dropped_tokens for count in counts.values()):
+        lines.append("Dropped: documents of fewer than two tokens; a last block of a single token")
+    if counts["train"].mean_fill(args.max_seq_length) < 0.8:
+        lines.append(
+            "Warning: the documents are short. If blank lines separate paragraphs rather than documents, remove them"
+        )
+    for flag in ("output_path", "tokenizer_path"):
+        size = sum(file.stat().st_size for file in Path(getattr(args, flag)).rglob("*") if file.is_file())
+        lines.append(f"{getattr(args, flag)}: {size / 1e6:,.1f} MB")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Tokenizers: one that exists, or one trained on the text at hand. The same text gives the same tokenizer."""
 
 import io
+import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import sentencepiece
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from corpus import go_offline_if_needed
+from data import tokenizer_sha256
 from errors import UserError
 
 # A vocabulary of 30,000 changes little beyond some ten million words, and training reads them all at once.
@@ -45,6 +47,14 @@ def load_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
         raise UserError(
             f"--tokenizer '{name}': {where}; pass another, go online, or pass --train_tokenizer to train one"
         ) from error
+
+
+def is_same_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
+    """Whether a folder holds this tokenizer already."""
+    try:
+        return tokenizer_sha256(AutoTokenizer.from_pretrained(folder)) == tokenizer_sha256(tokenizer)
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> None:
@@ -160,16 +170,10 @@ def _train_bpe(
     trainee.train_from_iterator(documents, trainer)
     vocab = trainee.get_vocab()
     _check_size(vocab, vocab_size)
-    merges = [tuple(merge) for merge in _get_merges(trainee)]
+    merges = [tuple(merge) for merge in json.loads(trainee.to_str())["model"]["merges"]]
     if is_causal:
         return GPT2Tokenizer(vocab=vocab, merges=merges, pad_token="<|pad|>", **options)
     return RobertaTokenizer(vocab=vocab, merges=merges, **options)
-
-
-def _get_merges(tokenizer: Tokenizer) -> Iterator[list[str]]:
-    import json
-
-    return json.loads(tokenizer.to_str())["model"]["merges"]
 
 
 def _check_size(vocab: dict[str, int], vocab_size: int) -> None:

@@ -1,0 +1,193 @@
+"""Helpers of the tests: real scripts as processes, and peers inside the test's own process."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from arguments import (
+    AveragerArguments,
+    BaseTrainingArguments,
+    CollaborationArguments,
+    LocalTrainingArguments,
+    ProgressTrackerArguments,
+)
+
+ROOT = Path(__file__).parent.parent
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+
+
+def wait_until(condition, timeout: float, what: str):
+    """Wait for a condition to be true and return its value."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.1)
+    raise AssertionError(f"not within {timeout} seconds: {what}")
+
+
+class Script:
+    """One of our scripts, running as a process of its own group with its output in a file."""
+
+    def __init__(self, name: str, *args: object, log: Path, env: dict[str, str] | None = None):
+        self.log = log
+        command = [sys.executable, "-u", "-W", "ignore", str(ROOT / name), *map(str, args)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=log.parent, env=environment, start_new_session=True
+            )
+        self._known: dict[int, psutil.Process] = {}
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def family(self) -> list[psutil.Process]:
+        """This process and all its descendants so far that are still alive."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            main = psutil.Process(self.process.pid)
+            for process in [main, *main.children(recursive=True)]:
+                self._known.setdefault(process.pid, process)
+        return [process for process in self._known.values() if _is_alive(process)]
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> re.Match:
+        """Wait for a line of the output; fail with the output if the process ends before."""
+
+        def found():
+            self.family()
+            match = re.search(pattern, self.output)
+            if match is None and self.process.poll() is not None:
+                time.sleep(0.2)
+                match = re.search(pattern, self.output)
+                assert match is not None, f"ended with {self.process.returncode} before '{pattern}':\n{self.output}"
+            return match
+
+        try:
+            return wait_until(found, timeout, pattern)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+
+    def wait(self, timeout: float = 60) -> int:
+        """Wait for the process to end, and return its exit code."""
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            self.family()
+            assert time.monotonic() < deadline, f"still running after {timeout} seconds:\n{self.output}"
+            time.sleep(0.1)
+        return self.process.returncode
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
+        """Send a signal to the main process and wait for its end."""
+        self.family()
+        self.process.send_signal(number)
+        return self.wait(timeout)
+
+    def assert_nothing_left(self, timeout: float = 15) -> None:
+        """No process of ours may be left `timeout` seconds after the main process has ended."""
+        wait_until(lambda: not self.family(), timeout, f"the end of {[p.pid for p in self.family()]} {self.family()}")
+
+    def kill_all(self) -> None:
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    @property
+    def address(self) -> str:
+        return self.wait_for(r"--initial_peers (/ip4/\S+)")[1]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Scripts:
+    """Starts scripts and makes sure that none outlives the test."""
+
+    def __init__(self, folder: Path, data: Path):
+        self.folder, self.data = folder, data
+        self.running: list[Script] = []
+
+    def start(self, name: str, *args: object, log: str, env: dict[str, str] | None = None) -> Script:
+        script = Script(name, *args, log=self.folder / f"{log}.log", env=env)
+        self.running.append(script)
+        return script
+
+    def monitor(self, *args: object, name: str = "monitor", env: dict[str, str] | None = None) -> Script:
+        return self.start(
+            "run_training_monitor.py", "--tokenizer_path", self.data / "tokenizer", "--model_name_or_path",
+            self.data / "config.json", "--host_maddrs", LOCAL, "--refresh_period", 0.5, "--output_dir",
+            self.folder / name, *args, log=name, env=env,
+        )  # fmt: skip
+
+    def trainer(self, name: str, *args: object, env: dict[str, str] | None = None) -> Script:
+        """Batches of 4, no data loader processes; takes part in steps of 64 samples unless told otherwise."""
+        return self.start(
+            "run_trainer.py", "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
+            "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
+            self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", 4,
+            "--gradient_accumulation_steps", 1, "--dataloader_num_workers", 0, "--matchmaking_time", 3.5,
+            "--averaging_timeout", 10, "--target_group_size", 2, "--warmup_steps", 1, "--learning_rate", 0.005, *args,
+            log=name, env=env,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        for script in self.running:
+            script.kill_all()
+
+
+@contextlib.contextmanager
+def local_peer(folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False) -> Iterator:
+    """A DHT peer inside the test's process."""
+    from utils import start_peer
+
+    args = BaseTrainingArguments(
+        run_id=run_id, initial_peers=list(initial_peers), host_maddrs=[LOCAL], bootstrap_timeout=20
+    )
+    peer = start_peer(args, folder / "identity.key", client_mode, threading.Event())
+    try:
+        yield peer
+    finally:
+        peer.dht.shutdown()
+
+
+@contextlib.contextmanager
+def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> Iterator:
+    """hivemind's optimizer as trainers build it, without delays so that a step is done when `step` returns."""
+    from optimizer import build_optimizer
+
+    hyperparameters = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0}
+    overrides = {name: collaboration.pop(name) for name in list(collaboration) if name in hyperparameters}
+    options = {
+        "delay_grad_averaging": False,
+        "delay_optimizer_step": False,
+        "matchmaking_time": 3.1,
+        "averaging_timeout": 15.0,
+        **collaboration,
+    }
+    optimizer = build_optimizer(
+        model,
+        peer,
+        batch_size_per_step,
+        LocalTrainingArguments(**{**hyperparameters, **overrides}),
+        CollaborationArguments(**options),
+        AveragerArguments(target_group_size=2),
+        ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2),
+    )
+    try:
+        yield optimizer
+    finally:
+        optimizer.shutdown()
