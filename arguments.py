@@ -1,19 +1,14 @@
 """Every flag of every script: one dataclass a concern, its documentation at the flag, its checks in `__post_init__`.
 
-Names and defaults are those of hivemind's ALBERT example; the names of older examples are translated, see
-`_OLD_NAMES`. Nothing heavy is imported here, so that `--help` answers at once.
+Names and defaults are those of hivemind's ALBERT example; the names of older examples are translated in parsing.py.
 """
 
-import difflib
 import ipaddress
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn
-
-from transformers.hf_argparser import HfArgumentParser
+from typing import Literal
 
 Compression = Literal["none", "float16", "scaled_float16", "uniform8", "quantile8"]
 
@@ -22,7 +17,7 @@ class ArgumentsError(ValueError):
     """A value that cannot work. The message names the flag, what is wrong with it, and what to pass instead."""
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     if not condition:
         raise ArgumentsError(message)
 
@@ -30,18 +25,18 @@ def _require(condition: bool, message: str) -> None:
 def _require_positive(arguments: object, *names: str) -> None:
     for name in names:
         value = getattr(arguments, name)
-        _require(value is None or value > 0, f"--{name} must be above zero, got {value}")
+        require(value is None or value > 0, f"--{name} must be above zero, got {value}")
 
 
 def _require_not_negative(arguments: object, *names: str) -> None:
     for name in names:
         value = getattr(arguments, name)
-        _require(value is None or value >= 0, f"--{name} must not be negative, got {value}")
+        require(value is None or value >= 0, f"--{name} must not be negative, got {value}")
 
 
 # A multiaddress, as far as it can be judged without starting libp2p: /name/value pairs, a few names stand alone.
 _PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
-_HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")
+HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")
 _VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-circuit", "http", "https", "webtransport"}
 _PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", "udp", "p2p", "ipfs", "certhash"}
 
@@ -49,7 +44,7 @@ _PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", 
 def _check_maddr(flag: str, maddr: str) -> dict[str, str]:
     """Return the protocols of a multiaddress with their values; raise ArgumentsError if it is none."""
     example = "it looks like /ip4/203.0.113.1/tcp/31337"
-    _require(maddr.startswith("/"), f"{flag}: '{maddr}' is not a multiaddress; {example}")
+    require(maddr.startswith("/"), f"{flag}: '{maddr}' is not a multiaddress; {example}")
     parts = maddr.strip("/").split("/")
     protocols: dict[str, str] = {}
     while parts:
@@ -57,8 +52,8 @@ def _check_maddr(flag: str, maddr: str) -> dict[str, str]:
         if name in _VALUELESS_PROTOCOLS:
             protocols[name] = ""
             continue
-        _require(name in _PROTOCOLS_WITH_VALUE, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
-        _require(bool(parts), f"{flag}: '{maddr}' ends after '{name}', its value is missing; {example}")
+        require(name in _PROTOCOLS_WITH_VALUE, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
+        require(bool(parts), f"{flag}: '{maddr}' ends after '{name}', its value is missing; {example}")
         protocols[name] = parts.pop(0)
     for name, version in (("ip4", 4), ("ip6", 6)):
         if name in protocols:
@@ -66,17 +61,17 @@ def _check_maddr(flag: str, maddr: str) -> dict[str, str]:
                 valid = ipaddress.ip_address(protocols[name]).version == version
             except ValueError:
                 valid = False
-            _require(valid, f"{flag}: '{protocols[name]}' in '{maddr}' is not an IPv{version} address")
+            require(valid, f"{flag}: '{protocols[name]}' in '{maddr}' is not an IPv{version} address")
     for name in ("tcp", "udp"):
         if name in protocols:
             port = protocols[name]
-            _require(port.isdigit() and int(port) <= 65535, f"{flag}: '{port}' in '{maddr}' is not a port")
+            require(port.isdigit() and int(port) <= 65535, f"{flag}: '{port}' in '{maddr}' is not a port")
     return protocols
 
 
 def _check_initial_peer(maddr: str) -> None:
     flag = "--initial_peers"
-    if _HOST_PORT.fullmatch(maddr):
+    if HOST_PORT.fullmatch(maddr):
         host, port = maddr.rsplit(":", 1)
         raise ArgumentsError(
             f"{flag}: '{maddr}' lacks the peer ID. Copy the whole address from the first lines that the peer prints: "
@@ -84,12 +79,12 @@ def _check_initial_peer(maddr: str) -> None:
         )
     protocols = _check_maddr(flag, maddr)
     peer_id = protocols.get("p2p", protocols.get("ipfs"))
-    _require(
+    require(
         peer_id is not None,
         f"{flag}: '{maddr}' lacks the peer ID. Copy the whole address that the peer prints: "
         f"{maddr.rstrip('/')}/p2p/PEER_ID",
     )
-    _require(
+    require(
         bool(_PEER_ID.fullmatch(peer_id)),
         f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. Copy the whole address that the peer prints",
     )
@@ -160,19 +155,19 @@ class BaseTrainingArguments:
     debug: bool = field(default=False, metadata={"help": "Log more, and show the traceback of a fatal error"})
 
     def __post_init__(self):
-        _require(bool(self.run_id.strip()), "--run_id must not be empty")
-        _require("." not in self.run_id, f"--run_id '{self.run_id}' must not contain '.'; write '-' instead")
+        require(bool(self.run_id.strip()), "--run_id must not be empty")
+        require("." not in self.run_id, f"--run_id '{self.run_id}' must not contain '.'; write '-' instead")
         self.initial_peers = [peer for value in self.initial_peers for peer in value.split(",") if peer]
         for peer in self.initial_peers:
             _check_initial_peer(peer)
-        _require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
+        require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
                  "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
         for flag in ("host_maddrs", "announce_maddrs", "trusted_relays"):
             for maddr in getattr(self, flag):
                 protocols = _check_maddr(f"--{flag}", maddr)
                 if flag == "announce_maddrs":
                     port = protocols.get("tcp", protocols.get("udp"))
-                    _require(port != "0", f"--announce_maddrs: '{maddr}' needs the real port, 0 means any")
+                    require(port != "0", f"--announce_maddrs: '{maddr}' needs the real port, 0 means any")
         _require_positive(self, "bootstrap_timeout")
 
 
@@ -187,7 +182,7 @@ class AveragerArguments:
     )
 
     def __post_init__(self):
-        _require(self.target_group_size >= 2, f"--target_group_size must be 2 or more, got {self.target_group_size}")
+        require(self.target_group_size >= 2, f"--target_group_size must be 2 or more, got {self.target_group_size}")
 
 
 @dataclass
@@ -222,8 +217,8 @@ class ProgressTrackerArguments:
         _require_positive(self, "min_refresh_period", "max_refresh_period", "default_refresh_period",
                           "metadata_expiration")  # fmt: skip
         _require_not_negative(self, "expected_drift_peers", "expected_drift_rate")
-        _require(0 < self.performance_ema_alpha <= 1, "--performance_ema_alpha must be above 0 and at most 1")
-        _require(
+        require(0 < self.performance_ema_alpha <= 1, "--performance_ema_alpha must be above 0 and at most 1")
+        require(
             self.min_refresh_period <= self.max_refresh_period,
             f"--min_refresh_period {self.min_refresh_period} exceeds --max_refresh_period {self.max_refresh_period}",
         )
@@ -290,16 +285,16 @@ class OptimizerArguments:
         _require_positive(self, "target_batch_size", "bandwidth", "averaging_timeout", "load_state_timeout",
                           "average_state_every")  # fmt: skip
         _require_not_negative(self, "batch_size_lead")
-        _require(
+        require(
             self.batch_size_lead < self.target_batch_size,
             f"--batch_size_lead {self.batch_size_lead} must be smaller than "
             f"--target_batch_size {self.target_batch_size}",
         )
-        _require(
+        require(
             self.matchmaking_time > 3,
             f"--matchmaking_time must be above 3 seconds (hivemind's request timeout), got {self.matchmaking_time}",
         )
-        _require(
+        require(
             self.delay_optimizer_step or not self.delay_grad_averaging,
             "--no_delay_optimizer_step also needs --no_delay_grad_averaging",
         )
@@ -333,7 +328,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         OptimizerArguments.__post_init__(self)
         _require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
         _require_not_negative(self, "leave_timeout")
-        _require(len(self.username) <= 64, "--username must have at most 64 characters")
+        require(len(self.username) <= 64, "--username must have at most 64 characters")
 
 
 @dataclass
@@ -388,12 +383,12 @@ class HyperparameterArguments:
     def __post_init__(self):
         _require_positive(self, "total_steps", "learning_rate", "adam_epsilon", "clamp_value")
         _require_not_negative(self, "warmup_steps", "weight_decay")
-        _require(
+        require(
             self.warmup_steps <= self.total_steps,
             f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
         )
         for name in ("adam_beta1", "adam_beta2"):
-            _require(0 <= getattr(self, name) < 1, f"--{name} must be at least 0 and below 1: {getattr(self, name)}")
+            require(0 <= getattr(self, name) < 1, f"--{name} must be at least 0 and below 1: {getattr(self, name)}")
 
 
 @dataclass
@@ -449,8 +444,8 @@ class LocalTrainingArguments(HyperparameterArguments):
         _require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "seq_length",
                           "save_steps", "save_total_limit", "logging_steps")  # fmt: skip
         _require_not_negative(self, "max_grad_norm", "dataloader_num_workers", "seed")
-        _require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
-        _require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
+        require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
+        require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
 
     def batch_size_per_step(self, num_devices: int) -> int:
         """Samples that this peer adds between two reports: micro-batch x devices x accumulation."""
@@ -500,7 +495,7 @@ class TrainingMonitorArguments:
         _require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit",
                           "load_state_timeout")  # fmt: skip
         if self.wandb_project is not None:
-            _require(
+            require(
                 self.report_to != "trackio", "--wandb_project reports to wandb; drop it or drop --report_to trackio"
             )
             self.report_to = "wandb"
@@ -581,21 +576,21 @@ class TokenizationArguments:
         _require_positive(self, "vocab_size", "num_proc")
         _require_not_negative(self, "seed")
         paths = [Path(self.output_path).resolve(), Path(self.tokenizer_path).resolve()]
-        _require(
+        require(
             not (paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0])),
             f"--output_path '{self.output_path}' and --tokenizer_path '{self.tokenizer_path}' must not be inside each "
             f"other",
         )
-        _require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
-        _require(0 < self.validation_share < 1, f"--validation_share must be between 0 and 1: {self.validation_share}")
-        _require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")
-        _require(
+        require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
+        require(0 < self.validation_share < 1, f"--validation_share must be between 0 and 1: {self.validation_share}")
+        require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")
+        require(
             self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"
         )
         for flag in ("train_file", "validation_file"):
             path = getattr(self, flag)
-            _require(path is None or Path(path).is_file(), f"--{flag}: there is no file '{path}'")
-        _require(
+            require(path is None or Path(path).is_file(), f"--{flag}: there is no file '{path}'")
+        require(
             self.archive is None or self.archive.endswith((".tar.gz", ".tgz")),
             f"--archive must end in .tar.gz, got '{self.archive}'",
         )
@@ -603,120 +598,41 @@ class TokenizationArguments:
             self.dataset_config_name = "wikitext-103-v1"
 
 
-# Names of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5), and what they are called here.
-_OLD_NAMES = {
-    "--experiment_prefix": "--run_id",
-    "--averaging_expiration": "--matchmaking_time",
-    "--compression": "--averaging_compression",
-    "--model_config_path": "--model_name_or_path",
-    "--store_checkpoins": "--store_checkpoints",
-    "--tokenizer": "--tokenizer_path",
-    "--no_cuda": "--use_cpu",
-}
-# Endpoints in gRPC's notation, as in '[::]:*', that became multiaddresses.
-_OLD_ENDPOINTS = {
-    "--dht_listen_on": "--host_maddrs",
-    "--listen_on": "--host_maddrs",
-    "--endpoint": "--announce_maddrs",
-}
-# Names that no longer do anything, with the number of values that they may take.
-_IGNORED_NAMES = {
-    "--overwrite_output_dir": "a checkpoint in --output_dir is resumed from; choose another folder to start anew",
-    "--logging_dir": "the training curves are the monitor's, see its --report_to",
-    "--fp16_opt_level": "mixed precision is torch's own, see --fp16 and --bf16",
-    "--do_train": "a trainer always trains",
-    "--trainer_uuid": "a peer is known by its identity, see --identity_path",
-}
-_REFUSED_NAMES = {
-    "--max_steps": "pass --max_global_steps (when to leave) or --total_steps (the learning-rate schedule)",
-    "--repo_path": "pass --output_dir (where the checkpoints are kept)",
-}
-_OLD_VALUES = {
-    "--averaging_compression": {"FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
-                                "UNIFORM_8BIT": "uniform8", "QUANTILE_8BIT": "quantile8"},
-}  # fmt: skip
+@dataclass
+class DemoArguments:
+    """A collaboration of several trainers on one machine."""
 
+    _argument_group_name = "Demo"
 
-def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
-    """Translate gRPC's host:port notation to multiaddresses: '[::]:*' (all interfaces, any port) to /ip4 and /ip6."""
-    match = _HOST_PORT.fullmatch(endpoint)
-    _require(
-        match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; pass {_OLD_ENDPOINTS.get(flag, flag)} instead"
+    train_file: str | None = field(
+        default=None, metadata={"help": "A text file of your own, UTF-8. Default: the documentation of Python"}
     )
-    host, port = match["host"].strip("[]"), match["port"].replace("*", "0")
-    if host == "::":
-        return [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
-    try:
-        return [f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"]
-    except ValueError:
-        return [f"/dns4/{host}/tcp/{port}"]
+    vocab_size: int = field(
+        default=2000, metadata={"help": "Tokens of the tokenizer that is trained on the text. Short texts need fewer"}
+    )
+    trainers: int = field(default=2, metadata={"help": "Number of trainers. Each keeps one core busy"})
+    max_global_steps: int = field(default=12, metadata={"help": "Stop after this many steps of the collaboration"})
+    output_dir: str = field(
+        default="demo", metadata={"help": "Folder for all that is made. What a previous demo left there is removed"}
+    )
+    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
 
-
-def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[list[str], list[str]]:
-    """Rewrite the flags of older examples to those of this one.
-
-    :param args: the command line
-    :param known_flags: flags of the script at hand; a name that it knows itself is left alone
-    :returns: the new command line, and a warning for each name that was translated or ignored
-    :raises ArgumentsError: for a name or value that has no translation, with what to pass instead
-    """
-    translated, warnings = [], []
-    queue = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") and "=" in arg else [arg])]
-    while queue:
-        arg = queue.pop(0)
-        values = []
-        while arg.startswith("--") and queue and not queue[0].startswith("--"):
-            values.append(queue.pop(0))
-        if arg not in known_flags:
-            if arg in _REFUSED_NAMES:
-                raise ArgumentsError(f"{arg} is not known any more: {_REFUSED_NAMES[arg]}")
-            if arg in _IGNORED_NAMES:
-                warnings.append(f"{arg} is ignored: {_IGNORED_NAMES[arg]}")
-                continue
-            if arg in _OLD_ENDPOINTS and _OLD_ENDPOINTS[arg] in known_flags:
-                new_name = _OLD_ENDPOINTS[arg]
-                values = [maddr for value in values for maddr in endpoint_to_maddrs(arg, value)]
-                warnings.append(f"{arg} is now {new_name}: {' '.join(values)}")
-                arg = new_name
-            elif _OLD_NAMES.get(arg) in known_flags:
-                warnings.append(f"{arg} is now {_OLD_NAMES[arg]}")
-                arg = _OLD_NAMES[arg]
-        values = [_OLD_VALUES.get(arg, {}).get(value, value) for value in values]
-        translated += [arg, *values]
-    return translated, warnings
-
-
-class ArgumentParser(HfArgumentParser):
-    """transformers' dataclass parser that knows the old names and answers a wrong use with one line."""
-
-    def __init__(self, dataclass_types, description: str):
-        super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
-
-    @property
-    def known_flags(self) -> set[str]:
-        return {option for action in self._actions for option in action.option_strings}
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{Path(sys.argv[0]).name}: error: {message} (see --help)", file=sys.stderr)
-        sys.exit(2)
-
-    def parse(self, args: Sequence[str] | None = None) -> tuple:
-        """Parse the command line into instances of the dataclasses; exit with code 2 and one line if it is wrong."""
-        try:
-            args, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
-            *dataclasses, unknown = self.parse_args_into_dataclasses(
-                args, return_remaining_strings=True, look_for_args_file=False
-            )
-        except ArgumentsError as error:
-            self.error(str(error))
-        if unknown:
-            similar = difflib.get_close_matches(unknown[0].split("=")[0], self.known_flags, n=1)
-            self.error(f"unknown argument '{unknown[0]}'" + (f", did you mean {similar[0]}?" if similar else ""))
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr)
-        return tuple(dataclasses)
+    def __post_init__(self):
+        _require_positive(self, "vocab_size")
+        require(self.trainers >= 2, f"--trainers must be 2 or more, got {self.trainers}: one has nobody to train with")
+        require(
+            self.max_global_steps >= 2,
+            f"--max_global_steps must be 2 or more, got {self.max_global_steps}: the loss of the first step is that "
+            f"of the initial weights",
+        )
+        require(
+            self.train_file is None or Path(self.train_file).is_file(),
+            f"--train_file: there is no file '{self.train_file}'",
+        )
 
 
 def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
     """One instance of each dataclass from the command line. `description`: the script's docstring."""
+    from parsing import ArgumentParser  # takes a second, in which a script can already answer signals
+
     return ArgumentParser(dataclass_types, description).parse(args)

@@ -76,7 +76,10 @@ def _locked(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """An empty hidden folder beside `target`, which is removed at the end unless it has been renamed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"'{target.parent}' is not a folder; choose another path") from None
     _remove_leftovers(target)
     folder = _hidden_name(target, "new")
     folder.mkdir()
@@ -93,8 +96,8 @@ def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tu
 
     A folder that is at `target` is there until then, see `check_target` for `flag`, `overwrite` and `replaceable`.
     """
-    target = target.resolve()  # a link stays a link
     check_target(target, flag, overwrite, replaceable)
+    target = target.resolve()  # a link stays a link
     with temporary_folder(target) as folder:
         yield folder
         for path in [*folder.rglob("*"), folder]:

@@ -80,7 +80,7 @@ def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
     schema = pa.schema({"text": pa.string()})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         batch, size = [], 0
-        with tqdm(desc=desc, unit=" chars", unit_scale=True) as progress:
+        with tqdm(desc=desc, unit=" chars", unit_scale=True, delay=1) as progress:  # s: not for a small file
             for document in split_documents(rows):
                 batch.append(document)
                 lengths.append(len(document))
@@ -104,7 +104,7 @@ def read_corpus(source: Source, args: TokenizationArguments, folder: Path) -> di
     for split, rows in source.rows.items():
         corpus[split] = write_documents(rows(), folder / f"{split}.arrow", desc=f"Reading {split} text")
         if not len(corpus[split]):
-            raise UserError(f"{source.name}: there is no text in it (split '{split}')")
+            raise UserError(f"{source.name}: there is no text in its {split} part; pass a file that is not empty")
     if "validation" not in corpus:
         try:
             train, validation = hold_out(len(corpus["train"]), args.validation_share, args.seed)
@@ -167,7 +167,7 @@ def read_text_file(path: str) -> Iterator[str]:
         try:
             while piece := file.readline(READ_CHARS):
                 if "\0" in piece:
-                    raise UserError(f"'{path}' is not a text file: line {num_lines + 1} has a zero byte")
+                    raise UserError(f"'{path}' is not text: line {num_lines + 1} has a zero byte; pass a text file")
                 if piece.endswith("\n"):
                     num_lines += 1
                     yield rest + piece
@@ -178,7 +178,7 @@ def read_text_file(path: str) -> Iterator[str]:
                     rest = piece[cut:]
         except UnicodeDecodeError as error:
             raise UserError(
-                f"'{path}' is not UTF-8: byte 0x{error.object[error.start]:02x} after line {num_lines}; "
+                f"'{path}' is not UTF-8 text (byte 0x{error.object[error.start]:02x} near line {num_lines + 1}); "
                 f"convert it, as with `iconv -f latin1 -t utf-8`"
             ) from None
     yield rest

@@ -6,21 +6,21 @@ Pure logic: no DHT, no clock, no torch. Everything here was written by strangers
 changed within that time, unless it said goodbye. Keys that share a peer ID are one peer: a trainer that restarted.
 
 **The step of the run** is put to the vote: a live peer votes for the step that it stands at and, with it, for all
-before. Peers that no longer take part (far behind what was reported, or without a new sample for long) do not vote.
-A step is complete and gets reported, once and in ascending order, when
+before. Peers that no longer take part (behind what was reported, or without a new sample for long) do not vote. A step
+is complete and gets reported, once and in ascending order, when
 
 1. every voter has reported it or a later one; or
-2. more than half of the voters stand at it or beyond, and the others had `settle_time` to follow; or
-3. exactly half of them do (one of two), and besides the run moves no faster than one step per `settle_time`.
+2. half of the voters stand at it or beyond, and the others had `settle_time` to follow.
 
-The reason for 2 and 3: one peer, however far ahead, must neither move the run nor hold it back. A jump of more than
-`MAX_JUMP` steps is believed only after it has stood for `settle_time`, so that the first record to be seen does not
-decide, and at most `MAX_STEPS_PER_SECOND` since the last report, so that one which stays alone cannot either.
+What more than half of the voters have not nearly reached (`MAX_SPREAD`) is not even kept: one peer, however far ahead,
+must neither move the run nor hold it back. A jump of more than `MAX_JUMP` steps is believed only after it has stood
+for `settle_time`, so that the first record to be seen does not decide, and at most `MAX_STEPS_PER_SECOND` since the
+last report, so that one liar who is left alone for a while cannot either.
 
 **Limits.** A vote costs a key pair and nothing else. Liars that outnumber the honest voters (two against one) decide
-what the step is, and steps that they skip are lost; one against one, a liar may delay steps or run ahead by one per
-`settle_time`. The first peers of a run (nothing was reported yet) are believed whatever their step. A peer's loss and
-speed are its own word: its weight is bounded, see `StepReport`, but not what it says.
+what the step is, and steps that they skip are lost; one against one, a liar is believed `MAX_SPREAD` steps ahead. The
+first peers of a run (nothing was reported yet) are believed whatever their step. A peer's loss and speed are its own
+word: its weight is bounded, see `StepReport`, but not what it says.
 """
 
 import math
@@ -38,8 +38,8 @@ MAX_SUBKEY_BYTES = 4096  # an RSA-2048 public key with its tag has about 400
 MAX_PEER_ID_BYTES = 128  # libp2p's have 34 to 42
 
 MAX_JUMP = HISTORY_LENGTH  # steps between two refreshes that are nothing special
-MAX_STEPS_PER_SECOND = 10.0  # hivemind's matchmaking alone takes longer, a demo with toy models takes one or two
-MAX_LAG = 3  # steps behind the last report with which a peer still counts as taking part
+MAX_STEPS_PER_SECOND = 10.0  # far more than any run does: matchmaking alone takes seconds, in a toy demo half of one
+MAX_SPREAD = 3  # steps that peers may be apart who take part in the same run; averaging together, they hardly are
 MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept of one peer
 # Peers go on computing until they notice that the target is reached and while they look for a group. Four targets from
 # one peer are more than that ever gave, except where a single local step exceeds the target.
@@ -253,6 +253,16 @@ class _Peer:
         return newest.samples_per_second if newest else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """The farthest step that is reached by so many voters; -1 if there are none."""
+
+    all: int  # ... and reported, not only said to be reached
+    majority: int  # more than half
+    half: int  # half or more
+    ceiling: float  # the farthest step to be believed of anyone
+
+
 class MetricsAggregator:
     """Turns successive views of the DHT into one StepReport per global step; the module's docstring has the rules.
 
@@ -288,8 +298,7 @@ class MetricsAggregator:
         self._peers: dict[bytes, _Peer] = {}
         self._reached: dict[int, float] = {}  # pending step -> when half of the voters were first seen there
         self._now = -math.inf
-        self._last_progress_time: float | None = None  # of the last report; before the first, of the first update
-        self._reported_any = False
+        self._last_report_time: float | None = None
         self._read_any_metrics = False
 
     def update(
@@ -304,34 +313,37 @@ class MetricsAggregator:
         """
         self._now = max(now, self._now)
         self.refused = Counter()
-        if self._last_progress_time is None:
-            self._last_progress_time = self._now
-        self._take_in(metrics, history, progress)
-        reports = self._take_complete()
+        steps = self._take_in(metrics, history, progress)
+        live_peers = self._live_peers()
+        vote = self._vote(live_peers)
+        self._keep_steps(steps, vote)
+        reports = self._take_complete(vote, live_peers)
         self._forget_absent_peers()
         return reports
 
     def flush(self, now: float) -> list[StepReport]:
         """At shutdown: the steps that more than half of the voters have reached, without waiting for stragglers."""
         self._now = max(now, self._now)
-        return self._take_complete(wait_for_stragglers=False)
+        live_peers = self._live_peers()
+        return self._take_complete(self._vote(live_peers), live_peers, wait_for_stragglers=False)
 
     # Taking in records
 
-    def _take_in(self, metrics: object, history: object, progress: object) -> None:
+    def _take_in(self, metrics: object, history: object, progress: object) -> list[PeerStep]:
+        """Note who is there and where they stand; return all steps that they tell of."""
         heartbeats, refused_progress = parse_progress(self._bounded(progress))
         steps, refused_metrics = parse_metrics(self._bounded(metrics))
         old_steps, refused_history = parse_history(self._bounded(history), after_step=self.last_reported_step)
         self.refused += refused_progress + refused_metrics + refused_history
+        steps += old_steps
 
-        newcomers = {record.peer for record in (*heartbeats, *steps, *old_steps)} - self._peers.keys()
+        newcomers = {record.peer for record in (*heartbeats, *steps)} - self._peers.keys()
         if len(self._peers) + len(newcomers) > self.max_peers:
             self._peers = {key: peer for key, peer in self._peers.items() if self._is_alive(peer)}
         for heartbeat in heartbeats:
             self._note_progress(heartbeat)
-        newest = {record.peer: record for record in steps}
-        for record in (*steps, *old_steps):
-            self._note_step(record)
+        newest: dict[bytes, PeerStep] = {}
+        for record in steps:
             if record.step > newest.setdefault(record.peer, record).step:
                 newest[record.peer] = record
         # Metrics live for minutes after their peer has died. Those that a monitor finds when it starts prove no life,
@@ -340,6 +352,7 @@ class MetricsAggregator:
         for record in newest.values():
             self._note_newest(record, is_news)
         self._read_any_metrics |= bool(newest)
+        return steps
 
     def _bounded(self, raw: object) -> object:
         """At most `max_peers` of the records, those of known peers first."""
@@ -377,17 +390,8 @@ class MetricsAggregator:
         if before and (before.epoch, before.samples_accumulated) != (heartbeat.epoch, heartbeat.samples_accumulated):
             peer.moved = self._now
 
-    def _note_step(self, record: PeerStep) -> None:
-        peer = self._find_peer(record.peer)
-        if peer is None or record.step <= self.last_reported_step:
-            return
-        peer.pending.setdefault(record.step, record)
-        if len(peer.pending) > MAX_PENDING_STEPS:
-            del peer.pending[max(peer.pending)]  # if it is true, the history will bring it again
-            self.refused["too many unreported steps"] += 1
-
     def _note_newest(self, record: PeerStep, is_news: bool) -> None:
-        peer = self._peers.get(record.peer)
+        peer = self._find_peer(record.peer)
         if peer is None or record == peer.newest:
             return
         if peer.newest is not None and record.step <= self.last_reported_step:
@@ -395,6 +399,19 @@ class MetricsAggregator:
         peer.newest, peer.moved = record, self._now
         if is_news:
             peer.last_alive = self._now
+
+    def _keep_steps(self, steps: list[PeerStep], vote: _Vote) -> None:
+        for record in steps:
+            peer = self._peers.get(record.peer)
+            if peer is None or record.step <= self.last_reported_step or record.step in peer.pending:
+                continue
+            # Nobody can tell of a step before the run is there; if it is true, the history will bring it again.
+            if record.step > vote.ceiling:
+                self.refused["ahead of the run"] += 1
+            elif len(peer.pending) >= MAX_PENDING_STEPS:
+                self.refused["too many unreported steps"] += 1
+            else:
+                peer.pending[record.step] = record
 
     # Who is there
 
@@ -416,9 +433,28 @@ class MetricsAggregator:
         taking_part = [
             peer
             for peer in live_peers
-            if peer.step >= self.last_reported_step - MAX_LAG and self._now - peer.moved <= 2 * self.alive_timeout
+            if peer.step >= self.last_reported_step - MAX_SPREAD and self._now - peer.moved <= 2 * self.alive_timeout
         ]
-        return taking_part or [peer for peer in self._peers.values() if peer.pending]
+        return taking_part or [peer for peer in self._peers.values() if peer.reported_step > self.last_reported_step]
+
+    def _vote(self, live_peers: list[_Peer]) -> _Vote:
+        voters = self._voters(live_peers)
+        self.alive_peers = len(live_peers)
+        self.run_step = None
+        if not voters:
+            return _Vote(-1, -1, -1, -1)
+        stands = sorted((peer.step for peer in voters), reverse=True)
+        half, self.run_step = stands[(len(stands) - 1) // 2], stands[len(stands) // 2]
+        possible = math.inf
+        if self._last_report_time is not None:
+            elapsed = self._now - self._last_report_time
+            possible = self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * elapsed
+        return _Vote(
+            all=min(peer.reported_step for peer in voters),
+            majority=self.run_step,
+            half=half,
+            ceiling=min(self.run_step + MAX_SPREAD, possible),
+        )
 
     def _forget_absent_peers(self) -> None:
         for key, peer in list(self._peers.items()):
@@ -427,37 +463,18 @@ class MetricsAggregator:
 
     # Which steps are complete
 
-    def _take_complete(self, wait_for_stragglers: bool = True) -> list[StepReport]:
-        live_peers = self._live_peers()
-        self.alive_peers = len(live_peers)
-        voters = self._voters(live_peers)
-        if not voters:
-            self.run_step, self._reached = None, {}
-            return []
-        stands = sorted((peer.step for peer in voters), reverse=True)
-        half, majority = stands[(len(stands) - 1) // 2], stands[len(stands) // 2]
-        everyone = min(peer.reported_step for peer in voters)
-        self.run_step = majority
-        self.refused += Counter({"ahead of the run": sum(peer.step > majority + MAX_JUMP for peer in live_peers)})
-
-        elapsed = self._now - self._last_progress_time
-        ceiling = half
-        if self._reported_any:
-            ceiling = min(half, self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * elapsed)
-        pending = sorted({step for peer in self._peers.values() for step in peer.pending if step <= ceiling})
+    def _take_complete(
+        self, vote: _Vote, live_peers: list[_Peer], wait_for_stragglers: bool = True
+    ) -> list[StepReport]:
+        reached = min(vote.half, vote.ceiling)
+        pending = sorted({step for peer in self._peers.values() for step in peer.pending if step <= reached})
         self._reached = {step: self._reached.get(step, self._now) for step in pending}
-
         complete = self.last_reported_step
         for step in pending:
-            near = step <= complete + MAX_JUMP
+            near = step <= complete + (MAX_JUMP if complete >= 0 else MAX_SPREAD)  # a run begins at step 0 or 1
             settled = self._now - self._reached[step] >= self.settle_time
-            if step <= everyone:
-                is_complete = near or settled
-            elif step <= majority:
-                is_complete = settled or (near and not wait_for_stragglers)
-            else:
-                is_complete = settled and (step - self.last_reported_step) * self.settle_time <= elapsed
-            if is_complete:
+            at_once = step <= vote.all or (step <= vote.majority and not wait_for_stragglers)
+            if settled or (near and at_once):
                 complete = step
         reports = [self._report(step, live_peers) for step in pending if step <= complete]
         if reports:
@@ -466,7 +483,7 @@ class MetricsAggregator:
 
     def _mark_reported(self, step: int) -> None:
         self.last_reported_step = step
-        self._last_progress_time, self._reported_any = self._now, True
+        self._last_report_time = self._now
         for peer in self._peers.values():
             for old_step in [pending for pending in peer.pending if pending <= step]:
                 del peer.pending[old_step]

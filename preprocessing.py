@@ -4,15 +4,20 @@ Everything here is a function of its arguments: no files, no processes, no globa
 the seed, the split and the document's number, so the result is the same however the work is divided.
 """
 
+from __future__ import annotations
+
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import sentencex
-from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:  # seconds to import, and text that cannot be read should be found out before
+    from transformers import PreTrainedTokenizerBase
 
 # Bounds on what is handled in one piece, so that a file that is one endless line needs no more memory or time than any
 # other. sentencex takes time quadratic in a line's length: 20,000 characters take 5 ms, 1,000,000 take 12 s.
@@ -65,7 +70,7 @@ class Counts:
     dropped_documents: int = 0  # without a single instance: fewer than two tokens
     dropped_tokens: int = 0
 
-    def __add__(self, other: "Counts") -> "Counts":
+    def __add__(self, other: Counts) -> Counts:
         return Counts(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def mean_fill(self, max_seq_length: int) -> float:

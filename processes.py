@@ -23,10 +23,11 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
     """In each forked child: end when the parent does, and stay out of the terminal's Ctrl-C.
 
-    The kernel watches the thread that forked: hivemind's objects must be built in the main thread.
+    The kernel watches the thread that forked: hivemind's objects must be built in the main thread. For the children of
+    `subprocess`, which knows no hooks, it is the `preexec_fn`.
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -45,7 +46,7 @@ def guard_children() -> None:
     if not _guarded:
         # Averagers hold locks and cannot be pickled, as "spawn" and "forkserver" (Python 3.14's default) need.
         multiprocessing.set_start_method("fork", force=True)
-        os.register_at_fork(after_in_child=_leave_with_parent)
+        os.register_at_fork(after_in_child=leave_with_parent)
         _guarded = True
 
 

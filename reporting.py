@@ -106,15 +106,15 @@ def _plain(value: object) -> object:
 
 
 def to_record(step_report: StepReport, extra: dict | None = None) -> dict:
-    """The values of a step under the names that hivemind's example gives them; they take precedence over `extra`."""
-    record = {str(name): _plain(value) for name, value in (extra or {}).items()}
-    return record | {
+    """The values of a step under the names that hivemind's example gives them, then those of `extra` with others."""
+    record = {
         "step": step_report.step,
-        "loss": _plain(step_report.loss),
+        "loss": step_report.loss,
         "alive peers": step_report.alive_peers,
         "samples": step_report.samples,
-        "performance": _plain(step_report.performance),
+        "performance": step_report.performance,
     }
+    return {str(name): _plain(value) for name, value in (record | (extra or {}) | record).items()}
 
 
 class MetricsFile:
@@ -315,7 +315,7 @@ class TrackioReporter:
         self._waiting: deque[tuple[dict, int]] = deque(maxlen=MAX_WAITING_LINES)
         self._connection = threading.Thread(target=self._connect, name="trackio", daemon=True)
         self._connection.start()
-        self._connection.join(timeout=2.0)  # takes milliseconds where no network is involved
+        self._connection.join(timeout=min(2.0, CONNECT_TIMEOUT))  # takes milliseconds if there is no token
         folder = shlex.quote(str(trackio.TRACKIO_DIR))
         logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(project)}")
 

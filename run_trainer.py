@@ -32,8 +32,8 @@ ARGUMENTS = (
 
 
 def main() -> None:
-    args = parse_arguments(ARGUMENTS, __doc__)
     with StopSignal() as stop:
+        args = parse_arguments(ARGUMENTS, __doc__)
         guard_children()
         train(*args, stop)
 
@@ -47,10 +47,9 @@ def train(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
-    from data import load_training_data
-
     from callback import CollaborativeCallback
     from checkpoints import lock_folder, remove_leftovers
+    from data import load_training_data
     from model import build_model, load_config, load_tokenizer
     from optimizer import build_optimizer
     from trainer import PeerSampler, build_trainer, build_training_arguments, choose_precision, find_checkpoint

@@ -25,8 +25,8 @@ ARGUMENTS = (TrainingMonitorArguments, BaseTrainingArguments, ModelArguments, Hy
 
 
 def main() -> None:
-    args = parse_arguments(ARGUMENTS, __doc__)
     with StopSignal() as stop:
+        args = parse_arguments(ARGUMENTS, __doc__)
         guard_children()
         monitor(*args, stop)
 

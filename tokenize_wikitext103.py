@@ -26,7 +26,12 @@ from pathlib import Path
 from arguments import TokenizationArguments, parse_arguments
 from errors import UserError, run_script
 
-# Everything else that is heavy is imported where it is used: --help and a wrong flag need not wait for it.
+# The rest is imported where it is used: torch and transformers take seconds, which --help and a text file that cannot
+# be read need not wait for.
+
+# A folder is only replaced if it has one of these files.
+DATASET_FILES = ("dataset_dict.json",)
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 def main() -> None:
@@ -48,8 +53,43 @@ def prepare(args: TokenizationArguments):
     """
     from atomic import check_target, new_folder, temporary_folder
     from corpus import open_source, read_corpus
-    from data import Manifest, tokenizer_sha256
     from preprocessing import SPLITS, Recipe
+
+    # What cannot be written is found out first, then what cannot be read, then the rest.
+    if args.archive is not None:
+        check_target(Path(args.archive), "--archive", args.overwrite)
+    if args.train_tokenizer:
+        check_target(Path(args.tokenizer_path), "--tokenizer_path", args.overwrite, TOKENIZER_FILES)
+    output_path = Path(args.output_path)
+    with contextlib.ExitStack() as stack:
+        dataset_folder = stack.enter_context(new_folder(output_path, "--output_path", args.overwrite, DATASET_FILES))
+        work = stack.enter_context(temporary_folder(Path(args.cache_dir or output_path.parent) / "work"))
+        source = open_source(args)
+        corpus = read_corpus(source, args, work)
+        # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
+        tokenizer, tokenizer_folder = make_tokenizer(args, corpus["train"], stack)
+
+        recipe = Recipe(args.objective, args.max_seq_length, args.seed, args.language)
+        arrow_files = {split: work / f"{split}_instances.arrow" for split in SPLITS}
+        counts = {
+            split: tokenize_split(split, corpus[split], tokenizer_folder, recipe, args.num_proc, arrow_files[split])
+            for split in SPLITS
+        }
+        manifest = build_manifest(args, source.name, tokenizer, counts)
+        save_dataset(arrow_files, manifest, dataset_folder)
+    return manifest
+
+
+def make_tokenizer(args: TokenizationArguments, documents, stack: contextlib.ExitStack) -> tuple:
+    """Train or load the tokenizer, and save it unless it is there already.
+
+    :param documents: corpus.Documents to train on
+    :param stack: at whose end the tokenizer is complete in --tokenizer_path
+    :returns: the tokenizer, and the folder that it can be loaded from until then
+    """
+    from tqdm.auto import tqdm
+
+    from atomic import new_folder
     from tokenizer_training import (
         TRAINING_CHARS,
         check_special_tokens,
@@ -58,56 +98,19 @@ def prepare(args: TokenizationArguments):
         train_tokenizer,
     )
 
-    output_path, tokenizer_path = Path(args.output_path), Path(args.tokenizer_path)
-    recipe = Recipe(args.objective, args.max_seq_length, args.seed, args.language)
-    if args.archive is not None:
-        check_target(Path(args.archive), "--archive", args.overwrite)
-    with contextlib.ExitStack() as stack:
-        # What cannot be written or read is found out first. The dataset is complete last, after its tokenizer.
-        dataset_folder = stack.enter_context(
-            new_folder(output_path, "--output_path", args.overwrite, replaceable=("dataset_dict.json",))
-        )
-        source = open_source(args)
-        tokenizer = None if args.train_tokenizer else load_tokenizer(args.tokenizer, args.cache_dir)
-        if tokenizer is not None and is_same_tokenizer(tokenizer, tokenizer_path):
-            tokenizer_folder = tokenizer_path
-        else:
-            tokenizer_folder = stack.enter_context(
-                new_folder(tokenizer_path, "--tokenizer_path", args.overwrite, replaceable=("tokenizer_config.json",))
-            )
-        work = stack.enter_context(temporary_folder(Path(args.cache_dir or output_path.parent) / "work"))
-
-        corpus = read_corpus(source, args, work)
-        if tokenizer is None:
-            print(f"Training a tokenizer of {args.vocab_size} tokens ({args.tokenizer_type})")
-            sample = corpus["train"].sample(TRAINING_CHARS, args.seed)
-            tokenizer = train_tokenizer(
-                sample, args.tokenizer_type, args.objective, args.vocab_size, args.max_seq_length
-            )
-        check_special_tokens(tokenizer, args.objective)
-        if tokenizer_folder != tokenizer_path:
-            tokenizer.save_pretrained(tokenizer_folder)
-
-        counts = {
-            split: tokenize_split(
-                split, corpus[split], tokenizer_folder, recipe, args.num_proc, work / f"{split}_instances.arrow"
-            )
-            for split in SPLITS
-        }
-        manifest = Manifest(
-            source=source.name,
-            objective=args.objective,
-            max_seq_length=args.max_seq_length,
-            seed=args.seed,
-            language=args.language,
-            tokenizer="trained on this text" if args.train_tokenizer else args.tokenizer,
-            tokenizer_class=type(tokenizer).__name__,
-            vocab_size=len(tokenizer),
-            tokenizer_sha256=tokenizer_sha256(tokenizer),
-            splits={split: asdict(split_counts) for split, split_counts in counts.items()},
-        )
-        save_dataset({split: work / f"{split}_instances.arrow" for split in SPLITS}, manifest, dataset_folder)
-    return manifest
+    path = Path(args.tokenizer_path)
+    if args.train_tokenizer:
+        sample = documents.sample(TRAINING_CHARS, args.seed)
+        sample = tqdm(sample, desc=f"Training a {args.tokenizer_type} tokenizer", unit=" documents", delay=1)
+        tokenizer = train_tokenizer(sample, args.tokenizer_type, args.objective, args.vocab_size, args.max_seq_length)
+    else:
+        tokenizer = load_tokenizer(args.tokenizer, args.cache_dir)
+    check_special_tokens(tokenizer, args.objective)
+    if not args.train_tokenizer and is_same_tokenizer(tokenizer, path):
+        return tokenizer, path
+    folder = stack.enter_context(new_folder(path, "--tokenizer_path", args.overwrite, TOKENIZER_FILES))
+    tokenizer.save_pretrained(folder)
+    return tokenizer, folder
 
 
 def tokenize_split(split: str, documents, tokenizer_folder: Path, recipe, num_proc: int, path: Path):
@@ -181,6 +184,25 @@ def follow_parent() -> None:
 def _exit_after_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)
+
+
+def build_manifest(args: TokenizationArguments, source: str, tokenizer, counts: dict):
+    from data import Manifest, tokenizer_sha256
+
+    # The manifest is published, and a folder of this machine is nobody else's business.
+    name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
+    return Manifest(
+        source=source,
+        objective=args.objective,
+        max_seq_length=args.max_seq_length,
+        seed=args.seed,
+        language=args.language,
+        tokenizer="trained on this text" if args.train_tokenizer else name,
+        tokenizer_class=type(tokenizer).__name__,
+        vocab_size=len(tokenizer),
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        splits={split: asdict(split_counts) for split, split_counts in counts.items()},
+    )
 
 
 def save_dataset(arrow_files: dict[str, Path], manifest, folder: Path) -> None:

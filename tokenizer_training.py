@@ -51,6 +51,8 @@ def load_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
 
 def is_same_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
     """Whether a folder holds this tokenizer already."""
+    if not folder.is_dir():
+        return False  # and not a name to be looked up on the Hub
     try:
         return tokenizer_sha256(AutoTokenizer.from_pretrained(folder)) == tokenizer_sha256(tokenizer)
     except (OSError, ValueError, KeyError):
@@ -146,6 +148,7 @@ def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> Be
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         continuing_subword_prefix="##",
+        show_progress=False,  # it prints empty lines
     )
     trainee.train_from_iterator(documents, trainer)
     vocab = trainee.get_vocab()
@@ -166,6 +169,7 @@ def _train_bpe(
         vocab_size=vocab_size,
         special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     trainee.train_from_iterator(documents, trainer)
     vocab = trainee.get_vocab()

