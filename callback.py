@@ -141,7 +141,11 @@ class CollaborativeCallback(TrainerCallback):
             self.recover()
             return not self.should_stop()
         step = self.optimizer.local_epoch
-        if step != self.last_reported_step:
+        if step != self.last_reported_step and step != self.optimizer.last_completed_step:
+            logger.info(f"Caught up with the collaboration at step #{step}")
+            self.last_reported_step = step
+            self.loss_meter.pop()
+        elif step != self.last_reported_step:
             self.report(step)
             if step % self.args.backup_every_steps == 0:
                 self.backup.write(*self.optimizer.state_averager.snapshot())

@@ -8,16 +8,16 @@ training state beside it: the parameters and the optimizer's statistics as peers
 import contextlib
 import fcntl
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from hivemind.utils import get_logger
 
+from atomic import new_file, new_folder
 from errors import UserError
 
 logger = get_logger(__name__)
@@ -25,7 +25,6 @@ logger = get_logger(__name__)
 STATE_FILE = "training_state.pt"
 _FORMAT = 1
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
-_TEMPORARY_PREFIX = ".tmp-"
 
 
 @dataclass
@@ -45,52 +44,10 @@ class TrainingState:
         return self.metadata["epoch"]
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file or folder beside `path`, sync it, and rename it to `path`.
-
-    A folder that is already at `path` is replaced. If `write` raises, nothing has changed.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f"{_TEMPORARY_PREFIX}{path.name}-{os.getpid()}"
-    _remove(temporary)
-    try:
-        write(temporary)
-        for file in [temporary, *temporary.rglob("*")]:
-            _sync(file)
-        if path.is_dir():
-            _remove(path)
-        temporary.rename(path)
-        _sync(path.parent)
-    except BaseException:
-        _remove(temporary)
-        raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed writer left behind. Call it when no other process writes to the folder."""
-    for path in folder.glob(f"{_TEMPORARY_PREFIX}*"):
-        _remove(path)
-
-
 def save_training_state(path: Path, state: TrainingState) -> None:
     content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata, "tensors": state.tensors}
-    write_atomically(path, lambda temporary: torch.save(content, temporary))
+    with new_file(path) as temporary:
+        torch.save(content, temporary)
 
 
 def load_training_state(path: Path, run_id: str) -> TrainingState:
@@ -116,16 +73,13 @@ def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: 
     :returns: the path of the checkpoint
     """
 
-    def write(temporary: Path) -> None:
+    path = folder / f"checkpoint-{state.step}"
+    with new_folder(path, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         save_training_state(temporary / STATE_FILE, state)
-        (temporary / "collaboration.json").write_text(
-            json.dumps({"run_id": state.run_id, "step": state.step, **info}, indent=2) + "\n"
-        )
-
-    path = folder / f"checkpoint-{state.step}"
-    write_atomically(path, write)
+        description = {"run_id": state.run_id, "step": state.step, **info}
+        (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n")
     return path
 
 
@@ -151,10 +105,10 @@ def iterate_training_states(folder: Path, run_id: str) -> Iterator[TrainingState
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
     for path in list_checkpoints(folder)[keep:]:
         # Renamed first: a folder that is half removed must not look like a checkpoint.
-        temporary = path.parent / f"{_TEMPORARY_PREFIX}old-{path.name}"
-        _remove(temporary)
-        path.rename(temporary)
-        _remove(temporary)
+        hidden = path.with_name(f".{path.name}.removed")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 @contextlib.contextmanager

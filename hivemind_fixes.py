@@ -6,7 +6,7 @@
   (in the bare library one micro-batch of NaN on one peer makes the parameters of every peer NaN, for good);
 - a downloaded state is applied whole or not at all, and only if its shapes, optimizer and values fit (the bare library
   copies it in positionally, learning rate and weight decay included, and retries for ever if that raises);
-- a peer offers its state only once it has been trained, and never a state that is half-way through a step;
+- a peer offers its state only once it has been trained, and says which step it is of;
 - building it leaves the signal handlers of the process alone.
 """
 
@@ -144,18 +144,13 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return self.scheduler._step_count - 1 if self.scheduler is not None else self.local_epoch
 
     def get_current_state(self):
-        """What a peer gets that asks for our state: never one that is half-way through a step."""
-        deadline = time.monotonic() + 0.9 * self.donor_timeout
-        while self.applied_epoch < self.local_epoch and time.monotonic() < deadline:
-            time.sleep(0.05)
+        """What a peer gets that asks for our state. While an update is in the background, it is of the step before.
+
+        Waiting for the update instead would block both: it waits for the averaging round that the other is to join.
+        """
         metadata, tensors, infos = super().get_current_state()
         metadata["epoch"] = min(self.applied_epoch, self.local_epoch)
         return metadata, tensors, infos
-
-    def expected_tensors(self) -> list[torch.Tensor]:
-        """Our own state in the order in which a donor sends it: parameters, then the optimizer's tensors."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return [*parameters, *self.extra_tensors, *state_averager.dump_optimizer_state(self.optimizer)[1]]
 
     def load_state_from_peers(self, **_kwargs) -> bool:
         """Download the newest state that a peer offers and that fits, and apply it.
@@ -418,7 +413,8 @@ class Optimizer(hivemind.Optimizer):
         self._private_key = private_key
         self.num_dropped_gradients = 0
         self.last_group_size = 0
-        self.last_contribution = 0  # samples that this peer gave to the newest step
+        self.last_completed_step = 0  # the newest global step that this peer took part in, and
+        self.last_contribution = 0  # the samples that it gave
         self._failed_loads = 0
         super().__init__(
             dht=dht,
@@ -496,6 +492,7 @@ class Optimizer(hivemind.Optimizer):
     def _update_global_epoch(self, grad_scaler) -> None:
         self.last_contribution = self.grad_averager.local_samples_accumulated
         super()._update_global_epoch(grad_scaler)
+        self.last_completed_step = self.local_epoch
         self.share_state()
 
     def load_state_from_peers(self, **_kwargs) -> bool:

@@ -158,7 +158,7 @@ def hold_out(num_documents: int, share: float, seed: int) -> tuple[np.ndarray, n
     return np.setdiff1d(np.arange(num_documents), held_out), held_out
 
 
-def group_documents(lengths: Sequence[int], group_chars: int = 1_000_000) -> list[tuple[int, int]]:
+def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[tuple[int, int]]:
     """Divide documents into runs of about `group_chars` characters, which are tokenized and packed in one go.
 
     Groups depend on the text alone, not on the number of processes: instances may span the documents of a group
@@ -281,19 +281,21 @@ def pack_full_sequences(
     :param documents: token ids of each document
     :returns: instances with the columns of SCHEMAS["mlm"]
     """
-    text = [token for document in documents if document for token in (*document, sep_id)]
-    text = np.array(text[:-1], dtype=np.int32)
-    is_separator = np.zeros(len(text), dtype=np.int8)
-    is_separator[np.cumsum([len(document) + 1 for document in documents if document])[:-1] - 1] = 1
+    text: list[int] = []
+    is_separator: list[int] = []
+    for document in filter(None, documents):
+        text += [*document, sep_id]
+        is_separator += [*itertools.repeat(0, len(document)), 1]
+    text, is_separator = text[:-1], is_separator[:-1]
     begin = 0
     while begin < len(text):
-        begin += int(is_separator[begin])  # nothing to separate at the start of an instance
+        begin += is_separator[begin]  # nothing to separate at the start of an instance
         end = begin + max_seq_length - 2
-        input_ids = np.concatenate([[cls_id], text[begin:end], [sep_id]], dtype=np.int32)
+        input_ids = np.array([cls_id, *text[begin:end], sep_id], dtype=np.int32)
         yield {
             "input_ids": input_ids,
             "attention_mask": np.ones(len(input_ids), dtype=np.int8),
-            "special_tokens_mask": np.concatenate([[1], is_separator[begin:end], [1]], dtype=np.int8),
+            "special_tokens_mask": np.array([1, *is_separator[begin:end], 1], dtype=np.int8),
         }
         begin = end
 
@@ -305,8 +307,7 @@ def pack_contiguous(documents: Sequence[Sequence[int]], max_seq_length: int, eos
     :returns: instances with the columns of SCHEMAS["clm"]. All are full but the last; a last one of a single token,
         which predicts nothing, is left out
     """
-    text = [token for document in documents if document for token in (*document, eos_id)]
-    text = np.array(text, dtype=np.int32)
+    text = np.array([token for document in filter(None, documents) for token in (*document, eos_id)], dtype=np.int32)
     for begin in range(0, len(text) - 1, max_seq_length):
         input_ids = text[begin : begin + max_seq_length]
         yield {"input_ids": input_ids, "attention_mask": np.ones(len(input_ids), dtype=np.int8)}

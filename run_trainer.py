@@ -48,7 +48,7 @@ def train(
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from callback import CollaborativeCallback
-    from checkpoints import lock_folder, remove_leftovers
+    from checkpoints import lock_folder
     from data import load_training_data
     from model import build_model, load_config, load_tokenizer
     from optimizer import build_optimizer
@@ -65,7 +65,6 @@ def train(
 
     with ExitStack() as stack:
         stack.enter_context(lock_folder(output_dir, "--output_dir"))
-        remove_leftovers(output_dir)
         stop.defer()
         identity_path = Path(collaboration_args.identity_path or output_dir / "identity.key")
         peer = start_peer(collaboration_args, identity_path, collaboration_args.client_mode, stop.event)

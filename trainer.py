@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallba
 
 import checkpoints
 from arguments import LocalTrainingArguments
+from atomic import new_folder
 from callback import CollaborativeCallback, LossMeter
 from errors import UserError
 from hivemind_fixes import Optimizer
@@ -88,7 +89,8 @@ class CollaborativeTrainer(Trainer):
         self.collaborative_optimizer.finish_pending_update()  # or weights and optimizer would be of two steps
         final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
-            checkpoints.write_atomically(final, lambda temporary: self._write_checkpoint(temporary, model, trial))
+            with new_folder(final, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary:
+                self._write_checkpoint(temporary, model, trial)
         except OSError as error:
             logger.error(f"Could not save {final}: {error.strerror}. Training goes on, the checkpoint before it stays")
             return

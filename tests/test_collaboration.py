@@ -12,8 +12,8 @@ from transformers import AlbertForPreTraining, AutoTokenizer
 
 from checkpoints import list_checkpoints
 
-# Large enough that two trainers need some seconds for a step, so that both take part in each.
-TARGET = ("--target_batch_size", 512)
+# Large enough that a trainer alone needs some ten seconds for a step, so that both are there for the first.
+TARGET = ("--target_batch_size", 6144, "--per_device_train_batch_size", 16)
 
 
 def test_two_trainers_and_a_monitor_make_three_steps(scripts):
@@ -42,7 +42,8 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     assert [record["step"] for record in records] == [1, 2, 3]
     assert records[0]["loss"] == pytest.approx(math.log(500) + math.log(2), rel=0.03)
     assert records[-1]["loss"] < records[0]["loss"]
-    assert all(record["samples"] >= 512 for record in records)
+    # hivemind takes a step when it expects the samples to be there: more or less the target
+    assert all(record["samples"] > 6144 / 2 and record["contributors"] == 2 for record in records)
     assert records[-1]["alive peers"] == 2
 
     # the last checkpoint opens, and is what the trainers have

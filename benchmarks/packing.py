@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""How full are the instances, and how much text is lost on the way? Ours, and the older example's, on the same text:
+
+benchmarks/packing.py --text wiki.test.tokens
+"""
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from corpus import read_text_file
+from preprocessing import encode, pack_pairs, split_documents, split_sentences
+from tokenizer_training import load_tokenizer, train_tokenizer
+
+Sentences = list[list[int]]
+
+
+def pack_lines(lines: Sequence[Sentences], max_seq_length: int) -> tuple[int, int]:
+    """The scheme of hivemind's ALBERT example, which takes each line of the file for a document.
+
+    Sentences of one line are collected until they are too long or the line ends. Two or more become an instance, from
+    which is cut what is too long; one alone is dropped.
+
+    :returns: number of instances; tokens in them, without special tokens
+    """
+    capacity = max_seq_length - 3
+    instances = tokens = 0
+    for sentences in lines:
+        chunk: list[int] = []  # lengths of its sentences
+        for number, sentence in enumerate(sentences, start=1):
+            chunk.append(len(sentence))
+            if sum(chunk) >= max_seq_length or number == len(sentences):
+                if len(chunk) > 1:
+                    instances += 1
+                    tokens += min(sum(chunk), capacity)
+                chunk = []
+    return instances, tokens
+
+
+def pack_articles(articles: Sequence[Sentences], max_seq_length: int) -> tuple[int, int]:
+    """Our scheme, see `preprocessing.pack_pairs`."""
+    instances = tokens = 0
+    for sentences in articles:
+        for instance in pack_pairs(sentences, max_seq_length, cls_id=0, sep_id=0, generator=np.random.default_rng(0)):
+            instances += 1
+            tokens += len(instance["input_ids"]) - 3
+    return instances, tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", required=True, help="Text file, UTF-8")
+    parser.add_argument("--tokenizer", help="Folder or Hub name. Default: train one on the text")
+    parser.add_argument("--vocab_size", type=int, default=8000, help="Of the tokenizer that is trained")
+    parser.add_argument("--max_seq_length", type=int, default=512)
+    args = parser.parse_args()
+
+    documents = list(split_documents(read_text_file(args.text)))
+    if args.tokenizer is None:
+        tokenizer = train_tokenizer(documents, "sentencepiece", "mlm_sop", args.vocab_size, args.max_seq_length)
+    else:
+        tokenizer = load_tokenizer(args.tokenizer, cache_dir=None)
+
+    started = time.perf_counter()
+    lines = [split_sentences(line) for document in documents for line in document.split("\n")]
+    ids = iter(encode(list(itertools.chain.from_iterable(lines)), tokenizer))
+    encoded_lines = [list(itertools.islice(ids, len(line))) for line in lines]
+    seconds = time.perf_counter() - started
+    rest = iter(encoded_lines)
+    articles = [
+        list(itertools.chain.from_iterable(itertools.islice(rest, document.count("\n") + 1))) for document in documents
+    ]
+    num_tokens = sum(len(sentence) for sentences in articles for sentence in sentences)
+
+    num_chars = sum(map(len, documents))
+    print(f"{len(documents)} documents, {len(lines)} lines, {num_tokens:,} tokens of {tokenizer.vocab_size}")
+    print(f"sentences and tokens in {seconds:.1f} s: {num_chars / seconds / 1e6:.2f} million characters a second")
+    print(f"{'':<24}{'instances':>10}{'mean fill':>12}{'tokens lost':>14}")
+    for name, pack, texts in (
+        ("line by line (older)", pack_lines, encoded_lines),
+        ("article by article", pack_articles, articles),
+    ):
+        instances, tokens = pack(texts, args.max_seq_length)
+        fill = (tokens + 3 * instances) / (args.max_seq_length * instances) if instances else 0
+        lost = num_tokens - tokens
+        print(f"{name:<24}{instances:>10,}{fill:>12.1%}{lost:>9,} ({lost / num_tokens:.1%})")
+
+
+if __name__ == "__main__":
+    main()

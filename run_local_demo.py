@@ -1,0 +1,466 @@
+#!/usr/bin/env python3
+"""See a collaboration at work on this machine: several trainers that train one small language model together.
+
+    ./run_local_demo.py                                    # two trainers, on the documentation that Python carries
+    ./run_local_demo.py --train_file my.txt --trainers 3
+
+It runs the scripts that strangers run on machines far apart, shows their command lines, and downloads nothing.
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rich.bar import Bar
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from arguments import DemoArguments, parse_arguments
+from atomic import check_target
+from errors import UserError, run_script
+from processes import leave_with_parent
+
+SCRIPTS = Path(__file__).parent
+COMMANDS_FILE = "commands.txt"  # also marks a folder as one that the next demo may replace
+
+RUN_ID = "demo"
+SEQUENCE_LENGTH = 128
+# A core computes about 80 samples per second: two trainers need some 4 seconds for a step, of which 1 or 2 go on in
+# the background while gradients and parameters are averaged.
+TARGET_BATCH_SIZE = 512
+LEARNING_RATE = 0.06  # brings the loss from 8.3 to 7 in 12 steps; above 0.1 it bounces
+
+STOP_TIMEOUT = 20.0  # seconds; a trainer ends by itself within 15
+START_TIMEOUT = 120.0
+STALL_TIMEOUT = 180.0  # seconds without a global step, the start included
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    (args,) = parse_arguments([DemoArguments], __doc__)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: an exception, which ends the processes
+    started = time.monotonic()
+    console = Console(highlight=False, soft_wrap=True)
+    with new_demo_folder(Path(args.output_dir)) as folder:
+        with Workers(folder, console) as workers:
+            train_together(args, workers, console)
+        result = Result.read(folder)
+        console.print(result.summarize(folder, time.monotonic() - started), markup=False)
+        result.check()
+
+
+def train_together(args: DemoArguments, workers: "Workers", console: Console) -> None:
+    """Prepare the data, start monitor and trainers, and wait until the trainers have made all their steps."""
+    console.print("[bold]1. Text and tokenizer[/bold] (some 10 seconds)")
+    tokenization = workers.start("tokenize", tokenize_command(args))
+    workers.wait_for(lambda: not tokenization.is_running, STALL_TIMEOUT, "the tokenized text")
+
+    console.print("[bold]2. The monitor[/bold], the peer that welcomes the others (some 10 seconds)")
+    monitor = workers.start("monitor", monitor_command(args))
+    address = workers.wait_for(lambda: find_address(monitor.read_log()), START_TIMEOUT, "the address of the monitor")
+
+    console.print(f"[bold]3. {args.trainers} trainers[/bold], which join through its address")
+    trainers = [
+        workers.start(f"trainer-{number}", trainer_command(args, number, address))
+        for number in range(1, args.trainers + 1)
+    ]
+
+    console.print("[bold]4. Training[/bold] (the first step takes longer: the trainers start)")
+    watch(args, workers, monitor, trainers, console)
+    workers.stop()
+
+
+@contextmanager
+def new_demo_folder(folder: Path) -> Iterator[Path]:
+    """The folder of this run: what an earlier demo left in it is removed, and no other demo gets it meanwhile.
+
+    :raises UserError: if it holds something else, or another demo is using it
+    """
+    check_target(folder, "--output_dir", overwrite=True, replaceable=(COMMANDS_FILE,))
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / COMMANDS_FILE, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--output_dir: another demo is running in '{folder}'; pass another folder") from None
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != COMMANDS_FILE:
+                path.unlink()
+        file.truncate(0)
+        yield folder
+
+
+# --- the command lines -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of one of the project's scripts. `flags`: name -> value, True for a flag that has none."""
+
+    script: str
+    flags: dict[str, object]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> list[list[str]]:
+        """The flags, each with its value."""
+        return [[f"--{flag}"] if value is True else [f"--{flag}", str(value)] for flag, value in self.flags.items()]
+
+    def as_typed(self, width: int = 110) -> str:
+        """The command as a person types it in the current folder, in lines of about `width` characters."""
+        script = os.path.relpath(SCRIPTS / self.script)
+        script = script if "/" in script else f"./{script}"
+        environment = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        lines = [" ".join([*environment, shlex.quote(script)])]
+        for part in map(shlex.join, self.words):
+            if len(lines[-1]) + 1 + len(part) > width:
+                lines.append(f"    {part}")
+            else:
+                lines[-1] += f" {part}"
+        return " \\\n".join(lines)
+
+
+def tokenize_command(args: DemoArguments) -> Command:
+    data = Path(args.output_dir) / "data"
+    source = {"sample": True} if args.train_file is None else {"train_file": args.train_file}
+    return Command(
+        "tokenize_wikitext103.py",
+        {
+            **source,
+            "train_tokenizer": True,
+            "vocab_size": args.vocab_size,
+            "max_seq_length": SEQUENCE_LENGTH,
+            "output_path": data / "dataset",
+            "tokenizer_path": data / "tokenizer",
+            "cache_dir": data / "cache",
+        },
+    )
+
+
+def peer_flags(args: DemoArguments, name: str) -> dict[str, object]:
+    """What the monitor and all trainers are told alike, and the folder of this one."""
+    return {
+        "run_id": RUN_ID,
+        "host_maddrs": "/ip4/127.0.0.1/tcp/0",
+        "model_name_or_path": "albert-tiny",
+        "tokenizer_path": Path(args.output_dir) / "data" / "tokenizer",
+        "learning_rate": LEARNING_RATE,
+        "warmup_steps": 0,
+        "output_dir": Path(args.output_dir) / name,
+    }
+
+
+def monitor_command(args: DemoArguments) -> Command:
+    return Command(
+        "run_training_monitor.py", {**peer_flags(args, "monitor"), "refresh_period": 1, "report_to": "trackio"}
+    )
+
+
+def trainer_command(args: DemoArguments, number: int, address: str) -> Command:
+    name = f"trainer-{number}"
+    flags = {
+        "initial_peers": address,
+        "username": name,
+        **peer_flags(args, name),
+        "dataset_path": Path(args.output_dir) / "data" / "dataset",
+        "use_cpu": True,
+        "dataloader_num_workers": 0,
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
+        "target_batch_size": TARGET_BATCH_SIZE,
+        "target_group_size": args.trainers,  # a group that is complete need not wait for others
+        "matchmaking_time": 3.5,
+        "max_global_steps": args.max_global_steps,
+        "leave_timeout": 30,
+    }
+    return Command("run_trainer.py", flags, environment={"OMP_NUM_THREADS": "1"})  # a core for each
+
+
+# --- the processes ---------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One of the scripts as a process, with its output in a file."""
+
+    def __init__(self, name: str, command: Command, log: Path):
+        self.name, self.log = name, log
+        with open(log, "wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SCRIPTS / command.script), *(word for words in command.words for word in words)],
+                env={**os.environ, **command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                preexec_fn=leave_with_parent,  # this program has no threads, which would make it unsafe
+            )
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def read_log(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def check(self) -> None:
+        """:raises UserError: if the process has failed"""
+        code = self.process.poll()
+        if code:
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            last_line = next(reversed(self.read_log().strip().splitlines()), "it printed nothing")
+            raise UserError(f"{self.name} ended with {how}: {last_line.strip()} (all of it: {self.log})")
+
+
+class Workers:
+    """All processes of the demo. None of them is left running when the block ends, whatever the reason."""
+
+    def __init__(self, folder: Path, console: Console):
+        self.folder, self.console = folder, console
+        self.all: list[Worker] = []
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.stop()
+
+    def start(self, name: str, command: Command) -> Worker:
+        """Print a command line and start it; its output goes to NAME.log."""
+        typed = command.as_typed()
+        self.console.print(typed, style="cyan", markup=False)
+        with open(self.folder / COMMANDS_FILE, "a") as file:
+            file.write(f"{typed}\n\n")
+        worker = Worker(name, command, self.folder / f"{name}.log")
+        self.all.append(worker)
+        return worker
+
+    def wait_for(self, condition: Callable[[], T], timeout: float, what: str) -> T:
+        """Wait until a condition is true.
+
+        :returns: its value
+        :raises UserError: if a process fails, or after `timeout` seconds
+        """
+        deadline = time.monotonic() + timeout
+        while not (value := condition()):
+            self.check()
+            if time.monotonic() > deadline:
+                raise UserError(f"waited {timeout:.0f} seconds for {what} in vain; see the logs in {self.folder}")
+            time.sleep(0.1)
+        self.check()
+        return value
+
+    def check(self) -> None:
+        """:raises UserError: if a process has failed"""
+        for worker in self.all:
+            worker.check()
+
+    def stop(self) -> None:
+        """Ask the processes that run to end, and kill those that do not within `STOP_TIMEOUT` seconds."""
+        running = [worker.process for worker in self.all if worker.is_running]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + STOP_TIMEOUT
+        try:
+            while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:  # a second Ctrl-C does not wait
+            for process in running:
+                process.kill()  # and with it its children, see processes.py
+                process.wait()
+
+
+def find_address(log: str) -> str | None:
+    """The address that a peer prints for others to join."""
+    match = re.search(r"--initial_peers (/\S+)", log)
+    return match[1] if match else None
+
+
+# --- the view --------------------------------------------------------------------------------------------------------
+
+
+def watch(
+    args: DemoArguments, workers: Workers, monitor: Worker, trainers: Sequence[Worker], console: Console
+) -> None:
+    """Show the steps until all trainers have ended.
+
+    :raises UserError: if a process fails, or nothing happens for `STALL_TIMEOUT` seconds
+    """
+    metrics_path = Path(args.output_dir) / "monitor" / "metrics.jsonl"
+    num_steps, changed = 0, time.monotonic()
+    with View(console, args.max_global_steps) as view:
+        while any(trainer.is_running for trainer in trainers):
+            workers.check()
+            if not monitor.is_running:
+                raise UserError(f"the monitor has ended before the trainers; see {monitor.log}")
+            steps = read_steps(metrics_path)
+            if len(steps) > num_steps:
+                num_steps, changed = len(steps), time.monotonic()
+            if time.monotonic() > changed + STALL_TIMEOUT:
+                raise UserError(f"no step for {STALL_TIMEOUT:.0f} seconds; see the logs in {workers.folder}")
+            view.update(steps, {worker.name: last_message(worker.read_log()) for worker in [monitor, *trainers]})
+            time.sleep(0.5)
+        workers.check()
+
+
+class View:
+    """Shows the steps: in a terminal as a table that grows, elsewhere as a line each."""
+
+    MAX_ROWS = 15
+
+    def __init__(self, console: Console, max_global_steps: int):
+        self.console, self.max_global_steps = console, max_global_steps
+        can_redraw = sys.stdout.isatty() and not console.is_dumb_terminal
+        # Without its thread that redraws: a process with threads must not fork
+        self.live = Live(console=console, auto_refresh=False) if can_redraw else None
+        self.num_printed = 0
+
+    def __enter__(self) -> "View":
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def update(self, steps: Sequence[dict], messages: dict[str, str]) -> None:
+        """:param messages: what each process said last, by its name"""
+        if self.live is not None:
+            lines = [Text.assemble((f"{name}: ", "dim"), message) for name, message in messages.items()]
+            for line in lines:
+                line.no_wrap, line.overflow = True, "ellipsis"
+            self.live.update(Group(self.make_table(steps), *lines), refresh=True)
+            return
+        for step in steps[self.num_printed :]:
+            print(
+                f"Step {step['step']} of {self.max_global_steps}   loss {format_loss(step['loss'])}   "
+                f"{step['performance']:.0f} samples/s   {step['alive peers']} peers",
+                flush=True,
+            )
+        self.num_printed = len(steps)
+
+    def make_table(self, steps: Sequence[dict]) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in (f"step of {self.max_global_steps}", "loss", "samples/s", "peers"):
+            table.add_column(name, justify="right", header_style="bold")
+        table.add_column(width=40)
+        largest = max((step["loss"] or 0.0 for step in steps), default=0.0)
+        for step in steps[-self.MAX_ROWS :]:
+            table.add_row(
+                str(step["step"]),
+                format_loss(step["loss"]),
+                f"{step['performance']:.0f}",
+                str(step["alive peers"]),
+                Bar(largest, 0.0, step["loss"] or 0.0, color="cyan"),
+            )
+        return table
+
+
+def format_loss(loss: float | None) -> str:
+    return "unknown" if loss is None else f"{loss:.3f}"
+
+
+def last_message(log: str) -> str:
+    """The newest message in a log, without time and level."""
+    messages = re.findall(r"^.{,30}\[(?:INFO|WARN|WARNING|ERROR)\] (.*)$", log, flags=re.MULTILINE)
+    return messages[-1] if messages else "starting"
+
+
+# --- the result ------------------------------------------------------------------------------------------------------
+
+
+def read_steps(metrics_path: Path) -> list[dict]:
+    """The steps that the monitor has reported so far."""
+    if not metrics_path.exists():
+        return []
+    *lines, _incomplete = metrics_path.read_text().split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def count_rounds(logs: Iterable[str]) -> Counter[int]:
+    """Group size -> rounds in which gradients were averaged by so many peers, from the logs of all trainers."""
+    lines = Counter(int(size) for log in logs for size in re.findall(r"Averaged gradients with (\d+) peers", log))
+    return Counter({size: math.ceil(number / size) for size, number in lines.items()})  # each of them has logged it
+
+
+@dataclass
+class Result:
+    """What came out of a demo. `rounds`: see `count_rounds`; `dashboard`: the command that shows the curves."""
+
+    steps: list[dict]
+    rounds: Counter[int]
+    checkpoint: str | None
+    dashboard: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> "Result":
+        monitor_log = (folder / "monitor.log").read_text(errors="replace")
+        checkpoints = re.findall(r"Saved (.+)$", monitor_log, flags=re.MULTILINE)
+        dashboard = re.search(r"Curves: (.+)$", monitor_log, flags=re.MULTILINE)
+        return cls(
+            steps=read_steps(folder / "monitor" / "metrics.jsonl"),
+            rounds=count_rounds(path.read_text(errors="replace") for path in folder.glob("trainer-*.log")),
+            checkpoint=checkpoints[-1] if checkpoints else None,
+            dashboard=dashboard[1] if dashboard else None,
+        )
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps if step["loss"] is not None]
+
+    def check(self) -> None:
+        """:raises UserError: if the trainers did not train together, or learnt nothing"""
+        if not any(size >= 2 for size in self.rounds):
+            raise UserError("no step was averaged by two trainers; see 'Averag' in their logs")
+        if len(self.losses) < 2:
+            raise UserError("fewer than two steps were reported, so there is no telling whether the loss fell")
+        if self.losses[-1] >= self.losses[0]:
+            raise UserError(f"the loss did not fall: {self.losses[0]:.3f} at first, {self.losses[-1]:.3f} at last")
+
+    def summarize(self, folder: Path, seconds: float) -> str:
+        """For people: what happened, and where to look next."""
+        rounds = ", ".join(f"{number} x {size} peers" for size, number in sorted(self.rounds.items())) or "never"
+        lines = ["", f"Done in {seconds:.0f} s: {len(self.steps)} steps"]
+        if self.losses:
+            lines.append(f"  Loss                {self.losses[0]:.3f} at first, {self.losses[-1]:.3f} at last")
+        lines += [
+            f"  Gradients averaged  {rounds}",
+            f"  Checkpoint          {self.checkpoint or 'none'}",
+            f"  Steps, as JSON      {folder / 'monitor' / 'metrics.jsonl'}",
+            f"  Logs                {folder}/*.log",
+            f"  Commands            {folder / COMMANDS_FILE}",
+            "",
+            "Look at the curves and try the model (which has learnt little in so short a time):",
+            "",
+        ]
+        if sys.prefix != sys.base_prefix:
+            lines.append(f"  source {shlex.quote(os.path.relpath(Path(sys.prefix) / 'bin' / 'activate'))}")
+        if self.dashboard is not None:
+            lines.append(f"  {self.dashboard}")
+        if self.checkpoint is not None:
+            guesses = f"pipeline('fill-mask', {self.checkpoint!r})('The value of the [MASK].')"
+            code = f"from transformers import pipeline; print([guess['token_str'] for guess in {guesses}])"
+            lines.append(f'  python -c "{code}"')
+        return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_script(main)
