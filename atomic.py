@@ -96,18 +96,24 @@ def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tu
 
     A folder that is at `target` is there until then, see `check_target` for `flag`, `overwrite` and `replaceable`.
     """
+    path = target.resolve()  # a link stays a link
+    _remove_leftovers(path)  # or bring the target back
     check_target(target, flag, overwrite, replaceable)
-    target = target.resolve()  # a link stays a link
-    with temporary_folder(target) as folder:
+    with temporary_folder(path) as folder:
         yield folder
-        for path in [*folder.rglob("*"), folder]:
-            _sync(path)
+        for entry in [*folder.rglob("*"), folder]:
+            _sync(entry)
         check_target(target, flag, overwrite, replaceable)  # another run may have been faster
-        old = _hidden_name(target, "old")
-        if target.exists():
-            target.rename(old)
-        folder.rename(target)
-        _sync(target.parent)
+        old = _hidden_name(path, "old")
+        try:
+            if path.exists():
+                path.rename(old)
+            folder.rename(path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                old.rename(path)
+            raise
+        _sync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 

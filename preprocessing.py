@@ -204,6 +204,8 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[in
     Text that merely spells a special token ("[SEP]") is encoded as any other text, or it would pass for a real one.
     "<unk>" alone is not: WikiText writes it for rare words.
     """
+    if not texts:
+        return []
     options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
     ids = tokenizer(texts, **options, verbose=False)["input_ids"]
     reserved = {

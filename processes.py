@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import psutil
@@ -76,6 +77,10 @@ class StopSignal:
         self.grace = grace
         self._requested = self._deferred = False
         self._previous: dict[int, object] = {}
+        # A handler runs in the middle of whatever the main thread does, maybe with a lock of `threading` taken: it only
+        # writes to a pipe, and a thread does the rest.
+        self._reading_end, self._writing_end = os.pipe()
+        threading.Thread(target=self._watch, name="StopSignal", daemon=True).start()
 
     def __enter__(self) -> "StopSignal":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -98,12 +103,17 @@ class StopSignal:
             os.write(2, b"Stopped at once\n")
             os._exit(128 + number)
         self._requested = True
-        # The main thread may be inside event.wait() with the event's lock taken: another thread must set it.
-        threading.Thread(target=self.event.set, daemon=True).start()
         os.write(2, f"{signal.Signals(number).name}: stopping (again: at once)\n".encode())
+        os.write(self._writing_end, b"x")
         if not self._deferred:
             raise SystemExit(0)
-        exit_after(self.grace, 0, f"Still busy {self.grace:.0f} seconds after the signal")
+
+    def _watch(self) -> None:
+        os.read(self._reading_end, 1)
+        self.event.set()
+        time.sleep(self.grace)
+        logger.warning(f"Still busy {self.grace:.0f} seconds after the signal: ending now")
+        os._exit(0)
 
 
 class Watchdog(threading.Thread):

@@ -84,7 +84,8 @@ def train_together(args: DemoArguments, workers: "Workers", console: Console) ->
 
     console.print("[bold]4. Training[/bold] (the first step takes longer: the trainers start)")
     watch(args, workers, monitor, trainers, console)
-    workers.stop()
+    workers.stop()  # the monitor
+    workers.check()
 
 
 @contextmanager
@@ -225,8 +226,8 @@ class Worker:
         code = self.process.poll()
         if code:
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            last_line = next(reversed(self.read_log().strip().splitlines()), "it printed nothing")
-            raise UserError(f"{self.name} ended with {how}: {last_line.strip()} (all of it: {self.log})")
+            last_line = next(reversed(self.read_log().strip().splitlines()), "(empty)")
+            raise UserError(f"{self.name} ended with {how}; the last line of {self.log}: {last_line.strip()}")
 
 
 class Workers:
@@ -245,7 +246,7 @@ class Workers:
     def start(self, name: str, command: Command) -> Worker:
         """Print a command line and start it; its output goes to NAME.log."""
         typed = command.as_typed()
-        self.console.print(typed, style="cyan", markup=False)
+        self.console.print(f"{typed}\n", style="cyan", markup=False)
         with open(self.folder / COMMANDS_FILE, "a") as file:
             file.write(f"{typed}\n\n")
         worker = Worker(name, command, self.folder / f"{name}.log")

@@ -7,6 +7,8 @@
 ./tokenize_wikitext103.py --objective clm --tokenizer gpt2                 # for GPT-2
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
@@ -22,12 +24,20 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arguments import TokenizationArguments, parse_arguments
 from errors import UserError, run_script
 
 # The rest is imported where it is used: torch and transformers take seconds, which --help and a text file that cannot
 # be read need not wait for.
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+    from corpus import Documents
+    from data import Manifest
+    from preprocessing import Counts, Recipe
 
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("dataset_dict.json",)
@@ -46,11 +56,8 @@ def main() -> None:
     print(f"Done in {time.perf_counter() - started:.0f} s")
 
 
-def prepare(args: TokenizationArguments):
-    """Make dataset, tokenizer and manifest.
-
-    :returns: the manifest
-    """
+def prepare(args: TokenizationArguments) -> Manifest:
+    """Make dataset, tokenizer and manifest."""
     from atomic import check_target, new_folder, temporary_folder
     from corpus import open_source, read_corpus
     from preprocessing import SPLITS, Recipe
@@ -80,10 +87,12 @@ def prepare(args: TokenizationArguments):
     return manifest
 
 
-def make_tokenizer(args: TokenizationArguments, documents, stack: contextlib.ExitStack) -> tuple:
+def make_tokenizer(
+    args: TokenizationArguments, documents: Documents, stack: contextlib.ExitStack
+) -> tuple[PreTrainedTokenizerBase, Path]:
     """Train or load the tokenizer, and save it unless it is there already.
 
-    :param documents: corpus.Documents to train on
+    :param documents: to train on
     :param stack: at whose end the tokenizer is complete in --tokenizer_path
     :returns: the tokenizer, and the folder that it can be loaded from until then
     """
@@ -113,10 +122,11 @@ def make_tokenizer(args: TokenizationArguments, documents, stack: contextlib.Exi
     return tokenizer, folder
 
 
-def tokenize_split(split: str, documents, tokenizer_folder: Path, recipe, num_proc: int, path: Path):
+def tokenize_split(
+    split: str, documents: Documents, tokenizer_folder: Path, recipe: Recipe, num_proc: int, path: Path
+) -> Counts:
     """Tokenize and pack the documents of a split into an Arrow file.
 
-    :returns: preprocessing.Counts
     :raises UserError: if that gives no instance at all
     """
     import pyarrow as pa
@@ -143,7 +153,9 @@ def tokenize_split(split: str, documents, tokenizer_folder: Path, recipe, num_pr
     return counts
 
 
-def tokenize_group(documents_path: str, split: str, tokenizer_folder: str, recipe, task: tuple[int, list[int]]):
+def tokenize_group(
+    documents_path: str, split: str, tokenizer_folder: str, recipe: Recipe, task: tuple[int, list[int]]
+) -> tuple[pa.Table, Counts]:
     """One task of a worker. `task`: number of the first document within the split; rows of the file."""
     from corpus import read_documents
     from preprocessing import make_instances
@@ -154,7 +166,7 @@ def tokenize_group(documents_path: str, split: str, tokenizer_folder: str, recip
 
 
 @lru_cache(maxsize=1)
-def open_tokenizer(folder: str):
+def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
@@ -186,7 +198,9 @@ def _exit_after_parent() -> None:
     os._exit(1)
 
 
-def build_manifest(args: TokenizationArguments, source: str, tokenizer, counts: dict):
+def build_manifest(
+    args: TokenizationArguments, source: str, tokenizer: PreTrainedTokenizerBase, counts: dict[str, Counts]
+) -> Manifest:
     from data import Manifest, tokenizer_sha256
 
     # The manifest is published, and a folder of this machine is nobody else's business.
@@ -205,7 +219,7 @@ def build_manifest(args: TokenizationArguments, source: str, tokenizer, counts: 
     )
 
 
-def save_dataset(arrow_files: dict[str, Path], manifest, folder: Path) -> None:
+def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path) -> None:
     """Write a DatasetDict and its manifest, byte for byte the same for the same instances."""
     from datasets import Dataset, DatasetDict
     from datasets.table import MemoryMappedTable
@@ -224,35 +238,38 @@ def pack(args: TokenizationArguments) -> str:
     """Write the archive; return its SHA-256. Unpacked in the project's folder, it lies where trainers look for it."""
     from archive import write_archive
 
-    defaults = TokenizationArguments.__dataclass_fields__
-    names = {name: defaults[name].default for name in ("output_path", "tokenizer_path")}
-    return write_archive(Path(args.archive), {names[name]: Path(getattr(args, name)) for name in names})
+    defaults = TokenizationArguments()
+    folders = {defaults.output_path: Path(args.output_path), defaults.tokenizer_path: Path(args.tokenizer_path)}
+    return write_archive(Path(args.archive), folders)
 
 
-def summarize(args: TokenizationArguments, manifest) -> str:
+def summarize(args: TokenizationArguments, manifest: Manifest) -> str:
     """What was made, for a person to read."""
     from preprocessing import Counts
 
-    counts = {split: Counts(**numbers) for split, numbers in manifest.splits.items()}
-    rows = [("", *counts)]
-    for name in ("documents", "sentences", "instances", "tokens"):
-        rows.append((name, *(f"{getattr(count, name):,}" for count in counts.values())))
-    rows.append(("mean fill", *(f"{count.mean_fill(args.max_seq_length):.1%}" for count in counts.values())))
-    if args.objective == "mlm_sop":
-        rows.append(("swapped", *(f"{count.swapped_instances / count.instances:.1%}" for count in counts.values())))
-    rows.append(("unknown tokens", *(f"{count.unknown_tokens / count.tokens:.2%}" for count in counts.values())))
-    rows.append(("dropped tokens", *(f"{count.dropped_tokens:,}" for count in counts.values())))
-    rows.append(("dropped documents", *(f"{count.dropped_documents:,}" for count in counts.values())))
-    lines = [f"{row[0]:<18}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows]
-    if any(count.dropped_documents or count.dropped_tokens for count in counts.values()):
-        lines.append("Dropped: documents of fewer than two tokens; a last block of a single token")
-    if counts["train"].mean_fill(args.max_seq_length) < 0.8:
+    counts = [Counts(**numbers) for numbers in manifest.splits.values()]
+    with_pairs = args.objective == "mlm_sop"
+    rows = [
+        ("", list(manifest.splits)),
+        ("documents", [f"{count.documents:,}" for count in counts]),
+        ("sentences", [f"{count.sentences:,}" for count in counts if with_pairs]),
+        ("instances", [f"{count.instances:,}" for count in counts]),
+        ("tokens", [f"{count.tokens:,}" for count in counts]),
+        ("mean fill", [f"{count.mean_fill(args.max_seq_length):.1%}" for count in counts]),
+        ("swapped", [f"{count.swapped_instances / count.instances:.1%}" for count in counts if with_pairs]),
+        ("unknown tokens", [f"{count.unknown_tokens / count.tokens:.2%}" for count in counts]),
+        ("dropped tokens", [f"{count.dropped_tokens:,}" for count in counts]),
+    ]
+    lines = [f"{name:<16}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows if cells]
+    if num_dropped := sum(count.dropped_documents for count in counts):
+        lines.append(f"Dropped: {num_dropped:,} documents that are too short, of a single token or none")
+    if counts[0].mean_fill(args.max_seq_length) < 0.8:
         lines.append(
-            "Warning: the documents are short. If blank lines separate paragraphs rather than documents, remove them"
+            "Warning: most documents are short. If blank lines separate paragraphs rather than documents, remove them"
         )
-    for flag in ("output_path", "tokenizer_path"):
-        size = sum(file.stat().st_size for file in Path(getattr(args, flag)).rglob("*") if file.is_file())
-        lines.append(f"{getattr(args, flag)}: {size / 1e6:,.1f} MB")
+    for path in (args.output_path, args.tokenizer_path):
+        size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+        lines.append(f"{path}: {size / 1e6:,.1f} MB")
     return "\n".join(lines)
 
 

@@ -1,0 +1,39 @@
+# To create .venv; any Python from 3.11 to 3.13
+PYTHON ?= python3.11
+# More flags for the demo or pytest, as in: make demo ARGS="--train_file my.txt --trainers 3"
+ARGS ?=
+
+.PHONY: help install demo test lint clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' Makefile | expand -t 10
+
+install: .venv/installed  ## Create .venv with everything that the scripts need
+
+demo: .venv/installed  ## Train a small model with two trainers on this machine, in about two minutes
+	@.venv/bin/python run_local_demo.py $(ARGS)
+
+test: .venv/installed-dev  ## Run all tests
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: .venv/installed-dev  ## Check style and format
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+clean:  ## Remove .venv, the demo's folder and caches
+	rm -rf .venv demo .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo 'Python 3.11, 3.12 or 3.13 is needed. Where is it? make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# The stamps say that what the requirements list is installed: the next call need not ask pip.
+.venv/installed: requirements.txt | .venv/bin/python
+	.venv/bin/pip install --disable-pip-version-check --requirement $<
+	@touch $@
+
+.venv/installed-dev: requirements-dev.txt .venv/installed
+	.venv/bin/pip install --disable-pip-version-check --requirement $<
+	@touch $@

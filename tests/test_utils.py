@@ -1,0 +1,183 @@
+"""Records and their validators, identities and addresses."""
+
+import dataclasses
+import http.server
+import threading
+from contextlib import contextmanager
+
+import pytest
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import CompositeValidator, DHTRecord
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.multiaddr import Multiaddr
+
+from arguments import BaseTrainingArguments
+from errors import UserError
+from utils import (
+    HISTORY_LENGTH,
+    announce_public_ip,
+    choose_maddrs,
+    fix_tcp_port,
+    get_dictionary,
+    load_identity,
+    look_up_public_ip,
+    make_validators,
+    store_record,
+)
+
+GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
+KEY = RSAPrivateKey()
+FULL_HISTORY = [[2**31 - 1, 123.456789, 10**9, 123.456789, 10**9]] * HISTORY_LENGTH
+
+
+def is_accepted(name: str, value, subkey: bytes | None = None, signer: RSAPrivateKey = KEY, lifetime: float = 60):
+    """Whether a node of ours would store a record that `signer` signed."""
+    validators, own_subkey = make_validators("run", signer)
+    record = DHTRecord(
+        key=DHTID.generate(f"run_{name}").to_bytes(),
+        subkey=MSGPackSerializer.dumps(own_subkey if subkey is None else subkey),
+        value=MSGPackSerializer.dumps(value),
+        expiration_time=get_dht_time() + lifetime,
+    )
+    composite = CompositeValidator(validators)
+    return composite.validate(dataclasses.replace(record, value=composite.sign_value(record)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metrics", GOOD),
+        ("metrics", {**GOOD, "mini_steps": 0, "loss": 0.0}),
+        ("history", [list(GOOD.values())]),
+        ("history", FULL_HISTORY),
+        ("monitor", {"stores_checkpoints": True, "checkpoint_step": -1}),
+        ("peers", {"username": "", "leaving": False}),
+    ],
+)
+def test_good_records_are_accepted(name, value):
+    assert is_accepted(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metrics", {**GOOD, "step": -1}),
+        ("metrics", {**GOOD, "step": 10**18}),
+        ("metrics", {**GOOD, "step": 3.0}),
+        ("metrics", {**GOOD, "step": True}),
+        ("metrics", {**GOOD, "loss": float("nan")}),
+        ("metrics", {**GOOD, "loss": float("inf")}),
+        ("metrics", {**GOOD, "loss": 12}),
+        ("metrics", {**GOOD, "samples_per_second": -1.0}),
+        ("metrics", {**GOOD, "samples_accumulated": 10**12}),
+        ("metrics", {**GOOD, "extra": 1}),
+        ("metrics", {"step": 3}),
+        ("metrics", [1, 2, 3]),
+        ("metrics", "text"),
+        ("metrics", None),
+        ("history", FULL_HISTORY + FULL_HISTORY[:1]),
+        ("history", [[1, 2, 3]]),
+        ("history", [["1", 2.0, 3, 4.0, 5]]),
+        ("monitor", {"stores_checkpoints": 1, "checkpoint_step": 3}),
+        ("peers", {"username": "x" * 65, "leaving": False}),
+        ("peers", {"username": b"x", "leaving": False}),
+    ],
+)
+def test_malformed_records_are_refused(name, value):
+    assert not is_accepted(name, value)
+
+
+def test_records_of_others_are_refused():
+    other = RSASignatureValidator(RSAPrivateKey()).local_public_key
+    assert not is_accepted("metrics", GOOD, subkey=other), "signed by us in the name of another"
+    assert not is_accepted("metrics", GOOD, subkey=b"plain"), "not signed"
+    assert not is_accepted("metrics", GOOD, subkey=b"[owner:ssh-rsa garbage]"), "no public key"
+
+
+def test_large_and_long_lived_records_are_refused_under_any_key():
+    assert is_accepted("anything", "x" * 1000)
+    assert not is_accepted("anything", "x" * 9000)
+    assert not is_accepted("metrics", GOOD, lifetime=10 * 86400)
+
+
+def test_identity_is_written_once_and_for_its_owner_alone(tmp_path):
+    path = tmp_path / "new" / "identity.key"
+    first = load_identity(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_identity(path).get_public_key().to_bytes() == first.get_public_key().to_bytes()
+    assert [entry.name for entry in path.parent.iterdir()] == ["identity.key"]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x08\x00\x12\x04abcd"])
+def test_file_that_is_no_identity_is_named(tmp_path, content):
+    path = tmp_path / "identity.key"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"identity_path.*identity\.key"):
+        load_identity(path)
+    assert path.read_bytes() == content
+
+
+def test_addresses_that_reach_farthest_are_handed_out():
+    loopback, lan = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "/ip4/192.168.1.5/tcp/1"
+    public, name = "/ip4/8.8.8.8/tcp/1", "/dns4/0.tcp.example.org/tcp/5"
+    assert choose_maddrs([Multiaddr(loopback)]) == [loopback]
+    assert choose_maddrs([Multiaddr(loopback), Multiaddr(lan)]) == [lan]
+    assert choose_maddrs([Multiaddr(a) for a in (loopback, lan, public, name, public)]) == [public, name]
+    assert choose_maddrs([Multiaddr(loopback)], only_p2p=True) == ["/p2p/" + loopback.split("/")[-1]]
+    assert choose_maddrs([]) == []
+
+
+def test_port_is_fixed_before_it_is_announced():
+    maddrs, port = fix_tcp_port(["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])
+    assert port > 0 and maddrs == [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
+    assert fix_tcp_port(["/ip4/0.0.0.0/tcp/31337"]) == (["/ip4/0.0.0.0/tcp/31337"], 31337)
+
+
+class AddressService(http.server.BaseHTTPRequestHandler):
+    answer = ""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.answer.encode())
+
+    def log_message(self, *_args):
+        pass
+
+
+@contextmanager
+def address_service(answer: str):
+    handler = type("Handler", (AddressService,), {"answer": answer})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_public_address_is_announced_with_the_real_port():
+    args = BaseTrainingArguments()
+    with address_service("203.0.113.7\n") as url:
+        announce_public_ip(args, url)
+    port = Multiaddr(args.host_maddrs[0])["tcp"]
+    assert port != "0" and args.announce_maddrs == [f"/ip4/203.0.113.7/tcp/{port}"]
+
+
+def test_useless_answer_about_the_address_is_refused():
+    with address_service("<html>busy</html>") as url, pytest.raises(UserError, match="announce_maddrs"):
+        look_up_public_ip(url)
+    with pytest.raises(UserError, match="use_google_dns"):
+        look_up_public_ip("http://127.0.0.1:9/", timeout=1)
+
+
+def test_full_records_survive_the_pipe_and_the_dht(tmp_path):
+    """The largest record of ours is stored and read hundreds of times; hivemind's control pipe breaks above 16 KiB."""
+    from tests.peers import local_peer
+
+    with local_peer(tmp_path, "run") as peer:
+        for _ in range(200):
+            store_record(peer.dht, "run_history", peer.public_key, FULL_HISTORY, 60)
+        found = get_dictionary(peer.dht, "run_history")
+        assert [record.value for record in found.values()] == [FULL_HISTORY]
+        assert get_dictionary(peer.dht, "run_metrics") == {}
