@@ -84,14 +84,14 @@ class SafeAverager(DecentralizedAverager):
             return
         num_refused = 0
         async for tensor, update in azip(as_aiter(*tensors), runner):
-            if update.sum().isfinite():
-                tensor.add_(update, alpha=self._averaging_alpha)
-            else:
+            if not update.sum().isfinite():
                 num_refused += 1
+                update = torch.nan_to_num(update, nan=0.0, posinf=0.0, neginf=0.0)
+            tensor.add_(update, alpha=self._averaging_alpha)
             self.last_updated = get_dht_time()
             self._state_updated.set()
         if num_refused:
-            logger.warning(f"Kept {num_refused} tensors as they were: the others' average is not finite")
+            logger.warning(f"The others' average of {num_refused} tensors is not finite: kept our own values there")
 
 
 class GradientAverager(SafeAverager, grad_averager.GradientAverager):
@@ -188,13 +188,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         result = None
         try:
             found = await self.dht.get(f"{self.prefix}.all_averagers", latest=True, return_future=True)
-            offers = found.value if found is not None and isinstance(found.value, dict) else {}
-            priorities = {
-                PeerID(peer_id): (float(offer.value), random.random())
-                for peer_id, offer in offers.items()
-                if isinstance(offer, ValueWithExpiration) and isinstance(offer.value, int | float)
-            }
-            for donor in sorted(priorities, key=priorities.get, reverse=True):
+            for donor in _rank_donors(found.value if found is not None else None):
                 if donor == self.peer_id or time.monotonic() > deadline:
                     continue
                 try:
@@ -318,6 +312,16 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                     parameter.copy_(main_parameter)
         self.local_epoch = epoch
         self._update_scheduler()
+
+
+def _rank_donors(offers: object) -> list[PeerID]:
+    """The peers that offer their state, highest priority (their step) first; malformed offers are left out."""
+    priorities = {}
+    for peer_id, offer in offers.items() if isinstance(offers, dict) else ():
+        priority = offer.value if isinstance(offer, ValueWithExpiration) else None
+        if isinstance(peer_id, bytes) and isinstance(priority, int | float) and 0 <= priority < MAX_EPOCH:
+            priorities[PeerID(peer_id)] = (priority, random.random())
+    return sorted(priorities, key=priorities.get, reverse=True)
 
 
 def _check_statistic(value, own_value) -> None:

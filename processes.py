@@ -77,8 +77,8 @@ class StopSignal:
         self.grace = grace
         self._requested = self._deferred = False
         self._previous: dict[int, object] = {}
-        # A handler runs in the middle of whatever the main thread does, maybe with a lock of `threading` taken: it only
-        # writes to a pipe, and a thread does the rest.
+        # A handler runs in the middle of whatever the main thread does, maybe with a lock of `threading` taken: it
+        # only writes to a pipe, and a thread does the rest.
         self._reading_end, self._writing_end = os.pipe()
         threading.Thread(target=self._watch, name="StopSignal", daemon=True).start()
 

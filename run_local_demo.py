@@ -227,7 +227,8 @@ class Worker:
         if code:
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
             last_line = next(reversed(self.read_log().strip().splitlines()), "(empty)")
-            raise UserError(f"{self.name} ended with {how}; the last line of {self.log}: {last_line.strip()}")
+            reason = last_line.split(": error: ")[-1].strip()  # our scripts' last words, see errors.py
+            raise UserError(f"{self.name} ended with {how}: {reason} (see {self.log})")
 
 
 class Workers:
@@ -241,6 +242,8 @@ class Workers:
         return self
 
     def __exit__(self, *_exception) -> None:
+        if any(worker.is_running for worker in self.all):
+            self.console.print("Stopping the processes")
         self.stop()
 
     def start(self, name: str, command: Command) -> Worker:

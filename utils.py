@@ -89,32 +89,61 @@ class MetricSchema(pydantic.BaseModel):
     peers: dict[BytesWithPublicKey, PeerInfo]
 
 
-class SignatureValidator(RSASignatureValidator):
-    """hivemind's validator, which raises on a subkey with a malformed public key instead of refusing it."""
+class RefusesWhatItCannotRead(RecordValidatorBase):
+    """hivemind's validators raise on some malformed keys and values instead of refusing them."""
 
     def validate(self, record: DHTRecord) -> bool:
         try:
             return super().validate(record)
         except Exception as error:
-            logger.debug(f"Refused a record with a malformed key: {error!r}")
+            logger.debug(f"Refused a malformed record: {error!r}")
             return False
 
 
-class LimitValidator(RecordValidatorBase):
-    """Refuses records that are larger or meant to live longer than any of ours, under whatever key."""
+class SignatureValidator(RefusesWhatItCannotRead, RSASignatureValidator):
+    """A record under a subkey with a public key must be signed with the private one."""
 
-    def __init__(self, max_bytes: int = 8192, max_lifetime: float = 86400.0):
-        self.max_bytes, self.max_lifetime = max_bytes, max_lifetime
+
+class RunSchemaValidator(RefusesWhatItCannotRead, SchemaValidator):
+    """A record under a key of the run must look like MetricSchema says."""
+
+
+class LimitValidator(RecordValidatorBase):
+    """Refuses records that are larger or meant to live longer than any of ours, under whatever key, and more subkeys
+    than any run has peers: what a dictionary holds must fit into one answer of 4 MiB, or nobody can read it.
+
+    :param max_subkeys: of one key; whoever is there first stays
+    """
+
+    MAX_KEYS = 1000  # keys whose subkeys are counted
+
+    def __init__(self, max_bytes: int = 8192, max_lifetime: float = 86400.0, max_subkeys: int = 1000):
+        self.max_bytes, self.max_lifetime, self.max_subkeys = max_bytes, max_lifetime, max_subkeys
+        self._subkeys: dict[bytes, dict[bytes, float]] = {}  # key -> subkey -> expiration
 
     def validate(self, record: DHTRecord) -> bool:
-        return (
-            len(record.value) + len(record.subkey or b"") <= self.max_bytes
-            and record.expiration_time <= get_dht_time() + self.max_lifetime
-        )
+        now = get_dht_time()
+        if len(record.value) + len(record.subkey or b"") > self.max_bytes:
+            return False
+        if record.expiration_time > now + self.max_lifetime:
+            return False
+        return not record.subkey or self._has_room(record, now)
+
+    def _has_room(self, record: DHTRecord, now: float) -> bool:
+        if record.key not in self._subkeys and len(self._subkeys) >= self.MAX_KEYS:
+            self._subkeys.pop(next(iter(self._subkeys)))
+        known = self._subkeys.setdefault(record.key, {})
+        if record.subkey not in known and len(known) >= self.max_subkeys:
+            for subkey in [subkey for subkey, expiration in known.items() if expiration < now]:
+                del known[subkey]
+            if len(known) >= self.max_subkeys:
+                return False
+        known[record.subkey] = max(record.expiration_time, known.get(record.subkey, 0.0))
+        return True
 
     @property
     def priority(self) -> int:
-        return 20  # before the signature, which costs more to check
+        return 5  # after the signature: one that is forged must not take up room
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         return isinstance(other, LimitValidator)
@@ -123,7 +152,7 @@ class LimitValidator(RecordValidatorBase):
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
     """The validators of a run's records, and the subkey (owner tag with public key) that our own are signed under."""
     signature_validator = SignatureValidator(private_key)
-    validators = [LimitValidator(), SchemaValidator(MetricSchema, prefix=run_id), signature_validator]
+    validators = [LimitValidator(), RunSchemaValidator(MetricSchema, prefix=run_id), signature_validator]
     return validators, signature_validator.local_public_key
 
 

@@ -158,8 +158,7 @@ class TestWorkers:
         workers.start("bad", self.script(tmp_path, "print('first'); exit('bad.py: error: no disk')"))
         with pytest.raises(UserError) as raised:
             workers.wait_for(lambda: False, 20, "nothing")
-        assert "bad ended with exit code 1" in str(raised.value)
-        assert str(raised.value).endswith(f"{tmp_path / 'bad.log'}: bad.py: error: no disk")
+        assert str(raised.value) == f"bad ended with exit code 1: no disk (see {tmp_path / 'bad.log'})"
 
     def test_a_killed_process_is_a_failure(self, tmp_path, workers):
         worker = workers.start("sleeper", self.script(tmp_path, "import time; time.sleep(60)"))
@@ -329,7 +328,7 @@ def test_demo_fails_with_a_trainer(demo):
     trainers = wait_until(lambda: processes_of(script, "run_trainer.py"), 90, "the start of a trainer")
     trainers[0].kill()
     assert script.wait(timeout=60) == 1
-    assert re.search(r"run_local_demo.py: error: trainer-\d ended with SIGKILL; the last line of", script.output)
+    assert re.search(r"run_local_demo.py: error: trainer-\d ended with SIGKILL: ", script.output)
     script.assert_nothing_left()
 
 

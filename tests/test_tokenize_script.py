@@ -383,6 +383,25 @@ def test_a_replacement_that_was_cut_short_is_undone(tmp_path):
         assert (tmp_path / "target" / "whole").is_file()
 
 
+def test_a_replacement_that_fails_half_way_leaves_the_one_before(tmp_path, monkeypatch):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mark").write_text("before")
+    rename = Path.rename
+
+    def fail_for_new(path, target):
+        if path.suffix == ".new":
+            raise OSError(errno.EIO, "broken disk")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_for_new)
+    with (
+        pytest.raises(OSError, match="broken disk"),
+        new_folder(tmp_path / "target", "--flag", overwrite=True, replaceable=("mark",)) as folder,
+    ):
+        (folder / "mark").write_text("after")
+    assert contents(tmp_path) == {"target/mark": b"before"}
+
+
 def test_a_failed_file_leaves_the_one_before(tmp_path):
     (tmp_path / "file").write_text("before")
     with pytest.raises(ZeroDivisionError), new_file(tmp_path / "file") as path:

@@ -3,6 +3,7 @@
 import dataclasses
 import http.server
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -17,6 +18,7 @@ from arguments import BaseTrainingArguments
 from errors import UserError
 from utils import (
     HISTORY_LENGTH,
+    LimitValidator,
     announce_public_ip,
     choose_maddrs,
     fix_tcp_port,
@@ -100,6 +102,30 @@ def test_large_and_long_lived_records_are_refused_under_any_key():
     assert is_accepted("anything", "x" * 1000)
     assert not is_accepted("anything", "x" * 9000)
     assert not is_accepted("metrics", GOOD, lifetime=10 * 86400)
+
+
+def test_more_subkeys_than_a_run_has_peers_are_refused():
+    validator = LimitValidator(max_subkeys=3)
+
+    def store(subkey: bytes, lifetime: float = 60.0) -> bool:
+        return validator.validate(DHTRecord(b"key", subkey, b"value", get_dht_time() + lifetime))
+
+    assert all(store(subkey) for subkey in (b"1", b"2"))
+    assert store(b"short", lifetime=0.2)
+    assert not store(b"4"), "a fourth"
+    assert store(b"1"), "a known one"
+    assert validator.validate(DHTRecord(b"another key", b"4", b"value", get_dht_time() + 60))
+    time.sleep(0.3)
+    assert store(b"4"), "there is room once another has expired"
+
+
+@pytest.mark.parametrize("value", [b"", b"\xc1", b"\xff" * 100, b"\xdd\xff\xff\xff\xff", b"\xc7\x03\x63abc"])
+def test_values_that_are_no_msgpack_are_refused(value):
+    validators, subkey = make_validators("run", KEY)
+    composite = CompositeValidator(validators)
+    key = DHTID.generate("run_metrics").to_bytes()
+    record = DHTRecord(key, MSGPackSerializer.dumps(subkey), value, get_dht_time() + 60)
+    assert not composite.validate(dataclasses.replace(record, value=composite.sign_value(record)))
 
 
 def test_identity_is_written_once_and_for_its_owner_alone(tmp_path):
