@@ -516,7 +516,8 @@ class TokenizationArguments:
     train_file: str | None = field(
         default=None,
         metadata={
-            "help": "A text file of your own instead, UTF-8. Documents end at blank lines or, as in WikiText, at titles"
+            "help": "A text file of your own instead, UTF-8. Documents end at blank lines or, as in WikiText, at "
+            "titles"
         },
     )
     validation_file: str | None = field(
@@ -611,7 +612,7 @@ class DemoArguments:
         default=2000, metadata={"help": "Tokens of the tokenizer that is trained on the text. Short texts need fewer"}
     )
     trainers: int = field(default=2, metadata={"help": "Number of trainers. Each keeps one core busy"})
-    max_global_steps: int = field(default=12, metadata={"help": "Stop after this many steps of the collaboration"})
+    max_global_steps: int = field(default=10, metadata={"help": "Stop after this many steps of the collaboration"})
     output_dir: str = field(
         default="demo", metadata={"help": "Folder for all that is made. What a previous demo left there is removed"}
     )

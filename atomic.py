@@ -49,15 +49,18 @@ def _hidden_name(target: Path, suffix: str) -> Path:
     return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.{suffix}")
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Remove what killed runs left beside `target`; undo a replacement that was cut short."""
-    pattern = f".{glob.escape(target.name)}.{'[0-9a-f]' * 12}"
-    for path in target.parent.glob(f"{pattern}.old"):
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove what killed runs left in a folder; undo a replacement that was cut short.
+
+    :param name: pattern of the names of the targets
+    """
+    for path in folder.glob(f".{name}.{'[0-9a-f]' * 12}.old"):
+        target = path.with_name(path.name[1:-17])
         if target.exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.rename(target)
-    for path in target.parent.glob(f"{pattern}.new"):
+    for path in folder.glob(f".{name}.{'[0-9a-f]' * 12}.new"):
         with contextlib.suppress(OSError), _locked(path):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -80,7 +83,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"'{target.parent}' is not a folder; choose another path") from None
-    _remove_leftovers(target)
+    remove_leftovers(target.parent, glob.escape(target.name))
     folder = _hidden_name(target, "new")
     folder.mkdir()
     try:
@@ -97,7 +100,7 @@ def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tu
     A folder that is at `target` is there until then, see `check_target` for `flag`, `overwrite` and `replaceable`.
     """
     path = target.resolve()  # a link stays a link
-    _remove_leftovers(path)  # or bring the target back
+    remove_leftovers(path.parent, glob.escape(path.name))  # or bring the target back
     check_target(target, flag, overwrite, replaceable)
     with temporary_folder(path) as folder:
         yield folder

@@ -44,7 +44,7 @@ SEQUENCE_LENGTH = 128
 # A core computes about 80 samples per second: two trainers need some 4 seconds for a step, of which 1 or 2 go on in
 # the background while gradients and parameters are averaged.
 TARGET_BATCH_SIZE = 512
-LEARNING_RATE = 0.06  # brings the loss from 8.3 to 7 in 12 steps; above 0.1 it bounces
+LEARNING_RATE = 0.06  # brings the loss from 8.3 to 7 in 10 steps; at 0.1 it soon bounces
 
 STOP_TIMEOUT = 20.0  # seconds; a trainer ends by itself within 15
 START_TIMEOUT = 120.0
@@ -68,6 +68,7 @@ def main() -> None:
 
 def train_together(args: DemoArguments, workers: "Workers", console: Console) -> None:
     """Prepare the data, start monitor and trainers, and wait until the trainers have made all their steps."""
+    console.print("Each of the commands below could be typed in a terminal, or on a machine, of its own.\n")
     console.print("[bold]1. Text and tokenizer[/bold] (some 10 seconds)")
     tokenization = workers.start("tokenize", tokenize_command(args))
     workers.wait_for(lambda: not tokenization.is_running, STALL_TIMEOUT, "the tokenized text")

@@ -47,6 +47,7 @@ def train(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
+    from atomic import remove_leftovers
     from callback import CollaborativeCallback
     from checkpoints import lock_folder
     from data import load_training_data
@@ -65,6 +66,7 @@ def train(
 
     with ExitStack() as stack:
         stack.enter_context(lock_folder(output_dir, "--output_dir"))
+        remove_leftovers(output_dir)
         stop.defer()
         identity_path = Path(collaboration_args.identity_path or output_dir / "identity.key")
         peer = start_peer(collaboration_args, identity_path, collaboration_args.client_mode, stop.event)

@@ -39,6 +39,7 @@ def monitor(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
+    from atomic import remove_leftovers
     from checkpoints import lock_folder
     from metrics import MetricsAggregator
     from model import build_model, load_config, load_tokenizer
@@ -57,6 +58,7 @@ def monitor(
 
     with ExitStack() as stack:
         stack.enter_context(lock_folder(output_dir, "--output_dir"))
+        remove_leftovers(output_dir)
         stop.defer()
         identity_path = Path(peer_args.identity_path or output_dir / "identity.key")
         peer = start_peer(peer_args, identity_path, client_mode=False, should_stop=stop.event)

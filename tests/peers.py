@@ -134,10 +134,10 @@ class Scripts:
             self.folder / name, *args, log=name, env=env,
         )  # fmt: skip
 
-    def trainer(self, name: str, *args: object, env: dict[str, str] | None = None) -> Script:
+    def trainer(self, name: str, *args: object, name_of_script: str = "run_trainer.py", env=None) -> Script:
         """Batches of 4, no data loader processes; takes part in steps of 64 samples unless told otherwise."""
         return self.start(
-            "run_trainer.py", "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
+            name_of_script, "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
             self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", 4,
             "--gradient_accumulation_steps", 1, "--dataloader_num_workers", 0, "--matchmaking_time", 5,

@@ -1,0 +1,57 @@
+"""Peers that send NaN, and peers that write what they like to the DHT."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints import list_checkpoints
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_peer_that_sends_nan_hurts_nobody_else(scripts):
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
+    common = (
+        "--initial_peers", monitor.address, "--target_batch_size", 6144, "--per_device_train_batch_size", 16,
+        "--target_group_size", 3,
+    )  # fmt: skip
+    honest = [scripts.trainer(name, *common, "--max_global_steps", 5) for name in ("one", "two")]
+    poisoner = scripts.trainer("poisoner", *common, name_of_script="tests/nan_peer.py")
+    for trainer in honest:
+        assert trainer.wait(150) == 0, trainer.output
+        weights = load_file(list_checkpoints(trainer.log.with_suffix(""))[0] / "model.safetensors")
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+        assert re.search(r"Averaged gradients with [23] peers", trainer.output)
+    assert "Averaged gradients with" in poisoner.output, "the poisoner has not taken part"
+    losses = {record["step"]: record["loss"] for record in metrics(scripts.folder / "monitor")}
+    assert losses[5] < losses[1] - 0.05
+
+
+@pytest.mark.parametrize("num_fakes", [1500])
+def test_hostile_records_stop_neither_monitor_nor_trainers(scripts, num_fakes):
+    monitor = scripts.monitor("--run_id", "target", "--save_checkpoint_step_interval", 2)
+    common = (
+        "--run_id", "target", "--initial_peers", monitor.address, "--target_batch_size", 4096,
+        "--per_device_train_batch_size", 16, "--max_global_steps", 6, "--load_state_timeout", 20,
+    )  # fmt: skip
+    trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
+    monitor.wait_for(r"Step #1\t", 120)
+    hostile = scripts.start("tests/hostile_peer.py", "target", monitor.address, num_fakes, log="hostile")
+    hostile.wait_for("hostile peer is up")
+    for trainer in trainers:
+        assert trainer.wait(200) == 0, trainer.output
+        assert "Averaged gradients with 2 peers" in trainer.output
+        assert "Traceback" not in trainer.output
+    monitor.wait_for(r"Step #6\t", 30)
+    hostile.wait_for("one lap of hostile records", 120)
+    assert monitor.process.poll() is None and "Traceback" not in monitor.output
+    records = metrics(scripts.folder / "monitor")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert all(5 < record["loss"] < 8 for record in records)
+    assert list_checkpoints(scripts.folder / "monitor")[0].name == "checkpoint-6"
+    assert monitor.output.count("Refused records") <= 3, "a summary at most once a minute"
