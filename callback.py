@@ -1,6 +1,7 @@
 """What a trainer does beside computing gradients: reports metrics, watches for broken parameters, backs up and
 restores."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 from hivemind.utils import get_logger
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import utils
@@ -77,6 +79,25 @@ class BackupWriter:
         self._executor.shutdown(wait=True)
 
 
+class StepProgressBar:
+    """How far all peers together are with the next global step; drawn on a terminal only."""
+
+    def __init__(self, optimizer: Optimizer, disable: bool):
+        self.tracker = optimizer.tracker
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(total=optimizer.target_batch_size, unit=" samples", disable=disable or not is_terminal)
+
+    def update(self) -> None:
+        progress = self.tracker.global_progress
+        self._bar.set_description(f"Step #{progress.epoch + 1}", refresh=False)
+        self._bar.set_postfix(peers=max(1, progress.num_peers), refresh=False)
+        self._bar.n = min(progress.samples_accumulated, self._bar.total)
+        self._bar.refresh()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
 class CollaborativeCallback(TrainerCallback):
     """Tells the collaboration of this peer's work and keeps its parameters sound.
 
@@ -93,6 +114,7 @@ class CollaborativeCallback(TrainerCallback):
         args: CollaborationArguments,
         backup_path: Path,
         should_stop: Callable[[], bool],
+        disable_tqdm: bool = False,
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
         self.should_stop = should_stop
@@ -102,6 +124,7 @@ class CollaborativeCallback(TrainerCallback):
         self.last_reported_step = 0
         self.total_samples_processed = 0
         self.num_recoveries = 0
+        self.progress_bar = StepProgressBar(optimizer, disable_tqdm)
 
     # The Trainer's events. A training loop of one's own calls `join` at the start and `after_local_step`.
 
@@ -150,6 +173,7 @@ class CollaborativeCallback(TrainerCallback):
             if step % self.args.backup_every_steps == 0:
                 self.backup.write(*self.optimizer.state_averager.snapshot())
             self.num_recoveries = 0
+        self.progress_bar.update()
         is_done = self.args.max_global_steps is not None and step >= self.args.max_global_steps
         return not (is_done or self.should_stop())
 
@@ -237,4 +261,5 @@ class CollaborativeCallback(TrainerCallback):
         logger.warning(f"No monitor has saved step #{step}: leaving all the same")
 
     def close(self) -> None:
+        self.progress_bar.close()
         self.backup.close()

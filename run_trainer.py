@@ -90,7 +90,13 @@ def train(
         keep_in_touch.start()
         stack.callback(keep_in_touch.stop)
         callback = CollaborativeCallback(
-            peer, optimizer, model, collaboration_args, output_dir / "backup.pt", stop.is_set
+            peer,
+            optimizer,
+            model,
+            collaboration_args,
+            output_dir / "backup.pt",
+            stop.is_set,
+            training_args.disable_tqdm,
         )
         stack.callback(callback.close)
 

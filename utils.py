@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from hivemind.utils import get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import TextStyle, use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
+from tqdm import tqdm
 
 from arguments import BaseTrainingArguments
 from errors import UserError
@@ -406,6 +408,21 @@ def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime:
 # Logging
 
 
+class AboveProgressBar:
+    """A stream for the log that does not tear a progress bar apart."""
+
+    def write(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr, end="")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def _renew_tqdm_lock() -> None:
+    """A thread of the parent may have held the lock at the moment of the fork; it would never be released here."""
+    tqdm.set_lock(threading.RLock())
+
+
 class OneLineFilter(logging.Filter):
     """Makes one line of warning of what hivemind logs as an error with a traceback: that a round of averaging failed,
     a peer went away. With volunteers this happens all the time, and it carries on by itself."""
@@ -419,11 +436,15 @@ class OneLineFilter(logging.Filter):
 
 
 def setup_logging(debug: bool = False) -> None:
-    """One format for hivemind's log and ours, on stderr."""
+    """One format for hivemind's log and ours, on stderr, above a progress bar if there is one."""
     use_hivemind_log_handler("in_root_logger")
     logging.getLogger().setLevel(logging.DEBUG if debug else logging.INFO)
     for noisy in ("httpx", "httpcore", "urllib3", "filelock", "matplotlib", "datasets", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stderr.isatty():
+            handler.setStream(AboveProgressBar())
+            os.register_at_fork(after_in_child=_renew_tqdm_lock)
     if not debug:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tasks of a peer that leaves
         for handler in logging.getLogger().handlers:
