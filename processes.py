@@ -51,6 +51,22 @@ def guard_children() -> None:
         _guarded = True
 
 
+def start_shared_memory_manager() -> None:
+    """Let torch start its helper for shared memory while no signal can get in between.
+
+    libshm waits for it in a loop that a signal makes endless. The helper inherits the blocked signals, so that Ctrl-C
+    does not reach it: without it, what peers share would stay in /dev/shm.
+    """
+    import torch  # takes a second, in which a script can already answer signals
+
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        torch.multiprocessing.set_sharing_strategy("file_system")  # as hivemind does
+        torch.zeros(1).share_memory_()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
     """End this process `seconds` from now whatever the main thread waits for. Children follow, see guard_children."""
 

@@ -41,8 +41,8 @@ COMMANDS_FILE = "commands.txt"  # also marks a folder as one that the next demo 
 
 RUN_ID = "demo"
 SEQUENCE_LENGTH = 128
-# A core computes about 80 samples per second: two trainers need some 4 seconds for a step, of which 1 or 2 go on in
-# the background while gradients and parameters are averaged.
+# A core computes about 85 samples per second: two trainers need some 3 seconds for a step. In one of these gradients
+# and parameters are averaged in the background.
 TARGET_BATCH_SIZE = 512
 LEARNING_RATE = 0.06  # brings the loss from 8.3 to 7 in 10 steps; at 0.1 it soon bounces
 
@@ -69,9 +69,9 @@ def main() -> None:
 def train_together(args: DemoArguments, workers: "Workers", console: Console) -> None:
     """Prepare the data, start monitor and trainers, and wait until the trainers have made all their steps."""
     console.print("Each of the commands below could be typed in a terminal, or on a machine, of its own.\n")
-    console.print("[bold]1. Text and tokenizer[/bold] (some 10 seconds)")
+    console.print("[bold]1. Text and tokenizer[/bold] (some 10 seconds, if the text is not long)")
     tokenization = workers.start("tokenize", tokenize_command(args))
-    workers.wait_for(lambda: not tokenization.is_running, STALL_TIMEOUT, "the tokenized text")
+    workers.wait_for(lambda: not tokenization.is_running, math.inf, "the tokenized text")
 
     console.print("[bold]2. The monitor[/bold], the peer that welcomes the others (some 10 seconds)")
     monitor = workers.start("monitor", monitor_command(args))
@@ -123,9 +123,13 @@ class Command:
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
-    def words(self) -> list[list[str]]:
+    def parts(self) -> list[list[str]]:
         """The flags, each with its value."""
         return [[f"--{flag}"] if value is True else [f"--{flag}", str(value)] for flag, value in self.flags.items()]
+
+    @property
+    def arguments(self) -> list[str]:
+        return [word for part in self.parts for word in part]
 
     def as_typed(self, width: int = 110) -> str:
         """The command as a person types it in the current folder, in lines of about `width` characters."""
@@ -133,7 +137,7 @@ class Command:
         script = script if "/" in script else f"./{script}"
         environment = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         lines = [" ".join([*environment, shlex.quote(script)])]
-        for part in map(shlex.join, self.words):
+        for part in map(shlex.join, self.parts):
             if len(lines[-1]) + 1 + len(part) > width:
                 lines.append(f"    {part}")
             else:
@@ -207,7 +211,7 @@ class Worker:
         self.name, self.log = name, log
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, str(SCRIPTS / command.script), *(word for words in command.words for word in words)],
+                [sys.executable, str(SCRIPTS / command.script), *command.arguments],
                 env={**os.environ, **command.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -243,9 +247,11 @@ class Workers:
         return self
 
     def __exit__(self, *_exception) -> None:
-        if any(worker.is_running for worker in self.all):
-            self.console.print("Stopping the processes")
-        self.stop()
+        try:
+            if any(worker.is_running for worker in self.all):
+                self.console.print("Stopping the processes")
+        finally:
+            self.stop()
 
     def start(self, name: str, command: Command) -> Worker:
         """Print a command line and start it; its output goes to NAME.log."""

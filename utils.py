@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from arguments import BaseTrainingArguments
 from errors import UserError
+from processes import start_shared_memory_manager
 
 logger = get_logger(__name__)
 
@@ -204,6 +205,7 @@ def start_peer(
     :param should_stop: gives up early when set
     :raises UserError: if no initial peer can be reached, or an address cannot be listened on
     """
+    start_shared_memory_manager()
     private_key = load_identity(identity_path)
     validators, public_key = make_validators(args.run_id, private_key)
     if args.initial_peers:

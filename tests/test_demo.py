@@ -44,17 +44,13 @@ STEPS = [
 ]
 
 
-def arguments_of(command: Command) -> list[str]:
-    return [word for words in command.words for word in words]
-
-
 class TestCommands:
     def test_as_typed_is_what_runs(self, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         command = Command("a.py", {"train_file": "it's my file.txt", "sample": True, "n": 3}, {"A": "b c"})
         typed = command.as_typed(width=30)
         words = shlex.split(typed.replace("\\\n", ""))
-        assert words == ["A=b c", os.path.relpath(ROOT / "a.py"), *arguments_of(command)]
+        assert words == ["A=b c", os.path.relpath(ROOT / "a.py"), *command.arguments]
         assert len(typed.splitlines()) > 1
 
     def test_scripts_in_the_current_folder(self, monkeypatch):
@@ -63,9 +59,9 @@ class TestCommands:
 
     def test_monitor_and_trainers_agree(self):
         args = DemoArguments(trainers=3, max_global_steps=5, output_dir="somewhere")
-        monitor = parse_arguments(run_training_monitor.ARGUMENTS, "-", arguments_of(monitor_command(args)))
+        monitor = parse_arguments(run_training_monitor.ARGUMENTS, "-", monitor_command(args).arguments)
         trainers = [
-            parse_arguments(run_trainer.ARGUMENTS, "-", arguments_of(trainer_command(args, number, ADDRESS)))
+            parse_arguments(run_trainer.ARGUMENTS, "-", trainer_command(args, number, ADDRESS).arguments)
             for number in (1, 2)
         ]
         monitor_args, peer, model, hyperparameters = monitor
@@ -81,8 +77,8 @@ class TestCommands:
 
     def test_trainers_find_the_prepared_data(self):
         args = DemoArguments()
-        (tokenization,) = parse_arguments([TokenizationArguments], "-", arguments_of(tokenize_command(args)))
-        _, dataset, *_ = parse_arguments(run_trainer.ARGUMENTS, "-", arguments_of(trainer_command(args, 1, ADDRESS)))
+        (tokenization,) = parse_arguments([TokenizationArguments], "-", tokenize_command(args).arguments)
+        _, dataset, *_ = parse_arguments(run_trainer.ARGUMENTS, "-", trainer_command(args, 1, ADDRESS).arguments)
         assert tokenization.sample
         assert (tokenization.output_path, tokenization.tokenizer_path) == (
             dataset.dataset_path,
@@ -93,7 +89,7 @@ class TestCommands:
         text = tmp_path / "my text.txt"
         text.write_text("Hello.")
         command = tokenize_command(DemoArguments(train_file=str(text), vocab_size=300))
-        (tokenization,) = parse_arguments([TokenizationArguments], "-", arguments_of(command))
+        (tokenization,) = parse_arguments([TokenizationArguments], "-", command.arguments)
         assert (tokenization.train_file, tokenization.vocab_size, tokenization.sample) == (str(text), 300, False)
 
 
