@@ -142,7 +142,7 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         learning_rate=args.learning_rate,
         fp16=fp16,
         bf16=bf16,
-        gradient_checkpointing=args.gradient_checkpointing,
+        activation_checkpointing=args.gradient_checkpointing,  # its name from transformers 6 on
         use_cpu=args.use_cpu,
         dataloader_num_workers=args.dataloader_num_workers,
         dataloader_pin_memory=torch.cuda.is_available() and not args.use_cpu,
