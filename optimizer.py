@@ -136,6 +136,9 @@ def build_optimizer(
         average_state_every=args.average_state_every,
         matchmaking_time=args.matchmaking_time,
         averaging_timeout=args.averaging_timeout,
+        # A peer of the group that is silent for so long is left out of a round. hivemind would take matchmaking_time,
+        # which busy machines and slow lines exceed.
+        next_chunk_timeout=max(args.matchmaking_time, args.averaging_timeout / 4),
         client_mode=args.client_mode,
         grad_compression=averaging_compression,
         state_averaging_compression=averaging_compression,

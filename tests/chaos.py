@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import torch
 from safetensors.torch import load_file
 
 from checkpoints import list_checkpoints
@@ -30,6 +31,9 @@ from tests.conftest import TINY_ALBERT
 from tests.peers import ROOT, Script, Scripts
 
 MAX_SECONDS_A_STEP = 60
+# LAMB moves weights by learning rate x norm a step, 0.03 here: two peers that have not averaged their last step yet, one
+# of them with other gradients, differ by as much; what differs by more has drifted apart.
+MAX_DIFFERENCE = 0.06
 TRAINERS = ("one", "two", "three")
 
 
@@ -62,7 +66,7 @@ class Run:
     def trainer_args(self) -> tuple:
         return (
             "--run_id", "chaos", "--initial_peers", self.address, "--target_batch_size", 4096,
-            "--per_device_train_batch_size", 16, "--target_group_size", 3, "--averaging_timeout", 10,
+            "--per_device_train_batch_size", 16, "--target_group_size", 3, "--averaging_timeout", 20,
             "--metadata_expiration", 20, "--bootstrap_timeout", 60, "--save_steps", 50, "--backup_every_steps", 2,
         )  # fmt: skip
 
@@ -127,11 +131,13 @@ class Run:
         return codes
 
     def largest_difference(self) -> float:
-        """Between the parameters of any two trainers at the end."""
-        states = [
-            load_file(list_checkpoints(self.scripts.folder / name)[0] / "model.safetensors") for name in TRAINERS
-        ]
-        return max((states[0][name] - state[name]).abs().max().item() for state in states[1:] for name in state)
+        """Between the parameters of any two trainers at the end, relative to their norm."""
+        vectors = []
+        for name in TRAINERS:
+            weights = load_file(list_checkpoints(self.scripts.folder / name)[0] / "model.safetensors")
+            vectors.append(torch.cat([weights[key].flatten() for key in sorted(weights)]))
+        pairs = itertools.combinations(vectors, 2)
+        return max(((one - other).norm() / one.norm()).item() for one, other in pairs)
 
 
 def prepare_data(folder: Path) -> None:
@@ -144,7 +150,7 @@ def prepare_data(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(TINY_ALBERT))
 
 
-def check(run: Run, codes: list[int], max_difference: float = 0.05) -> list[str]:
+def check(run: Run, codes: list[int]) -> list[str]:
     """What is wrong with a run; empty if nothing."""
     steps = [record["step"] for record in run.records()]
     times = [run.step_times[step] for step in sorted(run.step_times)]
@@ -158,15 +164,17 @@ def check(run: Run, codes: list[int], max_difference: float = 0.05) -> list[str]
         problems.append(f"a step took {slowest:.0f} seconds")
     if any(codes):
         problems.append(f"exit codes {codes}")
-    if not problems and run.largest_difference() > max_difference:
-        problems.append(f"the parameters differ by {run.largest_difference():.4f}")
+    difference = run.largest_difference()
+    if difference > MAX_DIFFERENCE:
+        problems.append(f"the parameters differ by {difference:.1%}")
     left = [process for script in run.scripts.running for process in script.family()]
     if left:
         problems.append(f"left running: {left}")
     traces = [script.log.name for script in (run.monitor, *run.trainers.values()) if "Traceback" in script.output]
     if traces:
         problems.append(f"tracebacks in {traces}")
-    print(f"  steps {len(steps)}, slowest {slowest:.1f} s, events {run.events or 'none'}, exit codes {codes}")
+    print(f"  steps {len(steps)}, slowest {slowest:.1f} s, parameters differ by {difference:.1%}")
+    print(f"  events {run.events or 'none'}, exit codes {codes}")
     return problems
 
 
