@@ -4,8 +4,10 @@ Knows nothing of models.
 """
 
 import asyncio
+import atexit
 import logging
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
+import psutil
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 import requests
 from cryptography.hazmat.primitives import serialization
@@ -24,7 +27,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils import get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
@@ -206,6 +209,7 @@ def start_peer(
     :raises UserError: if no initial peer can be reached, or an address cannot be listened on
     """
     start_shared_memory_manager()
+    _use_own_socket_folder()
     private_key = load_identity(identity_path)
     validators, public_key = make_validators(args.run_id, private_key)
     if args.initial_peers:
@@ -244,6 +248,19 @@ def start_peer(
                 logger.warning(f"{_unreachable(args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
             should_stop.wait(3)
+
+
+def _use_own_socket_folder() -> None:
+    """hivemind leaves its Unix sockets in /tmp, two or more a start: put them into a folder that goes with us, or with
+    the next peer if we are killed."""
+    parent = Path(tempfile.gettempdir())
+    for folder in parent.glob("hivemind-sockets-*"):
+        if not psutil.pid_exists(int(folder.name.rsplit("-", 1)[-1])):
+            shutil.rmtree(folder, ignore_errors=True)
+    folder = parent / f"hivemind-sockets-{os.getpid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:

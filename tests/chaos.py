@@ -31,8 +31,8 @@ from tests.conftest import TINY_ALBERT
 from tests.peers import ROOT, Script, Scripts
 
 MAX_SECONDS_A_STEP = 60
-# LAMB moves weights by learning rate x norm a step, 0.03 here: two peers that have not averaged their last step yet, one
-# of them with other gradients, differ by as much; what differs by more has drifted apart.
+# LAMB moves weights by learning rate x norm a step, 0.03 here: two peers that took their last step with different
+# gradients, and have not averaged it yet, differ by as much; what differs by more has drifted apart.
 MAX_DIFFERENCE = 0.06
 TRAINERS = ("one", "two", "three")
 
