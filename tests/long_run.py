@@ -28,11 +28,13 @@ LIMITS = {"memory MB": (1.2, 60.0), "threads": (1.1, 6), "file descriptors": (1.
 
 
 def measure(script: Script) -> dict[str, float]:
-    """Of a script and all its processes. Memory is what only they use, or share of what they share (PSS)."""
+    """Of a script and all its processes. Memory is what they have written (anonymous and shared memory, each page
+    counted once); pages of files count for whoever else has them open, and say nothing."""
     total = dict.fromkeys(LIMITS, 0.0)
     for process in script.family():
         with contextlib.suppress(psutil.Error, FileNotFoundError):
-            total["memory MB"] += process.memory_full_info().pss / 2**20
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            total["memory MB"] += sum(map(int, re.findall(r"Pss_(?:Anon|Shmem): +(\d+) kB", rollup))) / 2**10
             total["threads"] += process.num_threads()
             total["file descriptors"] += process.num_fds()
             total["processes"] += 1
