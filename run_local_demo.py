@@ -47,8 +47,7 @@ TARGET_BATCH_SIZE = 512
 LEARNING_RATE = 0.06  # brings the loss from 8.3 to 7 in 10 steps; at 0.1 it soon bounces
 
 STOP_TIMEOUT = 20.0  # seconds; a trainer ends by itself within 15
-START_TIMEOUT = 120.0
-STALL_TIMEOUT = 180.0  # seconds without a global step, the start included
+STALL_TIMEOUT = 300.0  # seconds without news; with ten other busy processes a start took 130 of them
 
 T = TypeVar("T")
 
@@ -75,7 +74,7 @@ def train_together(args: DemoArguments, workers: "Workers", console: Console) ->
 
     console.print("[bold]2. The monitor[/bold], the peer that welcomes the others (some 10 seconds)")
     monitor = workers.start("monitor", monitor_command(args))
-    address = workers.wait_for(lambda: find_address(monitor.read_log()), START_TIMEOUT, "the address of the monitor")
+    address = workers.wait_for(lambda: find_address(monitor.read_log()), STALL_TIMEOUT, "the address of the monitor")
 
     console.print(f"[bold]3. {args.trainers} trainers[/bold], which join through its address")
     trainers = [

@@ -41,6 +41,12 @@ def measure(script: Script) -> dict[str, float]:
     return total
 
 
+def least(rows: list, name: str, first_step: float, last_step: float) -> dict[str, float]:
+    """The smallest of each figure in a range of steps: what comes and goes with a guest is no growth."""
+    values = [peers[name] for step, peers in rows if first_step <= step <= last_step]
+    return {what: min(value[what] for value in values) for what in LIMITS}
+
+
 def newest_step(script: Script) -> int:
     return max((int(step) for step in re.findall(r"\bStep #(\d+)", script.output)), default=0)
 
@@ -82,14 +88,15 @@ def watch(scripts: Scripts, args: argparse.Namespace) -> int:
             for name, values in rows[-1][1].items():
                 print(f"{step:>5} {name:>8} " + " ".join(f"{value:>16.0f}" for value in values.values()), flush=True)
         time.sleep(0.5)
-    after_warm_up = next(values for step, values in rows if step >= args.warm_up * args.steps)
-    at_the_end = rows[-1][1]
-    problems = [
-        f"{what} of the {name} grew from {after_warm_up[name][what]:.0f} to {at_the_end[name][what]:.0f}"
-        for name in watched
-        for what, (factor, noise) in LIMITS.items()
-        if at_the_end[name][what] > max(after_warm_up[name][what] * factor, after_warm_up[name][what] + noise)
-    ]
+    problems = []
+    for name in watched:
+        before = least(rows, name, args.steps * args.warm_up, args.steps * 2 * args.warm_up)
+        at_the_end = least(rows, name, args.steps * (1 - args.warm_up), args.steps)
+        problems += [
+            f"{what} of the {name} grew from {before[what]:.0f} to {at_the_end[what]:.0f}"
+            for what, (factor, noise) in LIMITS.items()
+            if at_the_end[what] > max(before[what] * factor, before[what] + noise)
+        ]
     print(f"{newest_step(trainer)} steps, {num_guests} guests")
     for problem in problems:
         print(f"PROBLEM: {problem}")

@@ -90,3 +90,13 @@ def test_peer_id_and_address_outlive_a_restart(scripts):
     second = scripts.monitor("--no_store_checkpoints", "--host_maddrs", address.split("/p2p/")[0])
     assert second.address == address
     assert second.stop() == 0
+
+
+def test_trainer_in_client_mode_averages_with_one_that_is_not(scripts):
+    monitor = scripts.monitor("--no_store_checkpoints")
+    common = ("--initial_peers", monitor.address, "--max_global_steps", 2, "--leave_timeout", 0, *TARGET)
+    trainers = [scripts.trainer("public", *common), scripts.trainer("client", *common, "--client_mode")]
+    for trainer in trainers:
+        assert trainer.wait(120) == 0, trainer.output
+        assert "Averaged gradients with 2 peers" in trainer.output
+        assert "Traceback" not in trainer.output, trainer.output

@@ -306,7 +306,7 @@ def demo(tmp_path):
 
 def test_demo(demo, tmp_path):
     script = demo("--max_global_steps", 2)
-    code = script.wait(timeout=180)
+    code = script.wait(timeout=300)
     assert code == 0, script.output
     assert re.search(r"^Step 2 of 2   loss \d+\.\d+   \d+ samples/s   2 peers$", script.output, re.MULTILINE)
     assert re.search(r"Gradients averaged  \d x 2 peers", script.output)
@@ -321,7 +321,7 @@ def test_demo(demo, tmp_path):
 
 def test_demo_fails_with_a_trainer(demo):
     script = demo()
-    trainers = wait_until(lambda: processes_of(script, "run_trainer.py"), 90, "the start of a trainer")
+    trainers = wait_until(lambda: processes_of(script, "run_trainer.py"), 200, "the start of a trainer")
     trainers[0].kill()
     assert script.wait(timeout=60) == 1
     assert re.search(r"run_local_demo.py: error: trainer-\d ended with SIGKILL: ", script.output)
@@ -333,7 +333,7 @@ def test_demo_is_interrupted(demo, tmp_path):
     log = tmp_path / "demo" / "trainer-1.log"
     wait_until(
         lambda: script.family() and log.exists() and "Running a DHT peer" in log.read_text(),
-        120,
+        200,
         "a trainer that has joined",
     )
     script.process.send_signal(signal.SIGINT)
