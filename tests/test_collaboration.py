@@ -12,6 +12,9 @@ from transformers import AlbertForPreTraining, AutoTokenizer
 
 from checkpoints import list_checkpoints
 
+# Each of these starts several processes: one test at a time is what two cores can do.
+pytestmark = pytest.mark.xdist_group("processes")
+
 # Large enough that a trainer alone needs some ten seconds for a step, so that both are there for the first.
 TARGET = ("--target_batch_size", 6144, "--per_device_train_batch_size", 16)
 

@@ -9,6 +9,9 @@ from safetensors.torch import load_file
 
 from checkpoints import list_checkpoints
 
+# Each of these starts several processes: one test at a time is what two cores can do.
+pytestmark = pytest.mark.xdist_group("processes")
+
 
 def metrics(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
