@@ -47,7 +47,7 @@ TARGET_BATCH_SIZE = 512
 LEARNING_RATE = 0.06  # brings the loss from 8.3 to 7 in 10 steps; at 0.1 it soon bounces
 
 STOP_TIMEOUT = 20.0  # seconds; a trainer ends by itself within 15
-STALL_TIMEOUT = 300.0  # seconds without news; with ten other busy processes a start took 130 of them
+STALL_TIMEOUT = 300.0  # seconds without news; with ten other busy processes on two cores, a first step took 80
 
 T = TypeVar("T")
 

@@ -46,7 +46,7 @@ def monitor(
     from monitor import CheckpointKeeper, TrainingMonitor
     from optimizer import build_state_averager
     from reporting import make_reporters
-    from utils import announce_public_ip, log_visible_maddrs, setup_logging, start_peer
+    from utils import announce_public_ip, log_visible_maddrs, logger, setup_logging, start_peer
 
     setup_logging(peer_args.debug)
     output_dir = Path(monitor_args.output_dir)
@@ -87,6 +87,7 @@ def monitor(
             training_monitor.refresh()
             stop.event.wait(monitor_args.refresh_period)
         training_monitor.flush()
+    logger.info("The monitor has stopped")
 
 
 if __name__ == "__main__":

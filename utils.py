@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils import MPFuture, get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import TextStyle, use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
@@ -237,8 +238,7 @@ def start_peer(
             _wait_until_ready(dht, deadline, should_stop)
             return Peer(dht, private_key, public_key)
         except Exception as error:
-            dht.terminate()
-            dht.join(5)
+            _end(dht)
             if should_stop.is_set():
                 raise SystemExit(0) from None
             reason = _explain_start_failure(error, args)
@@ -275,7 +275,18 @@ def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -
                 raise RuntimeError("the DHT process ended before it was ready") from None
 
 
+def _end(dht: DHT) -> None:
+    """End a DHT process that did not get ready, such that another one can start."""
+    dht.join(2)  # after an error it ends by itself
+    if dht.is_alive():
+        dht.kill()
+        dht.join(5)
+        MPFuture.reset_backend()  # it may have died with hivemind's lock in its hands, which the next would wait for
+
+
 def _unreachable(args: BaseTrainingArguments) -> str:
+    if not args.initial_peers:
+        return f"no peer could be started within --bootstrap_timeout {args.bootstrap_timeout:.0f} seconds; raise it"
     return (
         f"none of --initial_peers answers: {' '.join(args.initial_peers)}. Check that they run, that the address and "
         f"peer ID are the ones they print now, and that no firewall is in between"
@@ -359,15 +370,15 @@ def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -
 def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
     """Print how others join through this peer."""
     chosen = choose_maddrs(visible_maddrs, only_p2p)
+    reach = 3 if only_p2p else max((_reach(maddr) for maddr in visible_maddrs), default=0)
+    where = {3: "over the Internet", 2: "in this network"}.get(reach, "on this machine")
     logger.info(
-        f"Running a DHT peer. To connect other peers to this one over the Internet, use "
+        f"Running a DHT peer. To connect other peers to this one {where}, use "
         f"{TextStyle.BOLD}{TextStyle.BLUE}--initial_peers {' '.join(chosen)}{TextStyle.RESET}"
     )
     logger.info(f"Full list of visible multiaddresses: {' '.join(map(str, visible_maddrs))}")
-    if not only_p2p and max((_reach(maddr) for maddr in visible_maddrs), default=0) < 3:
-        logger.info(
-            "None of these is a public address: peers outside this network need a forwarded port and --announce_maddrs"
-        )
+    if reach == 2:
+        logger.info("Peers outside this network need a public address: forward a port and pass --announce_maddrs")
 
 
 class KeepInTouch(threading.Thread):
@@ -464,6 +475,8 @@ def setup_logging(debug: bool = False) -> None:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stderr.isatty():
             handler.setStream(AboveProgressBar())
             os.register_at_fork(after_in_child=_renew_tqdm_lock)
+    # hivemind sets the schedule to the step of a state that it has loaded, without a step of the optimizer
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
     if not debug:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tasks of a peer that leaves
         for handler in logging.getLogger().handlers:

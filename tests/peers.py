@@ -158,7 +158,7 @@ def local_peer(folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), c
     from utils import start_peer
 
     args = BaseTrainingArguments(
-        run_id=run_id, initial_peers=list(initial_peers), host_maddrs=[LOCAL], bootstrap_timeout=20
+        run_id=run_id, initial_peers=list(initial_peers), host_maddrs=[LOCAL], bootstrap_timeout=60
     )
     peer = start_peer(args, folder / "identity.key", client_mode, threading.Event())
     try:
