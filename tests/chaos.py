@@ -13,7 +13,6 @@ import itertools
 import json
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +26,7 @@ from safetensors.torch import load_file
 
 from checkpoints import list_checkpoints
 from processes import guard_children
-from tests.conftest import TINY_ALBERT
-from tests.peers import ROOT, Script, Scripts
+from tests.peers import Script, Scripts, prepare_data
 
 MAX_SECONDS_A_STEP = 60
 # LAMB moves weights by learning rate x norm a step, 0.03 here: two peers that took their last step with different
@@ -138,16 +136,6 @@ class Run:
             vectors.append(torch.cat([weights[key].flatten() for key in sorted(weights)]))
         pairs = itertools.combinations(vectors, 2)
         return max(((one - other).norm() / one.norm()).item() for one, other in pairs)
-
-
-def prepare_data(folder: Path) -> None:
-    command = [
-        sys.executable, "-W", "ignore", str(ROOT / "tokenize_wikitext103.py"), "--sample", "--train_tokenizer",
-        "--vocab_size", "500", "--max_seq_length", "32", "--output_path", str(folder / "dataset"),
-        "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    (folder / "config.json").write_text(json.dumps(TINY_ALBERT))
 
 
 def check(run: Run, codes: list[int]) -> list[str]:

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import psutil
 
 from processes import guard_children
-from tests.chaos import prepare_data
-from tests.peers import Script, Scripts
+from tests.peers import Script, Scripts, prepare_data
 
 # (largest growth allowed from the warm-up to the end: a factor, and an amount that is noise in any case)
 LIMITS = {"memory MB": (1.2, 60.0), "threads": (1.1, 6), "file descriptors": (1.1, 12), "processes": (1.0, 1)}

@@ -1,6 +1,7 @@
 """Helpers of the tests: real scripts as processes, and peers inside the test's own process."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -23,6 +24,30 @@ from arguments import (
 
 ROOT = Path(__file__).parent.parent
 LOCAL = "/ip4/127.0.0.1/tcp/0"
+TINY_ALBERT = {
+    "model_type": "albert",
+    "embedding_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "classifier_dropout_prob": 0.0,
+    "max_position_embeddings": 64,
+}
+
+
+def prepare_data(folder: Path) -> None:
+    """Make `dataset`, `tokenizer` and `config.json` in a folder, as a user would."""
+    command = [
+        sys.executable, "-W", "ignore", str(ROOT / "tokenize_wikitext103.py"), "--sample", "--train_tokenizer",
+        "--vocab_size", "500", "--max_seq_length", "32", "--output_path", str(folder / "dataset"),
+        "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (folder / "config.json").write_text(json.dumps(TINY_ALBERT))
 
 
 def wait_until(condition, timeout: float, what: str):

@@ -12,8 +12,7 @@ from arguments import HyperparameterArguments
 from hivemind_fixes import StateLoadError
 from model import build_model
 from optimizer import make_optimizer, make_param_groups, make_scheduler
-from tests.conftest import TINY_ALBERT
-from tests.peers import local_optimizer, local_peer, wait_until
+from tests.peers import TINY_ALBERT, local_optimizer, local_peer, wait_until
 from tests.test_model import make_batch
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})

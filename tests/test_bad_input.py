@@ -12,8 +12,7 @@ import pytest
 import run_trainer
 import run_training_monitor
 from errors import run_script
-from tests.conftest import TINY_ALBERT
-from tests.peers import LOCAL, local_peer
+from tests.peers import LOCAL, TINY_ALBERT, local_peer
 
 UNKNOWN_PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 

@@ -21,7 +21,7 @@ from checkpoints import TrainingState
 from errors import UserError
 from model import build_model
 from monitor import CheckpointKeeper
-from tests.conftest import TINY_ALBERT
+from tests.peers import TINY_ALBERT
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 

@@ -9,7 +9,7 @@ from transformers import AlbertConfig, AlbertForPreTraining
 from arguments import HyperparameterArguments
 from model import build_model
 from optimizer import initialize_statistics, make_optimizer, make_param_groups, make_scheduler
-from tests.conftest import TINY_ALBERT
+from tests.peers import TINY_ALBERT
 
 
 @pytest.fixture

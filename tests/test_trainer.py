@@ -14,7 +14,7 @@ from arguments import LocalTrainingArguments
 from callback import LossMeter
 from errors import UserError
 from model import build_model
-from tests.conftest import TINY_ALBERT
+from tests.peers import TINY_ALBERT
 from tests.test_model import make_batch
 from trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, choose_precision, find_checkpoint
 
