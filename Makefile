@@ -14,7 +14,7 @@ demo: .venv/installed  ## Train a small model with two trainers on this machine,
 	@.venv/bin/python run_local_demo.py $(ARGS)
 
 test: .venv/installed-dev  ## Run all tests, in about eight minutes
-	.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	.venv/bin/python -m pytest -n 2 $(ARGS)
 
 soak: .venv/installed-dev  ## A long run under fire, and a long run that must not grow: half an hour
 	.venv/bin/python -W ignore tests/chaos.py --steps 40

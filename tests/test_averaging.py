@@ -1,5 +1,6 @@
 """Two peers of this process average with each other: what they compute must be what one process would."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -166,6 +167,34 @@ def test_fresh_peer_offers_no_state_and_trained_one_does(tmp_path):
         first.state_averager.local_epoch = 0
         wait_until(first.load_state_from_peers, 15, "the state of the other peer")
         assert first.local_epoch == 1
+
+
+def test_silent_donor_is_passed_over_and_without_any_ours_stays(tmp_path):
+    """The first donor is silent in the middle of its work, the second answers; then neither does."""
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, averaging_compression="none")
+        pair.global_step()
+        silent, good = (optimizer.state_averager for optimizer in pair.optimizers)
+        silent.state_sharing_priority = 100.0  # so that it is asked first
+        address = str(pair.peers[0].dht.get_visible_maddrs()[0])
+        peer = stack.enter_context(local_peer(tmp_path / "third", "run", (address,)))
+        model = build_model(CONFIG, "run")
+        optimizer = stack.enter_context(
+            local_optimizer(
+                model, peer, 4, run_id="run", target_batch_size=8, averaging_timeout=3.0, load_state_timeout=10.0
+            )
+        )
+        with silent.lock_averaged_tensors:
+            wait_until(optimizer.load_state_from_peers, 30, "the state of the second donor")
+            assert optimizer.local_epoch == 1
+            assert largest_difference(model, pair.models[1]) < 1e-2  # float16 on the way
+            before = [parameter.clone() for parameter in model.parameters()]
+            with good.lock_averaged_tensors:
+                started = time.monotonic()
+                assert not optimizer.load_state_from_peers()
+                assert time.monotonic() - started < 15
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+        assert optimizer.local_epoch == 1
 
 
 def test_states_that_do_not_fit_are_refused_whole(tmp_path):

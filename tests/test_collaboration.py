@@ -12,9 +12,6 @@ from transformers import AlbertForPreTraining, AutoTokenizer
 
 from checkpoints import list_checkpoints
 
-# Each of these starts several processes: one test at a time is what two cores can do.
-pytestmark = pytest.mark.xdist_group("processes")
-
 # Large enough that a trainer alone needs some ten seconds for a step, so that both are there for the first.
 TARGET = ("--target_batch_size", 6144, "--per_device_train_batch_size", 16)
 
@@ -24,7 +21,7 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     common = ("--run_id", "three", "--initial_peers", monitor.address, "--max_global_steps", 3, *TARGET)
     trainers = [scripts.trainer(name, *common, "--username", name) for name in ("alice", "bob")]
     for trainer in trainers:
-        assert trainer.wait(120) == 0, trainer.output
+        assert trainer.wait(240) == 0, trainer.output
         trainer.assert_nothing_left()
     monitor.wait_for(r"Step #3\tloss = ")
     assert monitor.stop() == 0
@@ -100,6 +97,6 @@ def test_trainer_in_client_mode_averages_with_one_that_is_not(scripts):
     common = ("--initial_peers", monitor.address, "--max_global_steps", 2, "--leave_timeout", 0, *TARGET)
     trainers = [scripts.trainer("public", *common), scripts.trainer("client", *common, "--client_mode")]
     for trainer in trainers:
-        assert trainer.wait(120) == 0, trainer.output
+        assert trainer.wait(240) == 0, trainer.output
         assert "Averaged gradients with 2 peers" in trainer.output
         assert "Traceback" not in trainer.output, trainer.output

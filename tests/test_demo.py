@@ -36,9 +36,6 @@ from run_local_demo import (
 )
 from tests.peers import ROOT, Script, wait_until
 
-# Each of these starts several processes: one test at a time is what two cores can do.
-pytestmark = pytest.mark.xdist_group("processes")
-
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"
 STEPS = [
     {"step": 1, "loss": 8.31, "performance": 139.4, "alive peers": 2},

@@ -12,9 +12,6 @@ import pytest
 from checkpoints import list_checkpoints
 from tests.peers import wait_until
 
-# Each of these starts several processes: one test at a time is what two cores can do.
-pytestmark = pytest.mark.xdist_group("processes")
-
 # Samples for a global step of some seconds, so that there is an "in the middle" to be hit.
 SLOW = ("--target_batch_size", 4096, "--per_device_train_batch_size", 16)
 

@@ -9,9 +9,6 @@ from safetensors.torch import load_file
 
 from checkpoints import list_checkpoints
 
-# Each of these starts several processes: one test at a time is what two cores can do.
-pytestmark = pytest.mark.xdist_group("processes")
-
 
 def metrics(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -26,7 +23,7 @@ def test_peer_that_sends_nan_hurts_nobody_else(scripts):
     honest = [scripts.trainer(name, *common, "--max_global_steps", 5) for name in ("one", "two")]
     poisoner = scripts.trainer("poisoner", *common, name_of_script="tests/nan_peer.py")
     for trainer in honest:
-        assert trainer.wait(150) == 0, trainer.output
+        assert trainer.wait(300) == 0, trainer.output
         weights = load_file(list_checkpoints(trainer.log.with_suffix(""))[0] / "model.safetensors")
         assert all(torch.isfinite(tensor).all() for tensor in weights.values())
         assert re.search(r"Averaged gradients with [23] peers", trainer.output)
@@ -47,7 +44,7 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts, num_fakes):
     hostile = scripts.start("tests/hostile_peer.py", "target", monitor.address, num_fakes, log="hostile")
     hostile.wait_for("hostile peer is up")
     for trainer in trainers:
-        assert trainer.wait(200) == 0, trainer.output
+        assert trainer.wait(300) == 0, trainer.output
         assert "Averaged gradients with 2 peers" in trainer.output
         assert "Traceback" not in trainer.output
     monitor.wait_for(r"Step #6\t", 30)
