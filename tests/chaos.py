@@ -54,6 +54,8 @@ class Run:
         for name in TRAINERS:
             self.start_trainer(name)
         if hostile:
+            # A monitor that has seen no step yet believes the first peers that it sees, whoever they are.
+            self.monitor.wait_for(r"Step #1\t", 120)
             self.scripts.start("tests/hostile_peer.py", "chaos", self.address, 50, log="hostile")
             self.scripts.trainer("poisoner", *self.trainer_args(), name_of_script="tests/nan_peer.py")
 
@@ -62,8 +64,9 @@ class Run:
         self.monitor = self.scripts.monitor("--run_id", "chaos", "--save_checkpoint_step_interval", 2, *port)
 
     def trainer_args(self) -> tuple:
+        """A step of some ten seconds: shorter ones are over before the averaging of the last is."""
         return (
-            "--run_id", "chaos", "--initial_peers", self.address, "--target_batch_size", 4096,
+            "--run_id", "chaos", "--initial_peers", self.address, "--target_batch_size", 12288,
             "--per_device_train_batch_size", 16, "--target_group_size", 3, "--averaging_timeout", 20,
             "--metadata_expiration", 20, "--bootstrap_timeout", 60, "--save_steps", 50, "--backup_every_steps", 2,
         )  # fmt: skip
