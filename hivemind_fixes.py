@@ -161,7 +161,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         if downloaded is None:
             return False
         donor, metadata, tensors = downloaded
-        self._apply_state(metadata, tensors)
+        self.restore(metadata, tensors)
         logger.info(f"Loaded the state of step #{self.local_epoch} from {donor}")
         return True
 
@@ -233,29 +233,37 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def _expected_tensors(self) -> list[torch.Tensor]:
         """Our own state in the order in which a donor sends it: parameters, then the optimizer's tensors."""
         statistics = state_averager.dump_optimizer_state(self.optimizer)[1]
-        return [*self._optimized_parameters(), *self.extra_tensors, *statistics]
+        return [*self._parameters_and_extras(), *statistics]
 
-    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor], min_epoch: int = 0) -> None:
-        """Raise StateLoadError unless a state has our shapes, our optimizer, finite values, and step >= min_epoch."""
+    def _parameters_and_extras(self) -> list[torch.Tensor]:
+        return [*self._optimized_parameters(), *self.extra_tensors]
+
+    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor], min_epoch: int = 0) -> dict:
+        """Raise StateLoadError unless a state has our shapes, our optimizer, finite values, and step >= min_epoch.
+
+        :returns: its optimizer state, in the structure of ours
+        """
         epoch = metadata.get("epoch")
         if type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
             raise StateLoadError("it has no step number")
         if epoch < min_epoch:
             raise StateLoadError(f"it is of step #{epoch}, before #{min_epoch}")
-        own = [*self._optimized_parameters(), *self.extra_tensors]
+        own = self._parameters_and_extras()
         if [t.shape for t in tensors[: len(own)]] != [t.shape for t in own]:
             raise StateLoadError("its parameters have other shapes: another model, or cut off")
         if not all_finite(tensors[: len(own)]):
             raise StateLoadError("its parameters are not finite")
-        self._match_optimizer_state(metadata.get("optimizer_metadata"), tensors[len(own) :])
+        return self._match_optimizer_state(metadata.get("optimizer_metadata"), tensors[len(own) :])
 
-    def _apply_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
-        """Take over a state that check_state has passed."""
-        own = [*self._optimized_parameters(), *self.extra_tensors]
-        optimizer_state = self._match_optimizer_state(metadata["optimizer_metadata"], tensors[len(own) :])
+    def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        """Go to a state, which may be an older one than ours.
+
+        :raises StateLoadError: if it does not fit; ours is then as it was
+        """
+        optimizer_state = self.check_state(metadata, tensors)
         with torch.no_grad(), self.lock_averaged_tensors:
             self.optimizer.load_state_dict(optimizer_state)
-            for own_tensor, tensor in zip(own, tensors, strict=False):
+            for own_tensor, tensor in zip(self._parameters_and_extras(), tensors, strict=False):
                 own_tensor.copy_(tensor)
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
@@ -289,17 +297,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """A copy of the state as it would be sent to a peer: metadata and tensors."""
         with torch.no_grad(), self.lock_averaged_tensors:
             optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
-            tensors = [*self._optimized_parameters(), *self.extra_tensors, *statistics]
+            tensors = [*self._parameters_and_extras(), *statistics]
             copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         return {"epoch": min(self.applied_epoch, self.local_epoch), "optimizer_metadata": optimizer_metadata}, copies
-
-    def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
-        """Go to a state, which may be an older one than ours.
-
-        :raises StateLoadError: if it does not fit
-        """
-        self.check_state(metadata, tensors)
-        self._apply_state(metadata, tensors)
 
     def sync_with_main_parameters(self, epoch: int) -> None:
         """Take over parameters that were loaded into the model from outside, and their step.

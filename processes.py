@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import psutil
@@ -127,9 +126,7 @@ class StopSignal:
     def _watch(self) -> None:
         os.read(self._reading_end, 1)
         self.event.set()
-        time.sleep(self.grace)
-        logger.warning(f"Still busy {self.grace:.0f} seconds after the signal: ending now")
-        os._exit(0)
+        exit_after(self.grace, 0, f"Still busy {self.grace:.0f} seconds after the signal")
 
 
 class Watchdog(threading.Thread):
