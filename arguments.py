@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 Compression = Literal["none", "float16", "scaled_float16", "uniform8", "quantile8"]
 
@@ -32,6 +33,25 @@ def _require_not_negative(arguments: object, *names: str) -> None:
     for name in names:
         value = getattr(arguments, name)
         require(value is None or value >= 0, f"--{name} must not be negative, got {value}")
+
+
+def _require_apart(name: str, path: str, other_name: str, other_path: str) -> None:
+    """Two folders that are written at the same time."""
+    resolved, other = Path(path).resolve(), Path(other_path).resolve()
+    require(
+        not (resolved.is_relative_to(other) or other.is_relative_to(resolved)),
+        f"--{name} '{path}' and --{other_name} '{other_path}' must not be inside each other",
+    )
+
+
+def _check_web_address(flag: str, url: str) -> None:
+    """The address itself is not repeated: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    require(valid, f"{flag} must be an address like https://example.org/data.tar.gz")
 
 
 # A multiaddress, as far as it can be judged without starting libp2p: /name/value pairs, a few names stand alone.
@@ -69,8 +89,26 @@ def _check_maddr(flag: str, maddr: str) -> dict[str, str]:
     return protocols
 
 
-def _check_initial_peer(maddr: str) -> None:
-    flag = "--initial_peers"
+def _check_endpoint(flag: str, endpoint: str) -> None:
+    """Raise ArgumentsError unless it is HOST:PORT with a host that can be dialled and a port that is known."""
+    match = HOST_PORT.fullmatch(endpoint)
+    require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; it looks like bore.pub:31337")
+    host, port = match["host"].strip("[]"), match["port"]
+    require(
+        port.isdigit() and 0 < int(port) <= 65535,
+        f"{flag}: '{endpoint}' needs the port that the tunnel has at its public end, from 1 to 65535",
+    )
+    if ":" in host or re.fullmatch(r"[\d.]+", host):
+        try:
+            valid = not ipaddress.ip_address(host).is_unspecified
+        except ValueError:
+            valid = False
+        require(valid, f"{flag}: '{host}' is not an address that others can reach")
+    else:
+        require(bool(re.fullmatch(r"[\w.-]+", host, re.ASCII)), f"{flag}: '{host}' is not the name of a host")
+
+
+def _check_peer(flag: str, maddr: str) -> None:
     if HOST_PORT.fullmatch(maddr):
         host, port = maddr.rsplit(":", 1)
         raise ArgumentsError(
@@ -88,6 +126,18 @@ def _check_initial_peer(maddr: str) -> None:
         bool(_PEER_ID.fullmatch(peer_id)),
         f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. Copy the whole address that the peer prints",
     )
+
+
+_HUB_ADDRESS = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/"
+_REPO_ID = re.compile(rf"(?:{_HUB_ADDRESS})?(?P<repo_id>\w[\w.-]*/\w[\w.-]{{0,95}}?)(?:\.git)?/?", re.ASCII)
+
+
+def _parse_repo_id(flag: str, value: str) -> str:
+    """NAME/MODEL of a repository on the Hugging Face Hub, or of its address there."""
+    match = _REPO_ID.fullmatch(value)
+    is_valid = match is not None and not re.search(r"--|\.\.|[.-](/|$)", match["repo_id"])
+    require(is_valid, f"{flag}: '{value}' is not a repository on the Hugging Face Hub; pass NAME/MODEL")
+    return match["repo_id"]
 
 
 @dataclass
@@ -131,14 +181,34 @@ class BaseTrainingArguments:
             "(a forwarded port, a tunnel). Example: /dns4/0.tcp.ngrok.io/tcp/12345"
         },
     )
+    tunnel: Literal["none", "ngrok"] = field(
+        default="none",
+        metadata={
+            "help": "Open a tunnel, for a peer behind a firewall or NAT that others are to join through, and announce "
+            "it. ngrok: needs its SDK and an account, whose token is taken from NGROK_AUTHTOKEN or ngrok.yml"
+        },
+    )
+    announce_tunnel: str | None = field(
+        default=None,
+        metadata={
+            "help": "HOST:PORT of a tunnel or forwarded port that you have set up yourself, to be announced beside "
+            "the local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337"
+        },
+    )
     use_relay: bool = field(default=True, metadata={"help": "Reach peers behind NAT or firewalls through relays"})
     use_auto_relay: bool = field(
         default=False,
-        metadata={"help": "Look for relays to become reachable if this peer is itself behind NAT or a firewall"},
+        metadata={
+            "help": "Become reachable through relays, some 20 seconds after joining, if this peer is itself behind "
+            "NAT or a firewall. Needs two public peers"
+        },
     )
     trusted_relays: list[str] = field(
         default_factory=list,
-        metadata={"help": "Relays to use with --use_auto_relay, as multiaddresses with a peer ID"},
+        metadata={
+            "help": "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer "
+            "ID. Default: initial_peers. All that others exchange with this peer passes through one of them"
+        },
     )
     identity_path: str | None = field(
         default=None,
@@ -146,6 +216,13 @@ class BaseTrainingArguments:
             "help": "File with this peer's private key, written if it does not exist. A peer that restarts with the "
             "same file keeps its peer ID, hence its address, and counts as the same contributor. "
             "Default: identity.key in --output_dir"
+        },
+    )
+    invitation: str | None = field(
+        default=None,
+        metadata={
+            "help": "File from the organiser of a run that is not open to everybody, see invite.py. It brings this "
+            "peer's identity along"
         },
     )
     bootstrap_timeout: float = field(
@@ -157,18 +234,48 @@ class BaseTrainingArguments:
     def __post_init__(self):
         require(bool(self.run_id.strip()), "--run_id must not be empty")
         require("." not in self.run_id, f"--run_id '{self.run_id}' must not contain '.'; write '-' instead")
-        self.initial_peers = [peer for value in self.initial_peers for peer in value.split(",") if peer]
-        for peer in self.initial_peers:
-            _check_initial_peer(peer)
+        for flag in ("initial_peers", "trusted_relays"):
+            peers = [peer for value in getattr(self, flag) for peer in value.split(",") if peer]
+            setattr(self, flag, peers)
+            for peer in peers:
+                _check_peer(f"--{flag}", peer)
+        require(
+            self.invitation is None or self.identity_path is None,
+            "--invitation brings an identity along: drop --identity_path",
+        )
         require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
                  "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
-        for flag in ("host_maddrs", "announce_maddrs", "trusted_relays"):
+        require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays needs --use_auto_relay, too")
+        require(self.use_relay or not self.use_auto_relay, "--use_auto_relay does not go with --no_use_relay")
+        if self.use_auto_relay and not self.use_ipfs:
+            self.trusted_relays = self.trusted_relays or self.initial_peers
+        for flag in ("host_maddrs", "announce_maddrs"):
             for maddr in getattr(self, flag):
                 protocols = _check_maddr(f"--{flag}", maddr)
                 if flag == "announce_maddrs":
                     port = protocols.get("tcp", protocols.get("udp"))
                     require(port != "0", f"--announce_maddrs: '{maddr}' needs the real port, 0 means any")
+        self._check_tunnel()
         _require_positive(self, "bootstrap_timeout")
+
+    def _check_tunnel(self) -> None:
+        require(
+            self.tunnel == "none" or self.announce_tunnel is None,
+            "--tunnel and --announce_tunnel exclude each other: the first opens a tunnel, the second names yours",
+        )
+        tcp_ports = {_check_maddr("--host_maddrs", maddr).get("tcp") for maddr in self.host_maddrs} - {None}
+        require(
+            self.tunnel == "none" or bool(tcp_ports),
+            "--tunnel leads to a TCP port, and there is none in --host_maddrs",
+        )
+        if self.announce_tunnel is not None:
+            self.announce_tunnel = self.announce_tunnel.removeprefix("tcp://")  # as ngrok and others print it
+            _check_endpoint("--announce_tunnel", self.announce_tunnel)
+            require(
+                bool(tcp_ports - {"0"}),
+                "--announce_tunnel needs the port that the tunnel leads to, not just any free one: pass --host_maddrs "
+                "/ip4/0.0.0.0/tcp/PORT with that port",
+            )
 
 
 @dataclass
@@ -326,9 +433,18 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     def __post_init__(self):
         BaseTrainingArguments.__post_init__(self)
         OptimizerArguments.__post_init__(self)
+        require(
+            not (self.client_mode and self.use_auto_relay),
+            "--client_mode accepts no connections, --use_auto_relay asks for them: pass one of the two",
+        )
         _require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
         _require_not_negative(self, "leave_timeout")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
+        for flag, is_set in (("tunnel", self.tunnel != "none"), ("announce_tunnel", self.announce_tunnel is not None)):
+            require(
+                not (self.client_mode and is_set),
+                f"--client_mode accepts no connections, so --{flag} is of no use: drop one of them",
+            )
 
 
 @dataclass
@@ -341,8 +457,16 @@ class ModelArguments:
         default="albert-large-v2",
         metadata={
             "help": "Model configuration: a config.json, a folder that has one, or a name on the Hugging Face Hub. "
-            "albert-large-v2 is built in",
+            "ALBERT, BERT, RoBERTa, DistilBERT and GPT-2 are supported. Built in: albert-large-v2, albert-tiny, "
+            "bert-base-uncased, roberta-base, distilbert-base-uncased, gpt2",
             "aliases": ["--config_path"],
+        },
+    )
+    from_pretrained: bool = field(
+        default=False,
+        metadata={
+            "help": "Begin with the weights at --model_name_or_path, a folder or a name on the Hub, instead of from "
+            "scratch. Every trainer of the run must do so"
         },
     )
     tokenizer_path: str = field(
@@ -361,6 +485,29 @@ class DatasetArguments(ModelArguments):
         default="data/albert_tokenized_wikitext",
         metadata={"help": "Folder of the tokenized dataset, as tokenize_wikitext103.py wrote it"},
     )
+    dataset_url: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where dataset or tokenizer is not there yet: download the archive that tokenize_wikitext103.py "
+            "--archive wrote from this http(s) address, and unpack it to dataset_path and tokenizer_path"
+        },
+    )
+    dataset_sha256: str | None = field(
+        default=None,
+        metadata={"help": "SHA-256 of that archive. Default: as the .sha256 file beside it says"},
+    )
+
+    def __post_init__(self):
+        if self.dataset_url is not None:
+            _check_web_address("--dataset_url", self.dataset_url)
+            _require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
+        if self.dataset_sha256 is not None:
+            require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
+            self.dataset_sha256 = self.dataset_sha256.lower()
+            require(
+                bool(re.fullmatch("[0-9a-f]{64}", self.dataset_sha256)),
+                "--dataset_sha256 must be 64 hexadecimal digits, as in the .sha256 file beside the archive",
+            )
 
 
 @dataclass
@@ -369,6 +516,13 @@ class HyperparameterArguments:
 
     _argument_group_name = "Hyper-parameters"
 
+    optimizer: Literal["lamb", "adamw"] = field(
+        default="lamb",
+        metadata={
+            "help": "LAMB is for large batches. AdamW wants a much smaller --learning_rate (1e-4 or so) and an "
+            "--adam_epsilon of 1e-8"
+        },
+    )
     total_steps: int = field(
         default=125_000, metadata={"help": "Length of the learning-rate schedule in global steps; training may go on"}
     )
@@ -453,15 +607,11 @@ class LocalTrainingArguments(HyperparameterArguments):
 
 
 @dataclass
-class TrainingMonitorArguments:
-    """What the monitor watches, keeps and reports."""
+class ReportingArguments:
+    """Where curves are drawn."""
 
-    _argument_group_name = "Monitor"
+    _argument_group_name = "Reporting"
 
-    output_dir: str = field(
-        default="monitor_outputs", metadata={"help": "Folder for metrics.jsonl, checkpoints and the identity"}
-    )
-    refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the trainers' metrics"})
     report_to: Literal["none", "wandb", "trackio"] = field(
         default="none",
         metadata={
@@ -472,6 +622,25 @@ class TrainingMonitorArguments:
     wandb_project: str | None = field(
         default=None, metadata={"help": "Name of the Weights & Biases project; implies --report_to wandb"}
     )
+
+    def __post_init__(self):
+        if self.wandb_project is not None:
+            require(
+                self.report_to != "trackio", "--wandb_project reports to wandb; drop it or drop --report_to trackio"
+            )
+            self.report_to = "wandb"
+
+
+@dataclass
+class TrainingMonitorArguments(ReportingArguments):
+    """What the monitor watches, keeps and reports."""
+
+    _argument_group_name = "Monitor"
+
+    output_dir: str = field(
+        default="monitor_outputs", metadata={"help": "Folder for metrics.jsonl, checkpoints and the identity"}
+    )
+    refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the trainers' metrics"})
     use_google_dns: bool = field(
         default=False,
         metadata={
@@ -487,18 +656,91 @@ class TrainingMonitorArguments:
     )
     save_checkpoint_step_interval: int = field(default=5, metadata={"help": "Global steps between two checkpoints"})
     save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
-    load_state_timeout: float = field(
-        default=600.0, metadata={"help": "Give up on downloading the state from trainers after this many seconds"}
+    assist_in_averaging: bool = field(
+        default=False,
+        metadata={
+            "help": "Help the trainers average with this machine's bandwidth, without computing gradients. Pass their "
+            "--target_batch_size and --averaging_compression, too"
+        },
+    )
+    assistant_maddrs: list[str] = field(
+        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
+        metadata={
+            "help": "Multiaddresses that the assistant listens on, another port than the monitor's; open it as well"
+        },
+    )
+    repo_id: str | None = field(
+        default=None,
+        metadata={
+            "help": "Upload the newest checkpoint, with a model card, to this repository on the Hugging Face Hub: "
+            "NAME/MODEL. Needs a token that may write: `hf auth login` or HF_TOKEN"
+        },
+    )
+    upload_interval: float = field(default=3600.0, metadata={"help": "Seconds between two uploads"})
+    private_repo: bool = field(default=False, metadata={"help": "Make the repository private if it has to be created"})
+    upload_training_state: bool = field(
+        default=False,
+        metadata={"help": "Upload the optimizer's state too, for a run to be revived; three times the size"},
+    )
+    license: str | None = field(
+        default=None, metadata={"help": "License of the model for its card, as the Hub names it, e.g. apache-2.0"}
+    )
+    language: str | None = field(
+        default=None, metadata={"help": "Language of the model for its card, as in ISO 639-1, e.g. en"}
+    )
+
+    assistant_invitation: str | None = field(
+        default=None, metadata={"help": "The assistant's own --invitation, if the run needs one"}
     )
 
     def __post_init__(self):
-        _require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit",
-                          "load_state_timeout")  # fmt: skip
-        if self.wandb_project is not None:
-            require(
-                self.report_to != "trackio", "--wandb_project reports to wandb; drop it or drop --report_to trackio"
-            )
-            self.report_to = "wandb"
+        super().__post_init__()
+        _require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
+        _require_not_negative(self, "upload_interval")
+        for maddr in self.assistant_maddrs:
+            _check_maddr("--assistant_maddrs", maddr)
+        if self.repo_id is not None:
+            self.repo_id = _parse_repo_id("--repo_id", self.repo_id)
+            require(self.store_checkpoints, "--repo_id uploads checkpoints: drop --no_store_checkpoints")
+
+
+@dataclass
+class EvaluatorArguments(ReportingArguments):
+    """What the evaluator computes, and when."""
+
+    _argument_group_name = "Evaluation"
+
+    output_dir: str = field(
+        default="evaluator_outputs", metadata={"help": "Folder for evaluations.jsonl and the identity"}
+    )
+    evaluation_interval: float = field(
+        default=300.0, metadata={"help": "Evaluate every this many seconds, if the collaboration has made a step"}
+    )
+    evaluation_steps: int | None = field(
+        default=None, metadata={"help": "Evaluate every this many global steps instead"}
+    )
+    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Samples that are evaluated at once"})
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Evaluate the first so many samples of the split 'validation'. Default: all"}
+    )
+    mlm_probability: float = field(
+        default=0.15, metadata={"help": "Share of tokens to predict in masked LM; the same ones each time"}
+    )
+    use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU"})
+    refresh_period: float = field(default=10, metadata={"help": "Seconds between two looks at the trainers' metrics"})
+    load_state_timeout: float = field(
+        default=600.0, metadata={"help": "Give up on downloading the state from trainers after this many seconds"}
+    )
+    max_global_steps: int | None = field(
+        default=None, metadata={"help": "End once this step, or a later one, is evaluated. Default: when stopped"}
+    )
+    disable_tqdm: bool = field(default=False, metadata={"help": "No progress bar"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        _require_positive(self, "evaluation_interval", "evaluation_steps", "per_device_eval_batch_size",
+                          "max_eval_samples", "refresh_period", "load_state_timeout", "max_global_steps")  # fmt: skip
+        require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
 
 
 @dataclass
@@ -576,12 +818,7 @@ class TokenizationArguments:
             self.tokenizer_type = {"mlm_sop": "sentencepiece", "mlm": "wordpiece", "clm": "bpe"}[self.objective]
         _require_positive(self, "vocab_size", "num_proc")
         _require_not_negative(self, "seed")
-        paths = [Path(self.output_path).resolve(), Path(self.tokenizer_path).resolve()]
-        require(
-            not (paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0])),
-            f"--output_path '{self.output_path}' and --tokenizer_path '{self.tokenizer_path}' must not be inside each "
-            f"other",
-        )
+        _require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
         require(0 < self.validation_share < 1, f"--validation_share must be between 0 and 1: {self.validation_share}")
         require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")
@@ -597,6 +834,26 @@ class TokenizationArguments:
         )
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
             self.dataset_config_name = "wikitext-103-v1"
+
+
+@dataclass
+class InvitationArguments:
+    """Who is invited."""
+
+    _argument_group_name = "Invitation"
+
+    username: str = field(metadata={"help": "Whom it is for"})
+    output: str = field(metadata={"help": "File to write"})
+    authority: str = field(
+        default="authority.key", metadata={"help": "The organiser's private key, made if it is not there"}
+    )
+    days: float = field(default=365.0, metadata={"help": "How long it holds"})
+    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        _require_positive(self, "days")
+        require(bool(self.username.strip()), "--username must not be empty")
+        require(len(self.username) <= 64, "--username must have at most 64 characters")
 
 
 @dataclass

@@ -76,13 +76,18 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def temporary_folder(target: Path) -> Iterator[Path]:
-    """An empty hidden folder beside `target`, which is removed at the end unless it has been renamed."""
+def make_parent(target: Path) -> None:
+    """Make the folder that `target` is to be in."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UserError(f"'{target.parent}' is not a folder; choose another path") from None
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """An empty hidden folder beside `target`, which is removed at the end unless it has been renamed."""
+    make_parent(target)
     remove_leftovers(target.parent, glob.escape(target.name))
     folder = _hidden_name(target, "new")
     folder.mkdir()

@@ -18,7 +18,7 @@ from arguments import CollaborationArguments
 from checkpoints import TrainingState, load_training_state, save_training_state
 from errors import UserError
 from hivemind_fixes import Optimizer, StateLoadError, all_finite
-from utils import HISTORY_LENGTH, LocalMetrics, Peer, PeerInfo
+from utils import HISTORY_LENGTH, ClientModeAlarm, LocalMetrics, Peer, PeerInfo
 
 logger = get_logger(__name__)
 
@@ -124,6 +124,7 @@ class CollaborativeCallback(TrainerCallback):
         self.last_reported_step = 0
         self.total_samples_processed = 0
         self.num_recoveries = 0
+        self.client_mode_alarm = ClientModeAlarm()
         self.progress_bar = StepProgressBar(optimizer, disable_tqdm)
 
     # The Trainer's events. A training loop of one's own calls `join` at the start and `after_local_step`.
@@ -174,8 +175,12 @@ class CollaborativeCallback(TrainerCallback):
                 self.backup.write(*self.optimizer.state_averager.snapshot())
             self.num_recoveries = 0
         self.progress_bar.update()
-        is_done = self.args.max_global_steps is not None and step >= self.args.max_global_steps
-        return not (is_done or self.should_stop())
+        progress = self.optimizer.tracker.global_progress
+        self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
+        if self.should_stop():
+            self.optimizer.say_goodbye()
+            return False
+        return self.args.max_global_steps is None or step < self.args.max_global_steps
 
     def report(self, step: int) -> None:
         """Log the global step and publish this peer's part in it."""
@@ -199,6 +204,7 @@ class CollaborativeCallback(TrainerCallback):
                     mini_steps=mini_steps,
                 )
             )
+            self.introduce(leaving=False)  # the record expires: a monitor that was away would not know our name
 
     def publish(self, metrics: LocalMetrics) -> None:
         """Store signed records: the newest step for everybody, the last ones for a monitor that missed some."""

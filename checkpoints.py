@@ -19,6 +19,7 @@ from hivemind.utils import get_logger
 
 from atomic import new_file, new_folder
 from errors import UserError
+from hivemind_fixes import StateLoadError, TrainingStateAverager
 
 logger = get_logger(__name__)
 
@@ -100,6 +101,18 @@ def iterate_training_states(folder: Path, run_id: str) -> Iterator[TrainingState
             yield load_training_state(path / STATE_FILE, run_id)
         except ValueError as error:
             logger.warning(f"Skipping a checkpoint: {error}")
+
+
+def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> TrainingState | None:
+    """Load the newest checkpoint that can be read and that fits; None if there is none."""
+    for state in iterate_training_states(folder, run_id):
+        try:
+            averager.restore(state.metadata, state.tensors)
+        except StateLoadError as error:
+            logger.warning(f"Skipping the checkpoint of step #{state.step}, which does not fit the model: {error}")
+        else:
+            return state
+    return None
 
 
 def remove_old_checkpoints(folder: Path, keep: int) -> None:

@@ -21,7 +21,7 @@ from preprocessing import SCHEMAS, SPLITS
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
-_REMEDY = "make it with ./tokenize_wikitext103.py, or unpack the archive of the run's organiser"
+_REMEDY = "make it with ./tokenize_wikitext103.py, or get the organiser's with --dataset_url"
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -173,11 +173,35 @@ def load_training_data(
 
     :raises UserError: if there are none, or they do not go with the tokenizer, the model or the flags
     """
-    objective = get_objective(config)
-    manifest = Manifest.load(dataset_args.dataset_path)
-    manifest.check_objective(objective)
-    manifest.check_tokenizer(tokenizer)
+    manifest = _load_manifest(dataset_args, tokenizer, config)
     manifest.check_seq_length(training_args.seq_length)
-    check_sequence_length(config, manifest.max_seq_length)
     dataset = load_datasets(dataset_args.dataset_path)["train"]
-    return dataset, make_collator(objective, tokenizer, training_args.mlm_probability)
+    if len(dataset) < training_args.per_device_train_batch_size:
+        raise UserError(
+            f"--dataset_path: '{dataset_args.dataset_path}' has {len(dataset)} instances to train on, fewer than "
+            f"--per_device_train_batch_size {training_args.per_device_train_batch_size}"
+        )
+    return dataset, make_collator(manifest.objective, tokenizer, training_args.mlm_probability)
+
+
+def load_validation_data(
+    dataset_args: DatasetArguments,
+    mlm_probability: float,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+) -> tuple[datasets.Dataset, Callable[[list[dict]], BatchEncoding]]:
+    """The instances that nobody trains on; the rest as for `load_training_data`."""
+    manifest = _load_manifest(dataset_args, tokenizer, config)
+    dataset = load_datasets(dataset_args.dataset_path)["validation"]
+    return dataset, make_collator(manifest.objective, tokenizer, mlm_probability)
+
+
+def _load_manifest(
+    dataset_args: DatasetArguments, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> Manifest:
+    """The data's manifest, after it has been compared with the tokenizer and the model."""
+    manifest = Manifest.load(dataset_args.dataset_path)
+    manifest.check_objective(get_objective(config))
+    manifest.check_tokenizer(tokenizer)
+    check_sequence_length(config, manifest.max_seq_length)
+    return manifest

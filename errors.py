@@ -20,6 +20,10 @@ _REMEDIES = {
 class UserError(Exception):
     """Something that the user can mend. The message is one line: what was wrong, with what, and what to do."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in the place of a traceback."""
+        return [f"error: {self}"]
+
 
 def describe(error: BaseException) -> str:
     """One line for any error, with a remedy where one is known."""

@@ -3,50 +3,85 @@
 `Optimizer` here is hivemind's, made safe for a run of strangers:
 
 - a gradient that is not finite is dropped, at its source, at the peer that averages it, and where it is applied
-  (in the bare library one micro-batch of NaN on one peer makes the parameters of every peer NaN, for good);
+  (in the bare library one micro-batch of NaN on one peer makes the parameters of every peer NaN, for good), and who
+  sends one is left out of the next groups and not counted;
 - a downloaded state is applied whole or not at all, and only if its shapes, optimizer and values fit (the bare library
   copies it in positionally, learning rate and weight decay included, and retries for ever if that raises);
+- a peer that hears of its group later than the others, or finds later that the step is due, does not refuse what they
+  send (in the bare library groups of three and more often lose a quarter of the averaging timeout, and part of the
+  average);
+- a peer that has downloaded a state does not take the next step at once, on what it knew before, and does not draw the
+  others back to the step that it comes from;
+- a peer looks early in a step whether it is out of sync, and takes the next one with the others;
+- a peer that catches up does not keep the others waiting in a round that it signed up for;
+- what a peer sends to a round that is over is refused at once;
+- the last thing that a peer answers is not lost on the way;
+- a round that is under way cannot be taken by the garbage collector, and does not fail the end of the averager;
 - a peer offers its state only once it has been trained, and says which step it is of;
 - building it leaves the signal handlers of the process alone.
+
+`SafeDHT` goes on when a process that has called it dies, and `use_only_trusted_relays` makes a peer behind NAT
+reachable in seconds instead of minutes.
 """
 
 import asyncio
+import concurrent.futures
+import itertools
 import logging
 import math
+import multiprocessing
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import hivemind
 import torch
+from google.protobuf.message import Message
 from hivemind.averaging import allreduce
+from hivemind.averaging import averager as averager_module
 from hivemind.averaging.averager import DecentralizedAverager
-from hivemind.averaging.control import StepControl
+from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import BannedException, TensorPartReducer
 from hivemind.compression import deserialize_torch_tensor
 from hivemind.dht import DHT
+from hivemind.dht import dht as dht_module
+from hivemind.dht import node as dht_node
 from hivemind.optim import grad_averager, progress_tracker, state_averager
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID, StubBase
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, get_dht_time, get_logger, nested_flatten, nested_pack
-from hivemind.utils.asyncio import aiter_with_timeout, as_aiter, azip
+from hivemind.utils import MPFuture, get_dht_time, get_logger, nested_flatten, nested_pack, switch_to_uvloop
+from hivemind.utils.asyncio import achain, aiter_with_timeout, as_aiter, azip
 from hivemind.utils.streaming import combine_from_streaming
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 logger = get_logger(__name__)
 
+DHT_TIMEOUT = 30.0  # seconds for reading one key
 MAX_EPOCH = 2**31  # more steps than any run makes; a peer that claims more is lying
 
 
 class FiniteTensorPartReducer(TensorPartReducer):
     """Averages what finite peers send: one that sends NaN or Inf is left out of the rest of the round."""
 
+    def __init__(self, *args, **kwargs):
+        self.poisoners: set[int] = set()  # indices of those senders
+        super().__init__(*args, **kwargs)
+
     async def accumulate_part(
         self, sender_index: int, part_index: int, tensor_part: torch.Tensor, weight: float = 1.0
     ) -> torch.Tensor:
         # The sum of a part is finite only if each element is (or if it overflows, which is no gradient either).
         if not (math.isfinite(weight) and weight >= 0 and tensor_part.sum().isfinite()):
+            self.poisoners.add(sender_index)
             raise BannedException(f"sender {sender_index} sent values that are not finite")
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight)
 
@@ -54,8 +89,150 @@ class FiniteTensorPartReducer(TensorPartReducer):
 allreduce.TensorPartReducer = FiniteTensorPartReducer
 
 
+class _ClosingStub:
+    """A peer's averager, whose answers to `rpc_aggregate_part` end with the last of `num_parts`."""
+
+    def __init__(self, stub: StubBase, num_parts: int):
+        self.stub, self.num_parts = stub, num_parts
+
+    async def rpc_aggregate_part(
+        self, inputs: AsyncIterator[averaging_pb2.AveragingData]
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        return self._receive(await self.stub.rpc_aggregate_part(inputs))
+
+    async def _receive(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData]
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        num_received = 0
+        async with aclosing(stream):
+            async for message in stream:
+                yield message
+                num_received += 1
+                if num_received == self.num_parts:
+                    return
+
+
+class ClosingAllReduceRunner(allreduce.AllReduceRunner):
+    """Closes the stream to a peer once it has answered all, see SafeAverager._then_linger."""
+
+    def _get_peer_stub(self, peer: PeerID) -> _ClosingStub:
+        num_parts = self.tensor_part_container.num_parts_by_peer[self.ordered_peer_ids.index(peer)]
+        return _ClosingStub(super()._get_peer_stub(peer), num_parts)
+
+
+class CautiousMatchmaking(Matchmaking):
+    """Finds groups without the peers that have sent NaN or Inf.
+
+    One that sends NaN without knowing also reduces its share of the tensors without these guards: as long as it takes
+    part, that share is not averaged, and each round lasts until its time-out.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._shunned_until: dict[PeerID, float] = {}
+
+    def shun(self, peer_id: PeerID, until: float) -> None:
+        """Form no group with a peer until then, in the time of `time.monotonic`."""
+        self._shunned_until[peer_id] = until
+
+    def _is_shunned(self, peer_id: PeerID) -> bool:
+        return time.monotonic() < self._shunned_until.get(peer_id, -math.inf)
+
+    def _check_reasons_to_reject(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> averaging_pb2.MessageFromLeader | None:
+        if self._is_shunned(context.remote_id):
+            return averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+        return super()._check_reasons_to_reject(request, context)
+
+    async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        return None if self._is_shunned(leader) else await super()._request_join_group(leader)
+
+
+averager_module.Matchmaking = CautiousMatchmaking
+
+
+class RelayedP2P(P2P):
+    """libp2p's daemon, with the relays that it is given and no others."""
+
+    @staticmethod
+    def _make_process_args(*args, **kwargs) -> list[str]:
+        if "trustedRelays" in kwargs:
+            kwargs["relayDiscovery"] = False
+        return P2P._make_process_args(*args, **kwargs)
+
+
+def use_only_trusted_relays() -> None:
+    """Let DHTs that are built from now on use their `trusted_relays` at once.
+
+    hivemind lets libp2p look for others, too, and then libp2p takes none before it knows four or has waited for three
+    minutes.
+    """
+    dht_node.P2P = RelayedP2P
+
+
+class _Inbox:
+    """The end of a pipe at which a DHT receives its calls; skips those of processes that have died since.
+
+    Averagers call it to the last, and a call names the socket at which its sender waits for the answer.
+    """
+
+    def __init__(self, pipe: Connection):
+        self.pipe = pipe
+        self.fileno, self.poll = pipe.fileno, pipe.poll
+
+    def recv(self) -> tuple[str, list, dict]:
+        """The name of a method and its arguments."""
+        message = self.pipe.recv_bytes()
+        try:
+            return ForkingPickler.loads(message)
+        except (OSError, EOFError, RuntimeError):
+            return "skip_call", [], {}
+
+
+class SafeDHT(DHT):
+    """hivemind's, which ends with a traceback or is deaf for three seconds if a process dies that has called it."""
+
+    def run(self) -> None:
+        self._inner_pipe = _Inbox(self._inner_pipe)
+        super().run()
+
+    async def skip_call(self) -> None:
+        pass
+
+
+def _switch_to_uvloop() -> asyncio.AbstractEventLoop:
+    """hivemind's event loop, which keeps its tasks until they are done.
+
+    asyncio itself knows them only as long as somebody else does, and of a round that waits for its trigger nobody
+    does: once the garbage collector has taken it, this peer finds no group until it is started again.
+    """
+    loop, tasks = switch_to_uvloop(), set()
+
+    def create_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **kwargs) -> asyncio.Task:
+        task = asyncio.Task(coroutine, loop=loop, **kwargs)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    loop.set_task_factory(create_task)
+    return loop
+
+
+averager_module.switch_to_uvloop = dht_module.switch_to_uvloop = _switch_to_uvloop
+
+
 class SafeAverager(DecentralizedAverager):
     """What both averagers have in common."""
+
+    SHUN_SECONDS = 600.0  # how long we average with nobody who sent NaN or Inf; its machine may be mended one day
+    LINGER_SECONDS = 5.0  # how long after our last answer we wait for the caller to close the stream
+
+    def __init__(self, *args, **kwargs):
+        self._finished_groups: deque[bytes] = deque(maxlen=64)
+        self._shunned: dict[bytes, float] = {}  # peer ID -> until when; in the main process, which hears of it here:
+        self._newly_shunned, self._lock_shunned = multiprocessing.SimpleQueue(), threading.Lock()
+        super().__init__(*args, **kwargs)
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start the process. hivemind also ignores SIGINT from here on, in the process of the caller."""
@@ -63,12 +240,67 @@ class SafeAverager(DecentralizedAverager):
         if await_ready:
             self.wait_until_ready(timeout)
 
+    async def _then_linger(self, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        """Give a caller all messages, and the time to close the stream itself.
+
+        When a handler ends, libp2p's daemon closes its stream for reading and for writing. The first wakes what reads
+        there, which takes it for an error and may reset the stream before the second is done; the caller's daemon then
+        discards what it has not passed on yet. One round of averaging in some 700 lost its results so, or the news
+        that its group is complete, for which both peers then wait in vain.
+        """
+        has_sent = False
+        async for message in messages:
+            yield message
+            has_sent = True
+        if has_sent:
+            await asyncio.sleep(self.LINGER_SECONDS)  # is cancelled when the caller closes the stream
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """A peer asks to average with us, as in hivemind."""
+        async for message in self._then_linger(super().rpc_join_group(request, context)):
+            yield message
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """A peer asks for our state, as in hivemind."""
+        async for message in self._then_linger(super().rpc_download_state(request, context)):
+            yield message
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """A peer of our group sends its part of the tensors, maybe before our own round has begun.
+
+        A round begins with its trigger: when we find that the step is due, which may be many seconds after the first
+        peer did. hivemind waits for any round of ours to begin or end: one that ends while the next is being prepared
+        makes it refuse the part, and the whole group then waits for a quarter of the averaging timeout.
+        """
+        request = await anext(stream)
+        deadline = time.monotonic() + (self.allreduce_kwargs["reducer_timeout"] or 0.0)  # the sender waits no longer
+        known_groups = (self._running_groups, self._finished_groups)
+        while not any(request.group_id in groups for groups in known_groups) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        answers = super().rpc_aggregate_part(achain(as_aiter(request), stream), context)
+        async for message in self._then_linger(answers):
+            yield message
+
+    @contextmanager
+    def _register_allreduce_group(self, group_info: GroupInfo) -> Iterator[None]:
+        try:
+            with super()._register_allreduce_group(group_info):
+                yield
+        finally:
+            self._finished_groups.append(group_info.group_id)
+
     async def _run_allreduce_inplace_(
         self, tensors: Sequence[torch.Tensor], group_info, group_id: bytes | None = None, **kwargs
     ):
         """One round of all-reduce, as in hivemind; an update that is not finite is not applied."""
         group_id = group_info.group_id if group_id is None else group_id
-        runner = allreduce.AllReduceRunner(
+        runner = ClosingAllReduceRunner(
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
@@ -78,10 +310,41 @@ class SafeAverager(DecentralizedAverager):
             **kwargs,
         )
         self._running_groups[group_id].set_result(runner)
-        if runner.modes[group_info.peer_ids.index(self.peer_id)] == allreduce.AveragingMode.AUX:
-            async for _ in runner:
-                raise ValueError("auxiliary peers should not receive averaged tensors")
-            return
+        try:
+            if runner.modes[group_info.peer_ids.index(self.peer_id)] == allreduce.AveragingMode.AUX:
+                async for _ in runner:
+                    raise ValueError("auxiliary peers should not receive averaged tensors")
+            else:
+                await self._apply_updates(tensors, runner)
+        finally:  # such rounds end with an error or a time-out
+            for index in runner.tensor_part_reducer.poisoners:
+                if (sender := runner.sender_peer_ids[index]) != self.peer_id:
+                    logger.warning(f"{sender} sent values that are not finite: not averaging with it for a while")
+                    until = time.monotonic() + self.SHUN_SECONDS
+                    self._matchmaking.shun(sender, until)
+                    self._newly_shunned.put((sender.to_bytes(), until))
+
+    def shunned_peers(self) -> dict[bytes, float]:
+        """IDs of the peers that this averager forms no group with, and until when. For the main process."""
+        with self._lock_shunned:
+            while not self._newly_shunned.empty():
+                peer_id, until = self._newly_shunned.get()
+                self._shunned[peer_id] = until
+            return {peer_id: until for peer_id, until in self._shunned.items() if time.monotonic() < until}
+
+    def shun(self, peers: dict[bytes, float]) -> None:
+        """Form no group with peers that another averager shuns. For the main process."""
+        if new := peers.items() - self.shunned_peers().items():
+            with self._lock_shunned:
+                self._shunned.update(new)
+            self._outer_pipe.send(("_shun", [dict(new)], {}))
+
+    async def _shun(self, peers: dict[bytes, float]) -> None:
+        """Runs in the averager process."""
+        for peer_id, until in peers.items():
+            self._matchmaking.shun(PeerID(peer_id), until)
+
+    async def _apply_updates(self, tensors: Sequence[torch.Tensor], runner: allreduce.AllReduceRunner) -> None:
         num_refused = 0
         async for tensor, update in azip(as_aiter(*tensors), runner):
             if not update.sum().isfinite():
@@ -92,6 +355,14 @@ class SafeAverager(DecentralizedAverager):
             self._state_updated.set()
         if num_refused:
             logger.warning(f"The others' average of {num_refused} tensors is not finite: kept our own values there")
+
+    async def _shutdown(self, _timeout: float | None) -> None:
+        """Answer no more peers, and break off the rounds under way; hivemind's raises if there is one."""
+        if not self.client_mode:
+            await self.remove_p2p_handlers(self._p2p, namespace=self.prefix)
+        for round_of_ours in self._running_groups.values():
+            if round_of_ours.done() and not round_of_ours.cancelled():
+                round_of_ours.result().finalize(cancel=True)
 
 
 class GradientAverager(SafeAverager, grad_averager.GradientAverager):
@@ -134,8 +405,13 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     :param donor_timeout: seconds that a donor may be silent. It answers only after a round of averaging that it is in
     """
 
+    MAX_ATTEMPTS = 3  # to get a state from those that offer one; who gave up too early would begin a second run
+
     def __init__(self, *args, download_timeout: float = 600.0, donor_timeout: float = 60.0, **kwargs):
         self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
+        self.current_round: StepControl | None = None
+        self.is_behind = False  # whether our parameters lack an update that those of the others have
+        self._downloads: set[asyncio.Task] = set()
         super().__init__(*args, **kwargs)
 
     @property
@@ -148,9 +424,29 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         Waiting for the update instead would block both: it waits for the averaging round that the other is to join.
         """
-        metadata, tensors, infos = super().get_current_state()
-        metadata["epoch"] = min(self.applied_epoch, self.local_epoch)
+        with self.lock_optimizer:  # its step and the scheduler's are both done, or neither
+            metadata, tensors, infos = super().get_current_state()
+            metadata["epoch"] = min(self.applied_epoch, self.local_epoch)
         return metadata, tensors, infos
+
+    def _do(self, wait_for_trigger, optimizer_step: bool, zero_grad: bool, averaging_round: bool,
+            averaging_control: StepControl | None, *args, timeout: float | None = None, **kwargs) -> None:  # fmt: skip
+        """The update in the background, as in hivemind; tells of the round that it waits for.
+
+        A state that is downloaded while its donor averages gradients is of the step before. Its parameters take the
+        average of the others' and do not count in it: each newcomer would take half an update back from everybody.
+        """
+        if averaging_round and (averaging_control is None or averaging_control.triggered or averaging_control.done()):
+            averaging_control = None
+            with suppress(Exception):  # hivemind tries again, and reports it
+                averaging_control = self.schedule_step(gather=self.local_epoch, timeout=timeout, **kwargs)
+        self.current_round = averaging_control
+        if self.is_behind and averaging_control is not None:
+            averaging_control.weight = 0.0
+        super()._do(wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, *args,
+                    timeout=timeout, **kwargs)  # fmt: skip
+        if averaging_control is not None and averaging_control.done() and not averaging_control.cancelled():
+            self.is_behind &= averaging_control.exception() is not None
 
     def load_state_from_peers(self, **_kwargs) -> bool:
         """Download the newest state that a peer offers and that fits, and apply it.
@@ -186,45 +482,73 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     async def _download_state(self, future: MPFuture, min_epoch: int, max_bytes: int, deadline: float) -> None:
         """Runs in the averager process: try the donors, highest priority first."""
         result = None
+        self._downloads.add(asyncio.current_task())
         try:
-            found = await self.dht.get(f"{self.prefix}.all_averagers", latest=True, return_future=True)
-            for donor in _rank_donors(found.value if found is not None else None):
-                if donor == self.peer_id or time.monotonic() > deadline:
-                    continue
-                try:
-                    logger.info(f"Downloading the state from {donor}")
-                    metadata, tensors = await self._download_from(donor, max_bytes, deadline)
-                    self.check_state(metadata, tensors, min_epoch)
-                    result = (str(donor), metadata, tensors)
+            for attempt in range(self.MAX_ATTEMPTS):
+                await asyncio.sleep(attempt)
+                result, broke_off = await self._try_donors(min_epoch, max_bytes, deadline)
+                if result is not None or not broke_off:
                     break
-                except StateLoadError as error:
-                    logger.warning(f"Refused the state that {donor} offers: {error}")
-                except Exception as error:
-                    logger.warning(f"Could not download the state from {donor}: {error!r}")
         finally:
+            self._downloads.discard(asyncio.current_task())
             future.set_result(result)
 
-    async def _download_from(self, donor: PeerID, max_bytes: int, deadline: float):
-        """Receive a donor's state; raises if it is silent for too long, sends too much, or ends too early."""
+    async def _shutdown(self, timeout: float | None) -> None:
+        """Break off what a thread of the main process may be waiting for."""
+        for download in self._downloads:
+            download.cancel()
+        await asyncio.gather(*self._downloads, return_exceptions=True)
+        await super()._shutdown(timeout)
+
+    async def _try_donors(self, min_epoch: int, max_bytes: int, deadline: float) -> tuple[tuple | None, bool]:
+        """Ask each donor once.
+
+        :returns: what `download_state` does, and whether a connection broke off, which need not happen again
+        """
+        offers = self.dht.get(f"{self.prefix}.all_averagers", latest=True, return_future=True)
+        found = await asyncio.wait_for(offers, DHT_TIMEOUT)
+        broke_off = False
+        for donor in _rank_donors(found.value if found is not None else None):
+            if donor == self.peer_id or time.monotonic() > deadline:
+                continue
+            try:
+                logger.info(f"Downloading the state from {donor}")
+                metadata, tensors = await self._download_from(donor, min_epoch, max_bytes, deadline)
+                self.check_state(metadata, tensors)
+                return (str(donor), metadata, tensors), broke_off
+            except StateLoadError as error:
+                logger.warning(f"Refused the state that {donor} offers: {error}")
+            except Exception as error:
+                logger.warning(f"Could not download the state from {donor}: {error!r}")
+                broke_off |= not isinstance(error, TimeoutError)
+        return None, broke_off
+
+    async def _download_from(self, donor: PeerID, min_epoch: int, max_bytes: int, deadline: float):
+        """Receive a donor's state; raises if it is too old, silent for too long, sends too much, or ends too early."""
         stub = self.get_stub(self._p2p, donor, namespace=self.prefix)
         stream = await asyncio.wait_for(stub.rpc_download_state(averaging_pb2.DownloadRequest()), self.donor_timeout)
-        metadata, tensors, parts, num_bytes = None, [], [], 0
-        async for message in aiter_with_timeout(stream, timeout=self.donor_timeout):
-            num_bytes += len(message.tensor_part.buffer) + len(message.metadata)
-            if num_bytes > max_bytes:
-                raise StateLoadError("it is larger than ours")
-            if time.monotonic() > deadline:
-                raise TimeoutError("it takes too long")
-            if message.metadata:
-                metadata = self.serializer.loads(message.metadata)
-            if message.tensor_part.dtype and parts:  # the first part of a tensor has its dtype
-                tensors.append(deserialize_torch_tensor(combine_from_streaming(parts)))
-                parts = []
-            parts.append(message.tensor_part)
-        if parts:
-            tensors.append(deserialize_torch_tensor(combine_from_streaming(parts)))
+        metadata, tensors, parts, num_bytes, num_expected = None, [], [], 0, math.inf
+        async with aclosing(stream):
+            async for message in aiter_with_timeout(stream, timeout=self.donor_timeout):
+                num_bytes += len(message.tensor_part.buffer) + len(message.metadata)
+                if num_bytes > max_bytes:
+                    raise StateLoadError("it is larger than ours")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("it takes too long")
+                if message.metadata:
+                    metadata = self.serializer.loads(message.metadata)
+                    _check_epoch(metadata, min_epoch)  # comes first: the rest need not be sent
+                    num_expected = len(self._parameters_and_extras()) + _count_statistics(metadata)
+                parts.append(message.tensor_part)
+                if len(parts) >= parts[0].chunks:
+                    tensors.append(deserialize_torch_tensor(combine_from_streaming(parts)))
+                    parts = []
+                    if len(tensors) == num_expected:
+                        break
         if not isinstance(metadata, dict):
             raise StateLoadError("it has none to offer")
+        if len(tensors) < num_expected:
+            raise ConnectionError(f"it broke off after {len(tensors)} of {num_expected} tensors")
         return metadata, tensors
 
     def _optimized_parameters(self) -> list[torch.Tensor]:
@@ -238,16 +562,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def _parameters_and_extras(self) -> list[torch.Tensor]:
         return [*self._optimized_parameters(), *self.extra_tensors]
 
-    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor], min_epoch: int = 0) -> dict:
-        """Raise StateLoadError unless a state has our shapes, our optimizer, finite values, and step >= min_epoch.
+    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
+        """Raise StateLoadError unless a state has a step, our shapes, our optimizer, and finite values.
 
         :returns: its optimizer state, in the structure of ours
         """
-        epoch = metadata.get("epoch")
-        if type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
-            raise StateLoadError("it has no step number")
-        if epoch < min_epoch:
-            raise StateLoadError(f"it is of step #{epoch}, before #{min_epoch}")
+        _check_epoch(metadata)
         own = self._parameters_and_extras()
         if [t.shape for t in tensors[: len(own)]] != [t.shape for t in own]:
             raise StateLoadError("its parameters have other shapes: another model, or cut off")
@@ -295,11 +615,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
         """A copy of the state as it would be sent to a peer: metadata and tensors."""
-        with torch.no_grad(), self.lock_averaged_tensors:
+        with self.lock_optimizer, torch.no_grad(), self.lock_averaged_tensors:
             optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
             tensors = [*self._parameters_and_extras(), *statistics]
             copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        return {"epoch": min(self.applied_epoch, self.local_epoch), "optimizer_metadata": optimizer_metadata}, copies
+            epoch = min(self.applied_epoch, self.local_epoch)
+        return {"epoch": epoch, "optimizer_metadata": optimizer_metadata}, copies
 
     def sync_with_main_parameters(self, epoch: int) -> None:
         """Take over parameters that were loaded into the model from outside, and their step.
@@ -324,6 +645,22 @@ def _rank_donors(offers: object) -> list[PeerID]:
     return sorted(priorities, key=priorities.get, reverse=True)
 
 
+def _check_epoch(metadata: object, min_epoch: int = 0) -> None:
+    epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
+    if type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
+        raise StateLoadError("it has no step number")
+    if epoch < min_epoch:
+        raise StateLoadError(f"it is of step #{epoch}, before #{min_epoch}")
+
+
+def _count_statistics(metadata: dict) -> int:
+    """The tensors of a state's optimizer. Not as many as ours: LAMB has numbers, too, where a norm was zero."""
+    entries = metadata.get("optimizer_metadata")
+    if not isinstance(entries, list):
+        raise StateLoadError("its optimizer state is malformed")
+    return sum(isinstance(entry, dict) and entry.get("type") == "tensor" for entry in entries)
+
+
 def _check_statistic(value, own_value) -> None:
     """A donor's optimizer statistic must be of our shape and finite; scalars may be tensors or numbers."""
     if isinstance(own_value, torch.Tensor) and own_value.ndim > 0:
@@ -345,11 +682,31 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     return bool(torch.nn.utils.get_total_norm([t.float() for t in floating], norm_type=float("inf")).isfinite())
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's, whose state tells the number of steps as a number.
+
+    torch keeps it in a tensor of float32, which hivemind would compress like the others when it sends the state: in
+    float16 steps above 2048 come out wrong and those above 65519 as infinity. torch takes numbers back.
+    """
+
+    def state_dict(self) -> dict:
+        state_dict = super().state_dict()
+        for index, statistics in state_dict["state"].items():
+            state_dict["state"][index] = {**statistics, "step": int(statistics["step"])}
+        return state_dict
+
+
 class ProgressTracker(progress_tracker.ProgressTracker):
-    """hivemind's tracker, which believes any peer's claim to be ahead; here a claim that no state backs is ignored."""
+    """hivemind's tracker, which believes any peer's claim to be ahead, and reckons that it goes on for as long as its
+    report lasts. Here a claim that no state backs is ignored, and one that is old does not grow.
+
+    A peer that sends NaN is not counted: as it finds nobody to wait for, it would soon be a step ahead, and all others
+    would try to catch up.
+    """
 
     def __init__(self, *args, **kwargs):
         self._distrusted: dict[bytes, float] = {}  # subkey of a peer -> until when
+        self.averagers: tuple[SafeAverager, ...] = ()  # they know who sends NaN
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -359,6 +716,34 @@ class ProgressTracker(progress_tracker.ProgressTracker):
         loop.run_until_complete(asyncio.gather(self._progress_reporter(), self._progress_fetcher()))
         self.shutdown_complete.set()
         loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True))
+
+    def update_epoch(self, new_epoch: int | None = None) -> int:
+        """Go to the next step, as in hivemind, and look soon at what the others do in it.
+
+        hivemind checks at the first look in a step whether this peer is out of sync. Up to `max_refresh_period` later,
+        the others may have begun the next step: the peer then dropped its share of this one to download a state,
+        while they waited for it.
+        """
+        epoch = super().update_epoch(new_epoch)
+        self._look_in(self.min_refresh_period)
+        return epoch
+
+    def forget_others(self, epoch: int) -> None:
+        """Ask again what the others have accumulated. Call it after a download, with the updates paused.
+
+        hivemind goes on with what it knew before, by which the step has long been due: each newcomer took one at once,
+        with its own first samples and what the others happened to have.
+        """
+        progress = self.global_progress
+        progress.epoch = max(progress.epoch, epoch)
+        progress.samples_accumulated, progress.eta_next_epoch = 0, math.inf
+        self.fetched_global_progress_this_epoch.clear()
+        self._look_in(0.0)
+
+    def _look_in(self, seconds: float) -> None:
+        """Ask for the others' progress then, whenever it was due."""
+        self.global_progress.next_fetch_time = get_dht_time() + seconds
+        self.global_state_updated.set()
 
     def distrust_claims_above(self, epoch: int, seconds: float = 600.0) -> int:
         """Ignore peers that claim to be past `epoch`, for a while. Call it when no state backs them.
@@ -381,13 +766,27 @@ class ProgressTracker(progress_tracker.ProgressTracker):
         self._distrusted = {subkey: until for subkey, until in self._distrusted.items() if until > now}
         if isinstance(metadata, ValueWithExpiration):  # what hivemind passes at the start, where it finds no one then
             metadata = metadata.value
+        shunned = set().union(*(averager.shunned_peers() for averager in self.averagers))
         if isinstance(metadata, dict):
             metadata = {
-                subkey: record
+                subkey: self._limit_age(record, now)
                 for subkey, record in metadata.items()
-                if subkey not in self._distrusted and _is_plausible(record.value, now)
+                if subkey not in self._distrusted
+                and _is_plausible(record.value, now)
+                and (record.value is None or record.value["peer_id"] not in shunned)
             }
         return super()._parse_swarm_progress_data(metadata)
+
+    def _limit_age(self, record: ValueWithExpiration, now: float) -> ValueWithExpiration:
+        """A peer's report, such that no more than `max_refresh_period` seconds are reckoned to have been worked since.
+
+        A peer that lives reports after each local step. One that was killed would go on contributing until its report
+        expires, and the others would take steps with a fraction of the batch.
+        """
+        if record.value is None:
+            return record
+        newest = max(record.value["time"], now - self.max_refresh_period)
+        return ValueWithExpiration({**record.value, "time": newest}, record.expiration_time)
 
 
 def _is_plausible(progress: dict | None, now: float) -> bool:
@@ -420,6 +819,7 @@ class Optimizer(hivemind.Optimizer):
         self.last_completed_step = 0  # the newest global step that this peer took part in, and
         self.last_contribution = 0  # the samples that it gave
         self._failed_loads = 0
+        self._gradient_round: StepControl | None = None  # the one that the update in the background waits for
         super().__init__(
             dht=dht,
             client_mode=client_mode,
@@ -428,6 +828,7 @@ class Optimizer(hivemind.Optimizer):
             **kwargs,
         )
         self.client_mode = client_mode  # hivemind leaves None here, and raises at the first step of a client
+        self.tracker.averagers = (self.state_averager, self.grad_averager)
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
         return ProgressTracker(
@@ -464,10 +865,22 @@ class Optimizer(hivemind.Optimizer):
         """Wait for the update in the background, if there is one, and apply it to the model."""
         self.state_averager.step(wait_for_delayed_updates=True)
 
+    def break_off_rounds(self) -> None:
+        """Wait for no round of averaging any more."""
+        rounds = (self.scheduled_grads, self.scheduled_state, self._gradient_round, self.state_averager.current_round)
+        for control in rounds:
+            if control is not None and not control.done():
+                with suppress(concurrent.futures.InvalidStateError):  # it ended just now
+                    control.cancel()
+
+    def say_goodbye(self) -> None:
+        """Let the others reckon without us from now on: the rounds that we are in may take longer than we have."""
+        self.tracker.shutdown(self.shutdown_timeout)
+
     def share_state(self) -> None:
         """Offer our state to peers that join, from now on. Call it once it has been trained or downloaded."""
         averager = self.state_averager
-        if not averager.client_mode and not averager.allow_state_sharing:
+        if not (averager.client_mode or self.auxiliary or averager.allow_state_sharing):
             averager.state_sharing_priority = self.local_epoch
             averager.allow_state_sharing = True
 
@@ -491,7 +904,22 @@ class Optimizer(hivemind.Optimizer):
             logger.warning(f"Averaging gradients failed with {error!r}. Proceeding with local gradients")
             if maybe_step_control is not None and not maybe_step_control.done():
                 maybe_step_control.cancel()
+        self._share_shunned_peers()
         self._load_averaged_gradients_into_optimizer_()
+
+    def _share_shunned_peers(self) -> None:
+        """Whom one averager has found to send NaN, the other need not find out."""
+        for one, other in itertools.permutations((self.grad_averager, self.state_averager)):
+            other.shun(one.shunned_peers())
+
+    def _maybe_schedule_gradient_averaging(self) -> None:
+        self._share_shunned_peers()
+        super()._maybe_schedule_gradient_averaging()
+
+    def _begin_averaging_gradients(self, grad_scaler) -> bool:
+        began = super()._begin_averaging_gradients(grad_scaler)
+        self._gradient_round = self.scheduled_grads if began else None
+        return began
 
     def _update_global_epoch(self, grad_scaler) -> None:
         self.last_contribution = self.grad_averager.local_samples_accumulated
@@ -504,25 +932,43 @@ class Optimizer(hivemind.Optimizer):
 
         :returns: whether the state was loaded. If not, training goes on with ours.
         """
-        if self.scheduled_grads is not None and not self.scheduled_grads.done():
-            self._tag_along_with_zero_weight(self.scheduled_grads)
-            self.scheduled_grads = None
+        self._leave_scheduled_rounds()
         self.state_averager.step(wait_for_delayed_updates=True)
         with self.tracker.pause_updates():
             loaded = self.state_averager.load_state_from_peers()
             claimed = self.tracker.global_epoch
-            if loaded and claimed - 1 <= self.local_epoch < claimed:
-                logger.info(f"Catching up with collaboration step {claimed}")
-                self.state_averager.local_epoch = claimed
+            if loaded:
+                self.state_averager.is_behind = self.local_epoch == claimed - 1
+                if self.state_averager.is_behind:
+                    logger.info(f"Catching up with collaboration step {claimed}")
+                    self.state_averager.local_epoch = claimed
             if self.local_epoch < claimed - 1:
                 self._doubt(claimed)
-            self.forget_progress()
-            if loaded:
+            elif loaded:
                 self._failed_loads = 0
+            self.forget_progress()
+            self.tracker.forget_others(self.local_epoch)
+            if loaded:
                 self.share_state()
                 if not self.state_averager.client_mode:
                     self.state_averager.state_sharing_priority = self.local_epoch
         return loaded
+
+    def _leave_scheduled_rounds(self) -> None:
+        """Do not keep the others waiting in the rounds of averaging that we have signed up for.
+
+        hivemind forgets about that of the parameters: theirs takes a quarter of the averaging timeout and is a partial
+        one, while ours of the next step waits for them.
+        """
+        controls = (self.scheduled_grads, self.scheduled_state)
+        self.scheduled_grads = self.scheduled_state = None
+        for control in controls:
+            if control is None or control.done():
+                continue
+            if control.stage == AveragingStage.LOOKING_FOR_GROUP:
+                control.cancel()
+            else:
+                self._tag_along_with_zero_weight(control)
 
     def forget_progress(self) -> None:
         """Drop the gradients accumulated so far: they belong to other parameters than the ones we have now."""

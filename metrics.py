@@ -14,13 +14,18 @@ is complete and gets reported, once and in ascending order, when
 
 What more than half of the voters have not nearly reached (`MAX_SPREAD`) is not even kept: one peer, however far ahead,
 must neither move the run nor hold it back. A jump of more than `MAX_JUMP` steps is believed only after it has stood
-for `settle_time`, so that the first record to be seen does not decide, and at most `MAX_STEPS_PER_SECOND` since the
-last report, so that one liar who is left alone for a while cannot either.
+for `settle_time` (six times as long if a single peer tells of it), so that the first record to be seen does not
+decide, and at most `MAX_STEPS_PER_SECOND` since the last report, so that one liar who is left alone for a while cannot
+either.
+
+**Going back.** Whoever is seen first is believed, since nobody is there to contradict. Should it be a liar, or should
+a run that has lost its state begin again, then the trainers stand far behind what was reported. Once more than half of
+those who take part do (half, if the jump there was a single peer's word), have made steps before our eyes, and still
+do after `settle_time`, their step is the run's: reporting goes on from there.
 
 **Limits.** A vote costs a key pair and nothing else. Liars that outnumber the honest voters (two against one) decide
-what the step is, and steps that they skip are lost; one against one, a liar is believed `MAX_SPREAD` steps ahead. The
-first peers of a run (nothing was reported yet) are believed whatever their step. A peer's loss and speed are its own
-word: its weight is bounded, see `StepReport`, but not what it says.
+what the step is, and steps that they skip are lost; one against one, a liar is believed `MAX_SPREAD` steps ahead. A
+peer's loss and speed are its own word: its weight is bounded, see `StepReport`, but not what it says.
 """
 
 import math
@@ -39,6 +44,7 @@ MAX_PEER_ID_BYTES = 128  # libp2p's have 34 to 42
 
 MAX_JUMP = HISTORY_LENGTH  # steps between two refreshes that are nothing special
 MAX_STEPS_PER_SECOND = 10.0  # far more than any run does: matchmaking alone takes seconds, in a toy demo half of one
+LONE_JUMP_FACTOR = 6  # how much longer than others a jump must stand that one peer alone tells of
 MAX_SPREAD = 3  # steps that peers may be apart who take part in the same run; averaging together, they hardly are
 MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept of one peer
 # Peers go on computing until they notice that the target is reached and while they look for a group. Four targets from
@@ -226,6 +232,15 @@ def parse_progress(raw: object) -> tuple[list[PeerProgress], Counter]:
     return heartbeats, refused
 
 
+def parse_usernames(raw: object) -> dict[bytes, str]:
+    """Read the names under `{run_id}_peers`: public key -> what its owner calls itself, which may be anything."""
+    return {
+        peer: value["username"]
+        for peer, value in _records(raw, Counter())
+        if isinstance(value, Mapping) and isinstance(value.get("username"), str)
+    }
+
+
 @dataclass(slots=True)
 class _Peer:
     """What is known of one public key. Times are in seconds on the monitor's clock."""
@@ -237,6 +252,7 @@ class _Peer:
     progress: PeerProgress | None = None
     last_alive: float = -math.inf
     left: float | None = None  # when its goodbye was found
+    num_steps_seen: int = 0  # steps that it has made since it is known
 
     @property
     def reported_step(self) -> int:
@@ -293,13 +309,17 @@ class MetricsAggregator:
         self.alive_timeout, self.settle_time, self.max_peers = alive_timeout, settle_time, max_peers
         self.max_samples = MAX_COUNT if target_batch_size is None else MAX_OVERSHOOT * target_batch_size
         self.refused: Counter = Counter()  # records that the newest update did not use, by reason
-        self.alive_peers = 0  # at the newest update
+        self.alive_peers = self.alive_clients = 0  # at the newest update; clients accept no connections
         self.run_step: int | None = None  # where more than half of the voters stood then, None without any
         self._peers: dict[bytes, _Peer] = {}
         self._reached: dict[int, float] = {}  # pending step -> when half of the voters were first seen there
         self._now = -math.inf
         self._last_report_time: float | None = None
         self._read_any_metrics = False
+        self._lone_witness: bytes | None = None  # the peer of whom alone we have the steps reported last ...
+        self._told_alone_after = -1  # ... all those after this one ...
+        self._has_jumped = False  # ... and whether there was a jump among them
+        self._behind_since: float | None = None  # when those who take part were first seen to stand behind
 
     def update(
         self, now: float, metrics: object = None, history: object = None, progress: object = None
@@ -315,6 +335,8 @@ class MetricsAggregator:
         self.refused = Counter()
         steps = self._take_in(metrics, history, progress)
         live_peers = self._live_peers()
+        if self._go_back_if_outvoted(live_peers):
+            steps = []  # the histories were not read that far back; they are all there at the next update
         vote = self._vote(live_peers)
         self._keep_steps(steps, vote)
         reports = self._take_complete(vote, live_peers)
@@ -396,6 +418,8 @@ class MetricsAggregator:
             return
         if peer.newest is not None and record.step <= self.last_reported_step:
             self.refused["late"] += 1
+        if peer.newest is not None and peer.newest.step < record.step <= peer.newest.step + MAX_SPREAD:
+            peer.num_steps_seen += 1
         peer.newest, peer.moved = record, self._now
         if is_news:
             peer.last_alive = self._now
@@ -428,18 +452,41 @@ class MetricsAggregator:
                     live[identity] = peer
         return list(live.values())
 
+    def _is_moving(self, peer: _Peer) -> bool:
+        return self._now - peer.moved <= 2 * self.alive_timeout
+
+    def _is_behind(self, peer: _Peer) -> bool:
+        return peer.step < self.last_reported_step - MAX_SPREAD
+
+    def _go_back_if_outvoted(self, live_peers: list[_Peer]) -> bool:
+        """Whether the run turned out to be far behind what was reported; see "Going back" above."""
+        moving = [peer for peer in live_peers if self._is_moving(peer)]
+        behind = [peer.step for peer in moving if self._is_behind(peer) and peer.num_steps_seen >= 2]
+        needed = len(moving) / 2 if self._lone_witness and self._has_jumped else (len(moving) + 1) / 2
+        if len(behind) < needed or not behind:
+            self._behind_since = None
+            return False
+        if self._behind_since is None:
+            self._behind_since = self._now
+        if self._now - self._behind_since < self.settle_time:
+            return False
+        stands = sorted(behind)[len(behind) // 2]
+        is_doubtful = self._lone_witness is not None and self._told_alone_after < stands
+        self.last_reported_step = self._told_alone_after if is_doubtful else stands - 1
+        self._last_report_time = self._behind_since = self._lone_witness = None
+        for peer in self._peers.values():
+            peer.pending.clear()
+        return True
+
     def _voters(self, live_peers: list[_Peer]) -> list[_Peer]:
         """Those who take part. If nobody does any more, all who left steps that are not reported yet."""
-        taking_part = [
-            peer
-            for peer in live_peers
-            if peer.step >= self.last_reported_step - MAX_SPREAD and self._now - peer.moved <= 2 * self.alive_timeout
-        ]
+        taking_part = [peer for peer in live_peers if not self._is_behind(peer) and self._is_moving(peer)]
         return taking_part or [peer for peer in self._peers.values() if peer.reported_step > self.last_reported_step]
 
     def _vote(self, live_peers: list[_Peer]) -> _Vote:
         voters = self._voters(live_peers)
         self.alive_peers = len(live_peers)
+        self.alive_clients = sum(peer.progress is not None and peer.progress.client_mode for peer in live_peers)
         self.run_step = None
         if not voters:
             return _Vote(-1, -1, -1, -1)
@@ -472,14 +519,27 @@ class MetricsAggregator:
         complete = self.last_reported_step
         for step in pending:
             near = step <= complete + (MAX_JUMP if complete >= 0 else MAX_SPREAD)  # a run begins at step 0 or 1
-            settled = self._now - self._reached[step] >= self.settle_time
+            is_lone = not near and sum(step in peer.pending for peer in self._peers.values()) == 1
+            patience = self.settle_time * (LONE_JUMP_FACTOR if is_lone else 1)
+            settled = self._now - self._reached[step] >= patience
             at_once = step <= vote.all or (step <= vote.majority and not wait_for_stragglers)
             if settled or (near and at_once):
                 complete = step
         reports = [self._report(step, live_peers) for step in pending if step <= complete]
         if reports:
+            self._note_witnesses(reports)
             self._mark_reported(complete)
         return reports
+
+    def _note_witnesses(self, reports: list[StepReport]) -> None:
+        before = self.last_reported_step
+        for report in reports:
+            peers = {record.peer for record in report.contributions}
+            witness = peers.pop() if len(peers) == 1 else None
+            if witness is None or witness != self._lone_witness:
+                self._lone_witness, self._told_alone_after, self._has_jumped = witness, before, False
+            self._has_jumped |= report.step > before + MAX_JUMP
+            before = report.step
 
     def _mark_reported(self, step: int) -> None:
         self.last_reported_step = step

@@ -3,11 +3,14 @@
 Trainer, monitor and evaluator build them here and nowhere else, or the states that they exchange would not fit.
 """
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AlbertForPreTraining,
     AutoConfig,
@@ -18,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.albert.modeling_albert import AlbertLayer
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import ModelArguments
@@ -49,7 +53,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"the machine that ran it"
         )
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # else it asks a person at the terminal
     except Exception as error:
         raise UserError(
             f"--tokenizer_path: '{path}' holds no tokenizer that can be read ({_first_line(error)})"
@@ -78,7 +82,13 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
         raise UserError(
             f"--model_name_or_path: '{name}' is a {config.model_type} model; supported are {', '.join(OBJECTIVES)}"
         )
-    config.vocab_size = len(tokenizer)
+    if not args.from_pretrained:
+        config.vocab_size = len(tokenizer)
+    elif config.vocab_size < len(tokenizer):  # more is common: rounded up
+        raise UserError(
+            f"--from_pretrained: the model at '{name}' has a vocabulary of {config.vocab_size}, the tokenizer of "
+            f"{len(tokenizer)}: prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
+        )
     for token in ("pad", "bos", "eos"):
         setattr(config, f"{token}_token_id", getattr(tokenizer, f"{token}_token_id"))
     return config
@@ -86,6 +96,11 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 def get_objective(config: PretrainedConfig) -> str:
     return OBJECTIVES[config.model_type]
+
+
+def get_model_class(config: PretrainedConfig) -> type:
+    """The class that trains it, and that loads it from a checkpoint."""
+    return _MODEL_CLASSES[get_objective(config)]
 
 
 def check_sequence_length(config: PretrainedConfig, length: int) -> None:
@@ -100,16 +115,65 @@ def check_sequence_length(config: PretrainedConfig, length: int) -> None:
         )
 
 
+def make_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
+    """The model that a trainer begins with, from scratch or from pretrained weights."""
+    return load_pretrained_model(config, args, run_id) if args.from_pretrained else build_model(config, run_id)
+
+
 def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
     """A model with initial weights that depend on the run's name alone, so that peers that start together start alike.
 
     Its loss is a mean over the micro-batch.
     """
+    with _seeded_by(run_id):
+        model_class = get_model_class(config)
+        build = model_class if model_class is AlbertForPreTraining else model_class.from_config
+        return _prepare(build(config))
+
+
+def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
+    """The model with the weights at `args.model_name_or_path`; layers that they lack begin as in `build_model`.
+
+    :raises UserError: if there are none, or they do not fit
+    """
+    name = args.model_name_or_path
+    if Path(name).is_file():
+        raise UserError(f"--from_pretrained: '{name}' is a configuration; pass the folder that has its weights too")
+    try:
+        with _seeded_by(run_id):
+            model_class = get_model_class(config)
+            return _prepare(model_class.from_pretrained(name, config=config, cache_dir=args.cache_dir))
+    except Exception as error:
+        raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({_first_line(error)})") from None
+
+
+class CheckpointedAlbertLayer(AlbertLayer):
+    """Keeps its input only and computes the rest again in the backward pass. transformers can do so for the other
+    families, but not for ALBERT."""
+
+    def forward(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Trade time for memory: recompute activations instead of keeping them."""
+    albert_layers = [module for module in model.modules() if type(module) is AlbertLayer]
+    for layer in albert_layers:
+        layer.__class__ = CheckpointedAlbertLayer  # not another `forward`, which DataParallel's replicas would share
+    if not albert_layers:
+        model.activation_checkpointing_enable()
+
+
+@contextlib.contextmanager
+def _seeded_by(run_id: str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed("initial weights", run_id))
-        model_class = _MODEL_CLASSES[get_objective(config)]
-        build = model_class if model_class is AlbertForPreTraining else model_class.from_config
-        model = build(config)
+        yield
+
+
+def _prepare(model: PreTrainedModel) -> PreTrainedModel:
     # transformers believes that a `forward` with **kwargs divides its loss by the number of items in the accumulated
     # batch, and does not divide by the accumulation steps itself. ALBERT's does not: loss and gradients came out
     # multiplied by gradient_accumulation_steps.

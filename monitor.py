@@ -1,6 +1,8 @@
 """What the training monitor does: turns the trainers' records into one report a step, and keeps checkpoints."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,14 +11,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import checkpoints
 import utils
-from arguments import TrainingMonitorArguments
+from arguments import HyperparameterArguments, TrainingMonitorArguments
+from backoff import Backoff
 from checkpoints import TrainingState
-from hivemind_fixes import StateLoadError, TrainingStateAverager
-from metrics import MetricsAggregator, StepReport
-from reporting import Reporter
-from utils import MonitorStatus, Peer
+from collaboration import running_observer
+from contributors import Contributors, format_leaderboard, make_curves
+from hivemind_fixes import TrainingStateAverager
+from metrics import MetricsAggregator, StepReport, parse_usernames
+from reporting import Reporter, describe_evaluation, evaluation_values
+from upload import HubUploader
+from utils import ClientModeAlarm, Evaluation, MonitorStatus, Peer
 
 logger = get_logger(__name__)
+
+MAX_PAUSE = 300.0  # seconds between two tries to save a checkpoint
 
 
 class CheckpointKeeper:
@@ -37,62 +45,80 @@ class CheckpointKeeper:
         self.run_id, self.args = run_id, args
         self.folder = Path(args.output_dir)
         self.saved_step = -1
-        self._retry_after = 0.0
+        # A step that was made up has no state, and each try costs the trainers bandwidth.
+        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
         self._pending: Future | None = None
 
     def restore(self) -> None:
         """Load the newest checkpoint that can be read, and offer it to trainers until they have a newer state."""
-        for state in checkpoints.iterate_training_states(self.folder, self.run_id):
-            try:
-                self.averager.restore(state.metadata, state.tensors)
-            except StateLoadError as error:
-                logger.warning(f"Skipping the checkpoint of step #{state.step}, which does not fit the model: {error}")
-                continue
+        state = checkpoints.restore_newest(self.folder, self.run_id, self.averager)
+        if state is not None:
             self.saved_step = state.step
             self.averager.state_sharing_priority = state.step
             self.averager.allow_state_sharing = True
             logger.info(f"Offering the checkpoint of step #{state.step} to trainers that join")
-            return
 
     def update(self, step: int, trainers_are_leaving: bool) -> None:
         """Called after each look at the metrics: `step` is the newest that trainers reported, -1 if none."""
-        if self.averager.allow_state_sharing and step > self.averager.local_epoch:
-            self.averager.allow_state_sharing = False
-            logger.info(f"Trainers have gone on to step #{step}: no longer offering a checkpoint")
-        is_due = step - max(self.saved_step, 0) >= self.args.save_checkpoint_step_interval
+        # A step is easily claimed. While we offer a checkpoint, download what shall take its place: that is no claim.
+        is_due = self.averager.allow_state_sharing and step > self.averager.local_epoch
+        is_due |= step - max(self.saved_step, 0) >= self.args.save_checkpoint_step_interval
         is_due |= trainers_are_leaving and step > self.saved_step
         is_idle = self._pending is None or self._pending.done()
-        if is_due and is_idle and time.monotonic() >= self._retry_after:
+        if is_due and is_idle and self._backoff.is_over:
             self._pending = self._executor.submit(self._save, step)
 
     def _save(self, step: int) -> None:
         try:
             downloaded = self.averager.download_state(min_epoch=step)
             if downloaded is None:
-                self._retry_after = time.monotonic() + self.args.refresh_period
+                self._backoff.fail()
                 logger.warning(f"No trainer offers the state of step #{step} yet; trying again")
                 return
             donor, metadata, tensors = downloaded
             self.averager.restore(metadata, tensors)
+            if self.averager.allow_state_sharing:
+                self.averager.allow_state_sharing = False
+                logger.info(f"Trainers have gone on to step #{step}: no longer offering a checkpoint")
             state = TrainingState(self.run_id, *self.averager.snapshot())
             info = {"time": time.time(), "donor": donor}
             path = checkpoints.save_checkpoint(self.folder, self.model, self.tokenizer, state, info)
             self.saved_step = state.step
             logger.info(f"Saved {path}")
             checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)
+            self._backoff.reset()
         except Exception as error:
-            self._retry_after = time.monotonic() + self.args.refresh_period
+            self._backoff.fail()
             logger.error(f"Could not save a checkpoint of step #{step} ({error}); trying again later")
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+@contextlib.contextmanager
+def running_keeper(
+    peer: Peer,
+    run_id: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    hyperparameters: HyperparameterArguments,
+    args: TrainingMonitorArguments,
+    load_state_timeout: float,
+) -> Iterator[CheckpointKeeper]:
+    """A keeper that offers the newest checkpoint in its folder, if there is one. Call it in the main thread."""
+    with running_observer(model, peer, run_id, hyperparameters, load_state_timeout) as averager:
+        keeper = CheckpointKeeper(averager, model, tokenizer, run_id, args)
+        with contextlib.closing(keeper):
+            keeper.restore()
+            yield keeper
+
+
 class TrainingMonitor:
     """Watches a run: one report for each global step.
 
     :param keeper: keeps checkpoints, None to keep none
+    :param uploader: uploads them, None to keep them here
     """
 
     def __init__(
@@ -101,21 +127,35 @@ class TrainingMonitor:
         run_id: str,
         aggregator: MetricsAggregator,
         reporter: Reporter,
+        contributors: Contributors,
         keeper: CheckpointKeeper | None,
+        uploader: HubUploader | None,
         args: TrainingMonitorArguments,
     ):
         self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
-        self.keeper, self.args = keeper, args
+        self.contributors, self.keeper, self.uploader, self.args = contributors, keeper, uploader, args
         self._refused_logged_at = float("-inf")
+        self._client_mode_alarm = ClientModeAlarm()
+        self._evaluated: dict[bytes, int] = {}  # an evaluator's public key -> its newest step that was reported
+        self._leaders_shown_at = contributors.step
 
     def refresh(self) -> None:
         """Look at the DHT once: report the steps that are complete, and see to the checkpoints."""
         views = [self._read(name) for name in ("metrics", "history", "progress")]
+        before = self.aggregator.last_reported_step
+        peers = self._read("peers")
+        self.contributors.note_names(parse_usernames(peers))
         self._report(self.aggregator.update(get_dht_time(), *views))
+        if self.aggregator.last_reported_step < before:
+            logger.warning(f"Most trainers stand far behind step #{before}, which was reported: following them")
         self._log_refused()
+        self._client_mode_alarm.check(self.aggregator.alive_peers, self.aggregator.alive_clients)
+        self._report_evaluations()
+        leaving = [info.value["leaving"] for info in peers.values()]
         if self.keeper is not None:
-            leaving = any(info.value["leaving"] for info in self._read("peers").values())
-            self.keeper.update(self.aggregator.last_reported_step, leaving)
+            self.keeper.update(self.aggregator.last_reported_step, any(leaving))
+        if self.uploader is not None:
+            self.uploader.update(run_is_over=bool(leaving) and all(leaving))
         self._publish_status()
 
     def flush(self) -> None:
@@ -132,7 +172,30 @@ class TrainingMonitor:
                 f"Step #{report.step}\tloss = {loss}\talive peers = {report.alive_peers}\t"
                 f"samples = {report.samples}\tperformance = {report.performance:.2f} samples/s"
             )
-            self.reporter.report(report)
+            self.contributors.add(report)
+            self.reporter.report(report, self._leaderboard(report.step))
+        if reports:
+            self.contributors.save()
+
+    def _leaderboard(self, step: int) -> dict[str, int]:
+        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves."""
+        if step < self._leaders_shown_at + self.args.save_checkpoint_step_interval or not len(self.contributors):
+            return {}
+        self._leaders_shown_at = step
+        logger.info(format_leaderboard(self.contributors))
+        return make_curves(self.contributors)
+
+    def _report_evaluations(self) -> None:
+        """Report what evaluators published since the last look. Of steps that trainers have not reported there is
+        nothing to be known."""
+        records = {owner: Evaluation(**record.value) for owner, record in self._read("evaluation").items()}
+        for owner, evaluation in records.items():
+            if self._evaluated.get(owner, -1) < evaluation.step <= self.aggregator.last_reported_step:
+                values = evaluation_values(evaluation)
+                logger.info(describe_evaluation(evaluation.step, values))
+                self.reporter.report_evaluation(evaluation.step, values)
+                self._evaluated[owner] = evaluation.step
+        self._evaluated = {owner: step for owner, step in self._evaluated.items() if owner in records}
 
     def _log_refused(self) -> None:
         """Say what was refused, at most once a minute: anybody can write to the DHT."""

@@ -1,4 +1,4 @@
-"""How the model is optimized: parameter groups, LAMB, the learning-rate schedule, and hivemind around them.
+"""How the model is optimized: parameter groups, LAMB or AdamW, the learning-rate schedule, and hivemind around them.
 
 Peers exchange the optimizer's state by position, so each of them must build it here.
 """
@@ -20,13 +20,12 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from arguments import (
     AveragerArguments,
-    CollaborationArguments,
     HyperparameterArguments,
-    LocalTrainingArguments,
+    OptimizerArguments,
     ProgressTrackerArguments,
 )
 from errors import UserError
-from hivemind_fixes import Optimizer, TrainingStateAverager
+from hivemind_fixes import AdamW, Optimizer, TrainingStateAverager
 from utils import Peer
 
 # Norms by class and by name: ALBERT's `full_layer_layer_norm` is missed by the customary "LayerNorm.weight".
@@ -53,20 +52,22 @@ def make_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]
 
 
 def make_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
-    """LAMB as in its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
+    """The local optimizer that `args.optimizer` names, with statistics of zero.
 
+    LAMB is that of its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction:
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
     does not: steps came out 0.32 of the paper's at the first step and 0.15 at the tenth.
     """
-    optimizer = Lamb(
-        param_groups,
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        clamp_value=args.clamp_value,
-        debias=False,
-    )
+    common = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    if args.optimizer == "adamw":
+        optimizer = AdamW(param_groups, **common)
+    else:
+        optimizer = Lamb(param_groups, **common, clamp_value=args.clamp_value, debias=False)
     initialize_statistics(optimizer)
     return optimizer
 
@@ -88,7 +89,7 @@ def initialize_statistics(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = learning_rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-        optimizer.state[parameter]["step"] = 0
+        optimizer.state[parameter]["step"] *= 0  # a number, or AdamW's tensor
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
@@ -101,20 +102,23 @@ def make_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArgumen
 def build_optimizer(
     model: torch.nn.Module,
     peer: Peer,
-    batch_size_per_step: int,
-    training_args: LocalTrainingArguments,
-    collaboration_args: CollaborationArguments,
+    run_id: str,
+    batch_size_per_step: int | None,
+    max_grad_norm: float,
+    hyperparameters: HyperparameterArguments,
+    optimizer_args: OptimizerArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
 ) -> Optimizer:
-    """hivemind's optimizer around LAMB and its schedule. Call it in the main thread.
+    """hivemind's optimizer around the local one and its schedule. Call it in the main thread.
 
-    :param batch_size_per_step: samples between two calls of its `step`
+    :param batch_size_per_step: samples between two calls of its `step`; None for an auxiliary peer, which takes no
+        step and only helps others average
     :raises UserError: if the target batch size is below the samples of one local step
     """
-    args = collaboration_args
+    args, is_auxiliary = optimizer_args, batch_size_per_step is None
     target_batch_size = args.target_batch_size - args.batch_size_lead
-    if target_batch_size < batch_size_per_step:
+    if not is_auxiliary and target_batch_size < batch_size_per_step:
         raise UserError(
             f"--target_batch_size {args.target_batch_size} (less --batch_size_lead) is below {batch_size_per_step}, "
             f"the samples of one local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
@@ -123,23 +127,24 @@ def build_optimizer(
     return Optimizer(
         dht=peer.dht,
         private_key=peer.private_key,
-        run_id=args.run_id,
+        run_id=run_id,
         target_batch_size=target_batch_size,
         batch_size_per_step=batch_size_per_step,
-        params=make_param_groups(model, training_args.weight_decay),
-        optimizer=partial(make_optimizer, args=training_args),
-        scheduler=partial(make_scheduler, args=training_args),
-        max_grad_norm=training_args.max_grad_norm,
-        offload_optimizer=True,
-        delay_grad_averaging=args.delay_grad_averaging,
-        delay_optimizer_step=args.delay_optimizer_step,
+        params=make_param_groups(model, hyperparameters.weight_decay),
+        optimizer=partial(make_optimizer, args=hyperparameters),
+        scheduler=partial(make_scheduler, args=hyperparameters),
+        max_grad_norm=max_grad_norm,
+        auxiliary=is_auxiliary,
+        offload_optimizer=not is_auxiliary,
+        delay_grad_averaging=args.delay_grad_averaging and not is_auxiliary,
+        delay_optimizer_step=args.delay_optimizer_step and not is_auxiliary,
+        client_mode=args.client_mode,
         average_state_every=args.average_state_every,
         matchmaking_time=args.matchmaking_time,
         averaging_timeout=args.averaging_timeout,
         # A peer of the group that is silent for so long is left out of a round. hivemind would take matchmaking_time,
         # which busy machines and slow lines exceed.
         next_chunk_timeout=max(args.matchmaking_time, args.averaging_timeout / 4),
-        client_mode=args.client_mode,
         grad_compression=averaging_compression,
         state_averaging_compression=averaging_compression,
         load_state_compression=COMPRESSIONS[args.load_state_compression](),

@@ -23,6 +23,7 @@ _OLD_NAMES = {
     "--store_checkpoins": "--store_checkpoints",
     "--tokenizer": "--tokenizer_path",
     "--no_cuda": "--use_cpu",
+    "--repo_url": "--repo_id",
 }
 # Endpoints in gRPC's notation, as in '[::]:*', that became multiaddresses.
 _OLD_ENDPOINTS = {

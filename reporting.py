@@ -1,4 +1,5 @@
 """Where the monitor's aggregated steps go: metrics.jsonl always, besides it Weights & Biases or a trackio dashboard.
+What evaluators find goes to evaluations.jsonl and the same dashboard.
 
 metrics.jsonl is the record: nothing is lost from it, and a restarted monitor learns there which step was the last. The
 dashboards are for looking at; when one of them fails, that is one warning and the monitor goes on.
@@ -14,14 +15,16 @@ import os
 import secrets
 import shlex
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from arguments import TrainingMonitorArguments
+from arguments import EvaluatorArguments, TrainingMonitorArguments
 from errors import describe
 from metrics import StepReport
+from utils import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -32,39 +35,44 @@ _BLOCK = 64 * 1024
 
 
 class Reporter(Protocol):
-    """Takes one global step at a time, in ascending order."""
+    """Takes one global step at a time, in ascending order; evaluations come later than their step."""
 
     def report(self, step_report: StepReport, extra: dict | None = None) -> None:
-        """:param extra: more values of this step by name, such as a validation loss"""
+        """:param extra: more values of this step by name"""
+
+    def report_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """:param values: what was found for the parameters of a step, by name, such as "validation loss\""""
 
     def close(self) -> None:
         """Write what is left and free resources. May be called twice."""
 
 
-def make_reporters(monitor_args: TrainingMonitorArguments, run_id: str) -> "Reporters":
-    """metrics.jsonl in the output folder and the dashboard that --report_to asks for.
+def make_reporters(args: TrainingMonitorArguments | EvaluatorArguments, run_id: str) -> "Reporters":
+    """The files in the output folder, and the dashboard that --report_to asks for.
 
-    :raises OSError: if the output folder or metrics.jsonl cannot be written to
+    :raises OSError: if the output folder or a file there cannot be written to
     """
-    output_dir = Path(monitor_args.output_dir)
+    output_dir = Path(args.output_dir)
     metrics_file = MetricsFile(output_dir)
     dashboard = None
     try:
-        if monitor_args.report_to == "wandb":
-            dashboard = WandbReporter(output_dir, monitor_args.wandb_project or run_id, run_id)
-        elif monitor_args.report_to == "trackio":
+        if args.report_to == "wandb":
+            dashboard = WandbReporter(output_dir, args.wandb_project or run_id, run_id)
+        elif args.report_to == "trackio":
             dashboard = TrackioReporter(output_dir, run_id)
     except Exception as error:
-        message = f"No {monitor_args.report_to}: {describe(error)}; see {metrics_file.path} instead"
+        message = f"No {args.report_to}: {describe(error)}; see {metrics_file.path} instead"
         logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
-    return Reporters(metrics_file, dashboard)
+    return Reporters(metrics_file, MetricsFile(output_dir, "evaluations.jsonl"), dashboard)
 
 
 class Reporters:
-    """The file and at most one dashboard, behind one Reporter."""
+    """The files and at most one dashboard, behind one Reporter."""
 
-    def __init__(self, metrics_file: "MetricsFile", dashboard: Reporter | None = None):
-        self.metrics_file, self.dashboard = metrics_file, dashboard
+    def __init__(
+        self, metrics_file: "MetricsFile", evaluations_file: "MetricsFile", dashboard: Reporter | None = None
+    ):
+        self.metrics_file, self.evaluations_file, self.dashboard = metrics_file, evaluations_file, dashboard
         self._has_warned = False
 
     def last_step(self) -> int:
@@ -74,24 +82,32 @@ class Reporters:
     def report(self, step_report: StepReport, extra: dict | None = None) -> None:
         self.metrics_file.report(step_report, extra)
         if self.dashboard is not None:
-            try:
+            with self._warning_once():
                 self.dashboard.report(step_report, extra)
-            except Exception as error:
-                self._warn_once(error)
+
+    def report_evaluation(self, step: int, values: dict[str, float]) -> None:
+        self.evaluations_file.write({"step": step, **values, "time": round(time.time(), 3)})
+        if self.dashboard is not None:
+            with self._warning_once():
+                self.dashboard.report_evaluation(step, values)
 
     def close(self) -> None:
         self.metrics_file.close()
+        self.evaluations_file.close()
         if self.dashboard is not None:
-            try:
+            with self._warning_once():
                 self.dashboard.close()
-            except Exception as error:
-                self._warn_once(error)
 
-    def _warn_once(self, error: Exception) -> None:
-        if not self._has_warned:
-            message = f"{type(self.dashboard).__name__}: {describe(error)}; see {self.metrics_file.path} instead"
-            logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
-            self._has_warned = True
+    @contextlib.contextmanager
+    def _warning_once(self) -> Iterator[None]:
+        """A dashboard that fails is one warning, and the monitor goes on."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_warned:
+                message = f"{type(self.dashboard).__name__}: {describe(error)}; see {self.metrics_file.path} instead"
+                logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
+                self._has_warned = True
 
 
 def _plain(value: object) -> object:
@@ -117,6 +133,22 @@ def to_record(step_report: StepReport, extra: dict | None = None) -> dict:
     return {str(name): _plain(value) for name, value in (record | (extra or {}) | record).items()}
 
 
+def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
+    """What an evaluator found, under the names that curves have."""
+    values = {
+        "validation loss": evaluation.loss,
+        "perplexity": evaluation.perplexity,
+        "mlm accuracy": evaluation.mlm_accuracy,
+        "sop accuracy": evaluation.sop_accuracy,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def describe_evaluation(step: int, values: dict[str, float]) -> str:
+    """One line for the log."""
+    return f"Step #{step}\t" + "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
+
+
 class MetricsFile:
     """metrics.jsonl: one JSON object per line and step, on disk (fsync) when `report` returns.
 
@@ -125,8 +157,8 @@ class MetricsFile:
     :raises OSError: if the folder cannot be made or an existing file not be repaired
     """
 
-    def __init__(self, output_dir: Path):
-        self.path = Path(output_dir) / "metrics.jsonl"
+    def __init__(self, output_dir: Path, name: str = "metrics.jsonl"):
+        self.path = Path(output_dir) / name
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING_LINES)
         self._is_failing = False
@@ -149,6 +181,10 @@ class MetricsFile:
             "mini_steps": step_report.mini_steps,
             "time": round(step_report.time, 3),
         }
+        self.write(record)
+
+    def write(self, record: dict) -> None:
+        """:param record: plain values by name, of one step"""
         if len(self._waiting) == MAX_WAITING_LINES:
             logger.error(f"{self.path}: {MAX_WAITING_LINES} steps wait to be written, the oldest of them is lost")
         self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
@@ -268,6 +304,7 @@ class WandbReporter:
                 mode, reason = "offline", " ".join(str(error).split())[:200]
         if self._run is None:
             self._run = wandb.init(mode=mode, **options)
+        self._run.define_metric("*", step_metric="step")
         if mode == "online":
             logger.info(f"Curves: {self._run.url}")
         elif mode != "disabled":
@@ -276,8 +313,13 @@ class WandbReporter:
 
     def report(self, step_report: StepReport, extra: dict | None = None) -> None:
         record = to_record(step_report, extra)
-        known = {name: value for name, value in record.items() if value is not None}
-        self._run.log(known, step=step_report.step)
+        self._log({name: value for name, value in record.items() if value is not None})
+
+    def report_evaluation(self, step: int, values: dict[str, float]) -> None:
+        self._log({"step": step, **values})
+
+    def _log(self, record: dict) -> None:
+        self._run.log(record)  # its own `step=` would refuse evaluations of earlier steps, or a run that has gone back
 
     def close(self) -> None:
         if self._run is not None:
@@ -330,11 +372,17 @@ class TrackioReporter:
             self._error = error
 
     def report(self, step_report: StepReport, extra: dict | None = None) -> None:
-        self._check_started()
         record = to_record(step_report, extra)
         # trackio has the step in a column of its own and renames whatever else is called so.
         values = {name: value for name, value in record.items() if value is not None and name != "step"}
-        self._waiting.append((values, step_report.step))
+        self._log(values, step_report.step)
+
+    def report_evaluation(self, step: int, values: dict[str, float]) -> None:
+        self._log(values, step)
+
+    def _log(self, values: dict, step: int) -> None:
+        self._check_started()
+        self._waiting.append((values, step))
         self._log_waiting()
 
     def close(self) -> None:

@@ -12,16 +12,27 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from arguments import (
+    AveragerArguments,
     BaseTrainingArguments,
     HyperparameterArguments,
     ModelArguments,
+    OptimizerArguments,
+    ProgressTrackerArguments,
     TrainingMonitorArguments,
     parse_arguments,
 )
-from errors import run_script
-from processes import StopSignal, Watchdog, exit_after, guard_children
+from errors import UserError, run_script
+from processes import StopSignal, guard_children
 
-ARGUMENTS = (TrainingMonitorArguments, BaseTrainingArguments, ModelArguments, HyperparameterArguments)
+ARGUMENTS = (
+    TrainingMonitorArguments,
+    BaseTrainingArguments,
+    ModelArguments,
+    HyperparameterArguments,
+    OptimizerArguments,
+    AveragerArguments,
+    ProgressTrackerArguments,
+)
 
 
 def main() -> None:
@@ -36,53 +47,70 @@ def monitor(
     peer_args: BaseTrainingArguments,
     model_args: ModelArguments,
     hyperparameters: HyperparameterArguments,
+    optimizer_args: OptimizerArguments,
+    averager_args: AveragerArguments,
+    tracker_args: ProgressTrackerArguments,
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
-    from atomic import remove_leftovers
-    from checkpoints import lock_folder
+    from assistant import running_assistant
+    from collaboration import running_peer, watched
+    from contributors import Contributors
     from metrics import MetricsAggregator
     from model import build_model, load_config, load_tokenizer
-    from monitor import CheckpointKeeper, TrainingMonitor
-    from optimizer import build_state_averager
+    from monitor import TrainingMonitor, running_keeper
     from reporting import make_reporters
-    from utils import announce_public_ip, log_visible_maddrs, logger, setup_logging, start_peer
+    from upload import HubUploader, check_repo, make_facts
+    from utils import announce_public_ip, choose_internet_maddrs, log_visible_maddrs, logger, setup_logging
 
     setup_logging(peer_args.debug)
-    output_dir = Path(monitor_args.output_dir)
-    if monitor_args.store_checkpoints:
+    if optimizer_args.client_mode:
+        raise UserError("--client_mode: a monitor is there to be joined, so others must reach it; drop the flag")
+    output_dir, run_id = Path(monitor_args.output_dir), peer_args.run_id
+    if monitor_args.store_checkpoints or monitor_args.assist_in_averaging:
         tokenizer = load_tokenizer(model_args.tokenizer_path)
-        model = build_model(load_config(model_args, tokenizer), peer_args.run_id)
+        config = load_config(model_args, tokenizer)
+    if monitor_args.store_checkpoints:
+        model = build_model(config, run_id)
+    if monitor_args.repo_id is not None:
+        facts = make_facts(monitor_args, run_id, model.config)
+        check_repo(monitor_args, facts)
     if monitor_args.use_google_dns:
         announce_public_ip(peer_args, monitor_args.public_ip_service)
 
     with ExitStack() as stack:
-        stack.enter_context(lock_folder(output_dir, "--output_dir"))
-        remove_leftovers(output_dir)
-        stop.defer()
-        identity_path = Path(peer_args.identity_path or output_dir / "identity.key")
-        peer = start_peer(peer_args, identity_path, client_mode=False, should_stop=stop.event)
-        stack.callback(peer.dht.shutdown)
-        keeper, children = None, {"DHT": peer.dht}
+        peer = stack.enter_context(
+            running_peer(peer_args, output_dir, client_mode=False, stop=stop, may_start_alone=True)
+        )
+        stack.enter_context(watched({"DHT": peer.dht}, seconds=12.0, exit_code=0))
+        keeper = uploader = None
         if monitor_args.store_checkpoints:
-            averager = build_state_averager(
-                model, peer, peer_args.run_id, hyperparameters, monitor_args.load_state_timeout
+            keeper = stack.enter_context(
+                running_keeper(
+                    peer, run_id, model, tokenizer, hyperparameters, monitor_args, optimizer_args.load_state_timeout
+                )
             )
-            stack.callback(averager.shutdown)
-            children["averager"] = averager
-            keeper = CheckpointKeeper(averager, model, tokenizer, peer_args.run_id, monitor_args)
-            stack.callback(keeper.close)
-            keeper.restore()
-        stack.callback(exit_after, 12.0, 0, "hivemind does not shut down")  # last resort, armed before the above
-        watchdog = Watchdog(children)
-        watchdog.start()
-        stack.callback(watchdog.stop)
-        log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=peer_args.use_ipfs)
+        if monitor_args.assist_in_averaging:
+            stack.enter_context(
+                running_assistant(
+                    build_model(config, run_id), peer, monitor_args, peer_args, hyperparameters, optimizer_args,
+                    averager_args, tracker_args, stop,
+                )
+            )  # fmt: skip
+        visible_maddrs = peer.dht.get_visible_maddrs()
+        log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
 
-        reporter = make_reporters(monitor_args, peer_args.run_id)
+        contributors = Contributors(output_dir, run_id)
+        if monitor_args.repo_id is not None:
+            initial_peers = choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
+            uploader = HubUploader(monitor_args, facts, contributors, initial_peers)
+            stack.callback(uploader.close)
+        reporter = make_reporters(monitor_args, run_id)
         stack.callback(reporter.close)
         aggregator = MetricsAggregator(reporter.last_step(), settle_time=max(10.0, monitor_args.refresh_period))
-        training_monitor = TrainingMonitor(peer, peer_args.run_id, aggregator, reporter, keeper, monitor_args)
+        training_monitor = TrainingMonitor(
+            peer, run_id, aggregator, reporter, contributors, keeper, uploader, monitor_args
+        )
         while not stop.is_set():
             training_monitor.refresh()
             stop.event.wait(monitor_args.refresh_period)

@@ -112,6 +112,16 @@ class CollaborativeTrainer(Trainer):
         return str(getattr(self, "_run_dir", None) or super()._get_output_dir(trial))
 
 
+def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
+    """Where to compute, and on how many devices: all GPUs of this machine, or its CPU.
+
+    :raises UserError: if the flags ask for a precision that the device does not have
+    """
+    choose_precision(args)
+    num_gpus = 0 if args.use_cpu else torch.cuda.device_count()
+    return torch.device("cuda:0" if num_gpus else "cpu"), max(1, num_gpus)
+
+
 def choose_precision(args: LocalTrainingArguments) -> tuple[bool, bool]:
     """Whether to use (fp16, bf16): as asked, or what the device is good at.
 
@@ -130,6 +140,12 @@ def choose_precision(args: LocalTrainingArguments) -> tuple[bool, bool]:
     return not has_bf16, has_bf16
 
 
+def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
+    """For torch.autocast in a loop of one's own; None for no mixed precision."""
+    fp16, bf16 = choose_precision(args)
+    return torch.float16 if fp16 else torch.bfloat16 if bf16 else None
+
+
 def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> TrainingArguments:
     """Our flags for transformers. What the collaboration decides (schedule, optimizer, clipping) is switched off."""
     fp16, bf16 = choose_precision(args)
@@ -142,7 +158,6 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         learning_rate=args.learning_rate,
         fp16=fp16,
         bf16=bf16,
-        activation_checkpointing=args.gradient_checkpointing,  # its name from transformers 6 on
         use_cpu=args.use_cpu,
         dataloader_num_workers=args.dataloader_num_workers,
         dataloader_pin_memory=torch.cuda.is_available() and not args.use_cpu,

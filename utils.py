@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,23 +23,23 @@ from pathlib import Path
 import psutil
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 import requests
-from cryptography.hazmat.primitives import serialization
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
-from hivemind.proto import crypto_pb2
 from hivemind.utils import MPFuture, get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import TextStyle, use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 from tqdm import tqdm
 
+from admission import InvitationAuthorizer, load_invitation, read_private_key, write_private_key
 from arguments import BaseTrainingArguments
 from errors import UserError
-from processes import start_shared_memory_manager
+from hivemind_fixes import SafeDHT, use_only_trusted_relays
+from processes import keep_memory_shared, start_shared_memory_manager
 
 logger = get_logger(__name__)
 
@@ -49,6 +50,7 @@ HISTORY_LENGTH = 64
 _Step = pydantic.conint(strict=True, ge=0, lt=2**31)
 _Count = pydantic.conint(strict=True, ge=0, le=10**9)
 _Rate = pydantic.confloat(strict=True, ge=0.0, le=1e9)  # bounds also refuse NaN and infinity
+_Share = pydantic.confloat(strict=True, ge=0.0, le=1.0)
 _Sum = pydantic.confloat(strict=True, ge=-1e9, le=1e9)
 
 
@@ -80,6 +82,18 @@ class PeerInfo(pydantic.BaseModel):
     leaving: pydantic.StrictBool
 
 
+class Evaluation(pydantic.BaseModel):
+    """What an evaluator found for the parameters of a global step, on `samples` samples that nobody trains on. Values
+    that the objective does not have are None."""
+
+    step: _Step
+    samples: _Count
+    loss: _Rate
+    perplexity: _Rate | None
+    mlm_accuracy: _Share | None
+    sop_accuracy: _Share | None
+
+
 class MetricSchema(pydantic.BaseModel):
     """The keys of a run, without its prefix: each a dictionary from the signer's public key to a record."""
 
@@ -94,6 +108,7 @@ class MetricSchema(pydantic.BaseModel):
     ]
     monitor: dict[BytesWithPublicKey, MonitorStatus]
     peers: dict[BytesWithPublicKey, PeerInfo]
+    evaluation: dict[BytesWithPublicKey, Evaluation]
 
 
 class RefusesWhatItCannotRead(RecordValidatorBase):
@@ -163,32 +178,21 @@ def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tu
     return validators, signature_validator.local_public_key
 
 
-def load_identity(path: Path) -> RSAPrivateKey:
+def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
     """Read a peer's private key, or make one. It gives the peer its ID and signs its records, so that a peer that
     restarts is known as the same one.
 
     :raises UserError: if the file is not a private key
     """
     if not path.exists():
-        key = RSAPrivateKey()
-        content = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=key.to_bytes()).SerializeToString()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            os.fsync(descriptor)
-        os.rename(temporary, path)
+        write_private_key(RSAPrivateKey(), path)
     try:
-        message = crypto_pb2.PrivateKey.FromString(path.read_bytes())
-        key = RSAPrivateKey.__new__(RSAPrivateKey)
-        key._private_key = serialization.load_der_private_key(message.data, password=None)
-        key.get_public_key().to_bytes()
-        return key
+        return read_private_key(path)
     except OSError:
         raise
     except Exception:
         raise UserError(
-            f"--identity_path: '{path}' is not a peer's private key; remove it (a new one is written) or pass another"
+            f"{flag}: '{path}' is not a peer's private key; remove it (a new one is written) or pass another"
         ) from None
 
 
@@ -202,24 +206,37 @@ class Peer:
 
 
 def start_peer(
-    args: BaseTrainingArguments, identity_path: Path, client_mode: bool, should_stop: threading.Event
+    args: BaseTrainingArguments,
+    identity_path: Path,
+    client_mode: bool,
+    should_stop: threading.Event,
+    may_start_alone: bool = False,
 ) -> Peer:
     """Start a DHT peer and join the others, trying again until `args.bootstrap_timeout` seconds have passed.
 
     :param should_stop: gives up early when set
+    :param may_start_alone: without the others if none of them answers in this time
     :raises UserError: if no initial peer can be reached, or an address cannot be listened on
     """
     start_shared_memory_manager()
+    keep_memory_shared()
     _use_own_socket_folder()
+    authorizer = None
+    if args.invitation is not None:
+        invitation = load_invitation(Path(args.invitation))
+        identity_path = identity_path.with_name("invited.key")
+        write_private_key(invitation.private_key, identity_path)
+        authorizer = InvitationAuthorizer(invitation)
+    use_only_trusted_relays()
     private_key = load_identity(identity_path)
     validators, public_key = make_validators(args.run_id, private_key)
     if args.initial_peers:
         logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
     deadline = get_dht_time() + args.bootstrap_timeout
-    has_warned = False
+    has_warned, initial_peers = False, args.initial_peers
     while True:
-        dht = DHT(
-            initial_peers=args.initial_peers,
+        dht = SafeDHT(
+            initial_peers=initial_peers,
             host_maddrs=args.host_maddrs,
             announce_maddrs=args.announce_maddrs or None,
             use_ipfs=args.use_ipfs,
@@ -229,6 +246,7 @@ def start_peer(
             identity_path=str(identity_path),
             client_mode=client_mode,
             record_validators=validators,
+            authorizer=authorizer,
             startup_timeout=args.bootstrap_timeout,
             shutdown_timeout=5,
             start=True,
@@ -242,6 +260,10 @@ def start_peer(
             if should_stop.is_set():
                 raise SystemExit(0) from None
             reason = _explain_start_failure(error, args)
+            if reason is None and initial_peers and may_start_alone and get_dht_time() + 3 > deadline:
+                logger.warning(f"{_unreachable(args)}. Starting without them, and dialing them again now and then")
+                initial_peers, deadline = [], get_dht_time() + args.bootstrap_timeout
+                continue
             if reason is not None or get_dht_time() + 3 > deadline:
                 raise UserError(reason or _unreachable(args)) from None
             if not has_warned:
@@ -289,7 +311,8 @@ def _unreachable(args: BaseTrainingArguments) -> str:
         return f"no peer could be started within --bootstrap_timeout {args.bootstrap_timeout:.0f} seconds; raise it"
     return (
         f"none of --initial_peers answers: {' '.join(args.initial_peers)}. Check that they run, that the address and "
-        f"peer ID are the ones they print now, and that no firewall is in between"
+        f"peer ID are the ones they print now, that no firewall is in between, and that you pass the --invitation of "
+        f"the run if it needs one"
     )
 
 
@@ -367,6 +390,12 @@ def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -
     return list(dict.fromkeys(str(maddr) for maddr in visible_maddrs if _reach(maddr) == farthest))
 
 
+def choose_internet_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
+    """The addresses to hand to the public: none if they are good on this machine or network alone."""
+    is_reachable = only_p2p or any(_reach(maddr) == 3 for maddr in visible_maddrs)
+    return choose_maddrs(visible_maddrs, only_p2p) if is_reachable else []
+
+
 def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
     """Print how others join through this peer."""
     chosen = choose_maddrs(visible_maddrs, only_p2p)
@@ -376,9 +405,13 @@ def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> N
         f"Running a DHT peer. To connect other peers to this one {where}, use "
         f"{TextStyle.BOLD}{TextStyle.BLUE}--initial_peers {' '.join(chosen)}{TextStyle.RESET}"
     )
+    if reach == 3 and not only_p2p:
+        nearer = choose_maddrs([maddr for maddr in visible_maddrs if _reach(maddr) < 3])
+        if nearer:
+            logger.info(f"Peers in the same network may also use --initial_peers {' '.join(nearer)}")
     logger.info(f"Full list of visible multiaddresses: {' '.join(map(str, visible_maddrs))}")
     if reach == 2:
-        logger.info("Peers outside this network need a public address: forward a port and pass --announce_maddrs")
+        logger.info("Peers outside this network need a public address: see --tunnel and --announce_tunnel")
 
 
 class KeepInTouch(threading.Thread):
@@ -436,6 +469,29 @@ def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime:
 
 
 # Logging
+
+
+class ClientModeAlarm:
+    """Says now and then that nobody can average because every trainer is in client mode.
+
+    hivemind counts the steps of trainers that can be reached only, and a client's state cannot be downloaded: neither
+    a monitor nor an assistant takes the place of one trainer that is not in client mode.
+    """
+
+    def __init__(self, period: float = 300.0):
+        self.period = period
+        self._last_time = float("-inf")
+
+    def check(self, num_peers: int, num_clients: int) -> None:
+        """:param num_peers: trainers that are alive; a single one has nobody to average with in any case"""
+        now = time.monotonic()
+        if num_peers < 2 or num_clients < num_peers or now < self._last_time + self.period:
+            return
+        self._last_time = now
+        logger.warning(
+            f"All {num_peers} trainers are in client mode, so that nobody can average with anybody: start one without "
+            f"--client_mode on a machine that others can reach, or with --tunnel or --announce_tunnel"
+        )
 
 
 class AboveProgressBar:
