@@ -9,29 +9,32 @@ run, the peers' parameters differ, or something was left running. `make soak` ru
 """
 
 import argparse
+import contextlib
 import itertools
-import json
+import math
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import psutil
 import torch
-from safetensors.torch import load_file
 
-from checkpoints import list_checkpoints
+from checkpoints import TrainingState, load_training_state
 from processes import guard_children
-from tests.peers import Script, Scripts, prepare_data
+from tests.peers import Script, Scripts, prepare_data, read_jsonl, wait_until
 
 MAX_SECONDS_A_STEP = 60
-# LAMB moves weights by learning rate x norm a step, 0.03 here: two peers that took their last step with different
-# gradients, and have not averaged it yet, differ by as much; what differs by more has drifted apart.
-MAX_DIFFERENCE = 0.06
+# Float16 on the way from one to the other; a step of LAMB moves weights by 0.03 of their norm here.
+MAX_DIFFERENCE = 0.003
+MAX_STEP = 10_000  # the hostile peer claims more
 TRAINERS = ("one", "two", "three")
 
 
@@ -42,51 +45,69 @@ class Run:
     scripts: Scripts
     num_steps: int
     seed: int
+    max_events: float = math.inf
+    is_patient: bool = False  # harm nobody before all are back
+    max_difference: float = MAX_DIFFERENCE  # between the parameters in the end
+    group_size: int = len(TRAINERS)  # a group that is full starts at once, whoever is still missing
     address: str = ""
     events: dict[str, int] = field(default_factory=dict)
     monitor: Script | None = None
     trainers: dict[str, Script] = field(default_factory=dict)
-    step_times: dict[int, float] = field(default_factory=dict)
+    difference: float = math.inf  # between the parameters of trainers after the same step, the last time it was seen
 
     def start(self, hostile: bool) -> None:
         self.start_monitor()
         self.address = self.monitor.address
-        for name in TRAINERS:
-            self.start_trainer(name)
-        if hostile:
-            # A monitor that has seen no step yet believes the first peers that it sees, whoever they are.
-            self.monitor.wait_for(r"Step #1\t", 120)
+        if hostile:  # before anybody is there to contradict it
+            self.group_size += 1
             self.scripts.start("tests/hostile_peer.py", "chaos", self.address, 50, log="hostile")
             self.scripts.trainer("poisoner", *self.trainer_args(), name_of_script="tests/nan_peer.py")
+        for name in TRAINERS:
+            self.start_trainer(name)
 
     def start_monitor(self) -> None:
         port = ("--host_maddrs", self.address.split("/p2p/")[0]) if self.address else ()
         self.monitor = self.scripts.monitor("--run_id", "chaos", "--save_checkpoint_step_interval", 2, *port)
 
     def trainer_args(self) -> tuple:
-        """A step of some ten seconds: shorter ones are over before the averaging of the last is."""
+        """Global steps of five seconds and more: shorter ones are over before the averaging of the last is; local
+        ones of a tenth, since a trainer that is busy with Python keeps its own averagers waiting."""
         return (
-            "--run_id", "chaos", "--initial_peers", self.address, "--target_batch_size", 12288,
-            "--per_device_train_batch_size", 16, "--target_group_size", 3, "--averaging_timeout", 20,
-            "--metadata_expiration", 20, "--bootstrap_timeout", 60, "--save_steps", 50, "--backup_every_steps", 2,
+            "--run_id", "chaos", "--initial_peers", self.address, "--target_batch_size", 16384,
+            "--per_device_train_batch_size", 128, "--target_group_size", self.group_size, "--averaging_timeout", 20,
+            "--metadata_expiration", 20, "--max_refresh_period", 2, "--bootstrap_timeout", 60, "--save_steps", 50,
+            "--backup_every_steps", 1,
         )  # fmt: skip
 
     def start_trainer(self, name: str) -> None:
-        end = ("--max_global_steps", self.num_steps)
-        self.trainers[name] = self.scripts.trainer(name, *self.trainer_args(), *end)
+        self.trainers[name] = self.scripts.trainer(name, *self.trainer_args())
 
     def count(self, event: str) -> None:
         self.events[event] = self.events.get(event, 0) + 1
 
     def records(self) -> list[dict]:
-        path = self.scripts.folder / "monitor" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        """What the monitor reported, without what it believed of the hostile peer while nobody contradicted."""
+        records = read_jsonl(self.scripts.folder / "monitor" / "metrics.jsonl")
+        return [record for record in records if record["step"] <= MAX_STEP]
 
-    def watch(self) -> int:
-        """Note when each step was first seen; return the newest."""
-        for record in self.records():
-            self.step_times.setdefault(record["step"], record["time"])
-        return max(self.step_times, default=0)
+    def newest_step(self) -> int:
+        """Of those that trainers tell of."""
+        steps = [re.findall(r"\bStep #(\d+)", trainer.output)[-1:] for trainer in self.trainers.values()]
+        return max((int(step) for found in steps for step in found), default=0)
+
+    def is_reported(self) -> bool:
+        """Whether the monitor has seen the last step."""
+        return any(record["step"] >= self.num_steps for record in self.records())
+
+    def longest_step(self) -> float:
+        """Seconds, between the moments at which the first of the trainers told of a step and of the next."""
+        times: dict[int, float] = {}
+        for trainer in self.trainers.values():
+            for stamp, step in re.findall(r"(\S+ \d+ [\d:.]+) \[INFO\] Step #(\d+)$", trainer.log.read_text(), re.M):
+                seconds = datetime.strptime(f"2000 {stamp}", "%Y %b %d %H:%M:%S.%f").timestamp()
+                times[int(step)] = min(seconds, times.get(int(step), seconds))
+        ordered = [times[step] for step in sorted(times)]
+        return max((after - before for before, after in itertools.pairwise(ordered)), default=0.0)
 
     def harm(self, generator: random.Random) -> None:
         """Do one thing to one of the peers."""
@@ -111,41 +132,85 @@ class Run:
         trainer.assert_nothing_left()
         self.start_trainer(name)
 
+    def may_harm(self) -> bool:
+        if sum(self.events.values()) >= self.max_events:
+            return False
+        return not self.is_patient or (
+            "--initial_peers" in self.monitor.output
+            and all("Local step 1:" in trainer.output for trainer in self.trainers.values())
+        )
+
     def run(self, deadline: float, harm_every: float | None) -> None:
         """Until the last step, with something done to it every `harm_every` seconds on average."""
         generator = random.Random(self.seed)
         next_harm = time.monotonic() + 15
-        while self.watch() < self.num_steps and time.monotonic() < deadline:
-            is_ending = self.watch() >= self.num_steps - 2  # who is killed now would have no time to come back
-            if harm_every is not None and time.monotonic() >= next_harm and not is_ending:
+        while self.newest_step() < self.num_steps and time.monotonic() < deadline:
+            is_ending = self.newest_step() >= self.num_steps - 3  # who is killed now would have no time to come back
+            if is_ending:
+                self.end_hostile_peers()
+            elif harm_every is not None and time.monotonic() >= next_harm and self.may_harm():
                 self.harm(generator)
                 next_harm = time.monotonic() + generator.uniform(0.5, 1.5) * harm_every
             time.sleep(0.2)
+        # ... and until all have the same parameters, and the monitor has seen it.
+        while not (self.is_reported() and self.are_together()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def are_together(self) -> bool:
+        """Whether all trainers have the same parameters after a step: once all have averaged with all, which those
+        that were away for a while need a step or two for."""
+        paths = [self.scripts.folder / name / "backup.pt" for name in TRAINERS]
+        if not all(path.exists() for path in paths):
+            return False
+        backups = [load_training_state(path, "chaos") for path in paths]
+        if len({backup.step for backup in backups}) > 1:
+            return False
+        self.difference = largest_difference(backups)
+        return self.difference <= self.max_difference
+
+    def end_hostile_peers(self) -> None:
+        """Each trainer that has come back loses a round or two to the peer that sends NaN, before it leaves it out."""
+        for script in self.scripts.running:
+            if script not in (*self.trainers.values(), self.monitor) and script.process.poll() is None:
+                script.kill_all()
 
     def finish(self) -> list[int]:
-        """Let the trainers leave after their last step and stop the monitor; return all exit codes."""
-        codes = [trainer.wait(120) for trainer in self.trainers.values()]
+        """Stop the trainers, all at once so that nobody goes on alone, and the monitor; return all exit codes."""
+        for trainer in self.trainers.values():
+            trainer.family()
+            trainer.process.send_signal(signal.SIGTERM)
+        codes = [trainer.wait(30) for trainer in self.trainers.values()]
         codes.append(self.monitor.stop())
-        for script in self.scripts.running:
-            if script not in (*self.trainers.values(), self.monitor):
-                script.kill_all()  # the hostile ones
         return codes
 
-    def largest_difference(self) -> float:
-        """Between the parameters of any two trainers at the end, relative to their norm."""
-        vectors = []
-        for name in TRAINERS:
-            weights = load_file(list_checkpoints(self.scripts.folder / name)[0] / "model.safetensors")
-            vectors.append(torch.cat([weights[key].flatten() for key in sorted(weights)]))
-        pairs = itertools.combinations(vectors, 2)
-        return max(((one - other).norm() / one.norm()).item() for one, other in pairs)
+    def left_running(self) -> list[psutil.Process]:
+        """What has not ended within 15 seconds."""
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self._family(), 15, "the end of all")
+        return self._family()
+
+    def _family(self) -> list[psutil.Process]:
+        return [process for script in self.scripts.running for process in script.family()]
+
+    def print_last_lines(self, number: int = 15) -> None:
+        """Of each trainer and of the monitor."""
+        for script in (self.monitor, *self.trainers.values()):
+            print(f"  {script.log.name}:", *script.output.splitlines()[-number:], sep="\n    ")
+
+
+def largest_difference(states: list[TrainingState]) -> float:
+    """Between the parameters of any two states, relative to their norm."""
+    vectors = []
+    for state in states:
+        statistics = [entry for entry in state.metadata["optimizer_metadata"] if entry["type"] == "tensor"]
+        vectors.append(torch.cat([tensor.flatten() for tensor in state.tensors[: -len(statistics)]]))
+    return max(((one - other).norm() / one.norm()).item() for one, other in itertools.combinations(vectors, 2))
 
 
 def check(run: Run, codes: list[int]) -> list[str]:
     """What is wrong with a run; empty if nothing."""
     steps = [record["step"] for record in run.records()]
-    times = [run.step_times[step] for step in sorted(run.step_times)]
-    slowest = max((after - before for before, after in itertools.pairwise(times)), default=0.0)
+    slowest = run.longest_step()
     problems = []
     if max(steps, default=0) < run.num_steps:
         problems.append(f"it came to step {max(steps, default=0)} of {run.num_steps} only")
@@ -155,16 +220,14 @@ def check(run: Run, codes: list[int]) -> list[str]:
         problems.append(f"a step took {slowest:.0f} seconds")
     if any(codes):
         problems.append(f"exit codes {codes}")
-    difference = run.largest_difference()
-    if difference > MAX_DIFFERENCE:
-        problems.append(f"the parameters differ by {difference:.1%}")
-    left = [process for script in run.scripts.running for process in script.family()]
-    if left:
+    if run.difference > run.max_difference:
+        problems.append(f"the parameters differ by {run.difference:.1%}")
+    if left := run.left_running():
         problems.append(f"left running: {left}")
     traces = [script.log.name for script in (run.monitor, *run.trainers.values()) if "Traceback" in script.output]
     if traces:
         problems.append(f"tracebacks in {traces}")
-    print(f"  steps {len(steps)}, slowest {slowest:.1f} s, parameters differ by {difference:.1%}")
+    print(f"  steps {len(steps)}, slowest {slowest:.1f} s, parameters differ by {run.difference:.1%}")
     print(f"  events {run.events or 'none'}, exit codes {codes}")
     return problems
 
@@ -173,16 +236,20 @@ def losses(run: Run) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in run.records() if record["loss"] is not None}
 
 
-def play(folder: Path, data: Path, num_steps: int, seed: int, harm_every: float | None, seconds: float) -> tuple:
+def play(
+    folder: Path, data: Path, num_steps: int, seed: int, harm_every: float | None, seconds: float, **options
+) -> tuple[Run, list[str]]:
     """One run from start to end: the run, and what is wrong with it."""
     folder.mkdir(parents=True)
-    run = Run(Scripts(folder, data), num_steps, seed)
+    run = Run(Scripts(folder, data), num_steps, seed, **options)
     try:
         run.start(hostile=harm_every is not None)
         run.run(time.monotonic() + seconds, harm_every)
         codes = run.finish()
-        time.sleep(3)
-        return run, check(run, codes)
+        problems = check(run, codes)
+        if problems:
+            run.print_last_lines()
+        return run, problems
     finally:
         run.scripts.close()
 

@@ -14,13 +14,19 @@ import hivemind_fixes
 import run_trainer
 
 
+class TrustingTensorPartReducer(TensorPartReducer):
+    """hivemind's, which averages whatever comes."""
+
+    poisoners = ()
+
+
 def send_nan(self) -> None:
     with self.get_tensors() as gradients:
         for gradient in gradients:
             gradient.fill_(float("nan"))
 
 
-allreduce.TensorPartReducer = TensorPartReducer
+allreduce.TensorPartReducer = TrustingTensorPartReducer
 callback.all_finite = lambda tensors: True
 hivemind_fixes.GradientAverager.load_accumulators_into_averager_ = send_nan
 hivemind_fixes.Optimizer._check_and_accumulate_gradients = hivemind.Optimizer._check_and_accumulate_gradients

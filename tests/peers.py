@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -36,18 +36,40 @@ TINY_ALBERT = {
     "classifier_dropout_prob": 0.0,
     "max_position_embeddings": 64,
 }
+_TINY_BERT = {**TINY_ALBERT, "hidden_size": 16, "intermediate_size": 32}
+del _TINY_BERT["embedding_size"], _TINY_BERT["classifier_dropout_prob"]
+# The model families; each vocabulary is the smallest that the kind of tokenizer makes of the sample text, or so.
+TINY_CONFIGS = {
+    "albert": TINY_ALBERT,
+    "bert": {**_TINY_BERT, "model_type": "bert"},
+    "roberta": {**_TINY_BERT, "model_type": "roberta", "max_position_embeddings": 66},
+    "distilbert": {
+        "model_type": "distilbert", "dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2, "dropout": 0.0,
+        "attention_dropout": 0.0, "max_position_embeddings": 64,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+}  # fmt: skip
 
 
-def prepare_data(folder: Path) -> None:
+def prepare_data(folder: Path, objective: str = "mlm_sop", vocab_size: int = 500, *args: str) -> None:
     """Make `dataset`, `tokenizer` and `config.json` in a folder, as a user would."""
     command = [
         sys.executable, "-W", "ignore", str(ROOT / "tokenize_wikitext103.py"), "--sample", "--train_tokenizer",
-        "--vocab_size", "500", "--max_seq_length", "32", "--output_path", str(folder / "dataset"),
-        "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"),
+        "--vocab_size", str(vocab_size), "--max_seq_length", "32", "--output_path", str(folder / "dataset"),
+        "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"), "--objective", objective,
+        *args,
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     (folder / "config.json").write_text(json.dumps(TINY_ALBERT))
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """The records that a monitor or an evaluator has written so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def wait_until(condition, timeout: float, what: str):
@@ -61,12 +83,16 @@ def wait_until(condition, timeout: float, what: str):
 
 
 class Script:
-    """One of our scripts, running as a process of its own group with its output in a file."""
+    """One of our scripts, running as a process of its own group with its output in a file.
 
-    def __init__(self, name: str, *args: object, log: Path, env: dict[str, str] | None = None):
+    :param enter: what to put before its command, to run it on another host
+    """
+
+    def __init__(self, name: str, *args: object, log: Path, env: dict[str, str] | None = None,
+                 enter: Sequence[str] = ()):  # fmt: skip
         self.log = log
         self._offset = log.stat().st_size if log.exists() else 0  # a restarted script goes on with the same file
-        command = [sys.executable, "-u", "-W", "ignore", str(ROOT / name), *map(str, args)]
+        command = [*enter, sys.executable, "-u", "-W", "ignore", str(ROOT / name), *map(str, args)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
@@ -135,6 +161,26 @@ class Script:
         return self.wait_for(r"--initial_peers (/ip4/\S+)")[1]
 
 
+def join_together(*trainers: Script) -> None:
+    """Hold back each trainer after its first batch until all are there: on a busy machine the first would go alone."""
+    waiting = list(trainers)
+
+    def are_held() -> bool:
+        for trainer in list(waiting):
+            trainer.family()
+            assert trainer.process.poll() is None, trainer.output
+            if "Local step 1:" in trainer.output:
+                trainer.process.send_signal(signal.SIGSTOP)
+                waiting.remove(trainer)
+        return not waiting
+
+    try:
+        wait_until(are_held, 120, "all trainers have begun")
+    finally:
+        for trainer in trainers:
+            trainer.process.send_signal(signal.SIGCONT)
+
+
 def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -143,14 +189,17 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 class Scripts:
-    """Starts scripts and makes sure that none outlives the test."""
+    """Starts scripts and makes sure that none outlives the test.
 
-    def __init__(self, folder: Path, data: Path):
-        self.folder, self.data = folder, data
+    :param enter: what to put before their commands, to run them on another host
+    """
+
+    def __init__(self, folder: Path, data: Path, enter: Sequence[str] = ()):
+        self.folder, self.data, self.enter = folder, data, enter
         self.running: list[Script] = []
 
     def start(self, name: str, *args: object, log: str, env: dict[str, str] | None = None) -> Script:
-        script = Script(name, *args, log=self.folder / f"{log}.log", env=env)
+        script = Script(name, *args, log=self.folder / f"{log}.log", env=env, enter=self.enter)
         self.running.append(script)
         return script
 
@@ -178,13 +227,14 @@ class Scripts:
 
 
 @contextlib.contextmanager
-def local_peer(folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False) -> Iterator:
+def local_peer(
+    folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options
+) -> Iterator:
     """A DHT peer inside the test's process."""
     from utils import start_peer
 
-    args = BaseTrainingArguments(
-        run_id=run_id, initial_peers=list(initial_peers), host_maddrs=[LOCAL], bootstrap_timeout=60
-    )
+    options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, **options}
+    args = BaseTrainingArguments(run_id=run_id, initial_peers=list(initial_peers), **options)
     peer = start_peer(args, folder / "identity.key", client_mode, threading.Event())
     try:
         yield peer
@@ -206,12 +256,16 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
         "averaging_timeout": 15.0,
         **collaboration,
     }
+    collaboration_args = CollaborationArguments(**options)
+    training_args = LocalTrainingArguments(**{**hyperparameters, **overrides})
     optimizer = build_optimizer(
         model,
         peer,
+        collaboration_args.run_id,
         batch_size_per_step,
-        LocalTrainingArguments(**{**hyperparameters, **overrides}),
-        CollaborationArguments(**options),
+        training_args.max_grad_norm,
+        training_args,
+        collaboration_args,
         AveragerArguments(target_group_size=2),
         ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2),
     )

@@ -5,17 +5,23 @@ import sys
 
 import pytest
 
+import run_custom_trainer
+import run_evaluator
 import run_trainer
 import run_training_monitor
-from arguments import ArgumentsError, TokenizationArguments, parse_arguments
+from arguments import ArgumentsError, InvitationArguments, TokenizationArguments, parse_arguments
 from parsing import ArgumentParser, endpoint_to_maddrs, translate_old_names
 from tests.peers import ROOT
 
 PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 PEER = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
+FIXED = "--host_maddrs /ip4/0.0.0.0/tcp/31337"
 SCRIPTS = {
     "run_trainer.py": run_trainer.ARGUMENTS,
+    "run_custom_trainer.py": run_custom_trainer.ARGUMENTS,
     "run_training_monitor.py": run_training_monitor.ARGUMENTS,
+    "run_evaluator.py": run_evaluator.ARGUMENTS,
+    "invite.py": (InvitationArguments,),
     "tokenize_wikitext103.py": (TokenizationArguments,),
 }
 
@@ -69,6 +75,10 @@ def parse(script: str, command: str):
             f"--logging_steps 100 --initial_peers {PEER} --seed 0",
         ),
         ("run_trainer.py", "--model_name_or_path=bert-base-uncased"),
+        (
+            "run_training_monitor.py",
+            "--store_checkpoints --repo_url https://huggingface.co/me/my-albert --upload_interval 43200",
+        ),
     ],
 )
 def test_command_lines_of_older_documents_parse(script, command):
@@ -102,6 +112,14 @@ def test_old_names_are_translated_with_one_warning_each(capsys):
     assert collaboration.host_maddrs == ["/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337"]
     warnings = capsys.readouterr().err.strip().splitlines()
     assert len(warnings) == 4 and all(line.startswith("warning: --") for line in warnings)
+
+
+@pytest.mark.parametrize(
+    "value", ["me/my-albert", "https://huggingface.co/me/my-albert", "https://hf.co/me/my-albert.git", "me/my-albert/"]
+)
+def test_repository_may_be_given_by_its_address(value):
+    monitor, *_ = parse("run_training_monitor.py", f"--repo_url {value}")
+    assert monitor.repo_id == "me/my-albert"
 
 
 def test_name_that_a_script_knows_itself_is_not_translated():
@@ -156,11 +174,50 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--host_maddrs /ip4/0.0.0.0/tcp/99999", "99999"),
         ("run_trainer.py", "--host_maddrs /ip4/0.0.0.0/tcp", "'tcp'"),
         ("run_trainer.py", "--announce_maddrs /ip4/203.0.113.1/tcp/0", "--announce_maddrs"),
+        ("run_trainer.py", "--tunnel bore", "--tunnel"),
+        ("run_trainer.py", "--tunnel ngrok --client_mode", "--client_mode"),
+        ("run_trainer.py", "--tunnel ngrok --announce_tunnel bore.pub:7", "--announce_tunnel"),
+        ("run_trainer.py", "--tunnel ngrok --host_maddrs /ip4/0.0.0.0/udp/80/quic", "--host_maddrs"),
+        ("run_trainer.py", "--announce_tunnel bore.pub:7", "--host_maddrs /ip4/0.0.0.0/tcp/PORT"),
+        ("run_trainer.py", f"--announce_tunnel bore.pub:7 {FIXED} --client_mode", "--client_mode"),
+        ("run_trainer.py", f"--announce_tunnel bore.pub {FIXED}", "'bore.pub' is not HOST:PORT"),
+        ("run_trainer.py", f"--announce_tunnel /dns4/bore.pub/tcp/7 {FIXED}", "is not HOST:PORT"),
+        ("run_trainer.py", f"--announce_tunnel bore.pub:0 {FIXED}", "public end"),
+        ("run_trainer.py", f"--announce_tunnel bore.pub:70000 {FIXED}", "public end"),
+        ("run_trainer.py", f"--announce_tunnel 0.0.0.0:7 {FIXED}", "0.0.0.0"),
+        ("run_trainer.py", f"--announce_tunnel 203.0.113:7 {FIXED}", "203.0.113"),
+        ("run_trainer.py", f"--announce_tunnel ::1:7 {FIXED}", "is not HOST:PORT"),
+        ("run_trainer.py", f"--announce_tunnel b*re.pub:7 {FIXED}", "b*re.pub"),
         ("run_trainer.py", f"--initial_peers /ip4/203.0.113.1/tcp/80/p2p/{PEER_ID}!", "--initial_peers"),
         ("run_trainer.py", "--initial_peers /ip4/203.0.113.1/tcp/80", "PEER_ID"),
         ("run_trainer.py", f"--use_ipfs --initial_peers {PEER}", "--use_ipfs"),
+        ("run_trainer.py", "--dataset_url ftp://example.org/data.tar.gz", "--dataset_url"),
+        ("run_trainer.py", "--dataset_url data.tar.gz", "https://"),
+        ("run_trainer.py", "--dataset_url https:///data.tar.gz", "--dataset_url"),
+        ("run_trainer.py", "--dataset_url https://example.org:99999/data.tar.gz", "--dataset_url"),
+        ("run_trainer.py", f"--dataset_sha256 {'0' * 64}", "--dataset_url"),
+        ("run_trainer.py", f"--dataset_url https://example.org/data.tar.gz --dataset_sha256 {'0' * 63}", "64 hex"),
+        ("run_trainer.py", "--dataset_url https://example.org/x --tokenizer_path d/t --dataset_path d", "each other"),
+        ("run_trainer.py", f"--trusted_relays {PEER}", "--use_auto_relay"),
+        ("run_trainer.py", "--use_auto_relay --trusted_relays /ip4/203.0.113.1/tcp/80", "--trusted_relays"),
+        ("run_trainer.py", "--use_auto_relay --no_use_relay", "--no_use_relay"),
+        ("run_trainer.py", "--use_auto_relay --client_mode", "--client_mode"),
         ("run_training_monitor.py", "--refresh_period 0", "--refresh_period"),
+        ("run_training_monitor.py", "--assistant_maddrs 0.0.0.0:31338", "--assistant_maddrs"),
+        ("run_trainer.py", "--optimizer sgd", "--optimizer"),
+        ("run_custom_trainer.py", "--per_device_train_batch_size 0", "--per_device_train_batch_size"),
+        ("run_evaluator.py", "--evaluation_interval 0", "--evaluation_interval"),
+        ("run_evaluator.py", "--evaluation_steps -1", "--evaluation_steps"),
+        ("run_evaluator.py", "--invitation a --identity_path b", "--identity_path"),
+        ("invite.py", "--username alice", "--output"),
+        ("invite.py", "--username alice --output a --days 0", "--days"),
         ("run_training_monitor.py", "--report_to tensorboard", "--report_to"),
+        ("run_training_monitor.py", "--repo_id my-albert", "NAME/MODEL"),
+        ("run_training_monitor.py", "--repo_id me/my--albert", "--repo_id"),
+        ("run_training_monitor.py", "--repo_id me/../albert", "--repo_id"),
+        ("run_training_monitor.py", "--repo_url https://gitlab.example/me/my-albert", "--repo_id"),
+        ("run_training_monitor.py", "--repo_id me/my-albert --no_store_checkpoints", "--no_store_checkpoints"),
+        ("run_training_monitor.py", "--repo_id me/my-albert --upload_interval -1", "--upload_interval"),
         ("run_training_monitor.py", "--wandb_project x --report_to trackio", "--wandb_project"),
         ("tokenize_wikitext103.py", "--train_file /no/such/file", "/no/such/file"),
         ("tokenize_wikitext103.py", "--sample --train_file README.md", "--sample"),
@@ -178,9 +235,25 @@ def test_wrong_use_gets_one_line_that_names_the_culprit(script, command, culprit
     assert "\n" not in message
 
 
+def test_checksums_are_compared_in_lower_case():
+    flags = f"--dataset_url https://example.org/data.tar.gz --dataset_sha256 {'AB' * 32}"
+    assert parse("run_trainer.py", flags)[1].dataset_sha256 == "ab" * 32
+
+
 def test_initial_peers_may_be_separated_by_commas_as_before():
     _, _, collaboration, *_ = parse("run_trainer.py", f"--initial_peers {PEER},{PEER}")
     assert collaboration.initial_peers == [PEER, PEER]
+
+
+def test_initial_peers_are_the_relays_unless_told_otherwise():
+    for flags, relays in (
+        (f"--use_auto_relay --initial_peers {PEER}", [PEER]),
+        (f"--use_auto_relay --initial_peers {PEER} --trusted_relays {PEER.replace('.1/', '.2/')}",
+         [PEER.replace(".1/", ".2/")]),
+        (f"--initial_peers {PEER}", []),
+    ):  # fmt: skip
+        _, _, collaboration, *_ = parse("run_trainer.py", flags)
+        assert collaboration.trusted_relays == relays
 
 
 def test_defaults_are_those_of_the_albert_example():

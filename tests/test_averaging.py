@@ -1,20 +1,31 @@
 """Two peers of this process average with each other: what they compute must be what one process would."""
 
+import asyncio
+import gc
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import AsyncIterator  # noqa: UP035, hivemind reads the annotations and knows this one only
 
 import pytest
 import torch
 from hivemind.averaging.averager import DecentralizedAverager
+from hivemind.averaging.control import AveragingStage
+from hivemind.proto.averaging_pb2 import AVERAGED_PART, BAD_GROUP_ID, AveragingData, DownloadData, DownloadRequest
+from hivemind.utils import get_dht_time
+from hivemind.utils.asyncio import as_aiter
+from hivemind.utils.timed_storage import ValueWithExpiration
 from transformers import AlbertConfig
 
 from arguments import HyperparameterArguments
-from hivemind_fixes import StateLoadError
+from hivemind_fixes import SafeAverager, StateLoadError
 from model import build_model
 from optimizer import make_optimizer, make_param_groups, make_scheduler
+from tests.hostile_peer import progress
 from tests.peers import TINY_ALBERT, local_optimizer, local_peer, wait_until
 from tests.test_model import make_batch
+from utils import store_record
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 
@@ -42,12 +53,16 @@ def largest_difference(one: torch.nn.Module, other: torch.nn.Module) -> float:
 
 
 class Pair:
-    """Two peers that have seen each other, each with its own model."""
+    """Two peers that have seen each other, each with its own model.
 
-    def __init__(self, stack: ExitStack, folder, **options):
+    :param first: the first peer; started if None
+    :param address: where the second joins; any of the first one's if None
+    """
+
+    def __init__(self, stack: ExitStack, folder, first=None, address: str | None = None, **options):
         options = {"run_id": "run", "target_batch_size": 8, **options}
-        first = stack.enter_context(local_peer(folder / "first", "run"))
-        address = str(first.dht.get_visible_maddrs()[0])
+        first = first or stack.enter_context(local_peer(folder / "first", "run"))
+        address = address or str(first.dht.get_visible_maddrs()[0])
         second = stack.enter_context(local_peer(folder / "second", "run", (address,)))
         self.peers = [first, second]
         self.models = [build_model(CONFIG, "run"), build_model(CONFIG, "run")]
@@ -56,6 +71,12 @@ class Pair:
             for model, peer in zip(self.models, self.peers, strict=True)
         ]
         self.executor = stack.enter_context(ThreadPoolExecutor(2))
+        self.stack = stack
+
+    def welcome(self, folder):
+        """Another peer, which joins through the first."""
+        address = str(self.peers[0].dht.get_visible_maddrs()[0])
+        return self.stack.enter_context(local_peer(folder, "run", (address,)))
 
     def local_step(self, number: int, batch: dict[str, torch.Tensor], poison: float | None = None) -> None:
         model, optimizer = self.models[number], self.optimizers[number]
@@ -64,6 +85,22 @@ class Pair:
         if poison is not None:
             next(model.parameters()).grad[0, 0] = poison
         optimizer.step()
+
+    def fill_gradients(self, *values: float) -> None:
+        """What each peer is going to average, in all elements."""
+        for value, optimizer in zip(values, self.optimizers, strict=True):
+            with optimizer.grad_averager.get_tensors() as gradients:
+                for gradient in gradients:
+                    gradient.fill_(value)
+
+    def average(self, kind: str) -> BaseException | None:
+        """A bare round of all-reduce of both, and how it ended for the first.
+
+        :param kind: grad_averager or state_averager
+        """
+        rounds = [self.executor.submit(average, getattr(optimizer, kind)) for optimizer in self.optimizers]
+        errors = [finished.exception() for finished in rounds]
+        return errors[0]
 
     def global_step(self) -> None:
         """Each peer contributes its half; both wait until they know that the other has."""
@@ -138,18 +175,46 @@ def test_gradient_that_is_not_finite_is_dropped_and_counted(tmp_path, value):
 
 
 def test_peer_that_averages_nan_is_left_out(tmp_path):
-    """A contribution that is not finite, here put past the checks at its source, does not reach the other peer."""
+    """What is not finite, here put past the checks at its source, does not reach the other peer, which then no longer
+    averages with its sender."""
     with ExitStack() as stack:
         pair = Pair(stack, tmp_path, averaging_compression="none", averaging_timeout=5.0)
-        for value, optimizer in zip((1.0, float("nan")), pair.optimizers, strict=True):
-            with optimizer.grad_averager.get_tensors() as gradients:
-                for gradient in gradients:
-                    gradient.fill_(value)
-        rounds = [pair.executor.submit(average, optimizer.grad_averager) for optimizer in pair.optimizers]
-        for finished in rounds:
-            finished.exception()  # of the round, if any: what matters is what it leaves behind
-        with pair.optimizers[0].grad_averager.get_tensors() as gradients:
-            assert all((gradient == 1.0).all() for gradient in gradients)
+        pair.fill_gradients(1.0, float("nan"))
+        for optimizer in pair.optimizers:
+            optimizer.tracker.report_local_progress(0, 4)
+        tracker = pair.optimizers[0].tracker
+        wait_until(lambda: tracker.global_progress.num_peers == 2, 20, "two peers")
+        first = pair.optimizers[0]
+
+        def has_met_it() -> bool:
+            pair.average("grad_averager")  # ends well or not, as the two happen to send first
+            with first.grad_averager.get_tensors() as gradients:
+                assert all((gradient == 1.0).all() for gradient in gradients)
+            return bool(first.grad_averager.shunned_peers())
+
+        wait_until(has_met_it, 60, "a round with the peer of NaN")
+        assert "could not find a group" in str(pair.average("grad_averager"))
+        first._share_shunned_peers()
+        assert "could not find a group" in str(pair.average("state_averager")), "it has not heard"
+        pair.optimizers[1].tracker.report_local_progress(7, 4)
+        wait_until(lambda: tracker.global_progress.num_peers == 1, 20, "that the peer is not counted")
+        assert tracker.global_epoch == 0
+
+
+async def be_slow(self, *args, **kwargs) -> None:
+    await asyncio.sleep(30)
+
+
+def test_averager_ends_in_the_middle_of_a_round(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(SafeAverager, "_run_allreduce_inplace_", be_slow)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's keeps what it prints
+    with ExitStack() as stack:
+        averagers = [optimizer.grad_averager for optimizer in Pair(stack, tmp_path).optimizers]
+        rounds = [DecentralizedAverager.step(averager, timeout=10, wait=False) for averager in averagers]
+        wait_until(lambda: all(r.stage == AveragingStage.RUNNING_ALLREDUCE for r in rounds), 20, "the round")
+        for averager in averagers:
+            averager.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def average(averager: DecentralizedAverager):
@@ -176,8 +241,7 @@ def test_silent_donor_is_passed_over_and_without_any_ours_stays(tmp_path):
         pair.global_step()
         silent, good = (optimizer.state_averager for optimizer in pair.optimizers)
         silent.state_sharing_priority = 100.0  # so that it is asked first
-        address = str(pair.peers[0].dht.get_visible_maddrs()[0])
-        peer = stack.enter_context(local_peer(tmp_path / "third", "run", (address,)))
+        peer = pair.welcome(tmp_path / "third")
         model = build_model(CONFIG, "run")
         optimizer = stack.enter_context(
             local_optimizer(
@@ -195,6 +259,272 @@ def test_silent_donor_is_passed_over_and_without_any_ours_stays(tmp_path):
                 assert time.monotonic() - started < 15
         assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
         assert optimizer.local_epoch == 1
+
+
+download = DecentralizedAverager.rpc_download_state
+
+
+async def trickle(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    async for message in download(self, request, context):
+        yield message
+        await asyncio.sleep(1)
+
+
+async def break_off(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    messages = aiter(download(self, request, context))
+    for _ in range(3):
+        yield await anext(messages)
+
+
+async def fail(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    yield await anext(aiter(download(self, request, context)))
+    raise ConnectionResetError("as when the donor's process dies")
+
+
+def offer_state(donor, step: int) -> None:
+    """Offer a state that is told to be of `step`, and wait until others can know."""
+    donor.state_averager.local_epoch = step
+    donor.state_averager._update_scheduler()
+    donor.share_state()
+    offers = f"{donor.state_averager.prefix}.all_averagers"
+    wait_until(lambda: donor.dht.get(offers, latest=True), 20, "the donor's offer")
+
+
+def test_averager_that_ends_breaks_off_its_download(tmp_path):
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path)
+        newcomer, silent = (optimizer.state_averager for optimizer in pair.optimizers)
+        offer_state(pair.optimizers[1], step=5)
+        with silent.lock_averaged_tensors:
+            answer = pair.executor.submit(newcomer.download_state)
+            time.sleep(1)
+            assert not answer.done()
+            newcomer.shutdown()
+            assert answer.result(5) is None
+
+
+downloads_served = []  # in the donor's averager process
+
+
+async def break_off_once(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    downloads_served.append(request)
+    serve = break_off if len(downloads_served) == 1 else download
+    async for message in serve(self, request, context):
+        yield message
+
+
+def test_download_that_breaks_off_is_tried_again(tmp_path, monkeypatch):
+    """The donor may be the only one that has the run's state: a newcomer without it would begin a second run."""
+    monkeypatch.setattr(DecentralizedAverager, "rpc_download_state", break_off_once)
+    with ExitStack() as stack:
+        donor, newcomer = Pair(stack, tmp_path).optimizers
+        offer_state(donor, step=5)
+        assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
+
+
+@pytest.mark.parametrize("behaviour", [trickle, break_off, fail])
+def test_donor_that_does_not_finish_costs_bounded_time_and_changes_nothing(tmp_path, monkeypatch, behaviour):
+    monkeypatch.setattr(DecentralizedAverager, "rpc_download_state", behaviour)
+    with ExitStack() as stack:
+        donor, newcomer = Pair(stack, tmp_path, averaging_timeout=3.0, load_state_timeout=8.0).optimizers
+        offer_state(donor, step=5)
+        before = [tensor.clone() for tensor in newcomer.state_averager.snapshot()[1]]
+        started = time.monotonic()
+        assert not newcomer.load_state_from_peers()
+        assert time.monotonic() - started < 13
+        assert newcomer.local_epoch == 0
+        assert all(torch.equal(*pair) for pair in zip(before, newcomer.state_averager.snapshot()[1], strict=True))
+
+
+def test_liar_about_the_step_is_ignored_though_others_offer_their_state(tmp_path):
+    """Or a trainer would load the same state again and again, to get to where nobody is."""
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path)
+        pair.global_step()
+        liar = pair.welcome(tmp_path / "liar")
+        store_record(liar.dht, "run_progress", liar.public_key, progress(liar.dht, epoch=30_000), lifetime=60)
+        victim = pair.optimizers[0]
+        wait_until(lambda: victim.tracker.global_epoch == 30_000, 30, "the claim")
+        num_loads = 0
+        while victim.tracker.global_epoch == 30_000:
+            victim.load_state_from_peers()
+            num_loads += 1
+            assert num_loads <= 5
+        assert victim.local_epoch == 1
+
+
+def test_peer_that_fell_silent_is_not_reckoned_to_go_on(tmp_path):
+    with ExitStack() as stack:
+        peer = stack.enter_context(local_peer(tmp_path, "run"))
+        optimizer = stack.enter_context(
+            local_optimizer(build_model(CONFIG, "run"), peer, 4, run_id="run", target_batch_size=1000)
+        )
+        report = progress(peer.dht, epoch=0, rate=100.0, when=-40.0)
+        reports = {b"silent": ValueWithExpiration(report, get_dht_time() + 60)}
+        found = optimizer.tracker._parse_swarm_progress_data(reports)
+        assert found.num_peers == 1
+        assert found.eta_next_epoch - get_dht_time() > 8, "1000 samples at 100 a second: ten seconds, not overdue"
+
+
+def test_peer_looks_soon_whether_the_others_are_at_the_same_step(tmp_path):
+    with ExitStack() as stack:
+        peer = stack.enter_context(local_peer(tmp_path, "run"))
+        tracker = stack.enter_context(local_optimizer(build_model(CONFIG, "run"), peer, 4, run_id="run")).tracker
+        wait_until(tracker.fetched_global_progress_this_epoch.is_set, 10, "the first look")
+        with tracker.pause_updates():
+            tracker.global_progress.next_fetch_time += 100
+            tracker.update_epoch(1)
+        wait_until(tracker.fetched_global_progress_this_epoch.is_set, 10, "the first look in step 1")
+
+
+def test_who_says_goodbye_is_not_reckoned_with(tmp_path):
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path)
+        pair.global_step()
+        leaving, staying = pair.optimizers
+        leaving.say_goodbye()
+        wait_until(lambda: staying.tracker.global_progress.num_peers == 1, 10, "the goodbye")
+
+
+def test_client_is_no_donor(tmp_path):
+    """Nobody can ask it; a newcomer that finds no other starts without waiting."""
+    with ExitStack() as stack:
+        newcomer = stack.enter_context(local_peer(tmp_path / "newcomer", "run"))
+        address = str(newcomer.dht.get_visible_maddrs()[0])
+        client = stack.enter_context(local_peer(tmp_path / "client", "run", (address,), client_mode=True))
+        options = {"run_id": "run", "target_batch_size": 8}
+        optimizers = [
+            stack.enter_context(local_optimizer(build_model(CONFIG, "run"), peer, 4, client_mode=is_client, **options))
+            for peer, is_client in ((newcomer, False), (client, True))
+        ]
+        optimizers[1].state_averager.local_epoch = 5
+        optimizers[1].share_state()
+        started = time.monotonic()
+        assert not optimizers[0].load_state_from_peers()
+        assert time.monotonic() - started < 5
+
+
+def test_joining_in_the_middle_of_a_step_throws_nobody_back(tmp_path):
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, averaging_compression="none", load_state_compression="none")
+        pair.global_step()
+        peer = pair.welcome(tmp_path / "third")
+        model = build_model(CONFIG, "run")
+        newcomer = stack.enter_context(
+            local_optimizer(model, peer, 4, run_id="run", target_batch_size=8, load_state_compression="none")
+        )
+        step = stack.enter_context(ThreadPoolExecutor(1)).submit(pair.global_step)
+        wait_until(lambda: pair.optimizers[0].scheduled_grads is not None, 30, "the search for a group")
+        wait_until(newcomer.load_state_from_peers, 30, "a state in the middle of the step")
+        assert newcomer.local_epoch in (1, 2)
+        step.result(60)
+        assert [optimizer.local_epoch for optimizer in pair.optimizers] == [2, 2]
+        assert [optimizer.last_group_size for optimizer in pair.optimizers] == [2, 2]
+        wait_until(lambda: newcomer.load_state_from_peers() and newcomer.local_epoch == 2, 30, "the step's state")
+        assert largest_difference(model, pair.models[0]) < 1e-6
+        assert largest_difference(*pair.models) < 1e-6
+
+
+async def collect_garbage(self) -> None:
+    """Runs in the averager process."""
+    gc.collect()
+
+
+def test_rounds_that_wait_for_their_trigger_survive_the_garbage_collector(tmp_path, monkeypatch):
+    monkeypatch.setattr(SafeAverager, "collect_garbage", collect_garbage, raising=False)
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path)
+        for optimizer in pair.optimizers:
+            optimizer.scheduled_grads = optimizer.grad_averager.schedule_step(timeout=30.0)
+        rounds = [optimizer.scheduled_grads for optimizer in pair.optimizers]
+        wait_until(lambda: {control.stage for control in rounds} == {AveragingStage.AWAITING_TRIGGER}, 20, "a group")
+        for optimizer in pair.optimizers:
+            optimizer.grad_averager._outer_pipe.send(("collect_garbage", [], {}))
+        pair.global_step()
+        assert [optimizer.last_group_size for optimizer in pair.optimizers] == [2, 2]
+
+
+async def end_another_round(self) -> None:
+    """Runs in the averager process: the round before ends while the next waits for its trigger."""
+    self._pending_groups_registered.set()
+
+
+def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(SafeAverager, "end_another_round", end_another_round, raising=False)
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, averaging_compression="none", averaging_timeout=60.0)
+        averagers = [optimizer.grad_averager for optimizer in pair.optimizers]
+        pair.fill_gradients(0.0, 1.0)
+        rounds = [averager.schedule_step(timeout=60.0) for averager in averagers]
+        wait_until(lambda: {control.stage for control in rounds} == {AveragingStage.AWAITING_TRIGGER}, 20, "a group")
+        averagers[1]._outer_pipe.send(("end_another_round", [], {}))
+        rounds[0].allow_allreduce()
+        time.sleep(7.0)  # less than a quarter of the timeout
+        rounds[1].allow_allreduce()
+        for averager, control in zip(averagers, rounds, strict=True):
+            control.result(20)
+            with averager.get_tensors() as gradients:
+                assert all((gradient == 0.5).all() for gradient in gradients)
+
+
+def test_catching_up_keeps_nobody_waiting_who_averages_parameters(tmp_path):
+    with ExitStack() as stack:
+        late, other = Pair(stack, tmp_path, averaging_timeout=80.0, load_state_timeout=5.0).optimizers
+        for optimizer in (late, other):
+            optimizer.scheduled_state = optimizer.state_averager.schedule_step(gather=1, timeout=60.0)
+        rounds = [late.scheduled_state, other.scheduled_state]
+        wait_until(lambda: {control.stage for control in rounds} == {AveragingStage.AWAITING_TRIGGER}, 20, "a group")
+        catching_up = stack.enter_context(ThreadPoolExecutor(1)).submit(late.load_state_from_peers)
+        other.scheduled_state.allow_allreduce()
+        assert len(other.scheduled_state.result(15)) == 2, "a silent peer is waited for 20 seconds"
+        catching_up.result(30)
+
+
+def test_newcomer_without_the_last_update_takes_it_from_the_others_and_does_not_draw_them_back(tmp_path):
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, averaging_compression="none")
+        newcomer, other = (optimizer.state_averager for optimizer in pair.optimizers)
+        for averager, value in ((newcomer, 0.0), (other, 1.0)):
+            with torch.no_grad():
+                for parameter in averager._optimized_parameters():
+                    parameter.fill_(value)
+        newcomer.is_behind = True
+        rounds = [
+            pair.executor.submit(averager.step, averaging_round=True, averaging_opts={"timeout": 10.0})
+            for averager in (newcomer, other)
+        ]
+        for finished in rounds:
+            finished.result(20)
+        for averager in (newcomer, other):
+            assert all(torch.allclose(p, torch.ones_like(p)) for p in averager._optimized_parameters())
+        assert not newcomer.is_behind
+
+
+def test_state_in_the_middle_of_an_update_is_told_with_the_step_that_it_is_of(tmp_path):
+    with ExitStack() as stack:
+        peer = stack.enter_context(local_peer(tmp_path, "run"))
+        optimizer = stack.enter_context(local_optimizer(build_model(CONFIG, "run"), peer, 4, run_id="run"))
+        averager, pool = optimizer.state_averager, stack.enter_context(ThreadPoolExecutor(2))
+        with averager.lock_optimizer:  # as hivemind's thread in the background does
+            states = [pool.submit(averager.snapshot), pool.submit(averager.get_current_state)]
+            optimizer.opt.step()
+            time.sleep(0.2)
+            averager.local_epoch = 1
+            averager._update_scheduler()
+        assert [state.result(10)[0]["epoch"] for state in states] == [1, 1]
+
+
+def test_newcomer_does_not_take_the_step_that_was_due_before_its_download(tmp_path):
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path)
+        pair.global_step()
+        peer = pair.welcome(tmp_path / "third")
+        model = build_model(CONFIG, "run")
+        newcomer = stack.enter_context(local_optimizer(model, peer, 4, run_id="run", target_batch_size=8))
+        newcomer.tracker.global_progress.eta_next_epoch = get_dht_time()  # of the step that the two have made since
+        wait_until(newcomer.load_state_from_peers, 30, "a state")
+        assert newcomer.local_epoch == 1 and not newcomer.tracker.ready_to_update_epoch
+        wait_until(newcomer.tracker.fetched_global_progress_this_epoch.is_set, 10, "the others' reports")
 
 
 def test_states_that_do_not_fit_are_refused_whole(tmp_path):
@@ -232,3 +562,79 @@ def test_states_that_do_not_fit_are_refused_whole(tmp_path):
         assert averager.optimizer.param_groups[0]["weight_decay"] == 0.01
         restored = torch.cat([p.flatten() for p in averager.main_parameters])
         assert torch.equal(restored, torch.cat([t.flatten() for t in changed[: len(averager.main_parameters)]]))
+
+
+class Round:
+    """A round of all-reduce, as far as a peer that sends its part can tell."""
+
+    async def rpc_aggregate_part(self, stream, context):
+        async for _ in stream:
+            yield AveragingData(code=AVERAGED_PART)
+
+
+class LateAverager(SafeAverager):
+    """Has no process. A round has just ended, which hivemind takes for the news that it waits for."""
+
+    def __init__(self):
+        self._running_groups, self._finished_groups = {}, []
+        self.allreduce_kwargs = {"reducer_timeout": 5.0}
+        self._pending_groups_registered = asyncio.Event()
+        self._pending_groups_registered.set()
+
+    def __del__(self):
+        pass
+
+    async def take_part_before_the_group_is_known(self) -> AsyncIterator[AveragingData]:
+        loop = asyncio.get_running_loop()
+        current_round = loop.create_future()
+        current_round.set_result(Round())
+        loop.call_later(0.3, self._running_groups.update, {b"group": current_round})
+        return self.rpc_aggregate_part(as_aiter(AveragingData(group_id=b"group")), context=None)
+
+    async def first_answer(self) -> AveragingData:
+        return await anext(await self.take_part_before_the_group_is_known())
+
+    async def ends_by_itself(self, seconds: float) -> bool:
+        """Whether it ends `seconds` after its last answer, before the caller closes the stream."""
+        answers = await self.take_part_before_the_group_is_known()
+        await anext(answers)
+        try:
+            await asyncio.wait_for(anext(answers), seconds)
+        except StopAsyncIteration:
+            return True
+        except TimeoutError:
+            return False
+
+
+def test_peer_that_sends_its_part_after_the_round_is_refused_at_once():
+    averager = LateAverager()
+    averager._finished_groups.append(b"group")
+    started = time.monotonic()
+    assert asyncio.run(averager.first_answer()).code == BAD_GROUP_ID
+    assert time.monotonic() - started < 1
+
+
+def test_peer_that_hears_late_of_its_group_takes_what_the_others_send():
+    assert asyncio.run(LateAverager().first_answer()).code == AVERAGED_PART
+
+
+def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_answers(monkeypatch):
+    """libp2p's daemon may discard what it has not passed on yet when the one that answers closes first."""
+    assert not asyncio.run(LateAverager().ends_by_itself(1.0))
+    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 0.5)
+    assert asyncio.run(LateAverager().ends_by_itself(5.0))
+
+
+def test_callers_close_the_stream_once_they_have_all(tmp_path, monkeypatch):
+    """They would wait until the others do; for a state that nobody offers, nobody waits."""
+    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 60.0)
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path)
+        first, second = pair.optimizers
+        started = time.monotonic()
+        assert not first.load_state_from_peers()
+        pair.global_step()
+        assert first.last_group_size == second.last_group_size == 2
+        first.state_averager.local_epoch = 0
+        wait_until(first.load_state_from_peers, 15, "the state of the other peer")
+        assert time.monotonic() - started < 30

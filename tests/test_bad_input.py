@@ -178,9 +178,28 @@ def test_one_good_peer_among_bad_ones_is_enough(tmp_path):
             assert joiner.dht.is_alive()
 
 
+def test_tunnel_without_a_token(trainer, monkeypatch, tmp_path):
+    monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    message = trainer(tunnel="ngrok")
+    assert "--tunnel" in message and "NGROK_AUTHTOKEN" in message
+
+
 def test_monitor_without_a_tokenizer(run, tmp_path):
     message = run(run_training_monitor, "--tokenizer_path", "nowhere", "--output_dir", tmp_path / "out")
     assert "--tokenizer_path" in message
+
+
+def test_upload_without_a_token(run, data, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    message = run(
+        run_training_monitor, "--repo_id", "me/model", "--tokenizer_path", data / "tokenizer", "--model_name_or_path",
+        data / "config.json", "--output_dir", tmp_path / "out",
+    )  # fmt: skip
+    assert "--repo_id" in message and "hf auth login" in message and "HF_TOKEN" in message
 
 
 def test_public_address_that_nobody_tells(run, data, tmp_path):

@@ -115,7 +115,7 @@ def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_pa
         assert all((path / "model.safetensors").stat().st_size > 1000 for path in found)
         assert states[0].step >= newest
         newest = states[0].step
-    assert newest > 20, "it has written while it was being killed"
+    assert newest > 5, "it has written while it was being killed"
 
 
 @pytest.fixture
@@ -204,7 +204,13 @@ def test_monitor_offers_its_newest_checkpoint_until_trainers_are_past_it(tmp_pat
     assert averager.allow_state_sharing and averager.state_sharing_priority == 4
     keeper.update(4, trainers_are_leaving=False)
     assert averager.allow_state_sharing
+    keeper.update(10**6, trainers_are_leaving=False)
+    keeper._pending.result()
+    assert averager.allow_state_sharing, "a step that somebody claims, and whose state nobody has"
+    averager.step = 5
+    time.sleep(0.02)
     keeper.update(5, trainers_are_leaving=False)
+    keeper._pending.result()
     assert not averager.allow_state_sharing
     keeper.close()
 

@@ -1,6 +1,5 @@
 """Harm done for real to running peers: signals, killed processes, restarts."""
 
-import json
 import os
 import re
 import signal
@@ -8,9 +7,11 @@ import time
 
 import psutil
 import pytest
+from transformers import AutoModelForPreTraining
 
 from checkpoints import list_checkpoints
-from tests.peers import wait_until
+from tests.peers import read_jsonl, wait_until
+from trainer import find_checkpoint
 
 # Samples for a global step of some seconds, so that there is an "in the middle" to be hit.
 SLOW = ("--target_batch_size", 4096, "--per_device_train_batch_size", 16)
@@ -21,8 +22,7 @@ def steps(script) -> list[int]:
 
 
 def metrics(folder) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_jsonl(folder / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,37 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
     os.killpg(monitor.process.pid, signal.SIGINT)
     assert monitor.wait(20) == 0
     monitor.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_in_the_middle_of_saving(scripts, number):
+    """Trainer and monitor, each while a checkpoint is half written: what is there then is complete."""
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 1)
+    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, "--save_steps", 1)
+    for script in (monitor, trainer):
+        folder = scripts.folder / script.log.stem
+        wait_until(lambda folder=folder: list(folder.glob(".checkpoint-*.new")), 90, "half a checkpoint")
+        assert script.stop(number, timeout=15) == 0, script.output
+        script.assert_nothing_left()
+        assert "Traceback" not in script.output
+        for path in list_checkpoints(folder):
+            assert AutoModelForPreTraining.from_pretrained(path).config.vocab_size == 500
+    assert find_checkpoint(str(scripts.folder / "trainer")) == str(list_checkpoints(scripts.folder / "trainer")[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts, number):
+    script = scripts.start(
+        "tokenize_wikitext103.py", "--sample", "--train_tokenizer", "--vocab_size", 500, "--max_seq_length", 32,
+        "--output_path", scripts.folder / "dataset", "--tokenizer_path", scripts.folder / "tokenizer",
+        "--cache_dir", scripts.folder / "cache", log="tokenize",
+    )  # fmt: skip
+    wait_until(lambda: list(scripts.folder.glob("cache/.work.*.new")), 30, "work in hand")
+    assert script.stop(number, timeout=15) in (128 + number, 130)
+    script.assert_nothing_left()
+    assert "Traceback" not in script.output
+    assert not (scripts.folder / "dataset").exists() and not (scripts.folder / "tokenizer").exists()
+    assert not list(scripts.folder.rglob(".*.new")), "temporary files are removed"
 
 
 def test_second_signal_ends_at_once(scripts):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from metrics import (
     HISTORY_LENGTH,
+    LONE_JUMP_FACTOR,
     MAX_JUMP,
     MAX_OVERSHOOT,
     MAX_PENDING_STEPS,
@@ -378,9 +379,10 @@ def test_flush_does_not_report_a_lone_claim():
 def test_lone_peer_is_believed(step, at_once):
     aggregator = make_aggregator()
     assert steps_of(aggregator.update(START, {b"a": metric(step)})) == ([step] if at_once else [])
-    later = START + SETTLE
+    later = START + SETTLE * LONE_JUMP_FACTOR
+    assert aggregator.update(later - 60, {b"a": metric(step)}) == []
     assert steps_of(aggregator.update(later, {b"a": metric(step)})) == ([] if at_once else [step])
-    assert steps_of(aggregator.update(START + SETTLE + 5, {b"a": metric(step + 1)})) == [step + 1]
+    assert steps_of(aggregator.update(later + 5, {b"a": metric(step + 1)})) == [step + 1]
 
 
 def test_monitor_that_was_away_for_a_day_catches_up():
@@ -431,6 +433,50 @@ def test_peer_in_a_run_of_its_own_is_ignored():
         metrics = {b"a": metric(5000 + second // 10), b"alone": metric(second // 10)}
         reported += steps_of(aggregator.update(START + second, metrics))
     assert reported == list(range(5000, 5050))
+
+
+@pytest.mark.parametrize("honest", [1, 2, 5])
+@pytest.mark.parametrize("claim", [10**6, MAX_JUMP + 2])
+@pytest.mark.parametrize("last_reported_step, first_step", [(-1, 1), (-1, 3000), (48, 49)])
+def test_liar_that_is_there_first_does_not_end_the_reports(honest, claim, last_reported_step, first_step):
+    aggregator = make_aggregator(last_reported_step=last_reported_step)
+    claim += first_step
+    for second in range(0, 300, 10):
+        aggregator.update(START + second, {b"liar": metric(claim, loss=1e9, samples=second)})
+    assert aggregator.last_reported_step == claim, "there is nobody to contradict"
+    reported, back_at = [], None
+    for second in range(0, 600, 10):
+        step = first_step + second // 20
+        metrics = {b"liar": metric(claim, loss=1e9, samples=second)}
+        metrics |= {b"honest%d" % peer: metric(step) for peer in range(honest)}
+        history = {key: entries(*map(metric, range(first_step, step + 1))) for key in metrics if key != b"liar"}
+        before = aggregator.last_reported_step
+        reported += steps_of(aggregator.update(START + 300 + second, metrics, history))
+        back_at = second if aggregator.last_reported_step < before else back_at
+    assert reported == list(range(first_step, first_step + 30)), "none is lost"
+    assert back_at <= 2 * 20 + SETTLE + 20
+
+
+def test_run_that_begins_again_is_followed():
+    aggregator = make_aggregator(last_reported_step=5000)
+    reported = []
+    for second in range(0, 300, 10):
+        metrics = {b"a": metric(4900 + second // 10), b"b": metric(4900 + second // 10)}
+        reported += steps_of(aggregator.update(START + second, metrics))
+    assert reported[0] < 4910 and reported[-1] == 4929
+
+
+def test_stragglers_do_not_pull_the_run_back():
+    """One of two that is left behind for a while, and newcomers that stand at step 0 while they load the state."""
+    aggregator = make_aggregator(last_reported_step=99)
+    reported = []
+    for second in range(0, 1000, 10):
+        step = 100 + second // 10
+        metrics = {b"a": metric(step), b"b": metric(step - 20)}
+        progress = {b"new%d" % number: heartbeat(START + second, 0, b"N%d" % number) for number in range(5)}
+        progress |= {key: heartbeat(START + second, value["step"], key) for key, value in metrics.items()}
+        reported += steps_of(aggregator.update(START + second, metrics, {}, progress))
+    assert reported == list(range(100, 200))
 
 
 def test_majority_of_liars_decides():

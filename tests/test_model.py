@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertForPreTraining
+from transformers import AlbertConfig, AlbertForPreTraining, AutoConfig
 
 from arguments import HyperparameterArguments
-from model import build_model
+from model import build_model, enable_gradient_checkpointing
 from optimizer import initialize_statistics, make_optimizer, make_param_groups, make_scheduler
-from tests.peers import TINY_ALBERT
+from tests.peers import TINY_ALBERT, TINY_CONFIGS
 
 
 @pytest.fixture
@@ -49,6 +49,28 @@ def test_first_loss_is_that_of_a_guess(config):
     assert loss == pytest.approx(math.log(1000) + math.log(2), rel=0.03)
 
 
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_gradient_checkpointing_computes_again_and_the_same(family):
+    """transformers refuses to do it for ALBERT."""
+    batch = make_batch(length=16)
+    if family != "albert":
+        del batch["sentence_order_label"]
+    gradients, calls = [], []
+    for with_checkpoints in (False, True):
+        model = build_model(AutoConfig.for_model(**TINY_CONFIGS[family], vocab_size=1000), "run").train()
+        if with_checkpoints:
+            enable_gradient_checkpointing(model)
+        activations = [module for module in model.modules() if "GELU" in type(module).__name__]
+        count = [0]
+        for module in activations:
+            module.register_forward_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        model(**batch).loss.backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        calls.append(count[0])
+    assert torch.allclose(*gradients, atol=1e-7)
+    assert calls[1] == calls[0] + 2, "the activation of each of the two layers is computed once more"
+
+
 def test_weight_decay_skips_each_bias_and_each_norm(config):
     model = build_model(config, "run")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -78,16 +100,41 @@ def test_lamb_takes_the_step_of_its_paper():
     assert (parameter.detach() - weights).norm() == pytest.approx(0.1 * 13.0, rel=1e-5)
 
 
-def test_initializing_the_optimizer_moves_nothing(config):
+@pytest.mark.parametrize("name", ["lamb", "adamw"])
+def test_initializing_the_optimizer_moves_nothing(config, name):
     model = AlbertForPreTraining(config)
     before = [parameter.clone() for parameter in model.parameters()]
-    optimizer = make_optimizer(make_param_groups(model, 0.1), HyperparameterArguments(learning_rate=0.5))
+    args = HyperparameterArguments(learning_rate=0.5, optimizer=name)
+    optimizer = make_optimizer(make_param_groups(model, 0.1), args)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert all(state["step"] == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     assert all(parameter.grad is None for parameter in model.parameters())
     initialize_statistics(optimizer)  # once more: still nothing
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_adamw_is_torchs_and_its_steps_survive_compression():
+    """hivemind sends tensors in float16, in which step 2049 is 2048 and step 70,000 infinity."""
+    args = HyperparameterArguments(optimizer="adamw", learning_rate=0.1, weight_decay=0.01)
+    ours, theirs = (torch.nn.Parameter(torch.tensor([3.0, -4.0])) for _ in range(2))
+    optimizer = make_optimizer([{"params": [ours]}], args)
+    reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01)
+
+    def step_both(gradient):
+        for parameter, an_optimizer in ((ours, optimizer), (theirs, reference)):
+            parameter.grad = torch.tensor(gradient)
+            an_optimizer.step()
+        assert torch.equal(ours, theirs)
+
+    step_both([0.5, -1.0])
+    state = optimizer.state_dict()
+    assert state["state"][0]["step"] == 1 and type(state["state"][0]["step"]) is int
+    state["state"][0]["step"] = 70_000
+    optimizer.load_state_dict(state)
+    reference.state[theirs]["step"] += 69_999
+    step_both([0.25, 2.0])
+    assert optimizer.state_dict()["state"][0]["step"] == 70_001
 
 
 def test_learning_rate_warms_up_and_decays_by_global_step():

@@ -258,7 +258,7 @@ class BrokenDashboard:
 
 
 def test_dashboard_that_fails_is_one_warning(tmp_path, caplog):
-    reporters = Reporters(MetricsFile(tmp_path), BrokenDashboard())
+    reporters = Reporters(MetricsFile(tmp_path), MetricsFile(tmp_path, "evaluations.jsonl"), BrokenDashboard())
     for step in range(3):
         reporters.report(make_report(step))
     reporters.close()

@@ -2,10 +2,13 @@
 
 import dataclasses
 import http.server
+import multiprocessing
+import os
 import threading
 import time
 from contextlib import contextmanager
 
+import psutil
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
@@ -207,3 +210,25 @@ def test_full_records_survive_the_pipe_and_the_dht(tmp_path):
         found = get_dictionary(peer.dht, "run_history")
         assert [record.value for record in found.values()] == [FULL_HISTORY]
         assert get_dictionary(peer.dht, "run_metrics") == {}
+
+
+def call_and_die(dht, number: int) -> None:
+    for _ in range(number):
+        dht.get("key", return_future=True)
+    os._exit(0)
+
+
+def test_dht_goes_on_at_once_after_calls_of_processes_that_have_died(tmp_path):
+    """As averagers do when they are shut down, or killed."""
+    from tests.peers import local_peer
+
+    with local_peer(tmp_path, "run") as peer:
+        process = psutil.Process(peer.dht.pid)
+        process.suspend()  # so that it does not read the calls before their callers are gone
+        caller = multiprocessing.Process(target=call_and_die, args=(peer.dht, 3))
+        caller.start()
+        caller.join()
+        process.resume()
+        started = time.monotonic()
+        peer.dht.get("key", return_future=True).result(30)
+        assert time.monotonic() - started < 5, "hivemind takes three seconds for each"
