@@ -3,18 +3,21 @@ PYTHON ?= python3.11
 # More flags for the demo or pytest, as in: make demo ARGS="--train_file my.txt --trainers 3"
 ARGS ?=
 
-.PHONY: help install demo test soak lint clean
+.PHONY: help install demo test test-all soak lint clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 10
 
 install: .venv/installed  ## Create .venv with everything that the scripts need
 
 demo: .venv/installed  ## Train a small model with two trainers on this machine, in about two minutes
 	@.venv/bin/python run_local_demo.py $(ARGS)
 
-test: .venv/installed-dev  ## Run all tests, in about eight minutes
-	.venv/bin/python -m pytest -n 2 $(ARGS)
+test: .venv/installed-dev  ## Run the tests, in about twenty minutes
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not long" $(ARGS)
+
+test-all: .venv/installed-dev  ## Run those too that take a minute or more each, in about half an hour
+	.venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 soak: .venv/installed-dev  ## A long run under fire, and a long run that must not grow: half an hour
 	.venv/bin/python -W ignore tests/chaos.py --steps 40
