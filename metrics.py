@@ -6,8 +6,10 @@ Pure logic: no DHT, no clock, no torch. Everything here was written by strangers
 changed within that time, unless it said goodbye. Keys that share a peer ID are one peer: a trainer that restarted.
 
 **The step of the run** is put to the vote: a live peer votes for the step that it stands at and, with it, for all
-before. Peers that no longer take part (behind what was reported, or without a new sample for long) do not vote. A step
-is complete and gets reported, once and in ascending order, when
+before. Peers that no longer take part (behind what was reported, or without a new sample for long) do not vote. Those
+that said goodbye after a step that is not reported yet do, for `alive_timeout`: otherwise the slowest, left behind at
+the end of a run, would unmake the step that all the others have taken. A step is complete and gets reported, once and
+in ascending order, when
 
 1. every voter has reported it or a later one; or
 2. half of the voters stand at it or beyond, and the others had `settle_time` to follow.
@@ -245,6 +247,7 @@ def parse_usernames(raw: object) -> dict[bytes, str]:
 class _Peer:
     """What is known of one public key. Times are in seconds on the monitor's clock."""
 
+    key: bytes
     moved: float  # when its step or its number of samples last changed
     present: float  # when it was last found in the DHT
     pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that are not reported yet
@@ -253,6 +256,10 @@ class _Peer:
     last_alive: float = -math.inf
     left: float | None = None  # when its goodbye was found
     num_steps_seen: int = 0  # steps that it has made since it is known
+
+    @property
+    def identity(self) -> bytes:
+        return self.progress.peer_id if self.progress else self.key
 
     @property
     def reported_step(self) -> int:
@@ -391,7 +398,7 @@ class MetricsAggregator:
             if len(self._peers) >= self.max_peers:
                 self.refused["too many peers"] += 1
                 return None
-            peer = self._peers[key] = _Peer(moved=self._now, present=self._now)
+            peer = self._peers[key] = _Peer(key, moved=self._now, present=self._now)
         peer.present = self._now
         return peer
 
@@ -442,14 +449,16 @@ class MetricsAggregator:
     def _is_alive(self, peer: _Peer) -> bool:
         return peer.left is None and self._now - peer.last_alive <= self.alive_timeout
 
+    def _has_just_left(self, peer: _Peer) -> bool:
+        return peer.left is not None and self._now - peer.left <= self.alive_timeout
+
     def _live_peers(self) -> list[_Peer]:
         """Each live peer once: of the keys with the same peer ID, the one that was heard of last."""
         live: dict[bytes, _Peer] = {}
-        for key, peer in self._peers.items():
+        for peer in self._peers.values():
             if self._is_alive(peer):
-                identity = peer.progress.peer_id if peer.progress else key
-                if identity not in live or peer.last_alive >= live[identity].last_alive:
-                    live[identity] = peer
+                if peer.identity not in live or peer.last_alive >= live[peer.identity].last_alive:
+                    live[peer.identity] = peer
         return list(live.values())
 
     def _is_moving(self, peer: _Peer) -> bool:
@@ -479,9 +488,12 @@ class MetricsAggregator:
         return True
 
     def _voters(self, live_peers: list[_Peer]) -> list[_Peer]:
-        """Those who take part. If nobody does any more, all who left steps that are not reported yet."""
+        """Those who take part or have just taken a step and left. If there are none, all who ever left such a step."""
         taking_part = [peer for peer in live_peers if not self._is_behind(peer) and self._is_moving(peer)]
-        return taking_part or [peer for peer in self._peers.values() if peer.reported_step > self.last_reported_step]
+        unreported = [peer for peer in self._peers.values() if peer.reported_step > self.last_reported_step]
+        there = {peer.identity for peer in live_peers}  # who has left and come back votes once
+        just_left = [peer for peer in unreported if self._has_just_left(peer) and peer.identity not in there]
+        return taking_part + just_left or unreported
 
     def _vote(self, live_peers: list[_Peer]) -> _Vote:
         voters = self._voters(live_peers)

@@ -251,6 +251,32 @@ def test_last_step_of_a_peer_that_left_is_reported():
     assert (report.step, report.alive_peers, report.loss) == (2, 0, 5.0)
 
 
+def test_who_left_after_a_step_still_votes_for_it():
+    """The slowest of three, which others leave behind at the end of their run, may never take that step."""
+    aggregator = make_aggregator()
+    peers = {b"a": b"A", b"b": b"B", b"slow": b"S"}
+    start = {key: heartbeat(START, 1, peer_id) for key, peer_id in peers.items()}
+    aggregator.update(START, dict.fromkeys(peers, metric(1)), {}, start)
+    metrics = {b"a": metric(2), b"b": metric(2), b"slow": metric(1)}
+    reported = {}
+    for second in range(5, 300, 5):
+        progress = {b"a": None, b"b": None, b"slow": heartbeat(START + second, 1, b"S", samples=second)}
+        reports = aggregator.update(START + second, metrics, {}, progress)
+        reported |= {report.step: (second, report.contributors, report.alive_peers) for report in reports}
+    assert reported == {2: (5 + SETTLE, 2, 1)}
+
+
+def test_who_left_and_came_back_votes_once():
+    aggregator = make_aggregator()
+    progress = {b"a": heartbeat(START, 1, b"A"), b"b": heartbeat(START, 1, b"B")}
+    aggregator.update(START, {b"a": metric(1), b"b": metric(1)}, {}, progress)
+    metrics = {b"a": metric(2), b"b": metric(1), b"a2": metric(1)}
+    for second in range(5, 300, 5):
+        now = START + second
+        progress = {b"a": None, b"a2": heartbeat(now, 1, b"A", second), b"b": heartbeat(now, 1, b"B", second)}
+        assert aggregator.update(now, metrics, {}, progress) == []
+
+
 def test_silent_peer_is_gone_after_the_timeout():
     aggregator = make_aggregator()
     metrics, progress = {b"a": metric(1)}, {b"a": heartbeat(START, 1)}
