@@ -456,9 +456,9 @@ class MetricsAggregator:
         """Each live peer once: of the keys with the same peer ID, the one that was heard of last."""
         live: dict[bytes, _Peer] = {}
         for peer in self._peers.values():
-            if self._is_alive(peer):
-                if peer.identity not in live or peer.last_alive >= live[peer.identity].last_alive:
-                    live[peer.identity] = peer
+            rival = live.get(peer.identity)
+            if self._is_alive(peer) and (rival is None or peer.last_alive >= rival.last_alive):
+                live[peer.identity] = peer
         return list(live.values())
 
     def _is_moving(self, peer: _Peer) -> bool:

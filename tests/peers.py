@@ -24,6 +24,10 @@ from arguments import (
 
 ROOT = Path(__file__).parent.parent
 LOCAL = "/ip4/127.0.0.1/tcp/0"
+# Global steps that take two trainers some ten seconds, twice `--matchmaking_time` here: they see each other in the
+# first, and average each together. With steps shorter than the search for a group, each may for long find the other a
+# step behind or ahead.
+LONG_STEPS = ("--target_batch_size", 16384, "--per_device_train_batch_size", 16)
 TINY_ALBERT = {
     "model_type": "albert",
     "embedding_size": 16,
@@ -73,7 +77,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def wait_until(condition, timeout: float, what: str):
-    """Wait for a condition to be true and return its value."""
+    """Wait for a condition to be true and return its value. Where no time is promised, two minutes are enough."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if value := condition():
@@ -112,7 +116,7 @@ class Script:
                 self._known.setdefault(process.pid, process)
         return [process for process in self._known.values() if _is_alive(process)]
 
-    def wait_for(self, pattern: str, timeout: float = 60) -> re.Match:
+    def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
         """Wait for a line of the output; fail with the output if the process ends before."""
 
         def found():

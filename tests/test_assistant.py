@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from tests.peers import LOCAL, join_together
+from tests.peers import LOCAL, LONG_STEPS, join_together
 
-TARGET = ("--target_batch_size", 6144, "--per_device_train_batch_size", 16, "--target_group_size", 4)
+TARGET = (*LONG_STEPS, "--target_group_size", 4)
 
 
 def test_assistant_averages_with_a_public_trainer_and_two_clients(scripts):
     monitor = scripts.monitor(
-        "--assist_in_averaging", "--assistant_maddrs", LOCAL, "--target_batch_size", 6144, "--target_group_size", 4,
+        "--assist_in_averaging", "--assistant_maddrs", LOCAL, *TARGET[:2], "--target_group_size", 4,
         "--averaging_timeout", 30, "--save_checkpoint_step_interval", 1,
     )  # fmt: skip
     common = ("--initial_peers", monitor.address, *TARGET, "--max_global_steps", 4)
@@ -38,4 +38,4 @@ def test_each_peer_says_that_all_trainers_are_in_client_mode(scripts):
     common = ("--initial_peers", monitor.address, *TARGET, "--client_mode")
     trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
     for script in (*trainers, monitor):
-        script.wait_for("All 2 trainers are in client mode, so that nobody can average with anybody", 90)
+        script.wait_for("All 2 trainers are in client mode, so that nobody can average with anybody", 120)

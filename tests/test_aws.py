@@ -540,7 +540,7 @@ class TestFirstBoot:
         path, results = "/latest/meta-data/spot/instance-action", []
         watch = threading.Thread(target=lambda: results.append(machine.run(machine.folder / "spot_watch.sh")))
         watch.start()
-        wait_until(lambda: metadata.paths.count(path) >= 2, 20, "two questions")
+        wait_until(lambda: metadata.paths.count(path) >= 2, 120, "two questions")
         assert "systemctl stop" not in machine.log.read_text()
         metadata.values["spot/instance-action"] = ['{"action": "terminate", "time": "2030-01-01T00:00:00Z"}']
         watch.join(20)

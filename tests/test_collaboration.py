@@ -11,16 +11,12 @@ from safetensors.torch import load_file
 from transformers import AlbertForPreTraining, AutoTokenizer
 
 from checkpoints import list_checkpoints
-from tests.peers import join_together
-
-# Large enough that two trainers need some ten seconds for a step: they see each other in the first, and a peer that
-# averages late is back in time for the next.
-TARGET = ("--target_batch_size", 16384, "--per_device_train_batch_size", 16)
+from tests.peers import LONG_STEPS, join_together
 
 
 def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 1, "--run_id", "three")
-    common = ("--run_id", "three", "--initial_peers", monitor.address, "--max_global_steps", 3, *TARGET)
+    common = ("--run_id", "three", "--initial_peers", monitor.address, "--max_global_steps", 3, *LONG_STEPS)
     trainers = [scripts.trainer(name, *common, "--username", name) for name in ("alice", "bob")]
     join_together(*trainers)
     for trainer in trainers:
@@ -82,9 +78,9 @@ def test_signal_ends_monitor_and_trainer_cleanly(scripts, number):
 def test_trainer_resumes_its_own_checkpoint(scripts):
     """Alone, with nobody to download a state from."""
     first = scripts.trainer("trainer", "--max_global_steps", 2, "--leave_timeout", 0)
-    assert first.wait(90) == 0, first.output
+    assert first.wait(240) == 0, first.output
     second = scripts.trainer("trainer", "--max_global_steps", 4, "--leave_timeout", 0)
-    assert second.wait(90) == 0, second.output
+    assert second.wait(240) == 0, second.output
     assert "Resumed from a checkpoint at step #2" in second.output
     assert re.findall(r"\bStep #(\d+)", second.output) == ["3", "4"]
     state = torch.load(list_checkpoints(scripts.folder / "trainer")[0] / "optimizer.pt", weights_only=True)
@@ -103,7 +99,7 @@ def test_peer_id_and_address_outlive_a_restart(scripts):
 
 def test_trainer_in_client_mode_averages_with_one_that_is_not(scripts):
     monitor = scripts.monitor("--no_store_checkpoints")
-    common = ("--initial_peers", monitor.address, "--max_global_steps", 3, "--leave_timeout", 0, *TARGET)
+    common = ("--initial_peers", monitor.address, "--max_global_steps", 3, "--leave_timeout", 0, *LONG_STEPS)
     trainers = [scripts.trainer("public", *common), scripts.trainer("client", *common, "--client_mode")]
     join_together(*trainers)
     for trainer in trainers:

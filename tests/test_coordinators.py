@@ -45,7 +45,7 @@ def test_either_of_two_monitors_may_die(scripts):
 
     trainer = scripts.trainer("trainer", "--initial_peers", *addresses.values(), *TARGET)
     trainer.wait_for(r"Step #2\b", 120)
-    second.wait_for(r"Step #2\t", 60)
+    second.wait_for(r"Step #2\t", 120)
     kill(first)
     newcomer = scripts.trainer("newcomer", "--initial_peers", addresses["second"], *TARGET)
     newcomer.wait_for(r"Joined the collaboration at step #[1-9]", 120)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from checkpoints import list_checkpoints, load_training_state
-from tests.peers import join_together
+from tests.peers import LONG_STEPS, join_together
 
 # Without compression, so that the parameters can be compared to the last digits.
-COMMON = ("--target_batch_size", 6144, "--per_device_train_batch_size", 16, "--averaging_compression", "none",
-          "--backup_every_steps", 1, "--max_global_steps", 5, "--leave_timeout", 0)  # fmt: skip
+COMMON = (*LONG_STEPS, "--averaging_compression", "none", "--backup_every_steps", 1, "--max_global_steps", 5,
+          "--leave_timeout", 0)  # fmt: skip
 
 
 def watch_backups(trainers, run_id: str, seconds: float) -> dict[str, dict[int, torch.Tensor]]:
@@ -70,9 +70,9 @@ def test_custom_loop_and_trainer_have_the_same_parameters_after_each_step(script
 def test_custom_trainer_resumes_its_own_checkpoint(scripts):
     common = ("--leave_timeout", 0, "--gradient_accumulation_steps", 2)
     first = scripts.trainer("custom", "--max_global_steps", 2, *common, name_of_script="run_custom_trainer.py")
-    assert first.wait(90) == 0, first.output
+    assert first.wait(240) == 0, first.output
     assert list_checkpoints(scripts.folder / "custom")[0].name == "checkpoint-2"
     second = scripts.trainer("custom", "--max_global_steps", 4, *common, name_of_script="run_custom_trainer.py")
-    assert second.wait(90) == 0, second.output
+    assert second.wait(240) == 0, second.output
     assert "Resumed from a checkpoint at step #2" in second.output
     assert re.findall(r"\bStep #(\d+)", second.output) == ["3", "4"]

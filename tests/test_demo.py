@@ -146,7 +146,7 @@ class TestWorkers:
     def test_output_goes_to_the_log_and_commands_to_a_file(self, tmp_path, workers):
         command = self.script(tmp_path, "import os; print('hello', os.environ['A'])")
         worker = workers.start("one", Command(command.script, {}, {"A": "b"}))
-        workers.wait_for(lambda: not worker.is_running, 20, "its end")
+        workers.wait_for(lambda: not worker.is_running, 120, "its end")
         assert (tmp_path / "one.log").read_text() == "hello b\n"
         assert "A=b " in (tmp_path / "commands.txt").read_text()
 
@@ -175,7 +175,7 @@ class TestWorkers:
         )
         all_workers = [workers.start(name, deaf) for name in ("a", "b")]
         for worker in all_workers:
-            workers.wait_for(lambda worker=worker: "ready" in worker.read_log(), 20, "both")
+            workers.wait_for(lambda worker=worker: "ready" in worker.read_log(), 120, "both")
         started = time.monotonic()
         workers.stop()
         assert time.monotonic() - started < 5
@@ -193,11 +193,11 @@ class TestWorkers:
         )
         with subprocess.Popen([sys.executable, demo], env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
             log = tmp_path / "sleeper.log"
-            wait_until(lambda: log.exists() and log.read_text().strip(), 30, "the start of the sleeper")
+            wait_until(lambda: log.exists() and log.read_text().strip(), 120, "the start of the sleeper")
             pid = int(log.read_text())
             assert psutil.pid_exists(pid)
             process.kill()
-        wait_until(lambda: not psutil.pid_exists(pid), 10, "the end of the sleeper")
+        wait_until(lambda: not psutil.pid_exists(pid), 30, "the end of the sleeper")
 
 
 class TestLogs:

@@ -10,7 +10,7 @@ from arguments import ModelArguments
 from checkpoints import list_checkpoints
 from errors import UserError
 from model import build_model, load_config, load_tokenizer, make_model
-from tests.peers import TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
+from tests.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
 
 # model type -> objective, kind of tokenizer, the class that opens its checkpoint
 FAMILIES = {
@@ -21,9 +21,8 @@ FAMILIES = {
     "gpt2": ("clm", "bpe", AutoModelForCausalLM),
 }
 VOCAB_SIZE = 600
-# A step must be longer than a trainer takes to find the other, or each makes its own.
-COMMON = ("--target_batch_size", 6144, "--per_device_train_batch_size", 16, "--max_global_steps", 2,
-          "--optimizer", "adamw", "--learning_rate", 1e-3, "--logging_steps", 1000, "--leave_timeout", 0)  # fmt: skip
+COMMON = (*LONG_STEPS, "--max_global_steps", 2, "--optimizer", "adamw", "--learning_rate", 1e-3,
+          "--logging_steps", 1000, "--leave_timeout", 0)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

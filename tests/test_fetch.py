@@ -756,7 +756,7 @@ class Process:
 def test_two_at_once(args, host, folders):
     host.script = [partial(Answer.stall_after, num_bytes=100_000)]
     with Process(args) as first:
-        wait_until(lambda: host.sent >= 100_000, 30, "the first begins to download")
+        wait_until(lambda: host.sent >= 100_000, 120, "the first begins to download")
         with Process(args) as second:
             assert any("Another process downloads the data; waiting" in line for line in second.process.stdout)
             host.closing.set()  # ends the stall: the first goes on
@@ -771,7 +771,7 @@ def test_stopped_while_downloading(args, host, folders, number):
     host.script = [partial(Answer.stall_after, num_bytes=100_000)]
     partial_file = Path(args.dataset_path).parent / ".dataset.download"
     with Process(args) as process:
-        wait_until(lambda: partial_file.exists() and partial_file.stat().st_size > 90_000, 30, "a part of the file")
+        wait_until(lambda: partial_file.exists() and partial_file.stat().st_size > 90_000, 120, "a part of the file")
         process.process.send_signal(number)
         code, output = process.wait()
     assert code == (-number if number == signal.SIGKILL else 0)

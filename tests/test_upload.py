@@ -368,7 +368,7 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     hub.silent.set()
     shutil.copytree(tmp_path / "monitor" / "checkpoint-3", tmp_path / "monitor" / "checkpoint-4")
     hub.requests.clear()
-    wait_until(lambda: hub.requests, 60, "the next upload")
+    wait_until(lambda: hub.requests, 120, "the next upload")
     assert monitor.stop(timeout=60) == 0
     assert "The monitor has stopped" in monitor.output and "ending now" not in monitor.output, "without a last resort"
     monitor.assert_nothing_left()
@@ -380,7 +380,7 @@ def test_killed_monitor_takes_its_upload_along(hub, scripts, data, tmp_path):
     monitor = scripts.monitor("--run_id", "up", "--repo_id", "me/model")
     monitor.wait_for("visible multiaddresses")
     hub.silent.set()
-    wait_until(lambda: any("hub.py" in " ".join(p.cmdline()) for p in monitor.family()) or hub.files, 30, "an upload")
+    wait_until(lambda: any("hub.py" in " ".join(p.cmdline()) for p in monitor.family()) or hub.files, 120, "an upload")
     monitor.process.kill()
     monitor.assert_nothing_left()
 
