@@ -14,7 +14,8 @@
   others back to the step that it comes from;
 - a peer looks early in a step whether it is out of sync, and takes the next one with the others;
 - a peer that catches up does not keep the others waiting in a round that it signed up for;
-- what a peer sends to a round that is over is refused at once;
+- what a peer sends to a round that is over is refused at once, and nobody waits for one that knows no such round;
+- peers that are a round apart do not wait for each other in different ones, see `Turns`;
 - the last thing that a peer answers is not lost on the way;
 - a round that is under way cannot be taken by the garbage collector, and does not fail the end of the averager;
 - a peer offers its state only once it has been trained, and says which step it is of;
@@ -34,7 +35,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -90,10 +91,10 @@ allreduce.TensorPartReducer = FiniteTensorPartReducer
 
 
 class _ClosingStub:
-    """A peer's averager, whose answers to `rpc_aggregate_part` end with the last of `num_parts`."""
+    """A peer's averager, whose answers to `rpc_aggregate_part` end with the last that a round expects of it."""
 
-    def __init__(self, stub: StubBase, num_parts: int):
-        self.stub, self.num_parts = stub, num_parts
+    def __init__(self, stub: StubBase, peer: PeerID, runner: "SafeAllReduceRunner"):
+        self.stub, self.peer, self.runner = stub, peer, runner
 
     async def rpc_aggregate_part(
         self, inputs: AsyncIterator[averaging_pb2.AveragingData]
@@ -106,18 +107,86 @@ class _ClosingStub:
         num_received = 0
         async with aclosing(stream):
             async for message in stream:
+                if message.code == averaging_pb2.BAD_GROUP_ID:
+                    await self.runner.forget_absent(self.peer)
                 yield message
                 num_received += 1
-                if num_received == self.num_parts:
+                if num_received == self.runner.count_parts(self.peer):
                     return
 
 
-class ClosingAllReduceRunner(allreduce.AllReduceRunner):
-    """Closes the stream to a peer once it has answered all, see SafeAverager._then_linger."""
+class SafeAllReduceRunner(allreduce.AllReduceRunner):
+    """One round, which waits for nobody who is known to take no part in it.
+
+    The stream to a peer is closed once it has answered all, see SafeAverager._then_linger.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self._conversations: dict[PeerID, asyncio.Task] = {}
+        super().__init__(*args, **kwargs)
+
+    def count_parts(self, peer: PeerID) -> int:
+        """The parts that a peer averages."""
+        return self.tensor_part_container.num_parts_by_peer[self.ordered_peer_ids.index(peer)]
+
+    def absent_peers(self) -> list[PeerID]:
+        """Those of whom we wait for a first part."""
+        if self.count_parts(self.peer_id) == 0:
+            return []  # nobody sends us any
+        return [peer for peer in self.sender_peer_ids if peer not in self.active_senders | self.banned_senders]
+
+    async def forget_absent(self, peer: PeerID) -> None:
+        """Do not wait for what a peer sends if it has not begun to. Call it if the peer does not know this round: it
+        has ended there, or the peer has gone on."""
+        if peer in self.absent_peers():
+            await self._ban_sender(peer)
+
+    async def give_up_on(self, peer: PeerID) -> None:
+        """Wait neither for what a peer sends nor for what it averages."""
+        await self.forget_absent(peer)
+        if peer in self._conversations:
+            self._conversations[peer].cancel()
 
     def _get_peer_stub(self, peer: PeerID) -> _ClosingStub:
-        num_parts = self.tensor_part_container.num_parts_by_peer[self.ordered_peer_ids.index(peer)]
-        return _ClosingStub(super()._get_peer_stub(peer), num_parts)
+        return _ClosingStub(super()._get_peer_stub(peer), peer, self)
+
+    async def _communicate_with_peer(self, peer_id: PeerID) -> None:
+        self._conversations[peer_id] = asyncio.current_task()
+        await super()._communicate_with_peer(peer_id)
+
+
+class SharedPeers:
+    """A few peer IDs in memory that processes share. One writes, the others may see them a moment too late."""
+
+    def __init__(self, capacity: int = 64):
+        self._slots = multiprocessing.RawArray("Q", capacity)
+
+    @staticmethod
+    def _digest(peer: PeerID) -> int:
+        return int.from_bytes(peer.to_bytes()[-8:], "big")  # of a hash
+
+    def replace(self, peers: Iterable[PeerID]) -> None:
+        digests = [self._digest(peer) for peer in peers][: len(self._slots)]
+        self._slots[:] = digests + [0] * (len(self._slots) - len(digests))
+
+    def __contains__(self, peer: PeerID) -> bool:
+        return self._digest(peer) in self._slots[:]
+
+
+class Turns:
+    """Who is out of turn, as the gradient averager's process tells that of the state averager.
+
+    Peers average the gradients of a step, then the parameters, then the gradients of the next. One that went without a
+    round, since it was late or saw nobody, is in the next while the others are still in that one: each waits until its
+    time-out for somebody who waits for it, then misses the other by a hair, and so from step to step. Hence the round
+    of parameters gives way at once.
+    """
+
+    PATIENCE = 1.0  # seconds that a peer may be late for a round of gradients before it is out of turn
+
+    def __init__(self):
+        self.behind = SharedPeers()  # our round of gradients waits for them
+        self.ahead = SharedPeers()  # they are in a round of gradients with us that we have not begun
 
 
 class CautiousMatchmaking(Matchmaking):
@@ -223,15 +292,20 @@ averager_module.switch_to_uvloop = dht_module.switch_to_uvloop = _switch_to_uvlo
 
 
 class SafeAverager(DecentralizedAverager):
-    """What both averagers have in common."""
+    """What both averagers have in common.
+
+    :param turns: the same for both
+    """
 
     SHUN_SECONDS = 600.0  # how long we average with nobody who sent NaN or Inf; its machine may be mended one day
     LINGER_SECONDS = 5.0  # how long after our last answer we wait for the caller to close the stream
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, turns: Turns | None = None, **kwargs):
         self._finished_groups: deque[bytes] = deque(maxlen=64)
+        self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # groups and whose part we have refused there
         self._shunned: dict[bytes, float] = {}  # peer ID -> until when; in the main process, which hears of it here:
         self._newly_shunned, self._lock_shunned = multiprocessing.SimpleQueue(), threading.Lock()
+        self.turns = Turns() if turns is None else turns
         super().__init__(*args, **kwargs)
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
@@ -278,14 +352,34 @@ class SafeAverager(DecentralizedAverager):
         peer did. hivemind waits for any round of ours to begin or end: one that ends while the next is being prepared
         makes it refuse the part, and the whole group then waits for a quarter of the averaging timeout.
         """
-        request = await anext(stream)
-        deadline = time.monotonic() + (self.allreduce_kwargs["reducer_timeout"] or 0.0)  # the sender waits no longer
-        known_groups = (self._running_groups, self._finished_groups)
-        while not any(request.group_id in groups for groups in known_groups) and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        answers = super().rpc_aggregate_part(achain(as_aiter(request), stream), context)
-        async for message in self._then_linger(answers):
+        async for message in self._then_linger(self._answer_part(stream, context)):
             yield message
+
+    async def _answer_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        request = await anext(stream)
+        if await self._will_begin(request.group_id, context.remote_id):
+            async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
+                yield message
+        else:
+            self._refused.append((request.group_id, context.remote_id))
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+
+    async def _will_begin(self, group_id: bytes, sender: PeerID) -> bool:
+        """Wait until our round of a group begins; False if it has ended, or if it is not worth while."""
+        deadline = time.monotonic() + (self.allreduce_kwargs["reducer_timeout"] or 0.0)  # the sender waits no longer
+        while group_id not in self._running_groups:
+            if group_id in self._finished_groups or self._is_out_of_turn(sender) or time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def _is_out_of_turn(self, sender: PeerID) -> bool:
+        return False
+
+    async def _watch(self, runner: SafeAllReduceRunner) -> None:
+        """Runs beside a round of ours until it ends."""
 
     @contextmanager
     def _register_allreduce_group(self, group_info: GroupInfo) -> Iterator[None]:
@@ -300,7 +394,7 @@ class SafeAverager(DecentralizedAverager):
     ):
         """One round of all-reduce, as in hivemind; an update that is not finite is not applied."""
         group_id = group_info.group_id if group_id is None else group_id
-        runner = ClosingAllReduceRunner(
+        runner = SafeAllReduceRunner(
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
@@ -310,13 +404,18 @@ class SafeAverager(DecentralizedAverager):
             **kwargs,
         )
         self._running_groups[group_id].set_result(runner)
+        for refused_group, sender in self._refused:
+            if refused_group == group_id:
+                await runner.forget_absent(sender)  # it does not come twice
+        watch = asyncio.create_task(self._watch(runner))
         try:
             if runner.modes[group_info.peer_ids.index(self.peer_id)] == allreduce.AveragingMode.AUX:
                 async for _ in runner:
                     raise ValueError("auxiliary peers should not receive averaged tensors")
             else:
                 await self._apply_updates(tensors, runner)
-        finally:  # such rounds end with an error or a time-out
+        finally:
+            watch.cancel()
             for index in runner.tensor_part_reducer.poisoners:
                 if (sender := runner.sender_peer_ids[index]) != self.peer_id:
                     logger.warning(f"{sender} sent values that are not finite: not averaging with it for a while")
@@ -374,7 +473,29 @@ class GradientAverager(SafeAverager, grad_averager.GradientAverager):
 
     def __init__(self, *args, max_grad_norm: float = 0.0, **kwargs):
         self.max_grad_norm = max_grad_norm
+        self._waiting: set[PeerID] = set()  # they have begun a round with us that we have not begun
         super().__init__(*args, allow_state_sharing=False, **kwargs)  # the gradients of others are of no use to anyone
+
+    async def _will_begin(self, group_id: bytes, sender: PeerID) -> bool:
+        announcement = asyncio.get_running_loop().call_later(Turns.PATIENCE, self._announce, sender)
+        try:
+            return await super()._will_begin(group_id, sender)
+        finally:
+            announcement.cancel()
+            self._waiting.discard(sender)
+            self.turns.ahead.replace(self._waiting)
+
+    def _announce(self, sender: PeerID) -> None:
+        self._waiting.add(sender)
+        self.turns.ahead.replace(self._waiting)
+
+    async def _watch(self, runner: SafeAllReduceRunner) -> None:
+        try:
+            while True:
+                await asyncio.sleep(Turns.PATIENCE)
+                self.turns.behind.replace(runner.absent_peers())
+        finally:
+            self.turns.behind.replace([])
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self):
@@ -413,6 +534,16 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.is_behind = False  # whether our parameters lack an update that those of the others have
         self._downloads: set[asyncio.Task] = set()
         super().__init__(*args, **kwargs)
+
+    def _is_out_of_turn(self, sender: PeerID) -> bool:
+        return sender in self.turns.behind
+
+    async def _watch(self, runner: SafeAllReduceRunner) -> None:
+        while True:
+            for peer in runner.absent_peers():
+                if peer in self.turns.ahead:
+                    await runner.give_up_on(peer)
+            await asyncio.sleep(0.2)
 
     @property
     def applied_epoch(self) -> int:
@@ -820,10 +951,13 @@ class Optimizer(hivemind.Optimizer):
         self.last_contribution = 0  # the samples that it gave
         self._failed_loads = 0
         self._gradient_round: StepControl | None = None  # the one that the update in the background waits for
+        self._turns = Turns()
         super().__init__(
             dht=dht,
             client_mode=client_mode,
-            grad_averager_factory=partial(GradientAverager, max_grad_norm=max_grad_norm, **grad_averager_opts),
+            grad_averager_factory=partial(
+                GradientAverager, max_grad_norm=max_grad_norm, turns=self._turns, **grad_averager_opts
+            ),
             tracker_opts=tracker_opts,
             **kwargs,
         )
@@ -857,6 +991,7 @@ class Optimizer(hivemind.Optimizer):
             auxiliary=self.auxiliary,
             allow_state_sharing=False,  # until there is a trained state to share, see share_state
             start=True,
+            turns=self._turns,
             **self._state_averager_opts,
             **kwargs,
         )

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035, hivemind reads the annotations and knows this one only
 
 import pytest
@@ -57,18 +58,21 @@ class Pair:
 
     :param first: the first peer; started if None
     :param address: where the second joins; any of the first one's if None
+    :param is_client: whether the second is in client mode
     """
 
-    def __init__(self, stack: ExitStack, folder, first=None, address: str | None = None, **options):
+    def __init__(
+        self, stack: ExitStack, folder, first=None, address: str | None = None, is_client: bool = False, **options
+    ):
         options = {"run_id": "run", "target_batch_size": 8, **options}
         first = first or stack.enter_context(local_peer(folder / "first", "run"))
         address = address or str(first.dht.get_visible_maddrs()[0])
-        second = stack.enter_context(local_peer(folder / "second", "run", (address,)))
+        second = stack.enter_context(local_peer(folder / "second", "run", (address,), client_mode=is_client))
         self.peers = [first, second]
         self.models = [build_model(CONFIG, "run"), build_model(CONFIG, "run")]
         self.optimizers = [
-            stack.enter_context(local_optimizer(model, peer, 4, **options))
-            for model, peer in zip(self.models, self.peers, strict=True)
+            stack.enter_context(local_optimizer(model, peer, 4, client_mode=client_mode, **options))
+            for model, peer, client_mode in zip(self.models, self.peers, (False, is_client), strict=True)
         ]
         self.executor = stack.enter_context(ThreadPoolExecutor(2))
         self.stack = stack
@@ -122,6 +126,10 @@ class Pair:
         optimizer._maybe_schedule_gradient_averaging()
         optimizer._update_global_epoch(None)
         assert optimizer.local_epoch == target
+
+
+def wait_for_groups(rounds) -> None:
+    wait_until(lambda: {control.stage for control in rounds} == {AveragingStage.AWAITING_TRIGGER}, 120, "the groups")
 
 
 @pytest.mark.parametrize(("compression", "tolerance"), [("none", 1e-6), ("float16", 2e-3), ("uniform8", 0.2)])
@@ -437,7 +445,7 @@ def test_rounds_that_wait_for_their_trigger_survive_the_garbage_collector(tmp_pa
         for optimizer in pair.optimizers:
             optimizer.scheduled_grads = optimizer.grad_averager.schedule_step(timeout=30.0)
         rounds = [optimizer.scheduled_grads for optimizer in pair.optimizers]
-        wait_until(lambda: {control.stage for control in rounds} == {AveragingStage.AWAITING_TRIGGER}, 120, "a group")
+        wait_for_groups(rounds)
         for optimizer in pair.optimizers:
             optimizer.grad_averager._outer_pipe.send(("collect_garbage", [], {}))
         pair.global_step()
@@ -456,7 +464,7 @@ def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(tmp_pat
         averagers = [optimizer.grad_averager for optimizer in pair.optimizers]
         pair.fill_gradients(0.0, 1.0)
         rounds = [averager.schedule_step(timeout=60.0) for averager in averagers]
-        wait_until(lambda: {control.stage for control in rounds} == {AveragingStage.AWAITING_TRIGGER}, 120, "a group")
+        wait_for_groups(rounds)
         averagers[1]._outer_pipe.send(("end_another_round", [], {}))
         rounds[0].allow_allreduce()
         time.sleep(7.0)  # less than a quarter of the timeout
@@ -467,13 +475,37 @@ def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(tmp_pat
                 assert all((gradient == 0.5).all() for gradient in gradients)
 
 
+@pytest.mark.parametrize(("ahead", "is_client"), [(0, False), (0, True), (1, True)])
+def test_peers_that_are_a_round_apart_do_not_wait_for_each_other(tmp_path, ahead, is_client):
+    """One has taken a step alone. It averages gradients with one that still waits for it to average parameters."""
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, is_client=is_client, averaging_compression="none", averaging_timeout=120.0)
+        pair.fill_gradients(0.0, 1.0)
+        gradients = [optimizer.grad_averager.schedule_step(timeout=100.0) for optimizer in pair.optimizers]
+        parameters = [optimizer.state_averager.schedule_step(timeout=100.0) for optimizer in pair.optimizers]
+        wait_for_groups([*gradients, *parameters])
+        behind = 1 - ahead
+        started = time.monotonic()
+        parameters[behind].allow_allreduce()
+        gradients[ahead].allow_allreduce()
+        parameters[behind].result(20)  # a silent peer is waited for 30 seconds
+        gradients[behind].allow_allreduce()
+        for control, optimizer in zip(gradients, pair.optimizers, strict=True):
+            control.result(20)
+            with optimizer.grad_averager.get_tensors() as averaged:
+                assert all((gradient == 0.5).all() for gradient in averaged)
+        parameters[ahead].allow_allreduce()  # the other is no longer there
+        parameters[ahead].result(20)
+        assert time.monotonic() - started < 20
+
+
 def test_catching_up_keeps_nobody_waiting_who_averages_parameters(tmp_path):
     with ExitStack() as stack:
         late, other = Pair(stack, tmp_path, averaging_timeout=80.0, load_state_timeout=5.0).optimizers
         for optimizer in (late, other):
             optimizer.scheduled_state = optimizer.state_averager.schedule_step(gather=1, timeout=60.0)
         rounds = [late.scheduled_state, other.scheduled_state]
-        wait_until(lambda: {control.stage for control in rounds} == {AveragingStage.AWAITING_TRIGGER}, 120, "a group")
+        wait_for_groups(rounds)
         catching_up = stack.enter_context(ThreadPoolExecutor(1)).submit(late.load_state_from_peers)
         other.scheduled_state.allow_allreduce()
         assert len(other.scheduled_state.result(15)) == 2, "a silent peer is waited for 20 seconds"
@@ -576,7 +608,7 @@ class LateAverager(SafeAverager):
     """Has no process. A round has just ended, which hivemind takes for the news that it waits for."""
 
     def __init__(self):
-        self._running_groups, self._finished_groups = {}, []
+        self._running_groups, self._finished_groups, self._refused = {}, [], []
         self.allreduce_kwargs = {"reducer_timeout": 5.0}
         self._pending_groups_registered = asyncio.Event()
         self._pending_groups_registered.set()
@@ -589,7 +621,7 @@ class LateAverager(SafeAverager):
         current_round = loop.create_future()
         current_round.set_result(Round())
         loop.call_later(0.3, self._running_groups.update, {b"group": current_round})
-        return self.rpc_aggregate_part(as_aiter(AveragingData(group_id=b"group")), context=None)
+        return self.rpc_aggregate_part(as_aiter(AveragingData(group_id=b"group")), SimpleNamespace(remote_id=None))
 
     async def first_answer(self) -> AveragingData:
         return await anext(await self.take_part_before_the_group_is_known())
