@@ -14,7 +14,7 @@
   others back to the step that it comes from;
 - a peer looks early in a step whether it is out of sync, and takes the next one with the others;
 - a peer that catches up does not keep the others waiting in a round that it signed up for;
-- what a peer sends to a round that is over is refused at once, and nobody waits for one that knows no such round;
+- what a peer sends to a round that is over or called off is refused at once, and nobody waits there for who refused;
 - peers that are a round apart do not wait for each other in different ones, see `Turns`;
 - the last thing that a peer answers is not lost on the way;
 - a round that is under way cannot be taken by the garbage collector, and does not fail the end of the averager;
@@ -190,7 +190,7 @@ class Turns:
 
 
 class CautiousMatchmaking(Matchmaking):
-    """Finds groups without the peers that have sent NaN or Inf.
+    """Finds groups without the peers that have sent NaN or Inf, and knows of those whose round was called off.
 
     One that sends NaN without knowing also reduces its share of the tensors without these guards: as long as it takes
     part, that share is not averaged, and each round lasts until its time-out.
@@ -199,6 +199,18 @@ class CautiousMatchmaking(Matchmaking):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._shunned_until: dict[PeerID, float] = {}
+        self._found: deque[tuple[bytes, StepControl]] = deque(maxlen=16)  # groups of ours and their rounds
+
+    async def look_for_group(self, step: StepControl) -> GroupInfo | None:
+        """The peers of a round, as in hivemind."""
+        group = await super().look_for_group(step)
+        if group is not None:
+            self._found.append((group.group_id, step))
+        return group
+
+    def is_called_off(self, group_id: bytes) -> bool:
+        """Whether our round of a group has ended, maybe without having begun."""
+        return any(found == group_id and step.done() for found, step in self._found)
 
     def shun(self, peer_id: PeerID, until: float) -> None:
         """Form no group with a peer until then, in the time of `time.monotonic`."""
@@ -370,7 +382,8 @@ class SafeAverager(DecentralizedAverager):
         """Wait until our round of a group begins; False if it has ended, or if it is not worth while."""
         deadline = time.monotonic() + (self.allreduce_kwargs["reducer_timeout"] or 0.0)  # the sender waits no longer
         while group_id not in self._running_groups:
-            if group_id in self._finished_groups or self._is_out_of_turn(sender) or time.monotonic() >= deadline:
+            has_ended = group_id in self._finished_groups or self._matchmaking.is_called_off(group_id)
+            if has_ended or self._is_out_of_turn(sender) or time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(0.05)
         return True

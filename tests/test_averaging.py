@@ -499,6 +499,16 @@ def test_peers_that_are_a_round_apart_do_not_wait_for_each_other(tmp_path, ahead
         assert time.monotonic() - started < 20
 
 
+def test_round_that_is_called_off_keeps_nobody_waiting(tmp_path):
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, averaging_timeout=120.0)
+        rounds = [optimizer.grad_averager.schedule_step(timeout=100.0) for optimizer in pair.optimizers]
+        wait_for_groups(rounds)
+        rounds[0].cancel()
+        rounds[1].allow_allreduce()
+        rounds[1].result(20)  # a silent peer is waited for 30 seconds
+
+
 def test_catching_up_keeps_nobody_waiting_who_averages_parameters(tmp_path):
     with ExitStack() as stack:
         late, other = Pair(stack, tmp_path, averaging_timeout=80.0, load_state_timeout=5.0).optimizers
@@ -609,6 +619,7 @@ class LateAverager(SafeAverager):
 
     def __init__(self):
         self._running_groups, self._finished_groups, self._refused = {}, [], []
+        self._matchmaking = SimpleNamespace(is_called_off=lambda group_id: False)
         self.allreduce_kwargs = {"reducer_timeout": 5.0}
         self._pending_groups_registered = asyncio.Event()
         self._pending_groups_registered.set()
