@@ -12,7 +12,8 @@
   average);
 - a peer that has downloaded a state does not take the next step at once, on what it knew before, and does not draw the
   others back to the step that it comes from;
-- a peer looks early in a step whether it is out of sync, and takes the next one with the others;
+- a peer looks early in a step whether it is out of sync, and takes the next one with the others, and looks often for
+  others while it is alone;
 - a peer that catches up does not keep the others waiting in a round that it signed up for;
 - what a peer sends to a round that is over or called off is refused at once, and nobody waits there for who refused;
 - peers that are a round apart do not wait for each other in different ones, see `Turns`;
@@ -919,7 +920,11 @@ class ProgressTracker(progress_tracker.ProgressTracker):
                 and _is_plausible(record.value, now)
                 and (record.value is None or record.value["peer_id"] not in shunned)
             }
-        return super()._parse_swarm_progress_data(metadata)
+        progress = super()._parse_swarm_progress_data(metadata)
+        if progress.num_peers <= 1:
+            # The estimate is that of the first, slow steps: who begins beside us would not be seen before our step.
+            progress.next_fetch_time = min(progress.next_fetch_time, now + self.default_refresh_period)
+        return progress
 
     def _limit_age(self, record: ValueWithExpiration, now: float) -> ValueWithExpiration:
         """A peer's report, such that no more than `max_refresh_period` seconds are reckoned to have been worked since.

@@ -221,7 +221,8 @@ class Scripts:
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
             self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", 4,
             "--gradient_accumulation_steps", 1, "--dataloader_num_workers", 0, "--matchmaking_time", 5,
-            "--averaging_timeout", 30, "--target_group_size", 2, "--warmup_steps", 0, "--learning_rate", 0.03, *args,
+            "--averaging_timeout", 30, "--target_group_size", 2, "--warmup_steps", 0, "--learning_rate", 0.03,
+            "--max_refresh_period", 2, *args,
             log=name, env=env,
         )  # fmt: skip
 

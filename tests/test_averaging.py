@@ -374,6 +374,25 @@ def test_peer_that_fell_silent_is_not_reckoned_to_go_on(tmp_path):
         assert found.eta_next_epoch - get_dht_time() > 8, "1000 samples at 100 a second: ten seconds, not overdue"
 
 
+def test_lone_peer_looks_often_for_others(tmp_path):
+    """Its first step was slow: by that, the global step takes hours, of which a quarter would be slept through."""
+    with ExitStack() as stack:
+        peer = stack.enter_context(local_peer(tmp_path, "run"))
+        optimizer = stack.enter_context(
+            local_optimizer(build_model(CONFIG, "run"), peer, 4, run_id="run", target_batch_size=1000)
+        )
+        tracker = optimizer.tracker
+        with tracker.pause_updates():
+            tracker.max_refresh_period = 30.0
+            own = {b"own": ValueWithExpiration(progress(peer.dht, epoch=0, rate=0.1, when=0.0), get_dht_time() + 60)}
+            other = {
+                b"other": ValueWithExpiration(progress(peer.dht, epoch=0, rate=0.1, when=0.0), get_dht_time() + 60)
+            }
+            alone, together = map(tracker._parse_swarm_progress_data, (own, own | other))
+        assert alone.next_fetch_time - get_dht_time() <= tracker.default_refresh_period
+        assert together.next_fetch_time - get_dht_time() > 20
+
+
 def test_peer_looks_soon_whether_the_others_are_at_the_same_step(tmp_path):
     with ExitStack() as stack:
         peer = stack.enter_context(local_peer(tmp_path, "run"))
