@@ -12,8 +12,8 @@
   average);
 - a peer that has downloaded a state does not take the next step at once, on what it knew before, and does not draw the
   others back to the step that it comes from;
-- a peer looks early in a step whether it is out of sync, and takes the next one with the others, and looks often for
-  others while it is alone;
+- a peer looks early in a step whether it is out of sync, and takes the next one with the others, clients included, and
+  looks often for others while it is alone;
 - a peer that catches up does not keep the others waiting in a round that it signed up for;
 - what a peer sends to a round that is over or called off is refused at once, and nobody waits there for who refused;
 - peers that are a round apart do not wait for each other in different ones, see `Turns`;
@@ -911,20 +911,39 @@ class ProgressTracker(progress_tracker.ProgressTracker):
         self._distrusted = {subkey: until for subkey, until in self._distrusted.items() if until > now}
         if isinstance(metadata, ValueWithExpiration):  # what hivemind passes at the start, where it finds no one then
             metadata = metadata.value
+        if not isinstance(metadata, dict):
+            return super()._parse_swarm_progress_data(metadata)
         shunned = set().union(*(averager.shunned_peers() for averager in self.averagers))
-        if isinstance(metadata, dict):
-            metadata = {
-                subkey: self._limit_age(record, now)
-                for subkey, record in metadata.items()
-                if subkey not in self._distrusted
-                and _is_plausible(record.value, now)
-                and (record.value is None or record.value["peer_id"] not in shunned)
-            }
-        progress = super()._parse_swarm_progress_data(metadata)
+        records = {
+            subkey: self._limit_age(record, now)
+            for subkey, record in metadata.items()
+            if record.value is not None
+            and subkey not in self._distrusted
+            and _is_plausible(record.value, now)
+            and record.value["peer_id"] not in shunned
+        }
+        progress = super()._parse_swarm_progress_data(self._let_clients_lead(records))
+        progress.num_clients = sum(record.value["client_mode"] for record in records.values())
         if progress.num_peers <= 1:
             # The estimate is that of the first, slow steps: who begins beside us would not be seen before our step.
             progress.next_fetch_time = min(progress.next_fetch_time, now + self.default_refresh_period)
         return progress
+
+    def _let_clients_lead(self, records: dict[bytes, ValueWithExpiration]) -> dict[bytes, ValueWithExpiration]:
+        """Have all follow a client that is the first to begin the next step, as if it accepted connections.
+
+        hivemind has only those lead that do. For them, the samples of a client that is some seconds early are of
+        another step: they do them once more, while it waits for them in vain. Further ahead, its state would be
+        needed, which nobody can ask it for.
+        """
+        leaders = [record.value["epoch"] for record in records.values() if not record.value["client_mode"]]
+        next_epoch = max([self.local_progress.epoch, *leaders]) + 1
+        return {
+            subkey: ValueWithExpiration({**record.value, "client_mode": False}, record.expiration_time)
+            if record.value["epoch"] == next_epoch
+            else record
+            for subkey, record in records.items()
+        }
 
     def _limit_age(self, record: ValueWithExpiration, now: float) -> ValueWithExpiration:
         """A peer's report, such that no more than `max_refresh_period` seconds are reckoned to have been worked since.
@@ -932,16 +951,12 @@ class ProgressTracker(progress_tracker.ProgressTracker):
         A peer that lives reports after each local step. One that was killed would go on contributing until its report
         expires, and the others would take steps with a fraction of the batch.
         """
-        if record.value is None:
-            return record
         newest = max(record.value["time"], now - self.max_refresh_period)
         return ValueWithExpiration({**record.value, "time": newest}, record.expiration_time)
 
 
-def _is_plausible(progress: dict | None, now: float) -> bool:
+def _is_plausible(progress: dict, now: float) -> bool:
     """Whether a peer's report can be counted: its schema was checked, its values were not."""
-    if progress is None:
-        return True
     return (
         progress["epoch"] < MAX_EPOCH
         and progress["samples_accumulated"] < 10**9

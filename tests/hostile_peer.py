@@ -24,10 +24,10 @@ METRICS = [
 ]  # fmt: skip
 
 
-def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0) -> dict:
+def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
     return {
         "peer_id": dht.peer_id.to_bytes(), "epoch": epoch, "samples_accumulated": 0, "samples_per_second": rate,
-        "time": get_dht_time() + when, "client_mode": False,
+        "time": get_dht_time() + when, "client_mode": client_mode,
     }  # fmt: skip
 
 

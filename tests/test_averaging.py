@@ -374,6 +374,23 @@ def test_peer_that_fell_silent_is_not_reckoned_to_go_on(tmp_path):
         assert found.eta_next_epoch - get_dht_time() > 8, "1000 samples at 100 a second: ten seconds, not overdue"
 
 
+@pytest.mark.parametrize(("claimed", "believed"), [(0, 0), (1, 1), (2, 0)])
+def test_client_that_begins_the_next_step_draws_the_others_there(tmp_path, claimed, believed):
+    """Or they would do its samples once more while it waits. Two steps ahead it is alone: it has no state to offer."""
+    with ExitStack() as stack:
+        peer = stack.enter_context(local_peer(tmp_path, "run"))
+        optimizer = stack.enter_context(
+            local_optimizer(build_model(CONFIG, "run"), peer, 4, run_id="run", target_batch_size=1000)
+        )
+        expiration = get_dht_time() + 60
+        reports = {
+            b"public": ValueWithExpiration(progress(peer.dht, epoch=0), expiration),
+            b"client": ValueWithExpiration(progress(peer.dht, epoch=claimed, client_mode=True), expiration),
+        }
+        found = optimizer.tracker._parse_swarm_progress_data(reports)
+        assert (found.epoch, found.num_peers, found.num_clients) == (believed, 2, 1)
+
+
 def test_lone_peer_looks_often_for_others(tmp_path):
     """Its first step was slow: by that, the global step takes hours, of which a quarter would be slept through."""
     with ExitStack() as stack:
