@@ -185,7 +185,7 @@ class CollaborativeCallback(TrainerCallback):
     def report(self, step: int) -> None:
         """Log the global step and publish this peer's part in it."""
         self.last_reported_step = step
-        samples = self.optimizer.last_contribution
+        samples, self.optimizer.last_contribution = self.optimizer.last_contribution, 0
         self.total_samples_processed += samples
         loss, mini_steps = self.loss_meter.pop()
         samples_per_second = float(self.optimizer.local_progress.samples_per_second)

@@ -16,7 +16,8 @@
   looks often for others while it is alone;
 - a peer that catches up does not keep the others waiting in a round that it signed up for;
 - what a peer sends to a round that is over or called off is refused at once, and nobody waits there for who refused;
-- peers that are a round apart do not wait for each other in different ones, see `Turns`;
+- peers that are a round apart do not wait for each other in different ones, see `Turns`, and who is late for a round
+  that long that it meets the others' next is at their step from then on;
 - the last thing that a peer answers is not lost on the way;
 - a round that is under way cannot be taken by the garbage collector, and does not fail the end of the averager;
 - a peer offers its state only once it has been trained, and says which step it is of;
@@ -487,6 +488,7 @@ class GradientAverager(SafeAverager, grad_averager.GradientAverager):
 
     def __init__(self, *args, max_grad_norm: float = 0.0, **kwargs):
         self.max_grad_norm = max_grad_norm
+        self.next_epoch = 0  # the step that the next round leads to
         self._waiting: set[PeerID] = set()  # they have begun a round with us that we have not begun
         super().__init__(*args, allow_state_sharing=False, **kwargs)  # the gradients of others are of no use to anyone
 
@@ -510,6 +512,10 @@ class GradientAverager(SafeAverager, grad_averager.GradientAverager):
                 self.turns.behind.replace(runner.absent_peers())
         finally:
             self.turns.behind.replace([])
+
+    def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
+        """As in hivemind, and tell the group which step the round leads to."""
+        return super().schedule_step(scheduled_time, gather=self.next_epoch, **kwargs)
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self):
@@ -862,6 +868,11 @@ class ProgressTracker(progress_tracker.ProgressTracker):
         self.shutdown_complete.set()
         loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(loop), return_exceptions=True))
 
+    @property
+    def ready_to_update_epoch(self) -> bool:
+        """As in hivemind, unless what we know of the others is of a step before ours."""
+        return self.global_epoch >= self.local_progress.epoch and super().ready_to_update_epoch
+
     def update_epoch(self, new_epoch: int | None = None) -> int:
         """Go to the next step, as in hivemind, and look soon at what the others do in it.
 
@@ -870,7 +881,7 @@ class ProgressTracker(progress_tracker.ProgressTracker):
         while they waited for it.
         """
         epoch = super().update_epoch(new_epoch)
-        self._look_in(self.min_refresh_period)
+        self.look_in(self.min_refresh_period)
         return epoch
 
     def forget_others(self, epoch: int) -> None:
@@ -883,9 +894,9 @@ class ProgressTracker(progress_tracker.ProgressTracker):
         progress.epoch = max(progress.epoch, epoch)
         progress.samples_accumulated, progress.eta_next_epoch = 0, math.inf
         self.fetched_global_progress_this_epoch.clear()
-        self._look_in(0.0)
+        self.look_in(0.0)
 
-    def _look_in(self, seconds: float) -> None:
+    def look_in(self, seconds: float) -> None:
         """Ask for the others' progress then, whenever it was due."""
         self.global_progress.next_fetch_time = get_dht_time() + seconds
         self.global_state_updated.set()
@@ -981,9 +992,10 @@ class Optimizer(hivemind.Optimizer):
         self.num_dropped_gradients = 0
         self.last_group_size = 0
         self.last_completed_step = 0  # the newest global step that this peer took part in, and
-        self.last_contribution = 0  # the samples that it gave
+        self.last_contribution = 0  # the samples that it gave, until they are reported
         self._failed_loads = 0
-        self._gradient_round: StepControl | None = None  # the one that the update in the background waits for
+        self._gradient_round: StepControl | None = None  # the one that the update in the background waits for,
+        self._gradient_round_epoch = 0  # and the step that it leads to
         self._turns = Turns()
         super().__init__(
             dht=dht,
@@ -1065,15 +1077,35 @@ class Optimizer(hivemind.Optimizer):
         """Wait for the round of averaging. If it fails, the averager still has our own gradients, which it was given
         at the start; hivemind would take the accumulators instead, which hold those of the next step by now."""
         try:
-            group_info = maybe_step_control.result(self.averaging_timeout)
-            self.last_group_size = len(group_info)
-            logger.info(f"Averaged gradients with {len(group_info)} peers")
+            epochs = maybe_step_control.result(self.averaging_timeout)
+            self.last_group_size = len(epochs)
+            logger.info(f"Averaged gradients with {len(epochs)} peers")
+            self._keep_up_with([epoch for peer, epoch in epochs.items() if peer != self.dht.peer_id])
         except BaseException as error:
             logger.warning(f"Averaging gradients failed with {error!r}. Proceeding with local gradients")
             if maybe_step_control is not None and not maybe_step_control.done():
                 maybe_step_control.cancel()
         self._share_shunned_peers()
         self._load_averaged_gradients_into_optimizer_()
+
+    def _keep_up_with(self, epochs: Sequence[object]) -> None:
+        """Our round has met the others' next one: it was their step that we took part in.
+
+        A peer that is late for a round waits in it until the others look for their next. It would begin that one as
+        soon as this is over, with nothing to contribute, wait in it for their next but one, and stay late for ever.
+
+        :param epochs: the steps that the round leads to, as the others of the group say
+        """
+        if 2 * sum(epoch == self._gradient_round_epoch + 1 for epoch in epochs) <= len(epochs):
+            return
+        averager = self.state_averager
+        averager.local_epoch += 1
+        averager.is_behind = True  # by the update that we were late for
+        if averager.current_round is not None and not averager.current_round.began_allreduce:
+            averager.current_round.weight = 0.0
+        self.last_completed_step = averager.local_epoch
+        self.tracker.look_in(0.0)
+        logger.info(f"Late for step #{self._gradient_round_epoch}: took part in #{self._gradient_round_epoch + 1}")
 
     def _share_shunned_peers(self) -> None:
         """Whom one averager has found to send NaN, the other need not find out."""
@@ -1082,14 +1114,21 @@ class Optimizer(hivemind.Optimizer):
 
     def _maybe_schedule_gradient_averaging(self) -> None:
         self._share_shunned_peers()
+        self.grad_averager.next_epoch = self.local_epoch + 1
         super()._maybe_schedule_gradient_averaging()
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
+        self._gradient_round_epoch = self.grad_averager.next_epoch = self.local_epoch + 1
         began = super()._begin_averaging_gradients(grad_scaler)
         self._gradient_round = self.scheduled_grads if began else None
         return began
 
     def _update_global_epoch(self, grad_scaler) -> None:
+        epoch = self.local_epoch
+        self.finish_pending_update()
+        if self.local_epoch > epoch:  # that was the step that is due, see _keep_up_with
+            self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
+            return
         self.last_contribution = self.grad_averager.local_samples_accumulated
         super()._update_global_epoch(grad_scaler)
         self.last_completed_step = self.local_epoch

@@ -113,7 +113,8 @@ class Pair:
         for optimizer in self.optimizers:
             optimizer.finish_pending_update()
 
-    def _contribute(self, number: int, target: int) -> None:
+    def accumulate(self, number: int) -> None:
+        """A local step, without the global one that may be due."""
         model, optimizer = self.models[number], self.optimizers[number]
         optimizer.zero_grad()
         model(**half(make_batch(), number)).loss.backward()
@@ -121,6 +122,10 @@ class Pair:
             optimizer.local_epoch, optimizer.grad_averager.local_samples_accumulated
         )
         assert optimizer._check_and_accumulate_gradients(4, None)
+
+    def _contribute(self, number: int, target: int) -> None:
+        optimizer = self.optimizers[number]
+        self.accumulate(number)
         wait_until(lambda: optimizer.tracker.global_progress.samples_accumulated >= 8, 120, "both peers' samples")
         wait_until(lambda: optimizer.tracker.global_progress.num_peers == 2, 120, "two peers")
         optimizer._maybe_schedule_gradient_averaging()
@@ -533,6 +538,31 @@ def test_peers_that_are_a_round_apart_do_not_wait_for_each_other(tmp_path, ahead
         parameters[ahead].allow_allreduce()  # the other is no longer there
         parameters[ahead].result(20)
         assert time.monotonic() - started < 20
+
+
+def test_peer_whose_round_meets_the_next_one_of_the_others_is_at_their_step_from_then_on(tmp_path):
+    """Or it would begin that step with nothing to contribute, and be late for the next one, too."""
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, averaging_compression="none")
+        pair.global_step()
+        late, other = pair.optimizers
+        pair.accumulate(1)
+        with other.tracker.pause_updates():  # it takes a step without us
+            other.state_averager.step(increment_epoch=True, optimizer_step=True)
+            other.tracker.update_epoch(other.local_epoch)
+        assert largest_difference(*pair.models) > 1e-3
+        for number, optimizer in enumerate(pair.optimizers):
+            pair.accumulate(number)
+            optimizer.scheduled_grads = None  # it was for the step before
+        late._update_global_epoch(None)
+        next_step = pair.executor.submit(late._update_global_epoch, None)  # due, as far as it knows
+        other._update_global_epoch(None)
+        next_step.result(60)
+        for optimizer in pair.optimizers:
+            optimizer.finish_pending_update()
+        assert (late.local_epoch, other.local_epoch) == (3, 3)
+        assert late.last_completed_step == late.tracker.local_progress.epoch == 3
+        assert largest_difference(*pair.models) < 1e-6, "it has the update that it was late for"
 
 
 def test_round_that_is_called_off_keeps_nobody_waiting(tmp_path):
