@@ -592,12 +592,13 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             with suppress(Exception):  # hivemind tries again, and reports it
                 averaging_control = self.schedule_step(gather=self.local_epoch, timeout=timeout, **kwargs)
         self.current_round = averaging_control
-        if self.is_behind and averaging_control is not None:
+        was_behind = self.is_behind
+        if was_behind and averaging_control is not None:
             averaging_control.weight = 0.0
         super()._do(wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, *args,
                     timeout=timeout, **kwargs)  # fmt: skip
-        if averaging_control is not None and averaging_control.done() and not averaging_control.cancelled():
-            self.is_behind &= averaging_control.exception() is not None
+        if was_behind and averaging_control is not None and averaging_control.done():
+            self.is_behind = averaging_control.cancelled() or averaging_control.exception() is not None
 
     def load_state_from_peers(self, **_kwargs) -> bool:
         """Download the newest state that a peer offers and that fits, and apply it.
@@ -1100,7 +1101,7 @@ class Optimizer(hivemind.Optimizer):
             return
         averager = self.state_averager
         averager.local_epoch += 1
-        averager.is_behind = True  # by the update that we were late for
+        averager.is_behind = True  # by the update that we were late for, until a round that begins after this
         if averager.current_round is not None and not averager.current_round.began_allreduce:
             averager.current_round.weight = 0.0
         self.last_completed_step = averager.local_epoch
