@@ -1126,7 +1126,8 @@ class Optimizer(hivemind.Optimizer):
 
     def _update_global_epoch(self, grad_scaler) -> None:
         epoch = self.local_epoch
-        self.finish_pending_update()
+        with self.tracker.pause_updates():  # the time is not one of training
+            self.finish_pending_update()
         if self.local_epoch > epoch:  # that was the step that is due, see _keep_up_with
             self.tracker.report_local_progress(self.local_epoch, self.grad_averager.local_samples_accumulated)
             return
