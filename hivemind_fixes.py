@@ -834,6 +834,13 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     return bool(torch.nn.utils.get_total_norm([t.float() for t in floating], norm_type=float("inf")).isfinite())
 
 
+def _call_off(control: StepControl) -> None:
+    """Cancel a round, if it has not ended or been cancelled, be it just now: hivemind raises then."""
+    if not control.done():
+        with suppress(concurrent.futures.InvalidStateError):
+            control.cancel()
+
+
 class AdamW(torch.optim.AdamW):
     """torch's, whose state tells the number of steps as a number.
 
@@ -1050,9 +1057,15 @@ class Optimizer(hivemind.Optimizer):
         """Wait for no round of averaging any more."""
         rounds = (self.scheduled_grads, self.scheduled_state, self._gradient_round, self.state_averager.current_round)
         for control in rounds:
-            if control is not None and not control.done():
-                with suppress(concurrent.futures.InvalidStateError):  # it ended just now
-                    control.cancel()
+            if control is not None:
+                _call_off(control)
+
+    def shutdown(self) -> None:
+        """As in hivemind, which raises if a round has been called off just before."""
+        self.say_goodbye()
+        self.finish_pending_update()
+        self._leave_scheduled_rounds()
+        super().shutdown()
 
     def say_goodbye(self) -> None:
         """Let the others reckon without us from now on: the rounds that we are in may take longer than we have."""
@@ -1084,8 +1097,8 @@ class Optimizer(hivemind.Optimizer):
             self._keep_up_with([epoch for peer, epoch in epochs.items() if peer != self.dht.peer_id])
         except BaseException as error:
             logger.warning(f"Averaging gradients failed with {error!r}. Proceeding with local gradients")
-            if maybe_step_control is not None and not maybe_step_control.done():
-                maybe_step_control.cancel()
+            if maybe_step_control is not None:
+                _call_off(maybe_step_control)
         self._share_shunned_peers()
         self._load_averaged_gradients_into_optimizer_()
 
@@ -1175,9 +1188,10 @@ class Optimizer(hivemind.Optimizer):
             if control is None or control.done():
                 continue
             if control.stage == AveragingStage.LOOKING_FOR_GROUP:
-                control.cancel()
+                _call_off(control)
             else:
-                self._tag_along_with_zero_weight(control)
+                with suppress(concurrent.futures.InvalidStateError):  # hivemind calls it off in the end
+                    self._tag_along_with_zero_weight(control)
 
     def forget_progress(self) -> None:
         """Drop the gradients accumulated so far: they belong to other parameters than the ones we have now."""

@@ -230,6 +230,15 @@ def test_averager_ends_in_the_middle_of_a_round(tmp_path, monkeypatch, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_end_after_a_round_that_was_called_off(tmp_path):
+    with ExitStack() as stack:
+        peer = stack.enter_context(local_peer(tmp_path, "run"))
+        optimizer = stack.enter_context(local_optimizer(build_model(CONFIG, "run"), peer, 4, run_id="run"))
+        optimizer.scheduled_grads = optimizer.grad_averager.schedule_step(timeout=30.0)
+        optimizer.scheduled_grads.cancel()
+        optimizer.shutdown()
+
+
 def average(averager: DecentralizedAverager):
     """A bare round of all-reduce over whatever the averager's tensors hold."""
     return DecentralizedAverager.step(averager, timeout=5, allow_retries=False)
@@ -543,7 +552,8 @@ def test_peers_that_are_a_round_apart_do_not_wait_for_each_other(tmp_path, ahead
 def test_peer_whose_round_meets_the_next_one_of_the_others_is_at_their_step_from_then_on(tmp_path):
     """Or it would begin that step with nothing to contribute, and be late for the next one, too."""
     with ExitStack() as stack:
-        pair = Pair(stack, tmp_path, averaging_compression="none")
+        in_background = {"delay_grad_averaging": True, "delay_optimizer_step": True}
+        pair = Pair(stack, tmp_path, averaging_compression="none", averaging_timeout=60.0, **in_background)
         pair.global_step()
         late, other = pair.optimizers
         pair.accumulate(1)
@@ -557,7 +567,7 @@ def test_peer_whose_round_meets_the_next_one_of_the_others_is_at_their_step_from
         late._update_global_epoch(None)
         next_step = pair.executor.submit(late._update_global_epoch, None)  # due, as far as it knows
         other._update_global_epoch(None)
-        next_step.result(60)
+        next_step.result(120)
         for optimizer in pair.optimizers:
             optimizer.finish_pending_update()
         assert (late.local_epoch, other.local_epoch) == (3, 3)
