@@ -415,11 +415,9 @@ def test_lone_peer_looks_often_for_others(tmp_path):
         tracker = optimizer.tracker
         with tracker.pause_updates():
             tracker.max_refresh_period = 30.0
-            own = {b"own": ValueWithExpiration(progress(peer.dht, epoch=0, rate=0.1, when=0.0), get_dht_time() + 60)}
-            other = {
-                b"other": ValueWithExpiration(progress(peer.dht, epoch=0, rate=0.1, when=0.0), get_dht_time() + 60)
-            }
-            alone, together = map(tracker._parse_swarm_progress_data, (own, own | other))
+            report = ValueWithExpiration(progress(peer.dht, epoch=0, rate=0.1), get_dht_time() + 60)
+            alone = tracker._parse_swarm_progress_data({b"own": report})
+            together = tracker._parse_swarm_progress_data({b"own": report, b"other": report})
         assert alone.next_fetch_time - get_dht_time() <= tracker.default_refresh_period
         assert together.next_fetch_time - get_dht_time() > 20
 
