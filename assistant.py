@@ -25,6 +25,7 @@ from collaboration import watched
 from hivemind_fixes import Optimizer
 from optimizer import build_optimizer
 from processes import StopSignal
+from shunned import ShunnedPeers
 from utils import Peer, announce_public_ip, start_peer
 
 logger = get_logger(__name__)
@@ -33,12 +34,14 @@ logger = get_logger(__name__)
 class Assistant(threading.Thread):
     """Takes part in each round of averaging, until `stop` is called.
 
+    :param folder: where it keeps what it found out about other peers
     :param period: seconds between two looks at the trainers' progress
     """
 
-    def __init__(self, optimizer: Optimizer, period: float = 0.5):
+    def __init__(self, optimizer: Optimizer, folder: Path, period: float = 0.5):
         super().__init__(name="Assistant", daemon=True)
         self.optimizer, self.period = optimizer, period
+        self.shunned = ShunnedPeers(folder, optimizer)
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -46,6 +49,7 @@ class Assistant(threading.Thread):
             try:
                 self._skip_missed_steps()
                 self.optimizer.step()
+                self.shunned.save()
             except Exception as error:
                 logger.warning(f"Could not assist in averaging ({error!r}); trying again at the next step")
 
@@ -99,8 +103,8 @@ def running_assistant(
         announce_public_ip(args, monitor_args.public_ip_service)
     with contextlib.ExitStack() as stack:
         # In a folder of its own: an invitation's key goes beside it, and the monitor has one, too.
-        identity_path = Path(monitor_args.output_dir) / "assistant" / "identity.key"
-        peer = start_peer(args, identity_path, client_mode=False, should_stop=stop.event)
+        folder = Path(monitor_args.output_dir) / "assistant"
+        peer = start_peer(args, folder / "identity.key", client_mode=False, should_stop=stop.event)
         stack.callback(peer.dht.shutdown)
         optimizer = build_optimizer(
             model, peer, args.run_id, None, 0.0, hyperparameters, optimizer_args, averager_args, tracker_args
@@ -112,7 +116,7 @@ def running_assistant(
             "assistant's gradient averager": optimizer.grad_averager,
         }
         stack.enter_context(watched(children, seconds=12.0, exit_code=0))
-        assistant = Assistant(optimizer)
+        assistant = Assistant(optimizer, folder)
         assistant.start()
         stack.callback(assistant.stop)
         maddrs = " ".join(str(maddr) for maddr in peer.dht.get_visible_maddrs())

@@ -18,6 +18,7 @@ from arguments import CollaborationArguments
 from checkpoints import TrainingState, load_training_state, save_training_state
 from errors import UserError
 from hivemind_fixes import Optimizer, StateLoadError, all_finite
+from shunned import ShunnedPeers
 from utils import HISTORY_LENGTH, ClientModeAlarm, LocalMetrics, Peer, PeerInfo
 
 logger = get_logger(__name__)
@@ -101,6 +102,7 @@ class StepProgressBar:
 class CollaborativeCallback(TrainerCallback):
     """Tells the collaboration of this peer's work and keeps its parameters sound.
 
+    :param folder: for the backup and what else is kept across restarts
     :param should_stop: asked after each local step
     """
 
@@ -112,14 +114,15 @@ class CollaborativeCallback(TrainerCallback):
         optimizer: Optimizer,
         model: torch.nn.Module,
         args: CollaborationArguments,
-        backup_path: Path,
+        folder: Path,
         should_stop: Callable[[], bool],
         disable_tqdm: bool = False,
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
         self.should_stop = should_stop
         self.loss_meter = LossMeter()
-        self.backup = BackupWriter(backup_path, args.run_id)
+        self.backup = BackupWriter(folder / "backup.pt", args.run_id)
+        self.shunned = ShunnedPeers(folder, optimizer)
         self.history: deque[LocalMetrics] = deque(maxlen=HISTORY_LENGTH)
         self.last_reported_step = 0
         self.total_samples_processed = 0
@@ -174,6 +177,7 @@ class CollaborativeCallback(TrainerCallback):
             if step % self.args.backup_every_steps == 0:
                 self.backup.write(*self.optimizer.state_averager.snapshot())
             self.num_recoveries = 0
+        self.shunned.save()
         self.progress_bar.update()
         progress = self.optimizer.tracker.global_progress
         self.client_mode_alarm.check(progress.num_peers, progress.num_clients)

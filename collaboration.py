@@ -144,9 +144,8 @@ def join_collaboration(
         stack.callback(optimizer.shutdown)
         averagers = {"state averager": optimizer.state_averager, "gradient averager": optimizer.grad_averager}
         stack.enter_context(watched({"DHT": peer.dht, **averagers}, seconds=15.0, exit_code=1))
-        backup_path = output_dir / "backup.pt"
         callback = CollaborativeCallback(
-            peer, optimizer, model, collaboration_args, backup_path, stop.is_set, training_args.disable_tqdm
+            peer, optimizer, model, collaboration_args, output_dir, stop.is_set, training_args.disable_tqdm
         )
         stack.callback(callback.close)
         yield Membership(peer, optimizer, callback, collaboration_args.run_id, output_dir)

@@ -29,7 +29,6 @@ reachable in seconds instead of minutes.
 
 import asyncio
 import concurrent.futures
-import itertools
 import logging
 import math
 import multiprocessing
@@ -215,11 +214,11 @@ class CautiousMatchmaking(Matchmaking):
         return any(found == group_id and step.done() for found, step in self._found)
 
     def shun(self, peer_id: PeerID, until: float) -> None:
-        """Form no group with a peer until then, in the time of `time.monotonic`."""
+        """Form no group with a peer until then, in the time of `time.time`."""
         self._shunned_until[peer_id] = until
 
     def _is_shunned(self, peer_id: PeerID) -> bool:
-        return time.monotonic() < self._shunned_until.get(peer_id, -math.inf)
+        return time.time() < self._shunned_until.get(peer_id, -math.inf)
 
     def _check_reasons_to_reject(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -434,7 +433,7 @@ class SafeAverager(DecentralizedAverager):
             for index in runner.tensor_part_reducer.poisoners:
                 if (sender := runner.sender_peer_ids[index]) != self.peer_id:
                     logger.warning(f"{sender} sent values that are not finite: not averaging with it for a while")
-                    until = time.monotonic() + self.SHUN_SECONDS
+                    until = time.time() + self.SHUN_SECONDS
                     self._matchmaking.shun(sender, until)
                     self._newly_shunned.put((sender.to_bytes(), until))
 
@@ -444,10 +443,10 @@ class SafeAverager(DecentralizedAverager):
             while not self._newly_shunned.empty():
                 peer_id, until = self._newly_shunned.get()
                 self._shunned[peer_id] = until
-            return {peer_id: until for peer_id, until in self._shunned.items() if time.monotonic() < until}
+            return {peer_id: until for peer_id, until in self._shunned.items() if time.time() < until}
 
     def shun(self, peers: dict[bytes, float]) -> None:
-        """Form no group with peers that another averager shuns. For the main process."""
+        """Form no group with peers, given as `shunned_peers` does. For the main process."""
         if new := peers.items() - self.shunned_peers().items():
             with self._lock_shunned:
                 self._shunned.update(new)
@@ -546,6 +545,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     :param donor_timeout: seconds that a donor may be silent. It answers only after a round of averaging that it is in
     """
 
+    WEIGHT_BEHIND = 1e-6  # in the average, of who lacks an update. Not 0: a group of such peers would have none at all
     MAX_ATTEMPTS = 3  # to get a state from those that offer one; who gave up too early would begin a second run
 
     def __init__(self, *args, download_timeout: float = 600.0, donor_timeout: float = 60.0, **kwargs):
@@ -594,7 +594,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.current_round = averaging_control
         was_behind = self.is_behind
         if was_behind and averaging_control is not None:
-            averaging_control.weight = 0.0
+            averaging_control.weight = self.WEIGHT_BEHIND
         super()._do(wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, *args,
                     timeout=timeout, **kwargs)  # fmt: skip
         if was_behind and averaging_control is not None and averaging_control.done():
@@ -1116,15 +1116,23 @@ class Optimizer(hivemind.Optimizer):
         averager.local_epoch += 1
         averager.is_behind = True  # by the update that we were late for, until a round that begins after this
         if averager.current_round is not None and not averager.current_round.began_allreduce:
-            averager.current_round.weight = 0.0
+            averager.current_round.weight = averager.WEIGHT_BEHIND
         self.last_completed_step = averager.local_epoch
         self.tracker.look_in(0.0)
         logger.info(f"Late for step #{self._gradient_round_epoch}: took part in #{self._gradient_round_epoch + 1}")
 
+    def shunned_peers(self) -> dict[bytes, float]:
+        """IDs of the peers that have sent NaN or Inf, and until when we average with none of them (`time.time`)."""
+        return self.grad_averager.shunned_peers() | self.state_averager.shunned_peers()
+
+    def shun(self, peers: dict[bytes, float]) -> None:
+        """Do not average with peers, given as `shunned_peers` does, and do not count them."""
+        for averager in (self.grad_averager, self.state_averager):
+            averager.shun(peers)
+
     def _share_shunned_peers(self) -> None:
         """Whom one averager has found to send NaN, the other need not find out."""
-        for one, other in itertools.permutations((self.grad_averager, self.state_averager)):
-            other.shun(one.shunned_peers())
+        self.shun(self.shunned_peers())
 
     def _maybe_schedule_gradient_averaging(self) -> None:
         self._share_shunned_peers()

@@ -20,7 +20,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from transformers import AlbertConfig
 
 from arguments import HyperparameterArguments
-from hivemind_fixes import SafeAverager, StateLoadError
+from hivemind_fixes import Optimizer, SafeAverager, StateLoadError
 from model import build_model
 from optimizer import make_optimizer, make_param_groups, make_scheduler
 from tests.hostile_peer import progress
@@ -107,10 +107,15 @@ class Pair:
         return errors[0]
 
     def global_step(self) -> None:
-        """Each peer contributes its half; both wait until they know that the other has."""
+        """Each peer contributes its half, and begins the step when both know that the other has.
+
+        Whoever began it before would report the next one, in which the other would wait for these samples in vain.
+        """
         target = min(optimizer.local_epoch for optimizer in self.optimizers) + 1
-        list(self.executor.map(lambda number: self._contribute(number, target), (0, 1)))
+        list(self.executor.map(self._contribute, (0, 1)))
+        list(self.executor.map(self._update, self.optimizers))
         for optimizer in self.optimizers:
+            assert optimizer.local_epoch == target
             optimizer.finish_pending_update()
 
     def accumulate(self, number: int) -> None:
@@ -123,14 +128,15 @@ class Pair:
         )
         assert optimizer._check_and_accumulate_gradients(4, None)
 
-    def _contribute(self, number: int, target: int) -> None:
+    def _contribute(self, number: int) -> None:
         optimizer = self.optimizers[number]
         self.accumulate(number)
         wait_until(lambda: optimizer.tracker.global_progress.samples_accumulated >= 8, 120, "both peers' samples")
         wait_until(lambda: optimizer.tracker.global_progress.num_peers == 2, 120, "two peers")
+
+    def _update(self, optimizer: Optimizer) -> None:
         optimizer._maybe_schedule_gradient_averaging()
         optimizer._update_global_epoch(None)
-        assert optimizer.local_epoch == target
 
 
 def wait_for_groups(rounds) -> None:

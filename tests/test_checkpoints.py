@@ -256,10 +256,11 @@ def make_callback(tmp_path, offered: int | None) -> CollaborativeCallback:
     optimizer = SimpleNamespace(
         local_epoch=9, state_averager=FakeStateAverager(model, 9, offered), finish_pending_update=lambda: None,
         forget_progress=lambda: None, target_batch_size=8, last_completed_step=9,
+        shunned_peers=dict, shun=lambda peers: None,
         tracker=SimpleNamespace(global_progress=SimpleNamespace(epoch=9, num_peers=1, samples_accumulated=0)),
     )  # fmt: skip
     args = CollaborationArguments(run_id="run")
-    callback = CollaborativeCallback(None, optimizer, model, args, tmp_path / "backup.pt", lambda: False)
+    callback = CollaborativeCallback(None, optimizer, model, args, tmp_path, lambda: False)
     callback.last_reported_step = 9
     return callback
 
