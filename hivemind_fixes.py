@@ -1107,10 +1107,11 @@ class Optimizer(hivemind.Optimizer):
 
         A peer that is late for a round waits in it until the others look for their next. It would begin that one as
         soon as this is over, with nothing to contribute, wait in it for their next but one, and stay late for ever.
+        One that says so is enough, as it is in the progress that peers report: all others follow it there.
 
         :param epochs: the steps that the round leads to, as the others of the group say
         """
-        if 2 * sum(epoch == self._gradient_round_epoch + 1 for epoch in epochs) <= len(epochs):
+        if self._gradient_round_epoch + 1 not in epochs:
             return
         averager = self.state_averager
         averager.local_epoch += 1

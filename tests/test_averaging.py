@@ -579,6 +579,22 @@ def test_peer_whose_round_meets_the_next_one_of_the_others_is_at_their_step_from
         assert largest_difference(*pair.models) < 1e-6, "it has the update that it was late for"
 
 
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [([2], 2), ([1, 2, 1], 2), ([1, 1], 1), ([0, 3], 1), ([], 1), (["2", None, [2]], 1)],
+    ids=["all others", "one of them", "none", "far from ours", "alone", "nonsense"],
+)
+def test_one_that_is_a_step_ahead_draws_along_all_that_its_round_meets(tmp_path, epochs, expected):
+    """Two of three that are late at once would otherwise stay so, and the third would average parameters alone."""
+    with ExitStack() as stack:
+        peer = stack.enter_context(local_peer(tmp_path, "run"))
+        optimizer = stack.enter_context(local_optimizer(build_model(CONFIG, "run"), peer, 4, run_id="run"))
+        optimizer.state_averager.local_epoch = optimizer._gradient_round_epoch = 1
+        optimizer._keep_up_with(epochs)
+        assert optimizer.local_epoch == expected
+        assert optimizer.state_averager.is_behind == (expected == 2)
+
+
 def test_round_that_is_called_off_keeps_nobody_waiting(tmp_path):
     with ExitStack() as stack:
         pair = Pair(stack, tmp_path, averaging_timeout=120.0)
