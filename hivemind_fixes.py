@@ -33,6 +33,7 @@ import logging
 import math
 import multiprocessing
 import random
+import struct
 import threading
 import time
 from collections import deque
@@ -52,7 +53,7 @@ from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
-from hivemind.averaging.partition import BannedException, TensorPartReducer
+from hivemind.averaging.partition import AllreduceException, BannedException, TensorPartReducer
 from hivemind.compression import deserialize_torch_tensor
 from hivemind.dht import DHT
 from hivemind.dht import dht as dht_module
@@ -60,7 +61,15 @@ from hivemind.dht import node as dht_node
 from hivemind.optim import grad_averager, progress_tracker, state_averager
 from hivemind.p2p import P2P, P2PContext, PeerID, StubBase
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, get_dht_time, get_logger, nested_flatten, nested_pack, switch_to_uvloop
+from hivemind.utils import (
+    MPFuture,
+    MSGPackSerializer,
+    get_dht_time,
+    get_logger,
+    nested_flatten,
+    nested_pack,
+    switch_to_uvloop,
+)
 from hivemind.utils.asyncio import achain, aiter_with_timeout, as_aiter, azip
 from hivemind.utils.streaming import combine_from_streaming
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -190,6 +199,36 @@ class Turns:
         self.ahead = SharedPeers()  # they are in a round of gradients with us that we have not begun
 
 
+class GroupStepControl(StepControl):
+    """hivemind's handle of a round of averaging, which also tells which step the others of the group have it for."""
+
+    _GROUP_EPOCH = slice(18, 26)  # after what hivemind keeps in the shared buffer
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        buffer = torch.zeros([26], dtype=torch.uint8)
+        buffer[:18] = self._shared_buffer
+        self._shared_buffer = buffer.share_memory_()
+        self.group_epoch = -1
+
+    @property
+    def group_epoch(self) -> int:
+        """The newest step that another peer of the group is at; -1: unknown."""
+        return struct.unpack("q", self._shared_buffer[self._GROUP_EPOCH].numpy().data)[0]
+
+    @group_epoch.setter
+    def group_epoch(self, epoch: int) -> None:
+        struct.pack_into("q", self._shared_buffer[self._GROUP_EPOCH].numpy().data, 0, epoch)
+
+    @property
+    def has_group(self) -> bool:
+        """Whether it waits for its trigger, in a group."""
+        return self.stage == AveragingStage.AWAITING_TRIGGER and not self.done()
+
+
+averager_module.StepControl = GroupStepControl
+
+
 class CautiousMatchmaking(Matchmaking):
     """Finds groups without the peers that have sent NaN or Inf, and knows of those whose round was called off.
 
@@ -207,7 +246,18 @@ class CautiousMatchmaking(Matchmaking):
         group = await super().look_for_group(step)
         if group is not None:
             self._found.append((group.group_id, step))
+            step.group_epoch = max(self._read_epochs(group), default=-1)
         return group
+
+    def _read_epochs(self, group: GroupInfo) -> list[int]:
+        """The steps that the others of a group have it for; what is none is left out."""
+        epochs = []
+        for peer_id, gathered in zip(group.peer_ids, group.gathered, strict=True):
+            with suppress(Exception):  # of strangers
+                epoch = MSGPackSerializer.loads(MSGPackSerializer.loads(gathered)[2])
+                if peer_id != self._p2p.peer_id and type(epoch) is int and 0 <= epoch < MAX_EPOCH:
+                    epochs.append(epoch)
+        return epochs
 
     def is_called_off(self, group_id: bytes) -> bool:
         """Whether our round of a group has ended, maybe without having begun."""
@@ -537,6 +587,37 @@ class StateLoadError(Exception):
     """A state was offered, but could not be used."""
 
 
+class _CurrentRound:
+    """The round that an update in the background waits for, whichever that is by then; hivemind keeps to the first.
+
+    If it turns out to be that of the others' next step, it begins when we are there: they will not come before, and
+    will have averaged without us if we come to theirs of this step.
+    """
+
+    def __init__(self, averager: "TrainingStateAverager"):
+        self.averager = averager
+
+    def __getattr__(self, name: str):
+        return getattr(self.averager.current_round, name)
+
+    def allow_allreduce(self) -> None:
+        """Begin as soon as there is a group, unless it is too early for it."""
+        control = self.averager.current_round
+        while control.stage.value <= AveragingStage.LOOKING_FOR_GROUP.value and not control.done():
+            time.sleep(0.05)
+        if not self._is_early() and not control.done():
+            control.allow_allreduce()
+
+    def result(self, timeout: float | None):
+        """As in hivemind; raises if it has not begun, since it is too early."""
+        if self._is_early() and not self.triggered:
+            raise AllreduceException("the others average the parameters of the next step")
+        return self.averager.current_round.result(timeout)
+
+    def _is_early(self) -> bool:
+        return self.has_group and self.group_epoch == self.averager.local_epoch + 1
+
+
 # hivemind addresses a peer's averager by the name of its class, hence the same name.
 class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     """Averages, offers and downloads the training state.
@@ -550,7 +631,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def __init__(self, *args, download_timeout: float = 600.0, donor_timeout: float = 60.0, **kwargs):
         self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
-        self.current_round: StepControl | None = None
+        self.current_round: GroupStepControl | None = None
         self.is_behind = False  # whether our parameters lack an update that those of the others have
         self._downloads: set[asyncio.Task] = set()
         super().__init__(*args, **kwargs)
@@ -588,17 +669,42 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         average of the others' and do not count in it: each newcomer would take half an update back from everybody.
         """
         if averaging_round and (averaging_control is None or averaging_control.triggered or averaging_control.done()):
-            averaging_control = None
-            with suppress(Exception):  # hivemind tries again, and reports it
-                averaging_control = self.schedule_step(gather=self.local_epoch, timeout=timeout, **kwargs)
+            averaging_control = self._take_early_round()
+            if averaging_control is None:
+                with suppress(Exception):  # hivemind tries again, and reports it
+                    averaging_control = self.schedule_step(gather=self.local_epoch, timeout=timeout, **kwargs)
+        self.leave_early_round()
         self.current_round = averaging_control
-        was_behind = self.is_behind
-        if was_behind and averaging_control is not None:
+        if self.is_behind and averaging_control is not None:
             averaging_control.weight = self.WEIGHT_BEHIND
-        super()._do(wait_for_trigger, optimizer_step, zero_grad, averaging_round, averaging_control, *args,
+        control = None if averaging_control is None else _CurrentRound(self)
+        super()._do(wait_for_trigger, optimizer_step, zero_grad, averaging_round, control, *args,
                     timeout=timeout, **kwargs)  # fmt: skip
-        if was_behind and averaging_control is not None and averaging_control.done():
-            self.is_behind = averaging_control.cancelled() or averaging_control.exception() is not None
+        if control is not None and control.weight == self.WEIGHT_BEHIND and control.done():
+            self.is_behind = control.cancelled() or control.exception() is not None
+
+    def renew_round(self, timeout: float) -> None:
+        """Look for another group for the update in the background if the others of ours have averaged already."""
+        control = self.current_round
+        if control is None or control.done() or control.triggered:
+            return
+        if control.has_group and control.group_epoch < self.local_epoch:
+            _call_off(control)
+            self.current_round = control = self.schedule_step(gather=self.local_epoch, timeout=timeout)
+        control.weight = self.WEIGHT_BEHIND
+
+    def _take_early_round(self) -> GroupStepControl | None:
+        """The round that the update before this one was too early for, if there is one."""
+        control = self.current_round
+        if control is None or control.triggered or not control.has_group or control.group_epoch != self.local_epoch:
+            return None
+        self.current_round = None
+        return control
+
+    def leave_early_round(self) -> None:
+        """Keep nobody waiting in a round that we were too early for. Call it while no update is in the background."""
+        if self.current_round is not None and not self.current_round.triggered:
+            _call_off(self.current_round)
 
     def load_state_from_peers(self, **_kwargs) -> bool:
         """Download the newest state that a peer offers and that fits, and apply it.
@@ -613,13 +719,17 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         logger.info(f"Loaded the state of step #{self.local_epoch} from {donor}")
         return True
 
-    def download_state(self, min_epoch: int = 0) -> tuple[str, dict, list[torch.Tensor]] | None:
+    def download_state(
+        self, min_epoch: int = 0, only_metadata: bool = False
+    ) -> tuple[str, dict, list[torch.Tensor]] | None:
         """Ask the peers that offer their state, one after the other, for one of step `min_epoch` or later that fits.
 
+        :param only_metadata: do not wait for the tensors, nor check whether it fits
         :returns: the donor's peer ID, metadata and tensors, all checked; None if there is none in `download_timeout`
         """
         limits = {
             "min_epoch": min_epoch,
+            "only_metadata": only_metadata,
             "max_bytes": 2 * sum(t.numel() * t.element_size() for t in self._expected_tensors()) + 2**20,
             "deadline": time.monotonic() + self.download_timeout,
         }
@@ -631,14 +741,14 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             logger.warning(f"Could not download the state from peers: {error!r}")
             return None
 
-    async def _download_state(self, future: MPFuture, min_epoch: int, max_bytes: int, deadline: float) -> None:
+    async def _download_state(self, future: MPFuture, **limits) -> None:
         """Runs in the averager process: try the donors, highest priority first."""
         result = None
         self._downloads.add(asyncio.current_task())
         try:
-            for attempt in range(self.MAX_ATTEMPTS):
+            for attempt in range(1 if limits["only_metadata"] else self.MAX_ATTEMPTS):
                 await asyncio.sleep(attempt)
-                result, broke_off = await self._try_donors(min_epoch, max_bytes, deadline)
+                result, broke_off = await self._try_donors(**limits)
                 if result is not None or not broke_off:
                     break
         finally:
@@ -652,7 +762,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         await asyncio.gather(*self._downloads, return_exceptions=True)
         await super()._shutdown(timeout)
 
-    async def _try_donors(self, min_epoch: int, max_bytes: int, deadline: float) -> tuple[tuple | None, bool]:
+    async def _try_donors(self, only_metadata: bool, deadline: float, **limits) -> tuple[tuple | None, bool]:
         """Ask each donor once.
 
         :returns: what `download_state` does, and whether a connection broke off, which need not happen again
@@ -664,9 +774,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             if donor == self.peer_id or time.monotonic() > deadline:
                 continue
             try:
-                logger.info(f"Downloading the state from {donor}")
-                metadata, tensors = await self._download_from(donor, min_epoch, max_bytes, deadline)
-                self.check_state(metadata, tensors)
+                if not only_metadata:
+                    logger.info(f"Downloading the state from {donor}")
+                metadata, tensors = await self._download_from(donor, only_metadata, deadline, **limits)
+                if not only_metadata:
+                    self.check_state(metadata, tensors)
                 return (str(donor), metadata, tensors), broke_off
             except StateLoadError as error:
                 logger.warning(f"Refused the state that {donor} offers: {error}")
@@ -675,7 +787,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 broke_off |= not isinstance(error, TimeoutError)
         return None, broke_off
 
-    async def _download_from(self, donor: PeerID, min_epoch: int, max_bytes: int, deadline: float):
+    async def _download_from(
+        self, donor: PeerID, only_metadata: bool, deadline: float, min_epoch: int, max_bytes: int
+    ) -> tuple[dict, list[torch.Tensor]]:
         """Receive a donor's state; raises if it is too old, silent for too long, sends too much, or ends too early."""
         stub = self.get_stub(self._p2p, donor, namespace=self.prefix)
         stream = await asyncio.wait_for(stub.rpc_download_state(averaging_pb2.DownloadRequest()), self.donor_timeout)
@@ -690,6 +804,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 if message.metadata:
                     metadata = self.serializer.loads(message.metadata)
                     _check_epoch(metadata, min_epoch)  # comes first: the rest need not be sent
+                    if only_metadata:
+                        return metadata, []
                     num_expected = len(self._parameters_and_extras()) + _count_statistics(metadata)
                 parts.append(message.tensor_part)
                 if len(parts) >= parts[0].chunks:
@@ -1065,6 +1181,7 @@ class Optimizer(hivemind.Optimizer):
         self.say_goodbye()
         self.finish_pending_update()
         self._leave_scheduled_rounds()
+        self.state_averager.leave_early_round()
         super().shutdown()
 
     def say_goodbye(self) -> None:
@@ -1115,9 +1232,8 @@ class Optimizer(hivemind.Optimizer):
             return
         averager = self.state_averager
         averager.local_epoch += 1
-        averager.is_behind = True  # by the update that we were late for, until a round that begins after this
-        if averager.current_round is not None and not averager.current_round.began_allreduce:
-            averager.current_round.weight = averager.WEIGHT_BEHIND
+        averager.is_behind = True  # by the update that we were late for, until we have averaged parameters
+        averager.renew_round(self.averaging_timeout)
         self.last_completed_step = averager.local_epoch
         self.tracker.look_in(0.0)
         logger.info(f"Late for step #{self._gradient_round_epoch}: took part in #{self._gradient_round_epoch + 1}")
@@ -1163,8 +1279,13 @@ class Optimizer(hivemind.Optimizer):
 
         :returns: whether the state was loaded. If not, training goes on with ours.
         """
+        claimed = self.tracker.global_epoch
+        if claimed > self.local_epoch + 1 > 1 and not self._is_offered(self.local_epoch + 1):
+            self._doubt(claimed)
+            return False
         self._leave_scheduled_rounds()
-        self.state_averager.step(wait_for_delayed_updates=True)
+        self.finish_pending_update()
+        self.state_averager.leave_early_round()
         with self.tracker.pause_updates():
             loaded = self.state_averager.load_state_from_peers()
             claimed = self.tracker.global_epoch
@@ -1184,6 +1305,10 @@ class Optimizer(hivemind.Optimizer):
                 if not self.state_averager.client_mode:
                     self.state_averager.state_sharing_priority = self.local_epoch
         return loaded
+
+    def _is_offered(self, epoch: int) -> bool:
+        """Whether somebody offers a state of step `epoch` or later."""
+        return self.state_averager.download_state(min_epoch=epoch, only_metadata=True) is not None
 
     def _leave_scheduled_rounds(self) -> None:
         """Do not keep the others waiting in the rounds of averaging that we have signed up for.

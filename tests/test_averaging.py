@@ -553,14 +553,23 @@ def test_peers_that_are_a_round_apart_do_not_wait_for_each_other(tmp_path, ahead
         assert time.monotonic() - started < 20
 
 
-def test_peer_whose_round_meets_the_next_one_of_the_others_is_at_their_step_from_then_on(tmp_path):
-    """Or it would begin that step with nothing to contribute, and be late for the next one, too."""
+@pytest.mark.parametrize("has_left", [False, True], ids=["alone", "their round of parameters is over"])
+def test_peer_whose_round_meets_the_next_one_of_the_others_is_at_their_step_from_then_on(tmp_path, has_left):
+    """Or it would begin that step with nothing to contribute, and be late for the next one, too: in gradients, and in
+    parameters, where the other is in a round of its own and this one in theirs of the step before."""
     with ExitStack() as stack:
         in_background = {"delay_grad_averaging": True, "delay_optimizer_step": True}
         pair = Pair(stack, tmp_path, averaging_compression="none", averaging_timeout=60.0, **in_background)
         pair.global_step()
         late, other = pair.optimizers
         pair.accumulate(1)
+        if has_left:
+            pair.accumulate(0)
+            late.scheduled_grads = None  # it was for the step before
+            late._update_global_epoch(None)
+            round_of_both = other.state_averager.schedule_step(gather=2, timeout=60.0)
+            wait_for_groups([round_of_both, late.state_averager.current_round])
+            round_of_both.cancel()
         with other.tracker.pause_updates():  # it takes a step without us
             other.state_averager.step(increment_epoch=True, optimizer_step=True)
             other.tracker.update_epoch(other.local_epoch)
@@ -568,7 +577,8 @@ def test_peer_whose_round_meets_the_next_one_of_the_others_is_at_their_step_from
         for number, optimizer in enumerate(pair.optimizers):
             pair.accumulate(number)
             optimizer.scheduled_grads = None  # it was for the step before
-        late._update_global_epoch(None)
+        if not has_left:
+            late._update_global_epoch(None)
         next_step = pair.executor.submit(late._update_global_epoch, None)  # due, as far as it knows
         other._update_global_epoch(None)
         next_step.result(120)
@@ -577,6 +587,26 @@ def test_peer_whose_round_meets_the_next_one_of_the_others_is_at_their_step_from
         assert (late.local_epoch, other.local_epoch) == (3, 3)
         assert late.last_completed_step == late.tracker.local_progress.epoch == 3
         assert largest_difference(*pair.models) < 1e-6, "it has the update that it was late for"
+
+
+def test_group_of_the_others_next_step_averages_parameters_then(tmp_path):
+    """Who begins it a step too early is alone in it, and so are the others then, and each time after that."""
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, averaging_compression="none", averaging_timeout=60.0)
+        one, other = (optimizer.state_averager for optimizer in pair.optimizers)
+        for averager, value in ((one, 0.0), (other, 1.0)):
+            with torch.no_grad():
+                for parameter in averager._optimized_parameters():
+                    parameter.fill_(value)
+        control = other.schedule_step(gather=2, timeout=60.0)
+        step = {"increment_epoch": True, "averaging_round": True, "averaging_opts": {"timeout": 60.0}}
+        one.step(**step)
+        wait_for_groups([control, one.current_round])
+        control.allow_allreduce()
+        one.step(**step)
+        assert len(control.result(30)) == 2
+        for averager in (one, other):
+            assert all(torch.allclose(p, torch.full_like(p, 0.5)) for p in averager._optimized_parameters())
 
 
 @pytest.mark.parametrize(
@@ -636,6 +666,27 @@ def test_newcomer_without_the_last_update_takes_it_from_the_others_and_does_not_
         for averager in (newcomer, other):
             assert all(torch.allclose(p, torch.ones_like(p)) for p in averager._optimized_parameters())
         assert not newcomer.is_behind
+
+
+def test_claim_that_no_state_bears_out_costs_nothing(tmp_path):
+    """hivemind drops what has been accumulated for the step, and leaves the rounds that it has signed up for."""
+    with ExitStack() as stack:
+        pair = Pair(stack, tmp_path, load_state_timeout=10.0)
+        pair.global_step()
+        optimizer, other = pair.optimizers
+        pair.accumulate(0)
+        before = optimizer.state_averager.snapshot()[1]
+        with optimizer.tracker.pause_updates():
+            optimizer.tracker.global_progress.epoch = 10**6
+            other.tracker.report_local_progress(10**6, 0)
+            assert optimizer._should_load_state_from_peers()
+        for _ in range(3):
+            assert not optimizer.load_state_from_peers()
+        assert optimizer.tracker.global_epoch == 1, "believed no longer"
+        assert optimizer.grad_averager.local_samples_accumulated == 4
+        assert all(
+            torch.equal(one, two) for one, two in zip(before, optimizer.state_averager.snapshot()[1], strict=True)
+        )
 
 
 def test_state_in_the_middle_of_an_update_is_told_with_the_step_that_it_is_of(tmp_path):
