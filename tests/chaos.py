@@ -48,7 +48,6 @@ class Run:
     max_events: float = math.inf
     is_patient: bool = False  # harm nobody before all are back
     max_difference: float = MAX_DIFFERENCE  # between the parameters in the end
-    group_size: int = len(TRAINERS)  # a group that is full starts at once, whoever is still missing
     address: str = ""
     events: dict[str, int] = field(default_factory=dict)
     monitor: Script | None = None
@@ -59,7 +58,6 @@ class Run:
         self.start_monitor()
         self.address = self.monitor.address
         if hostile:  # before anybody is there to contradict it
-            self.group_size += 1
             self.scripts.start("tests/hostile_peer.py", "chaos", self.address, 50, log="hostile")
             self.scripts.trainer("poisoner", *self.trainer_args(), name_of_script="tests/nan_peer.py")
         for name in TRAINERS:
@@ -71,10 +69,11 @@ class Run:
 
     def trainer_args(self) -> tuple:
         """Global steps of five seconds and more: shorter ones are over before the averaging of the last is; local
-        ones of a tenth, since a trainer that is busy with Python keeps its own averagers waiting."""
+        ones of a tenth, since a trainer that is busy with Python keeps its own averagers waiting. The same for both
+        runs: a group that is full starts at once, one that lacks somebody waits for as long as half a step."""
         return (
             "--run_id", "chaos", "--initial_peers", self.address, "--target_batch_size", 16384,
-            "--per_device_train_batch_size", 128, "--target_group_size", self.group_size, "--averaging_timeout", 20,
+            "--per_device_train_batch_size", 128, "--target_group_size", len(TRAINERS), "--averaging_timeout", 20,
             "--metadata_expiration", 20, "--max_refresh_period", 2, "--bootstrap_timeout", 60, "--save_steps", 50,
             "--backup_every_steps", 1,
         )  # fmt: skip
