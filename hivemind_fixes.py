@@ -4,7 +4,7 @@
 
 - a gradient that is not finite is dropped, at its source, at the peer that averages it, and where it is applied
   (in the bare library one micro-batch of NaN on one peer makes the parameters of every peer NaN, for good), and who
-  sends one is left out of the next groups and not counted;
+  sends one is left out of the next groups and not counted (see also `shunned.py`);
 - a downloaded state is applied whole or not at all, and only if its shapes, optimizer and values fit (the bare library
   copies it in positionally, learning rate and weight decay included, and retries for ever if that raises);
 - a peer that hears of its group later than the others, or finds later that the step is due, does not refuse what they
@@ -16,8 +16,10 @@
   looks often for others while it is alone;
 - a peer that catches up does not keep the others waiting in a round that it signed up for;
 - what a peer sends to a round that is over or called off is refused at once, and nobody waits there for who refused;
-- peers that are a round apart do not wait for each other in different ones, see `Turns`, and who is late for a round
-  that long that it meets the others' next is at their step from then on;
+- peers that are a round apart do not wait for each other in different ones, see `Turns`; who is late for a round that
+  long that it meets the others' next is at their step from then on; and a round of parameters is that of one step for
+  all, see `_CurrentRound`;
+- a peer that is told of a step that nobody has a state of drops nothing of its own;
 - the last thing that a peer answers is not lost on the way;
 - a round that is under way cannot be taken by the garbage collector, and does not fail the end of the averager;
 - a peer offers its state only once it has been trained, and says which step it is of;
