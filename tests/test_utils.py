@@ -1,5 +1,6 @@
 """Records and their validators, identities and addresses."""
 
+import asyncio
 import dataclasses
 import http.server
 import multiprocessing
@@ -22,10 +23,13 @@ from errors import UserError
 from utils import (
     HISTORY_LENGTH,
     LimitValidator,
+    _find_tcp_endpoint,
+    _redial,
     announce_public_ip,
     choose_maddrs,
     fix_tcp_port,
     get_dictionary,
+    get_free_port,
     load_identity,
     look_up_public_ip,
     make_validators,
@@ -232,3 +236,50 @@ def test_dht_goes_on_at_once_after_calls_of_processes_that_have_died(tmp_path):
         started = time.monotonic()
         peer.dht.get("key", return_future=True).result(30)
         assert time.monotonic() - started < 5, "hivemind takes three seconds for each"
+
+
+class FakeNode:
+    """What is dialed through libp2p's daemon; all of it answers."""
+
+    def __init__(self):
+        self.dialed: list[str] = []
+        self.p2p = self.protocol = self._client = self
+
+    async def connect(self, peer_id, maddrs) -> None:
+        self.dialed.extend(map(str, maddrs))
+
+    async def call_ping(self, peer_id) -> str:
+        return "pong"
+
+
+def test_initial_peer_that_is_away_is_not_dialed_through_libp2p():
+    """Which would refuse to dial it for long after it is back."""
+
+    async def redial_while(listens: bool) -> tuple[bool, list[str]]:
+        node, port = FakeNode(), get_free_port()
+        address = f"/ip4/127.0.0.1/tcp/{port}"
+        server = await asyncio.start_server(
+            lambda _reader, writer: writer.close(), "127.0.0.1", port if listens else 0
+        )
+        async with server:
+            all_answer = await _redial(
+                None, node, [f"{address}/p2p/QmcH4MyH7czQHqJJb4A9y68eHv3yTSUc5uRpf8JXU6H7wu"], 5
+            )
+        return all_answer, [maddr.replace(address, "it") for maddr in node.dialed]
+
+    assert asyncio.run(redial_while(listens=False)) == (False, [])
+    assert asyncio.run(redial_while(listens=True)) == (True, ["it"])
+
+
+@pytest.mark.parametrize(
+    ("maddr", "expected"),
+    [
+        ("/ip4/192.0.2.1/tcp/31337/p2p/Qm", ("192.0.2.1", 31337)),
+        ("/ip6/2001:db8::1/tcp/31337", ("2001:db8::1", 31337)),
+        ("/dns4/x.example.org/tcp/12345", ("x.example.org", 12345)),
+        ("/ip4/192.0.2.1/udp/31337/quic", None),
+        ("/p2p/Qm", None),
+    ],
+)
+def test_tcp_endpoint_of_an_address(maddr, expected):
+    assert _find_tcp_endpoint(maddr) == expected
