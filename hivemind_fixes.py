@@ -19,7 +19,7 @@
 - peers that are a round apart do not wait for each other in different ones, see `Turns`; who is late for a round that
   long that it meets the others' next is at their step from then on; and a round of parameters is that of one step for
   all, see `_CurrentRound`;
-- a peer that is told of a step that nobody has a state of drops nothing of its own;
+- a peer that is told of a step that nobody has a state of keeps what it has accumulated;
 - the last thing that a peer answers is not lost on the way;
 - a round that is under way cannot be taken by the garbage collector, and does not fail the end of the averager;
 - a peer offers its state only once it has been trained, and says which step it is of;
@@ -224,7 +224,7 @@ class GroupStepControl(StepControl):
 
     @property
     def has_group(self) -> bool:
-        """Whether it waits for its trigger, in a group."""
+        """Whether matchmaking is over and it waits for its trigger."""
         return self.stage == AveragingStage.AWAITING_TRIGGER and not self.done()
 
 
@@ -252,12 +252,15 @@ class CautiousMatchmaking(Matchmaking):
         return group
 
     def _read_epochs(self, group: GroupInfo) -> list[int]:
-        """The steps that the others of a group have it for; what is none is left out."""
+        """The steps that the others of a group have it for; what is none is left out, and auxiliary peers are."""
         epochs = []
         for peer_id, gathered in zip(group.peer_ids, group.gathered, strict=True):
             with suppress(Exception):  # of strangers
-                epoch = MSGPackSerializer.loads(MSGPackSerializer.loads(gathered)[2])
-                if peer_id != self._p2p.peer_id and type(epoch) is int and 0 <= epoch < MAX_EPOCH:
+                _, mode, data = MSGPackSerializer.loads(gathered)
+                epoch = MSGPackSerializer.loads(data)
+                if peer_id == self._p2p.peer_id or mode == allreduce.AveragingMode.AUX.value:
+                    continue
+                if type(epoch) is int and 0 <= epoch < MAX_EPOCH:
                     epochs.append(epoch)
         return epochs
 
@@ -565,8 +568,9 @@ class GradientAverager(SafeAverager, grad_averager.GradientAverager):
             self.turns.behind.replace([])
 
     def schedule_step(self, scheduled_time: float | None = None, **kwargs) -> StepControl:
-        """As in hivemind, and tell the group which step the round leads to."""
-        return super().schedule_step(scheduled_time, gather=self.next_epoch, **kwargs)
+        """As in hivemind, and tell the group which step the round leads to; auxiliary peers take no step."""
+        next_epoch = None if self.mode == allreduce.AveragingMode.AUX else self.next_epoch
+        return super().schedule_step(scheduled_time, gather=next_epoch, **kwargs)
 
     @torch.no_grad()
     def load_accumulators_into_averager_(self):
@@ -704,7 +708,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return control
 
     def leave_early_round(self) -> None:
-        """Keep nobody waiting in a round that we were too early for. Call it while no update is in the background."""
+        """Keep nobody waiting in a round that we were too early for. Call it between two updates."""
         if self.current_round is not None and not self.current_round.triggered:
             _call_off(self.current_round)
 
@@ -726,19 +730,20 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     ) -> tuple[str, dict, list[torch.Tensor]] | None:
         """Ask the peers that offer their state, one after the other, for one of step `min_epoch` or later that fits.
 
-        :param only_metadata: do not wait for the tensors, nor check whether it fits
+        :param only_metadata: do not wait for the tensors, nor check whether it fits; ask once, `donor_timeout` in all
         :returns: the donor's peer ID, metadata and tensors, all checked; None if there is none in `download_timeout`
         """
+        timeout = self.donor_timeout if only_metadata else self.download_timeout
         limits = {
             "min_epoch": min_epoch,
             "only_metadata": only_metadata,
             "max_bytes": 2 * sum(t.numel() * t.element_size() for t in self._expected_tensors()) + 2**20,
-            "deadline": time.monotonic() + self.download_timeout,
+            "deadline": time.monotonic() + timeout,
         }
         future = MPFuture()
         self._outer_pipe.send(("_download_state", [], {"future": future, **limits}))
         try:
-            return future.result(timeout=self.download_timeout + self.donor_timeout)
+            return future.result(timeout=timeout + self.donor_timeout)
         except Exception as error:
             logger.warning(f"Could not download the state from peers: {error!r}")
             return None
@@ -1209,17 +1214,18 @@ class Optimizer(hivemind.Optimizer):
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control: StepControl | None):
         """Wait for the round of averaging. If it fails, the averager still has our own gradients, which it was given
         at the start; hivemind would take the accumulators instead, which hold those of the next step by now."""
+        epochs = {}
         try:
             epochs = maybe_step_control.result(self.averaging_timeout)
             self.last_group_size = len(epochs)
             logger.info(f"Averaged gradients with {len(epochs)} peers")
-            self._keep_up_with([epoch for peer, epoch in epochs.items() if peer != self.dht.peer_id])
         except BaseException as error:
             logger.warning(f"Averaging gradients failed with {error!r}. Proceeding with local gradients")
             if maybe_step_control is not None:
                 _call_off(maybe_step_control)
         self._share_shunned_peers()
         self._load_averaged_gradients_into_optimizer_()
+        self._keep_up_with([epoch for peer, epoch in epochs.items() if peer != self.dht.peer_id])
 
     def _keep_up_with(self, epochs: Sequence[object]) -> None:
         """Our round has met the others' next one: it was their step that we took part in.
@@ -1296,16 +1302,16 @@ class Optimizer(hivemind.Optimizer):
                 if self.state_averager.is_behind:
                     logger.info(f"Catching up with collaboration step {claimed}")
                     self.state_averager.local_epoch = claimed
-            if self.local_epoch < claimed - 1:
-                self._doubt(claimed)
-            elif loaded:
-                self._failed_loads = 0
             self.forget_progress()
             self.tracker.forget_others(self.local_epoch)
             if loaded:
                 self.share_state()
                 if not self.state_averager.client_mode:
                     self.state_averager.state_sharing_priority = self.local_epoch
+        if self.local_epoch < claimed - 1:
+            self._doubt(claimed)
+        elif loaded:
+            self._failed_loads = 0
         return loaded
 
     def _is_offered(self, epoch: int) -> bool:
@@ -1335,10 +1341,15 @@ class Optimizer(hivemind.Optimizer):
         self.tracker.report_local_progress(local_epoch=self.local_epoch, samples_accumulated=0)
 
     def _doubt(self, claimed: int) -> None:
-        """Somebody claims to be at a later step, but nobody offers its state."""
+        """Somebody claims to be at a later step, but nobody offers its state: go on as if nobody did, for a while."""
         self._failed_loads += 1
-        if self._failed_loads >= 3:
-            number = self.tracker.distrust_claims_above(self.local_epoch + 1)
-            logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no state of it is offered")
-            self.tracker.global_progress.epoch = self.local_epoch
+        tracker = self.tracker
+        with tracker.pause_updates():
+            tracker.global_progress.epoch = self.local_epoch
+            tracker.forget_others(self.local_epoch)
+            if self._failed_loads < 3:
+                tracker.look_in(tracker.default_refresh_period)
+                return
             self._failed_loads = 0
+            number = tracker.distrust_claims_above(self.local_epoch + 1)
+        logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no state of it is offered")

@@ -29,7 +29,7 @@ class ShunnedPeers:
         optimizer.shun(self._saved)
 
     def save(self) -> None:
-        """Write the file if somebody is new. Trouble with the disk is a warning: it matters after a restart only."""
+        """Write the file if somebody is new. Trouble with the disk is one warning: it matters after a restart only."""
         shunned = self.optimizer.shunned_peers()
         if shunned.items() <= self._saved.items():
             return

@@ -446,8 +446,7 @@ async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -
 
     :returns: whether all of them answer
     """
-    answers = [await _dial(node, Multiaddr(maddr), timeout) for maddr in maddrs]
-    return all(answers)
+    return all(await asyncio.gather(*(_dial(node, Multiaddr(maddr), timeout) for maddr in maddrs)))
 
 
 async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
