@@ -39,7 +39,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -208,9 +208,8 @@ class GroupStepControl(StepControl):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        buffer = torch.zeros([26], dtype=torch.uint8)
-        buffer[:18] = self._shared_buffer
-        self._shared_buffer = buffer.share_memory_()
+        more = torch.zeros([8], dtype=torch.uint8)
+        self._shared_buffer = torch.cat([self._shared_buffer, more]).share_memory_()
         self.group_epoch = -1
 
     @property
@@ -988,7 +987,7 @@ class ProgressTracker(progress_tracker.ProgressTracker):
 
     def __init__(self, *args, **kwargs):
         self._distrusted: dict[bytes, float] = {}  # subkey of a peer -> until when
-        self.averagers: tuple[SafeAverager, ...] = ()  # they know who sends NaN
+        self.shunned_peers: Callable[[], dict[bytes, float]] = dict  # the optimizer's, once it has averagers
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -1055,7 +1054,7 @@ class ProgressTracker(progress_tracker.ProgressTracker):
             metadata = metadata.value
         if not isinstance(metadata, dict):
             return super()._parse_swarm_progress_data(metadata)
-        shunned = set().union(*(averager.shunned_peers() for averager in self.averagers))
+        shunned = self.shunned_peers()
         records = {
             subkey: self._limit_age(record, now)
             for subkey, record in metadata.items()
@@ -1138,7 +1137,7 @@ class Optimizer(hivemind.Optimizer):
             **kwargs,
         )
         self.client_mode = client_mode  # hivemind leaves None here, and raises at the first step of a client
-        self.tracker.averagers = (self.state_averager, self.grad_averager)
+        self.tracker.shunned_peers = self.shunned_peers
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
         return ProgressTracker(

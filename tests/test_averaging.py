@@ -20,7 +20,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from transformers import AlbertConfig
 
 from arguments import HyperparameterArguments
-from hivemind_fixes import Optimizer, SafeAverager, StateLoadError
+from hivemind_fixes import Optimizer, SafeAverager, StateLoadError, TrainingStateAverager
 from model import build_model
 from optimizer import make_optimizer, make_param_groups, make_scheduler
 from tests.hostile_peer import progress
@@ -137,6 +137,12 @@ class Pair:
     def _update(self, optimizer: Optimizer) -> None:
         optimizer._maybe_schedule_gradient_averaging()
         optimizer._update_global_epoch(None)
+
+
+@torch.no_grad()
+def fill_parameters(averager: TrainingStateAverager, value: float) -> None:
+    for parameter in averager._optimized_parameters():
+        parameter.fill_(value)
 
 
 def wait_for_groups(rounds) -> None:
@@ -602,10 +608,8 @@ def test_group_of_the_others_next_step_averages_parameters_then(tmp_path):
     with ExitStack() as stack:
         pair = Pair(stack, tmp_path, averaging_compression="none", averaging_timeout=60.0)
         one, other = (optimizer.state_averager for optimizer in pair.optimizers)
-        for averager, value in ((one, 0.0), (other, 1.0)):
-            with torch.no_grad():
-                for parameter in averager._optimized_parameters():
-                    parameter.fill_(value)
+        fill_parameters(one, 0.0)
+        fill_parameters(other, 1.0)
         control = other.schedule_step(gather=2, timeout=60.0)
         step = {"increment_epoch": True, "averaging_round": True, "averaging_opts": {"timeout": 60.0}}
         one.step(**step)
@@ -660,10 +664,8 @@ def test_newcomer_without_the_last_update_takes_it_from_the_others_and_does_not_
     with ExitStack() as stack:
         pair = Pair(stack, tmp_path, averaging_compression="none")
         newcomer, other = (optimizer.state_averager for optimizer in pair.optimizers)
-        for averager, value in ((newcomer, 0.0), (other, 1.0)):
-            with torch.no_grad():
-                for parameter in averager._optimized_parameters():
-                    parameter.fill_(value)
+        fill_parameters(newcomer, 0.0)
+        fill_parameters(other, 1.0)
         newcomer.is_behind = True
         rounds = [
             pair.executor.submit(averager.step, averaging_round=True, averaging_opts={"timeout": 10.0})
