@@ -21,11 +21,14 @@ from arguments import (
     ProgressTrackerArguments,
     TrainingMonitorArguments,
 )
+from bans import BanList
 from collaboration import watched
-from hivemind_fixes import Optimizer
-from optimizer import build_optimizer
+from lib.averaging.coordinator import Outcome, RoundCoordinator
+from lib.averaging.optimizer import describe_round, make_round_log
+from lib.averaging.progress import ProgressTracker
+from lib.averaging.rounds import RoundAverager
+from optimizer import build_auxiliary
 from processes import StopSignal
-from shunned import ShunnedPeers
 from utils import Peer, announce_public_ip, start_peer
 
 logger = get_logger(__name__)
@@ -34,40 +37,54 @@ logger = get_logger(__name__)
 class Assistant(threading.Thread):
     """Takes part in each round of averaging, until `stop` is called.
 
-    :param folder: where it keeps what it found out about other peers
-    :param period: seconds between two looks at the trainers' progress
+    :param folder: where it keeps its log of rounds and its ban list
+    :param period: seconds between two looks at whether a step is due
     """
 
-    def __init__(self, optimizer: Optimizer, folder: Path, period: float = 0.5):
+    def __init__(
+        self,
+        tracker: ProgressTracker,
+        averager: RoundAverager,
+        folder: Path,
+        args: OptimizerArguments,
+        period: float = 0.1,
+    ):
         super().__init__(name="Assistant", daemon=True)
-        self.optimizer, self.period = optimizer, period
-        self.shunned = ShunnedPeers(folder, optimizer)
+        self.tracker, self.averager, self.period = tracker, averager, period
+        self.coordinator = RoundCoordinator(tracker, averager, args.matchmaking_time, args.averaging_timeout)
+        self.bans, self.round_log = BanList(folder, averager), make_round_log(folder)
         self._stopped = threading.Event()
 
     def run(self) -> None:
+        self.tracker.start()
         while not self._stopped.wait(self.period):
             try:
-                self._skip_missed_steps()
-                self.optimizer.step()
-                self.shunned.save()
+                self.coordinator.look_ahead()
+                if self.coordinator.has_group or (self._is_needed() and self.tracker.seconds_to_step <= 0):
+                    self._assist(self.tracker.next_step)
+                self.bans.save()
             except Exception as error:
                 logger.warning(f"Could not assist in averaging ({error!r}); trying again at the next step")
 
-    def _skip_missed_steps(self) -> None:
-        """hivemind's auxiliary peers load no state: one that comes late would try each step from the first."""
-        tracker = self.optimizer.tracker
-        if tracker.global_epoch > self.optimizer.local_epoch + 1:
-            with tracker.pause_updates():
-                self.optimizer.state_averager.local_epoch = tracker.global_epoch
-                tracker.update_epoch(tracker.global_epoch)
+    def _is_needed(self) -> bool:
+        return self.tracker.num_expected(self.tracker.next_step) > 0
+
+    def _assist(self, step: int) -> None:
+        self.tracker.begin_step(step, contributed=0)
+        outcome, result = self.coordinator.average(step, weight=0.0, parameter_weight=0.0)
+        if outcome == Outcome.STOPPED:
+            return
+        self.round_log.write({"time": time.time(), "step": step, "outcome": outcome.value, **describe_round(result)})
+        if outcome == Outcome.AVERAGED:
+            logger.info(f"Assisted {len(result.members) - 1} peers in averaging step #{step}")
+        self.tracker.complete_step(step, 0)
 
     def stop(self, seconds: float = 5.0) -> None:
-        """End the thread, which may be in a round with trainers that have gone, before the optimizer is shut down."""
+        """End the thread, which may be in a round with trainers that have gone."""
         self._stopped.set()
-        deadline = time.monotonic() + seconds
-        while self.is_alive() and time.monotonic() < deadline:
-            self.optimizer.break_off_rounds()
-            self.join(0.2)
+        self.coordinator.stop()
+        self.join(seconds)
+        self.tracker.shutdown(1.0)
 
 
 @contextlib.contextmanager
@@ -106,17 +123,13 @@ def running_assistant(
         folder = Path(monitor_args.output_dir) / "assistant"
         peer = start_peer(args, folder / "identity.key", client_mode=False, should_stop=stop.event)
         stack.callback(peer.dht.shutdown)
-        optimizer = build_optimizer(
-            model, peer, args.run_id, None, 0.0, hyperparameters, optimizer_args, averager_args, tracker_args
+        tracker, averager = build_auxiliary(
+            model, peer, args.run_id, hyperparameters, optimizer_args, averager_args, tracker_args
         )
-        stack.callback(optimizer.shutdown)
-        children = {
-            "assistant's DHT": peer.dht,
-            "assistant's state averager": optimizer.state_averager,
-            "assistant's gradient averager": optimizer.grad_averager,
-        }
+        stack.callback(averager.shutdown)
+        children = {"assistant's DHT": peer.dht, "assistant's averager": averager}
         stack.enter_context(watched(children, seconds=12.0, exit_code=0))
-        assistant = Assistant(optimizer, folder)
+        assistant = Assistant(tracker, averager, folder, optimizer_args)
         assistant.start()
         stack.callback(assistant.stop)
         maddrs = " ".join(str(maddr) for maddr in peer.dht.get_visible_maddrs())

@@ -1,6 +1,7 @@
 """What a trainer does beside computing gradients: reports metrics, watches for broken parameters, backs up and
 restores."""
 
+import itertools
 import sys
 import time
 from collections import deque
@@ -17,8 +18,8 @@ import utils
 from arguments import CollaborationArguments
 from checkpoints import TrainingState, load_training_state, save_training_state
 from errors import UserError
-from hivemind_fixes import Optimizer, StateLoadError, all_finite
-from shunned import ShunnedPeers
+from lib.averaging.optimizer import Optimizer
+from lib.averaging.state import StateLoadError, all_finite
 from utils import HISTORY_LENGTH, ClientModeAlarm, LocalMetrics, Peer, PeerInfo
 
 logger = get_logger(__name__)
@@ -107,6 +108,7 @@ class CollaborativeCallback(TrainerCallback):
     """
 
     MAX_RECOVERIES = 3  # without a global step in between
+    MAX_JOIN_ATTEMPTS = 3  # to download the state of a run that a single trainer reports
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class CollaborativeCallback(TrainerCallback):
         self.should_stop = should_stop
         self.loss_meter = LossMeter()
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
-        self.shunned = ShunnedPeers(folder, optimizer)
+        self.bans = BanList(folder, optimizer)
         self.history: deque[LocalMetrics] = deque(maxlen=HISTORY_LENGTH)
         self.last_reported_step = 0
         self.total_samples_processed = 0
@@ -145,18 +147,52 @@ class CollaborativeCallback(TrainerCallback):
             logger.info(f"Local step {state.global_step}: loss = {logs['loss']:.5f}")
 
     def join(self) -> None:
-        """Begin at the newest state: the peers', or our own checkpoint's if the model was resumed from a newer one."""
-        own_step = self.optimizer.local_epoch
+        """Begin at the newest state: the peers', or our own checkpoint's if the model was resumed from a newer one.
+
+        :raises UserError: if several trainers are at a later step, but nobody's state can be downloaded
+        """
+        optimizer, own_step = self.optimizer, self.optimizer.local_epoch
+        optimizer.last_step = self.args.max_global_steps
         if own_step > 0:
-            self.optimizer.state_averager.sync_with_main_parameters(own_step)
-            self.optimizer.share_state()
+            optimizer.begin_at(own_step)
+            optimizer.share_state()
             logger.info(f"Resumed from a checkpoint at step #{own_step}")
-        if self.optimizer.load_state_from_peers():
-            logger.info(f"Joined the collaboration at step #{self.optimizer.local_epoch}")
+        if self._load_newest_state():
+            logger.info(f"Joined the collaboration at step #{optimizer.local_epoch}")
         elif own_step == 0:
             logger.info("No peer offers a trained state: starting with the initial weights")
-        self.last_reported_step = self.optimizer.local_epoch
+        self.last_reported_step = optimizer.local_epoch
         self.introduce(leaving=False)
+
+    def _load_newest_state(self) -> bool:
+        """Download the newest state; while reports show a run that is ahead of us, try again.
+
+        One trainer that is ahead without a state to show may be a liar: it bars nobody for long.
+
+        :returns: whether a state was loaded
+        """
+        tracker = self.optimizer.tracker
+        deadline = time.monotonic() + self.args.load_state_timeout
+        tracker.refresh()
+        for attempt in itertools.count(1):
+            if self.optimizer.load_state_from_peers():
+                return True
+            ahead = [
+                peer for peer in tracker.alive(tracker.other_trainers) if peer.epoch > self.optimizer.local_epoch + 1
+            ]
+            if not ahead or self.should_stop():
+                return False
+            if len(ahead) == 1 and attempt >= self.MAX_JOIN_ATTEMPTS:
+                logger.warning("One trainer is ahead, but no state of it can be downloaded: starting without it")
+                return False
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{len(ahead)} trainers of this run are at step #{min(peer.epoch for peer in ahead)} or later, but "
+                    f"no state could be downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} "
+                    f"seconds. Check that they can be reached from here, and that model and optimizer are theirs"
+                )
+            time.sleep(min(5.0, tracker.default_refresh_period))
+            tracker.refresh()
 
     def after_local_step(self) -> bool:
         """Report and check after a local step.
@@ -171,13 +207,14 @@ class CollaborativeCallback(TrainerCallback):
         if step != self.last_reported_step and step != self.optimizer.last_completed_step:
             logger.info(f"Caught up with the collaboration at step #{step}")
             self.last_reported_step = step
-            self.loss_meter.pop()
+            if self.optimizer.grad_averager.local_samples_accumulated == 0:
+                self.loss_meter.pop()  # of samples that were dropped
         elif step != self.last_reported_step:
             self.report(step)
             if step % self.args.backup_every_steps == 0:
                 self.backup.write(*self.optimizer.state_averager.snapshot())
             self.num_recoveries = 0
-        self.shunned.save()
+        self.bans.save()
         self.progress_bar.update()
         progress = self.optimizer.tracker.global_progress
         self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
@@ -226,26 +263,24 @@ class CollaborativeCallback(TrainerCallback):
         self.num_recoveries += 1
         self.loss_meter.pop()
         logger.error("The parameters are not finite")
-        self.optimizer.finish_pending_update()
-        averager = self.optimizer.state_averager
-        backup = self.backup.read()
-        downloaded = averager.download_state(min_epoch=0 if backup is None else backup.step)
-        if self.num_recoveries > self.MAX_RECOVERIES or (downloaded is None and backup is None):
-            raise UserError(
-                "the parameters are not finite and there is no sound state to return to: lower --learning_rate or "
-                "--max_grad_norm, remove the checkpoints in --output_dir, and start again"
-            )
-        try:
-            if downloaded is not None:
-                donor, metadata, tensors = downloaded
-                averager.restore(metadata, tensors)
-                logger.info(f"Went back to the state of step #{averager.local_epoch} from {donor}")
-            else:
-                averager.restore(backup.metadata, backup.tensors)
-                logger.info(f"Went back to the backup of step #{averager.local_epoch}")
-        except StateLoadError as error:
-            raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
-        self.optimizer.forget_progress()
+        with self.optimizer.frozen_state():
+            backup = self.backup.read()
+            downloaded = self.optimizer.state_averager.download_state(min_epoch=0 if backup is None else backup.step)
+            if self.num_recoveries > self.MAX_RECOVERIES or (downloaded is None and backup is None):
+                raise UserError(
+                    "the parameters are not finite and there is no sound state to return to: lower --learning_rate or "
+                    "--max_grad_norm, remove the checkpoints in --output_dir, and start again"
+                )
+            try:
+                if downloaded is not None:
+                    donor, metadata, tensors = downloaded
+                    self.optimizer.restore(metadata, tensors)
+                    logger.info(f"Went back to the state of step #{self.optimizer.local_epoch} from {donor}")
+                else:
+                    self.optimizer.restore(backup.metadata, backup.tensors)
+                    logger.info(f"Went back to the backup of step #{self.optimizer.local_epoch}")
+            except StateLoadError as error:
+                raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
         self.last_reported_step = self.optimizer.local_epoch
 
     def introduce(self, leaving: bool) -> None:
@@ -257,6 +292,7 @@ class CollaborativeCallback(TrainerCallback):
     def leave(self) -> None:
         """After the last step: stay until a monitor that keeps checkpoints has it, or `leave_timeout` has passed."""
         self.optimizer.finish_pending_update()
+        self.optimizer.stop_averaging()
         step = self.optimizer.local_epoch
         if self.args.max_global_steps is None or step < self.args.max_global_steps:
             return

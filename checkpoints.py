@@ -19,7 +19,7 @@ from hivemind.utils import get_logger
 
 from atomic import new_file, new_folder
 from errors import UserError
-from hivemind_fixes import StateLoadError, TrainingStateAverager
+from lib.averaging.state import StateLoadError, TrainingStateAverager
 
 logger = get_logger(__name__)
 

@@ -23,7 +23,8 @@ from arguments import (
 from atomic import remove_leftovers
 from callback import CollaborativeCallback
 from checkpoints import TrainingState, lock_folder
-from hivemind_fixes import Optimizer, TrainingStateAverager
+from lib.averaging.optimizer import Optimizer, make_round_log
+from lib.averaging.state import TrainingStateAverager
 from optimizer import build_optimizer, build_state_averager
 from processes import StopSignal, Watchdog, exit_after
 from tunnel import open_tunnel
@@ -100,13 +101,15 @@ class Membership:
 
     def save_checkpoint(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, keep: int) -> None:
         """Write a checkpoint of the global step that we are at, and keep the newest few."""
-        self.optimizer.finish_pending_update()
-        state = TrainingState(self.run_id, *self.optimizer.state_averager.snapshot())
-        try:
-            checkpoints.save_checkpoint(self.output_dir, model, tokenizer, state, info={"time": time.time()})
-        except OSError as error:
-            logger.error(f"Could not save a checkpoint: {error.strerror}. Training goes on, the one before it stays")
-            return
+        with self.optimizer.frozen_state():
+            state = TrainingState(self.run_id, *self.optimizer.state_averager.snapshot())
+            try:
+                checkpoints.save_checkpoint(self.output_dir, model, tokenizer, state, info={"time": time.time()})
+            except OSError as error:
+                logger.error(
+                    f"Could not save a checkpoint: {error.strerror}. Training continues, the one before it stays"
+                )
+                return
         checkpoints.remove_old_checkpoints(self.output_dir, keep)
 
 
@@ -142,7 +145,8 @@ def join_collaboration(
             tracker_args,
         )
         stack.callback(optimizer.shutdown)
-        averagers = {"state averager": optimizer.state_averager, "gradient averager": optimizer.grad_averager}
+        optimizer.round_log = make_round_log(output_dir)
+        averagers = {"state averager": optimizer.state_averager, "round averager": optimizer.grad_averager}
         stack.enter_context(watched({"DHT": peer.dht, **averagers}, seconds=15.0, exit_code=1))
         callback = CollaborativeCallback(
             peer, optimizer, model, collaboration_args, output_dir, stop.is_set, training_args.disable_tqdm

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import utils
 from arguments import EvaluatorArguments
 from backoff import Backoff
-from hivemind_fixes import TrainingStateAverager
+from lib.averaging.state import TrainingStateAverager
 from metrics import MetricsAggregator
 from reporting import Reporter, describe_evaluation, evaluation_values
 from utils import Evaluation, Peer
@@ -150,7 +150,7 @@ class EvaluationLoop:
     def refresh(self) -> None:
         """Look at the trainers' metrics, and evaluate if it is time to."""
         metrics, progress = (
-            utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}") for name in ("metrics", "progress")
+            utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}") for name in ("metrics", "training_progress")
         )
         self.aggregator.update(get_dht_time(), metrics, progress=progress)
         if self._is_due(self.aggregator.run_step or 0) and self._backoff.is_over:

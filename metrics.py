@@ -2,7 +2,7 @@
 
 Pure logic: no DHT, no clock, no torch. Everything here was written by strangers, so nothing of it is believed blindly.
 
-**Alive** is a peer whose heartbeat (hivemind's own progress record) is younger than `alive_timeout`, or whose metrics
+**Alive** is a peer whose heartbeat (its progress report) is younger than `alive_timeout`, or whose metrics
 changed within that time, unless it said goodbye. Keys that share a peer ID are one peer: a trainer that restarted.
 
 **The step of the run** is put to the vote: a live peer votes for the step that it stands at and, with it, for all
@@ -150,7 +150,7 @@ def _peer_progress(peer: bytes, value: object) -> PeerProgress:
         epoch=_whole(value.get("epoch"), MAX_STEP),
         samples_accumulated=_whole(value.get("samples_accumulated"), MAX_COUNT),
         samples_per_second=_real(value.get("samples_per_second"), 0.0, MAX_NUMBER),
-        time=_real(value.get("time"), 0.0, MAX_TIME),
+        time=_real(value.get("reported_at", value.get("time")), 0.0, MAX_TIME),
         client_mode=client_mode,
     )
 
@@ -224,9 +224,14 @@ def parse_history(raw: object, after_step: int = -1) -> tuple[list[PeerStep], Co
 
 
 def parse_progress(raw: object) -> tuple[list[PeerProgress], Counter]:
-    """Read hivemind's heartbeats under `{run_id}_progress`; arguments and result as for `parse_metrics`."""
+    """Read the heartbeats under `{run_id}_training_progress`; arguments and result as for `parse_metrics`.
+
+    Those of auxiliary peers are left out: they train nothing.
+    """
     heartbeats, refused = [], Counter()
     for peer, value in _records(raw, refused):
+        if isinstance(value, Mapping) and value.get("auxiliary") is True:
+            continue
         try:
             heartbeats.append(_peer_progress(peer, value))
         except _Refused as refusal:
@@ -336,7 +341,7 @@ class MetricsAggregator:
         :param now: hivemind's DHT time in seconds; heartbeats are compared with it
         :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it; None or {} if there is none
         :param history: the same for `{run_id}_history`
-        :param progress: the same for `{run_id}_progress`
+        :param progress: the same for `{run_id}_training_progress`
         """
         self._now = max(now, self._now)
         self.refused = Counter()

@@ -16,7 +16,7 @@ from backoff import Backoff
 from checkpoints import TrainingState
 from collaboration import running_observer
 from contributors import Contributors, format_leaderboard, make_curves
-from hivemind_fixes import TrainingStateAverager
+from lib.averaging.state import TrainingStateAverager
 from metrics import MetricsAggregator, StepReport, parse_usernames
 from reporting import Reporter, describe_evaluation, evaluation_values
 from upload import HubUploader
@@ -141,7 +141,7 @@ class TrainingMonitor:
 
     def refresh(self) -> None:
         """Look at the DHT once: report the steps that are complete, and see to the checkpoints."""
-        views = [self._read(name) for name in ("metrics", "history", "progress")]
+        views = [self._read(name) for name in ("metrics", "history", "training_progress")]
         before = self.aggregator.last_reported_step
         peers = self._read("peers")
         self.contributors.note_names(parse_usernames(peers))

@@ -25,8 +25,16 @@ from arguments import (
     ProgressTrackerArguments,
 )
 from errors import UserError
-from hivemind_fixes import AdamW, Optimizer, TrainingStateAverager
+from hivemind_fixes import AdamW
+from lib.averaging.optimizer import Optimizer, max_weight
+from lib.averaging.progress import ProgressTracker
+from lib.averaging.rounds import RoundAverager
+from lib.averaging.state import TrainingStateAverager
 from utils import Peer
+
+# How many learning rates an element of one peer's parameters may be from another's: LAMB and AdamW move an element
+# by some three in their first steps.
+PARAMETER_STEPS = 10.0
 
 # Norms by class and by name: ALBERT's `full_layer_layer_norm` is missed by the customary "LayerNorm.weight".
 _NO_DECAY_CLASSES = [torch.nn.LayerNorm]
@@ -103,27 +111,25 @@ def build_optimizer(
     model: torch.nn.Module,
     peer: Peer,
     run_id: str,
-    batch_size_per_step: int | None,
+    batch_size_per_step: int,
     max_grad_norm: float,
     hyperparameters: HyperparameterArguments,
     optimizer_args: OptimizerArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
 ) -> Optimizer:
-    """hivemind's optimizer around the local one and its schedule. Call it in the main thread.
+    """The collaborative optimizer around the local one and its schedule. Call it in the main thread.
 
-    :param batch_size_per_step: samples between two calls of its `step`; None for an auxiliary peer, which takes no
-        step and only helps others average
+    :param batch_size_per_step: samples between two calls of its `step`
     :raises UserError: if the target batch size is below the samples of one local step
     """
-    args, is_auxiliary = optimizer_args, batch_size_per_step is None
+    args = optimizer_args
     target_batch_size = args.target_batch_size - args.batch_size_lead
-    if not is_auxiliary and target_batch_size < batch_size_per_step:
+    if target_batch_size < batch_size_per_step:
         raise UserError(
             f"--target_batch_size {args.target_batch_size} (less --batch_size_lead) is below {batch_size_per_step}, "
             f"the samples of one local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
         )
-    averaging_compression = COMPRESSIONS[args.averaging_compression]()
     return Optimizer(
         dht=peer.dht,
         private_key=peer.private_key,
@@ -133,41 +139,103 @@ def build_optimizer(
         params=make_param_groups(model, hyperparameters.weight_decay),
         optimizer=partial(make_optimizer, args=hyperparameters),
         scheduler=partial(make_scheduler, args=hyperparameters),
-        max_grad_norm=max_grad_norm,
-        auxiliary=is_auxiliary,
-        offload_optimizer=not is_auxiliary,
-        delay_grad_averaging=args.delay_grad_averaging and not is_auxiliary,
-        delay_optimizer_step=args.delay_optimizer_step and not is_auxiliary,
+        offload_optimizer=True,
+        delay_grad_averaging=args.delay_grad_averaging,
+        delay_optimizer_step=args.delay_optimizer_step,
         client_mode=args.client_mode,
         average_state_every=args.average_state_every,
         matchmaking_time=args.matchmaking_time,
         averaging_timeout=args.averaging_timeout,
-        # A peer of the group that is silent for so long is left out of a round. hivemind would take matchmaking_time,
-        # which busy machines and slow lines exceed.
-        next_chunk_timeout=max(args.matchmaking_time, args.averaging_timeout / 4),
-        grad_compression=averaging_compression,
-        state_averaging_compression=averaging_compression,
+        next_chunk_timeout=_chunk_timeout(args),
         load_state_compression=COMPRESSIONS[args.load_state_compression](),
         performance_ema_alpha=tracker_args.performance_ema_alpha,
-        tracker_opts={
-            "min_refresh_period": tracker_args.min_refresh_period,
-            "max_refresh_period": tracker_args.max_refresh_period,
-            "default_refresh_period": tracker_args.default_refresh_period,
-            "expected_drift_peers": tracker_args.expected_drift_peers,
-            "expected_drift_rate": tracker_args.expected_drift_rate,
-            "metadata_expiration": tracker_args.metadata_expiration,
-        },
-        # hivemind hands `averager_opts` to the state averager only, whatever its documentation says
-        grad_averager_opts={"target_group_size": averager_args.target_group_size, "bandwidth": args.bandwidth},
-        state_averager_opts={
-            "initialize_optimizer": False,  # see initialize_statistics
+        tracker_opts=_tracker_options(tracker_args),
+        round_opts={
+            "max_grad_norm": max_grad_norm,
             "target_group_size": averager_args.target_group_size,
             "bandwidth": args.bandwidth,
+            "parameter_step": PARAMETER_STEPS * hyperparameters.learning_rate,
+        },
+        state_opts={
+            "initialize_optimizer": False,  # see initialize_statistics
             "download_timeout": args.load_state_timeout,
             "donor_timeout": args.averaging_timeout,
         },
+        **_averaging_compressions(args),
         verbose=True,
     )
+
+
+def build_auxiliary(
+    model: torch.nn.Module,
+    peer: Peer,
+    run_id: str,
+    hyperparameters: HyperparameterArguments,
+    optimizer_args: OptimizerArguments,
+    averager_args: AveragerArguments,
+    tracker_args: ProgressTrackerArguments,
+) -> tuple[ProgressTracker, RoundAverager]:
+    """What a peer needs that takes part in rounds without gradients of its own. Call it in the main thread.
+
+    :param model: of the run; its values are not used
+    """
+    args = optimizer_args
+    tracker = ProgressTracker(
+        dht=peer.dht,
+        run_id=run_id,
+        target_batch_size=args.target_batch_size - args.batch_size_lead,
+        private_key=peer.private_key,
+        client_mode=False,
+        auxiliary=True,
+        performance_ema_alpha=tracker_args.performance_ema_alpha,
+        **_tracker_options(tracker_args),
+    )
+    groups = make_param_groups(model, hyperparameters.weight_decay)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    averager = RoundAverager(
+        parameters,
+        [parameter.detach().cpu().float().clone() for parameter in parameters],
+        dht=peer.dht,
+        prefix=f"{run_id}_round_averager",
+        auxiliary=True,
+        min_matchmaking_time=args.matchmaking_time,
+        allreduce_timeout=args.averaging_timeout,
+        next_chunk_timeout=_chunk_timeout(args),
+        average_parameters_every=args.average_state_every,
+        max_grad_norm=0.0,  # the bound is the trainers' own
+        max_weight=max_weight(args.target_batch_size),
+        target_group_size=averager_args.target_group_size,
+        bandwidth=args.bandwidth,
+        parameter_step=PARAMETER_STEPS * hyperparameters.learning_rate,
+        **_averaging_compressions(args),
+    )
+    return tracker, averager
+
+
+def _chunk_timeout(args: OptimizerArguments) -> float:
+    """Seconds of silence after which a peer is left out of a round. hivemind would take `matchmaking_time`, which
+    busy machines and slow lines exceed."""
+    return max(args.matchmaking_time, args.averaging_timeout / 4)
+
+
+def _averaging_compressions(args: OptimizerArguments) -> dict[str, CompressionBase]:
+    """Parameters in 8 bits would be worth less than those that the peers have: they are averaged in float16 then."""
+    parameter_compression = NoCompression if args.averaging_compression == "none" else Float16Compression
+    return {
+        "gradient_compression": COMPRESSIONS[args.averaging_compression](),
+        "parameter_compression": parameter_compression(),
+    }
+
+
+def _tracker_options(args: ProgressTrackerArguments) -> dict[str, float]:
+    return {
+        "min_refresh_period": args.min_refresh_period,
+        "max_refresh_period": args.max_refresh_period,
+        "default_refresh_period": args.default_refresh_period,
+        "expected_drift_peers": args.expected_drift_peers,
+        "expected_drift_rate": args.expected_drift_rate,
+        "metadata_expiration": args.metadata_expiration,
+    }
 
 
 def build_state_averager(

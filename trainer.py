@@ -17,7 +17,7 @@ from arguments import LocalTrainingArguments
 from atomic import new_folder
 from callback import CollaborativeCallback, LossMeter
 from errors import UserError
-from hivemind_fixes import Optimizer
+from lib.averaging.optimizer import Optimizer
 from model import derive_seed
 
 logger = get_logger(__name__)
@@ -86,10 +86,12 @@ class CollaborativeTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         """Write a Trainer checkpoint as checkpoints.py does: complete or not at all, the newest by step kept."""
-        self.collaborative_optimizer.finish_pending_update()  # or weights and optimizer would be of two steps
         final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
-            with new_folder(final, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary:
+            with (
+                self.collaborative_optimizer.frozen_state(),  # or weights and optimizer would be of two steps
+                new_folder(final, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary,
+            ):
                 self._write_checkpoint(temporary, model, trial)
         except OSError as error:
             logger.error(f"Could not save {final}: {error.strerror}. Training goes on, the checkpoint before it stays")
@@ -154,7 +156,7 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         per_device_train_batch_size=args.per_device_train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         max_steps=_ENDLESS,
-        max_grad_norm=0.0,  # clipped once per global step instead, see hivemind_fixes.GradientAverager
+        max_grad_norm=0.0,  # clipped once per global step instead, see RoundAverager
         learning_rate=args.learning_rate,
         fp16=fp16,
         bf16=bf16,

@@ -110,6 +110,8 @@ class MetricSchema(pydantic.BaseModel):
     monitor: dict[BytesWithPublicKey, MonitorStatus]
     peers: dict[BytesWithPublicKey, PeerInfo]
     evaluation: dict[BytesWithPublicKey, Evaluation]
+    # Checked where it is read, see lib/averaging/progress.py: peers of another protocol shall be told so
+    training_progress: dict[BytesWithPublicKey, dict | None]
 
 
 class RefusesWhatItCannotRead(RecordValidatorBase):

@@ -1,0 +1,198 @@
+"""One all-reduce of gradients and parameters in a group whose members may lie, fail or leave.
+
+hivemind's runner and reducer (hivemind/averaging/allreduce.py, partition.py), with these differences: parameters and
+gradients have separate weights; what a sender contributes is bounded; nobody waits for a peer that is known to be
+absent.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import torch
+from hivemind.averaging import allreduce
+from hivemind.averaging.partition import BannedException, TensorPartReducer
+from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.p2p import PeerID, StubBase
+from hivemind.proto import averaging_pb2
+
+# The weight of a peer without samples. Not 0: a part that all senders have weight 0 for would be 0/0.
+MIN_WEIGHT = 1e-6
+MAX_RMS = 1e4  # of the elements of a parameter part: no model of the supported families comes near
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an honest peer's contribution to a round stays below.
+
+    :param weight: samples in one step
+    :param gradient_norm: of a whole contribution, so of each part, too; 0: not bounded
+    :param parameter_step: how far an element of the parameters may be from ours beyond half of our part's norm, as a
+      root mean square; None: our own parameters are no reference (an auxiliary peer, a peer that missed an update)
+    """
+
+    weight: float = math.inf
+    gradient_norm: float = 0.0
+    parameter_step: float | None = None
+
+    def find_violation(
+        self, info: CompressionInfo, part: torch.Tensor, own_part: torch.Tensor, weight: float
+    ) -> str | None:
+        """Say what is wrong with a part that another peer sent; None if nothing is."""
+        norm = float(torch.linalg.vector_norm(part))
+        if not math.isfinite(norm):
+            return "values that are not finite"
+        if not MIN_WEIGHT <= weight <= self.weight:
+            return f"a weight of {weight:g}, the bound is {self.weight:g}"
+        if info.role == TensorRole.GRADIENT:
+            # Compression adds up to some percent.
+            if self.gradient_norm and norm > 1.1 * self.gradient_norm + 1e-6:
+                return f"a gradient of norm {norm:.3g}, the bound is {self.gradient_norm:g}"
+            return None
+        scale = math.sqrt(part.numel())
+        if norm > MAX_RMS * scale:
+            return f"parameters of norm {norm:.3g}"
+        if self.parameter_step is not None and weight > MIN_WEIGHT:
+            distance = float(torch.linalg.vector_norm(part - own_part))
+            bound = 0.5 * float(torch.linalg.vector_norm(own_part)) + self.parameter_step * scale
+            if distance > bound:
+                return f"parameters at a distance of {distance:.3g} from ours, the bound is {bound:.3g}"
+        return None
+
+
+class SafeTensorPartReducer(TensorPartReducer):
+    """hivemind's reducer, which bans a sender whose part violates the bounds for the rest of the round."""
+
+    def __init__(self, *args, **kwargs):
+        self.violations: dict[int, str] = {}  # index of a sender -> what it did
+        self.weights: dict[int, float] = {}  # index of a sender -> its weight in the average of the gradients
+        self._infos: Sequence[CompressionInfo] = ()
+        self._own_parts: Sequence[torch.Tensor] = ()
+        self._bounds, self._own_index = Bounds(), -1
+        super().__init__(*args, **kwargs)
+
+    def check_parts(
+        self, infos: Sequence[CompressionInfo], own_parts: Sequence[torch.Tensor], bounds: Bounds, own_index: int
+    ) -> None:
+        """Set what the parts of others are compared with. Call it before the first part arrives."""
+        self._infos, self._own_parts, self._bounds, self._own_index = infos, own_parts, bounds, own_index
+
+    async def accumulate_part(
+        self, sender_index: int, part_index: int, tensor_part: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
+        if sender_index != self._own_index:
+            info, own_part = self._infos[part_index], self._own_parts[part_index]
+            if tensor_part.shape != own_part.shape:
+                violation = f"a part of shape {tuple(tensor_part.shape)} instead of {tuple(own_part.shape)}"
+            else:
+                violation = self._bounds.find_violation(info, tensor_part, own_part, weight)
+            if violation is not None:
+                self.violations[sender_index] = violation
+                raise BannedException(f"sender {sender_index} sent {violation}")
+        if self._infos[part_index].role == TensorRole.GRADIENT:
+            self.weights[sender_index] = weight
+        return await super().accumulate_part(sender_index, part_index, tensor_part, weight)
+
+
+allreduce.TensorPartReducer = SafeTensorPartReducer
+
+
+class _ClosingStub:
+    """A peer's averager, whose answers to `rpc_aggregate_part` end with the last one that a round expects."""
+
+    def __init__(self, stub: StubBase, peer: PeerID, runner: "SafeAllReduceRunner"):
+        self.stub, self.peer, self.runner = stub, peer, runner
+
+    async def rpc_aggregate_part(
+        self, inputs: AsyncIterator[averaging_pb2.AveragingData]
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        return self._receive(await self.stub.rpc_aggregate_part(inputs))
+
+    async def _receive(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData]
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        num_received = 0
+        async with aclosing(stream):
+            async for message in stream:
+                if message.code == averaging_pb2.BAD_GROUP_ID:
+                    await self.runner.forget_absent(self.peer)
+                yield message
+                num_received += 1
+                if num_received == self.runner.count_parts(self.peer):
+                    return
+
+
+class SafeAllReduceRunner(allreduce.AllReduceRunner):
+    """One round of all-reduce.
+
+    The stream to a peer is closed once the peer has answered all, see SafeAverager._then_linger.
+
+    :param weight: of this peer's gradients: its samples
+    :param parameter_weight: of this peer's parameters, lower if they lack an update
+    :param bounds: what the parts of other senders are checked against
+    """
+
+    def __init__(self, *args, parameter_weight: float, bounds: Bounds, **kwargs):
+        self.parameter_weight = max(parameter_weight, MIN_WEIGHT)
+        super().__init__(*args, **kwargs)
+        self.weight = max(self.weight, MIN_WEIGHT)
+        own_index = self.sender_peer_ids.index(self.peer_id) if self.peer_id in self.sender_peer_ids else -1
+        infos = self._part_infos(self.ordered_peer_ids.index(self.peer_id))
+        self.tensor_part_reducer.check_parts(infos, self.parts_for_local_averaging, bounds, own_index)
+
+    def _part_infos(self, peer_index: int) -> list[CompressionInfo]:
+        return [info for _, info in self.tensor_part_container._input_parts_by_peer[peer_index]]
+
+    def _weight_of(self, info: CompressionInfo) -> float:
+        return self.weight if info.role == TensorRole.GRADIENT else self.parameter_weight
+
+    def count_parts(self, peer: PeerID) -> int:
+        """The number of parts that a peer reduces."""
+        return self.tensor_part_container.num_parts_by_peer[self.ordered_peer_ids.index(peer)]
+
+    @property
+    def received_fraction(self) -> float:
+        """The fraction of the elements whose average arrived; the others kept our own values."""
+        container = self.tensor_part_container
+        return 1.0 - container.failed_size / max(1, container.total_size)
+
+    def sender_weights(self) -> dict[PeerID, float]:
+        """The weights of the senders, as far as this peer reduces a gradient part."""
+        return {self.sender_peer_ids[index]: weight for index, weight in self.tensor_part_reducer.weights.items()}
+
+    def violations(self) -> dict[PeerID, str]:
+        """The senders that were banned for what they sent, and what it was."""
+        found = self.tensor_part_reducer.violations
+        return {self.sender_peer_ids[index]: violation for index, violation in found.items()}
+
+    async def forget_absent(self, peer: PeerID) -> None:
+        """Do not wait for a peer's first part: the round has ended there, or the peer was called off."""
+        waits_for_it = peer in self.sender_peer_ids and peer not in self.active_senders | self.banned_senders
+        if waits_for_it and self.count_parts(self.peer_id) > 0:
+            await self._ban_sender(peer)
+
+    def _get_peer_stub(self, peer: PeerID) -> _ClosingStub:
+        return _ClosingStub(super()._get_peer_stub(peer), peer, self)
+
+    async def _communicate_with_peer(self, peer_id: PeerID) -> None:
+        if peer_id != self.peer_id:
+            return await super()._communicate_with_peer(peer_id)
+        peer_index = self.ordered_peer_ids.index(peer_id)
+        sender_index = self.sender_peer_ids.index(peer_id)
+        for part_index, info in enumerate(self._part_infos(peer_index)):
+            own_part = self.parts_for_local_averaging[part_index]
+            averaged = await self.tensor_part_reducer.accumulate_part(
+                sender_index, part_index, own_part, weight=self._weight_of(info)
+            )
+            self.tensor_part_container.register_processed_part(peer_index, part_index, averaged - own_part)
+
+    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
+        weights = [self._weight_of(info) for info in self._part_infos(peer_index)]
+        parts = self.tensor_part_container.iterate_input_parts_for(peer_index)
+        index = 0
+        async for part in parts:
+            group = {"code": averaging_pb2.PART_FOR_AVERAGING, "group_id": self.group_id} if index == 0 else {}
+            yield averaging_pb2.AveragingData(tensor_part=part, weight=weights[index], **group)
+            index += 1

@@ -1,0 +1,197 @@
+"""How a peer gets from "a global step is due" to the result of its round, whatever the other peers do meanwhile."""
+
+import json
+import logging
+import threading
+import time
+from enum import Enum
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from hivemind.averaging.control import AveragingStage
+from hivemind.utils import get_logger
+
+from lib.averaging.matchmaking import RoundControl
+from lib.averaging.progress import ProgressTracker
+from lib.averaging.rounds import RoundAverager, RoundResult
+
+logger = get_logger(__name__)
+
+POLL_SECONDS = 0.05
+LOOK_SECONDS = 0.5  # between two looks at the others' progress while a round waits for them
+# How long reports must show that nobody will come any more before a search is given up.
+GRACE_SECONDS = 1.0
+MAX_LOG_BYTES = 16 * 2**20
+
+
+class Outcome(Enum):
+    """How the round of a step ended at this peer."""
+
+    AVERAGED = "averaged"
+    ALONE = "alone"  # there is no other trainer at this step
+    MISSED = "missed"  # the others have completed the step without this peer
+    FAILED = "failed"  # other trainers are at this step, but no round with them succeeded
+    STOPPED = "stopped"
+
+
+class RoundCoordinator:
+    """Looks for a group ahead of time, averages in it, and gives up when the others' reports say so.
+
+    :param matchmaking_time: seconds before a step is due at which the search for its group begins
+    :param averaging_timeout: seconds after which a round is given up although other trainers are at its step
+    """
+
+    def __init__(
+        self, tracker: ProgressTracker, averager: RoundAverager, matchmaking_time: float, averaging_timeout: float
+    ):
+        self.tracker, self.averager = tracker, averager
+        self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
+        self.num_attempts = 0  # of the newest step
+        self.last_error = ""
+        self._timeout = averaging_timeout
+        self._control: RoundControl | None = None
+        self._number: int | None = None  # the step that a round is under way for
+        self._told: tuple | None = None  # what the averager's process knows of the others
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        tracker.banned_peers = averager.banned_peers
+        tracker.on_refresh = self.update_roster
+
+    def update_roster(self) -> None:
+        """Tell the averager's process who may come to the next round. The tracker calls it after each look."""
+        with self._lock:
+            number = self.tracker.next_step if self._number is None else self._number
+            roster = self.tracker.roster(number)
+            told = (roster, number - 1)
+            if told != self._told:
+                self._told = told
+                self.averager.set_roster(roster, finished_number=number - 1)
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether another peer looks for the group of the next step already."""
+        return self.averager.requested_number.value >= self.tracker.next_step
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the group of the next step has begun and waits for this peer."""
+        control = self._control
+        return control is not None and control.has_group and control.number == self.tracker.next_step
+
+    def look_ahead(self) -> None:
+        """Begin to look for the group of the next step if it will be due soon and others are there."""
+        number = self.tracker.next_step
+        if self._control is not None and (self._control.done() or self._control.number != number):
+            self.call_off()
+        if self._control is not None or self._stopped.is_set():
+            return
+        is_soon = self.tracker.seconds_to_step <= self.matchmaking_time
+        if self.is_requested and not is_soon:
+            self.tracker.look_in(LOOK_SECONDS)
+        if is_soon and self.tracker.num_expected(number):
+            self._schedule(number, self.matchmaking_time + self.averaging_timeout)
+
+    def _schedule(self, number: int, timeout: float) -> RoundControl:
+        self.update_roster()
+        self._control = self.averager.schedule_round(number, timeout)
+        return self._control
+
+    def call_off(self) -> None:
+        """Leave the group of the next step, or stop looking for it."""
+        control, self._control = self._control, None
+        if control is not None:
+            control.call_off()
+
+    def average(self, number: int, weight: float, parameter_weight: float) -> tuple[Outcome, RoundResult | None]:
+        """Run the round of a step; the contribution is loaded. Call it after `tracker.begin_step`.
+
+        :returns: how it ended, and the result if it was AVERAGED
+        """
+        self._number, self.num_attempts, self.last_error = number, 0, ""
+        self.update_roster()
+        deadline = time.monotonic() + self._timeout
+        try:
+            while True:
+                self.num_attempts += 1
+                outcome, result = self._attempt(number, weight, parameter_weight, deadline)
+                if outcome is not None:
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._number = None
+            self.call_off()
+        if outcome == Outcome.AVERAGED:
+            self._timeout = self.averaging_timeout
+        elif outcome == Outcome.FAILED:  # the others may be out of reach: do not lose as much time on each step
+            self._timeout = max(self._timeout / 2, 1.5 * self.matchmaking_time)
+        return outcome, result
+
+    def _attempt(
+        self, number: int, weight: float, parameter_weight: float, deadline: float
+    ) -> tuple[Outcome | None, RoundResult | None]:
+        """Look for a group and average in it; None for an outcome if it failed and can be tried again."""
+        control = self._control
+        if control is None or control.done() or control.number != number:
+            if (outcome := self._reason_to_give_up(number, deadline)) is not None:
+                return outcome, None
+            control = self._schedule(number, max(1.0, deadline - time.monotonic()))
+        control.weight, control.parameter_weight = weight, parameter_weight
+        control.allow_allreduce()
+        reason, since, looked_at = None, 0.0, time.monotonic()
+        while not control.done():
+            now = time.monotonic()
+            if self._stopped.is_set():
+                return Outcome.STOPPED, None
+            if now >= looked_at + LOOK_SECONDS:
+                looked_at = now
+                self.tracker.look_in(0.0)
+            if control.stage != AveragingStage.RUNNING_ALLREDUCE:
+                before, reason = reason, self._reason_to_give_up(number, deadline)
+                since = since if reason == before else now
+                if reason is not None and now >= since + GRACE_SECONDS:
+                    return reason, None
+            time.sleep(POLL_SECONDS)
+        self._control = None
+        try:
+            return Outcome.AVERAGED, control.result(timeout=0)
+        except BaseException as error:
+            self.last_error = str(error) or type(error).__name__
+            logger.warning(f"The round of step #{number} failed: {self.last_error}")
+            return None, None
+
+    def _reason_to_give_up(self, number: int, deadline: float) -> Outcome | None:
+        if self._stopped.is_set():
+            return Outcome.STOPPED
+        if self.tracker.is_done_elsewhere(number):
+            return Outcome.MISSED
+        if not self.tracker.num_expected(number):
+            return Outcome.ALONE
+        return Outcome.FAILED if time.monotonic() >= deadline else None
+
+    def stop(self) -> None:
+        """Break off the round under way and begin no other."""
+        self._stopped.set()
+        self.call_off()
+
+
+class _QuietHandler(RotatingFileHandler):
+    """A full disk costs lines of the log, not the training."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logger.warning(f"Cannot write {self.baseFilename}")
+
+
+class RoundLog:
+    """One JSON line for each round, in a file that is rotated at 16 MiB.
+
+    :param path: the file; it is appended to
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._handler = _QuietHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True)
+
+    def write(self, entry: dict) -> None:
+        """Append an entry."""
+        line = json.dumps(entry)
+        self._handler.handle(logging.LogRecord("rounds", logging.INFO, "", 0, line, None, None))

@@ -1,0 +1,440 @@
+"""How peers find the group of a global step: one leader for each step, chosen by a rule from the progress reports.
+
+Every peer ranks the peers of the roster for a step in the same order, asks the first one to join its group, and goes
+on to the next one only if that one cannot be reached. There is one key for each step, so peers of different steps
+never meet; a peer that is asked before it has reached the step keeps the request until then. The leader begins when
+the step is due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due.
+
+hivemind's own search (hivemind/averaging/matchmaking.py) knows neither the step nor the peers: it waits out
+`min_matchmaking_time` in each round unless the group is full, forms several groups under one key when peers come late,
+and takes peers of any step.
+"""
+
+import asyncio
+import hashlib
+import math
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import torch
+from hivemind.averaging import averager as averager_module
+from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.dht import DHTID
+from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import get_logger
+
+logger = get_logger(__name__)
+
+MAX_HELD_REQUESTS = 1024
+MAX_STEP = 2**62
+LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is given up
+RETRY_SECONDS = 1.0  # until a leader that could not be reached is asked again
+MAX_ABSENCES = 2  # rounds in a row that a peer may miss before leaders stop waiting for it
+
+
+class RoundControl(StepControl):
+    """hivemind's handle of a round, which also says which global step the round belongs to.
+
+    :param number: the global step that the round leads to
+    :param parameter_weight: of this peer's parameters in the average; `weight` is that of its gradients
+    """
+
+    _NUMBER, _PARAMETER_WEIGHT = slice(18, 26), slice(26, 34)  # behind what hivemind keeps in the shared buffer
+
+    def __init__(self, *args, number: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        more = torch.zeros([16], dtype=torch.uint8)
+        self._shared_buffer = torch.cat([self._shared_buffer, more]).share_memory_()
+        struct.pack_into("q", self._shared_buffer[self._NUMBER].numpy().data, 0, number)
+        self.parameter_weight = 0.0
+
+    @property
+    def number(self) -> int:
+        return struct.unpack("q", self._shared_buffer[self._NUMBER].numpy().data)[0]
+
+    @property
+    def parameter_weight(self) -> float:
+        return struct.unpack("d", self._shared_buffer[self._PARAMETER_WEIGHT].numpy().data)[0]
+
+    @parameter_weight.setter
+    def parameter_weight(self, weight: float) -> None:
+        struct.pack_into("d", self._shared_buffer[self._PARAMETER_WEIGHT].numpy().data, 0, weight)
+
+    @property
+    def has_group(self) -> bool:
+        """Whether matchmaking is over and the round waits for its trigger."""
+        return self.stage == AveragingStage.AWAITING_TRIGGER and not self.done()
+
+    def call_off(self) -> None:
+        """Cancel the round unless it has ended; hivemind raises if that happens at the same moment."""
+        if not self.done():
+            with suppress(Exception):
+                self.cancel()
+
+
+@dataclass(frozen=True)
+class RosterEntry:
+    """A peer that may take part in the round of a step.
+
+    :param is_client: whether it accepts no connections, and so cannot lead
+    :param is_established: whether it has completed a step of the run: the others know it by now
+    """
+
+    peer_id: PeerID
+    is_client: bool
+    is_established: bool
+
+
+@dataclass
+class Search:
+    """The search for the group of one step, from this peer's point of view."""
+
+    control: RoundControl
+    unreachable: dict[PeerID, float] = field(default_factory=dict)  # leader -> when it was asked in vain
+    refused: dict[PeerID, str] = field(default_factory=dict)  # leader -> its answer
+    triggered_at: float | None = None
+
+
+@dataclass
+class _Request:
+    """A peer that has asked to join our group. `answer`: the group, or the leader to ask instead of us."""
+
+    number: int
+    gather: bytes
+    is_client: bool
+    answer: asyncio.Future
+
+
+def rank(number: int, peer_id: PeerID) -> bytes:
+    """The order in which peers are asked to lead the round of a step: the same for all, another in each step."""
+    return hashlib.sha256(struct.pack("q", number) + peer_id.to_bytes()).digest()
+
+
+def group_key(prefix: str, number: int) -> str:
+    """The matchmaking key of a global step, in hivemind's format."""
+    return f"{prefix}.0b{number:b}"
+
+
+def parse_group_key(prefix: str, key: str) -> int | None:
+    """The global step of a matchmaking key; None if it is none of this run."""
+    head, separator, bits = key.partition(".0b")
+    if head != prefix or not separator or not 0 < len(bits) <= 62 or set(bits) - {"0", "1"}:
+        return None
+    return int(bits, 2)
+
+
+class StepMatchmaking(Matchmaking):
+    """Finds the group of a global step. Runs in the averager's process."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.roster: dict[PeerID, RosterEntry] = {}
+        self.max_group_size: int | None = None
+        self.finished_number = -1  # the newest step that this peer looks for no group of any more
+        self.requested_number = -1  # the newest step that another peer looks for a group of
+        self.missed: dict[PeerID, str] = {}  # peers that the last group does without, and why
+        self._absences: Counter[PeerID] = Counter()  # rounds in a row that a peer was missed in
+        self._requests: dict[PeerID, _Request] = {}
+        self._search: Search | None = None
+        self._leader: PeerID | None = None  # the one that has accepted us
+        self._banned_until: dict[PeerID, float] = {}
+        self._found: dict[bytes, RoundControl] = {}  # group ID -> our round, the newest 16
+        self._changed = asyncio.Event()
+
+    # What the averager's process is told
+
+    def set_roster(self, entries: Iterable[RosterEntry]) -> None:
+        """Replace the peers that may take part in the next round, this one included."""
+        self.roster = {entry.peer_id: entry for entry in entries}
+        self._changed.set()
+
+    def finish(self, number: int) -> None:
+        """Refuse requests for a step and those before it from now on; it may be an older one than before."""
+        self.finished_number = number
+        for request in self._requests.values():
+            if request.number <= number and not request.answer.done():
+                request.answer.set_result(None)
+
+    def ban(self, peer_id: PeerID, until: float) -> None:
+        """Form no group with a peer until then, in the time of `time.time`."""
+        self._banned_until[peer_id] = until
+
+    def is_banned(self, peer_id: PeerID) -> bool:
+        return time.time() < self._banned_until.get(peer_id, 0.0)
+
+    def is_called_off(self, group_id: bytes) -> bool:
+        """Whether our round of a group has ended, maybe without having begun."""
+        return group_id in self._found and self._found[group_id].done()
+
+    # Looking for a group
+
+    async def look_for_group(self, step: RoundControl) -> GroupInfo | None:
+        """Find the group of a step. Ends when there is one; cancel it to give up."""
+        async with self.lock_looking_for_group:
+            search = self._search = Search(step)
+            watch = asyncio.create_task(self._note_trigger(search))
+            try:
+                while True:
+                    leader = self._choose_leader(search)
+                    if leader == self.peer_id:
+                        group = await self._lead(search)
+                    elif leader is None:
+                        await asyncio.sleep(0.2)
+                        continue
+                    else:
+                        group = await self._follow(search, leader)
+                    if group is not None:
+                        self._note_group(group, search)
+                        return group
+            finally:
+                watch.cancel()
+                self._search = self._leader = None
+
+    async def _note_trigger(self, search: Search) -> None:
+        with suppress(Exception):
+            await search.control.wait_for_trigger()
+            search.triggered_at = time.monotonic()
+            self._changed.set()
+
+    def _note_group(self, group: GroupInfo, search: Search) -> None:
+        while len(self._found) >= 16:
+            del self._found[next(iter(self._found))]
+        self._found[group.group_id] = search.control
+        self.missed = {
+            peer_id: self._why_missed(peer_id, search)
+            for peer_id in self.roster
+            if peer_id not in group.peer_ids and peer_id != self.peer_id
+        }
+        for peer_id in self.missed:
+            self._absences[peer_id] += 1
+        for peer_id in group.peer_ids:
+            self._absences.pop(peer_id, None)
+
+    def _why_missed(self, peer_id: PeerID, search: Search) -> str:
+        if self.is_banned(peer_id):
+            return "banned"
+        if peer_id in search.unreachable:
+            return "could not be reached"
+        return search.refused.get(peer_id, "did not ask to join")
+
+    def _candidates(self, search: Search) -> list[PeerID]:
+        """The peers that may lead, best first. Peers that are new to the run only if there is nobody else."""
+        nodes = [entry for entry in self.roster.values() if not entry.is_client and not self.is_banned(entry.peer_id)]
+        established = [entry for entry in nodes if entry.is_established]
+        number = search.control.number
+        return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(number, peer_id))
+
+    def _choose_leader(self, search: Search) -> PeerID | None:
+        """The best candidate, but none that has failed to answer; None: nobody for now.
+
+        Candidates that failed are asked again after a while, unless others wait for us to begin. A leader that nobody
+        has joined asks the others: they may have a group without it.
+        """
+        now = time.monotonic()
+        joined = self._joined(search)
+        retry_after = math.inf if joined else RETRY_SECONDS
+        is_lonely = search.triggered_at is not None and not joined and now >= search.triggered_at + RETRY_SECONDS
+        candidates = self._candidates(search)
+        if is_lonely and self.peer_id in candidates:
+            candidates.remove(self.peer_id)
+        for peer_id in candidates:
+            if peer_id == self.peer_id or now >= search.unreachable.get(peer_id, -math.inf) + retry_after:
+                return peer_id
+        return None if self.client_mode else self.peer_id
+
+    async def _lead(self, search: Search) -> GroupInfo | None:
+        """Wait for the others and form the group; None if another peer should lead by now."""
+        while self._choose_leader(search) == self.peer_id:
+            self._changed.clear()
+            joined = self._joined(search)
+            if joined and search.triggered_at is not None:
+                is_late = time.monotonic() >= search.triggered_at + self.min_matchmaking_time
+                if is_late or not self._expected(search) - joined.keys():
+                    return self._assemble(search, joined)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), 0.1)
+        return None
+
+    def _joined(self, search: Search) -> dict[PeerID, _Request]:
+        return {
+            peer_id: request
+            for peer_id, request in self._requests.items()
+            if request.number == search.control.number and not request.answer.done() and not self.is_banned(peer_id)
+        }
+
+    def _expected(self, search: Search) -> set[PeerID]:
+        """The peers that are worth waiting for."""
+        return {
+            peer_id
+            for peer_id in self.roster
+            if peer_id != self.peer_id
+            and not self.is_banned(peer_id)
+            and peer_id not in search.unreachable
+            and self._absences[peer_id] < MAX_ABSENCES
+        }
+
+    def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
+        """Form the group; several of equal size if there are more peers than `max_group_size`.
+
+        :returns: the group of this peer
+        """
+        number = search.control.number
+        gathered = {peer_id: request.gather for peer_id, request in joined.items()}
+        gathered[self.peer_id] = search.control.data_for_gather
+        peer_ids = sorted(gathered, key=lambda peer_id: rank(number, peer_id))
+        clients = [peer_id for peer_id in peer_ids if peer_id in joined and joined[peer_id].is_client]
+        nodes = [peer_id for peer_id in peer_ids if peer_id not in clients]
+        num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.max_group_size or len(peer_ids))))
+        dealt = [*nodes, *clients]  # each group has a peer that accepts connections
+        groups = []
+        for index in range(num_groups):
+            members = tuple(dealt[index::num_groups])
+            group = GroupInfo(DHTID.generate().to_bytes(), members, tuple(gathered[peer_id] for peer_id in members))
+            for peer_id in members:
+                if peer_id != self.peer_id:
+                    joined[peer_id].answer.set_result(group)
+            groups.append(group)
+        return next(group for group in groups if self.peer_id in group)
+
+    async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
+        """Ask a peer to lead us and wait until it begins; None if it does not."""
+        control = search.control
+        request = averaging_pb2.JoinRequest(
+            schema_hash=self.schema_hash,
+            expiration=control.deadline,
+            client_mode=self.client_mode,
+            gather=control.data_for_gather,
+            group_key=group_key(self._prefix, control.number),
+        )
+        try:
+            stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
+            stream = await asyncio.wait_for(stub.rpc_join_group(request), self.request_timeout)
+            async with aclosing(stream):
+                message = await asyncio.wait_for(anext(stream), self.request_timeout)
+                if message.code == averaging_pb2.ACCEPTED:
+                    if self._is_asked_by(leader, control.number):
+                        return None  # both have asked each other: the better candidate leads
+                    self._leader = leader
+                    self._redirect(leader, control.number)
+                    message = await self._await_begin(stream, search)
+        except (TimeoutError, StopAsyncIteration, P2PDaemonError, P2PHandlerError, OSError) as error:
+            logger.debug(f"{leader} does not lead step {control.number}: {error!r}")
+            search.unreachable[leader] = time.monotonic()
+            return None
+        finally:
+            self._leader = None
+        if message.code == averaging_pb2.BEGIN_ALLREDUCE:
+            return self._parse_group(message, leader)
+        search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
+        search.unreachable[leader] = time.monotonic()
+        suggested = PeerID(message.suggested_leader) if message.suggested_leader else None
+        if suggested is None or suggested in (self.peer_id, leader) or redirected or self.is_banned(suggested):
+            return None
+        return await self._follow(search, suggested, redirected=True)
+
+    def _is_asked_by(self, leader: PeerID, number: int) -> bool:
+        """Whether a peer that we have asked has asked us, and we are the better candidate."""
+        request = self._requests.get(leader)
+        has_asked = request is not None and request.number == number and not request.answer.done()
+        return has_asked and rank(number, self.peer_id) < rank(number, leader)
+
+    async def _await_begin(
+        self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search
+    ) -> averaging_pb2.MessageFromLeader:
+        """The leader's next message. A leader that has not begun long after the step was due is frozen."""
+        answer = asyncio.ensure_future(anext(stream))
+        try:
+            while not answer.done():
+                due_since = None if search.triggered_at is None else time.monotonic() - search.triggered_at
+                if due_since is not None and due_since > self.min_matchmaking_time + LEADER_MARGIN:
+                    raise TimeoutError("it does not begin")
+                await asyncio.wait({answer}, timeout=0.25)
+            return answer.result()
+        finally:
+            answer.cancel()
+            with suppress(BaseException):
+                await answer
+
+    def _parse_group(self, message: averaging_pb2.MessageFromLeader, leader: PeerID) -> GroupInfo | None:
+        peer_ids = tuple(PeerID(peer_id) for peer_id in message.ordered_peer_ids)
+        if self.peer_id not in peer_ids or len(set(peer_ids)) != len(message.gathered):
+            logger.warning(f"{leader} formed a group without this peer or with a peer twice")
+            return None
+        return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
+
+    # Answering others
+
+    def _redirect(self, leader: PeerID, number: int) -> None:
+        """Send the peers that have asked us to the leader that has accepted us."""
+        for peer_id, request in self._requests.items():
+            if request.number == number and not request.answer.done():
+                request.answer.set_result(None if peer_id == leader else leader)
+
+    def _refuse(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> int | None:
+        """The code to refuse a request with; None to accept it."""
+        number = parse_group_key(self._prefix, request.group_key)
+        if number is None:
+            return averaging_pb2.BAD_GROUP_KEY
+        if request.schema_hash != self.schema_hash:
+            return averaging_pb2.BAD_SCHEMA_HASH
+        if self.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
+            return averaging_pb2.PROTOCOL_VIOLATION
+        if number <= self.finished_number:
+            return averaging_pb2.NOT_LOOKING_FOR_GROUP
+        if len(self._requests) >= MAX_HELD_REQUESTS and peer_id not in self._requests:
+            return averaging_pb2.GROUP_IS_FULL
+        return None
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """A peer asks to join our group of a step; answer with the group, or with the leader that we follow."""
+        peer_id = context.remote_id
+        code = self._refuse(request, peer_id)
+        if code is not None:
+            yield averaging_pb2.MessageFromLeader(code=code)
+            return
+        number = parse_group_key(self._prefix, request.group_key)
+        if self._leader is not None and self._search is not None and self._search.control.number == number:
+            yield averaging_pb2.MessageFromLeader(
+                code=averaging_pb2.NOT_A_LEADER, suggested_leader=self._leader.to_bytes()
+            )
+            return
+        self.requested_number = max(self.requested_number, number)
+        entry = _Request(number, request.gather, request.client_mode, asyncio.get_running_loop().create_future())
+        if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
+            before.answer.set_result(None)
+        self._requests[peer_id] = entry
+        self._changed.set()
+        try:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+            answer = await entry.answer
+            if isinstance(answer, GroupInfo):
+                yield averaging_pb2.MessageFromLeader(
+                    code=averaging_pb2.BEGIN_ALLREDUCE,
+                    group_id=answer.group_id,
+                    ordered_peer_ids=[member.to_bytes() for member in answer.peer_ids],
+                    gathered=answer.gathered,
+                )
+            elif isinstance(answer, PeerID):
+                yield averaging_pb2.MessageFromLeader(
+                    code=averaging_pb2.GROUP_DISBANDED, suggested_leader=answer.to_bytes()
+                )
+            else:
+                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
+        finally:
+            if self._requests.get(peer_id) is entry:
+                del self._requests[peer_id]
+                self._changed.set()
+
+
+# DecentralizedAverager takes the class from its module. Only the round averager ever looks for a group.
+averager_module.Matchmaking = StepMatchmaking

@@ -1,0 +1,493 @@
+"""The collaborative optimizer: hivemind's, with one averaging round for each global step.
+
+The main thread accumulates gradients. A thread of this module watches the progress of all peers; when a global step
+is due it takes what has been accumulated, averages it with the others, and runs the optimizer on the offloaded
+parameters. The main thread copies these to the model at its next local step. A peer whose local step is long takes
+part in each round all the same, with what it has.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hivemind
+import torch
+from hivemind.compression import CompressionBase
+from hivemind.p2p import PeerID
+from hivemind.utils import get_logger
+
+from lib.averaging.allreduce import MIN_WEIGHT
+from lib.averaging.coordinator import Outcome, RoundCoordinator, RoundLog
+from lib.averaging.progress import ProgressTracker
+from lib.averaging.rounds import RoundAverager, RoundResult, clip_norm
+from lib.averaging.state import TrainingStateAverager, all_finite
+
+logger = get_logger(__name__)
+
+IDLE_SECONDS = 0.1  # between two looks at whether a step is due
+# Averaged gradients of peers that clip to `max_grad_norm` are never larger; compression adds up to some percent.
+NORM_TOLERANCE = 1.1
+# How far a round may move parameters that lack no update, relative to their norm. Honest peers differ by rounding and,
+# after a step that one took alone, by an update: at most some percent.
+MAX_PARAMETER_CHANGE = 0.2
+MAX_MISSED_UPDATES = 64  # steps that the others can have made during a download
+MAX_FAILED_LOADS = 3  # until those that claim a step that nobody has a state of are ignored for a while
+
+
+class Optimizer(hivemind.Optimizer):
+    """hivemind.Optimizer whose global step is one round of gradients and parameters.
+
+    :param max_grad_norm: see RoundAverager
+    :param private_key: signs this peer's progress reports; must be the key that the DHT's validator has
+    :param tracker_opts, round_opts, state_opts: further arguments of ProgressTracker, RoundAverager and
+      TrainingStateAverager
+    """
+
+    def __init__(
+        self,
+        *,
+        private_key,
+        client_mode: bool,
+        tracker_opts: dict,
+        round_opts: dict,
+        state_opts: dict,
+        gradient_compression: CompressionBase,
+        parameter_compression: CompressionBase,
+        **kwargs,
+    ):
+        self._private_key, self._tracker_opts = private_key, tracker_opts
+        self._round_opts, self._state_opts = round_opts, state_opts
+        self._compressions = {
+            "gradient_compression": gradient_compression,
+            "parameter_compression": parameter_compression,
+        }
+        self.num_dropped_gradients = 0
+        self.last_group_size = 0
+        self.last_completed_step = 0  # the newest global step that this peer took part in, and
+        self.last_contribution = 0  # the samples that it gave, until they are reported
+        self.missed_updates = 0  # updates that the others' parameters have and ours lack
+        self.last_step: int | None = None  # take no step beyond this one
+        self.round_log: RoundLog | None = None
+        self._failed_loads = 0
+        self._has_update = False  # whether the offloaded parameters are newer than the model's
+        self._is_broken = False  # whether the offloaded parameters are not finite
+        self._waits_for_step = False  # whether the main thread waits in `step`
+        self._in_round = self._in_step = False
+        self._step_lock = threading.RLock()  # held by the step's thread from the begin of a step to its end
+        self._update_lock = threading.RLock()  # held while parameters and statistics change or are copied
+        self._wake, self._progressed, self._stopped = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        super().__init__(client_mode=client_mode, **kwargs)
+        self.client_mode = client_mode  # hivemind leaves None here
+        self.coordinator = RoundCoordinator(
+            self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout
+        )
+        self.tracker.start()
+
+    # Builders that hivemind.Optimizer calls
+
+    def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
+        return ProgressTracker(
+            dht=self.dht,
+            run_id=self.run_id,
+            target_batch_size=target_batch_size,
+            private_key=self._private_key,
+            client_mode=self.dht.client_mode,
+            auxiliary=False,
+            **self._tracker_opts,
+            performance_ema_alpha=kwargs["performance_ema_alpha"],
+        )
+
+    def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
+        return TrainingStateAverager(
+            dht=self.dht,
+            prefix=f"{self.run_id}_state_averager",
+            min_matchmaking_time=self.matchmaking_time,
+            shutdown_timeout=self.shutdown_timeout,
+            offload_optimizer=self.offload_optimizer,
+            custom_gradients=self.offload_optimizer,
+            status_loglevel=self.status_loglevel,
+            client_mode=self.dht.client_mode,
+            allow_state_sharing=False,  # until there is a trained state to share, see share_state
+            start=True,
+            **self._state_opts,
+            **kwargs,
+        )
+
+    def _make_gradient_averager(self, factory, **kwargs) -> RoundAverager:
+        averager = RoundAverager(
+            self.state_averager.main_parameters,
+            self._offloaded_parameters(),
+            dht=self.dht,
+            prefix=f"{self.run_id}_round_averager",
+            min_matchmaking_time=self.matchmaking_time,
+            allreduce_timeout=self.allreduce_timeout,
+            shutdown_timeout=self.shutdown_timeout,
+            next_chunk_timeout=self.next_chunk_timeout,
+            client_mode=self.dht.client_mode,
+            average_parameters_every=self.average_state_every,
+            max_weight=max_weight(self.target_batch_size),
+            **self._compressions,
+            **self._round_opts,
+        )
+        for parameter, gradient in zip(self._offloaded_parameters(), averager.averaged_gradients, strict=True):
+            parameter.grad = gradient
+        return averager
+
+    def _offloaded_parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.state_averager.optimizer.param_groups for p in group["params"]]
+
+    # Local steps, in the main thread
+
+    def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
+        """Count a local step. Takes the global step as well if it is due and not delayed.
+
+        :param batch_size: samples of this local step; default: `batch_size_per_step`
+        :raises ValueError: for hivemind's GradScaler, which is wrong here; torch's works
+        """
+        if grad_scaler is not None:
+            raise ValueError("use torch.amp.GradScaler, not hivemind's")
+        self._start_thread()
+        self._apply_update()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._is_out_of_sync():
+            logger.info("Out of sync with the collaboration")
+            self.load_state_from_peers()
+            return loss
+        if self._accumulate(self.batch_size_per_step if batch_size is None else batch_size):
+            self._wake.set()
+            if not self.delay_grad_averaging:
+                self._wait_for_step()
+        return loss
+
+    def _accumulate(self, num_samples: int) -> bool:
+        """Accumulate the gradients of the model, unless one is not finite."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not all_finite(gradients):
+            self.num_dropped_gradients += 1
+            if self.num_dropped_gradients == 1 or self.num_dropped_gradients % 100 == 0:
+                logger.warning(f"Dropped a gradient that is not finite ({self.num_dropped_gradients} so far)")
+            return False
+        self.tracker.report_samples(self.grad_averager.accumulate(num_samples))
+        return True
+
+    def _wait_for_step(self) -> None:
+        """Wait until no step is due: the model has the newest parameters then."""
+        with self.tracker.pause_updates():
+            self._waits_for_step = True
+            try:
+                while not (self._stopped.is_set() or self._is_broken or self._is_out_of_sync() or self._is_over):
+                    is_busy = self._in_round if self.delay_optimizer_step else self._in_step
+                    if not is_busy and self.tracker.seconds_to_step > 0 and not self.coordinator.has_group:
+                        break
+                    self._progressed.wait(IDLE_SECONDS)
+                    self._progressed.clear()
+            finally:
+                self._waits_for_step = False
+        self._apply_update()
+
+    @property
+    def _is_over(self) -> bool:
+        return self.last_step is not None and self.local_epoch >= self.last_step
+
+    def _apply_update(self) -> None:
+        """Copy the newest parameters to the model, if there are any."""
+        if self._has_update:
+            with self._update_lock:
+                self._has_update = False
+                self.state_averager._apply_optimizer_parameters_()
+
+    def finish_pending_update(self) -> None:
+        """Wait for the step under way, if there is one, and copy its parameters to the model."""
+        with self._step_lock:
+            self._apply_update()
+
+    @contextmanager
+    def frozen_state(self) -> Iterator[None]:
+        """While this is open, model, parameters and statistics are of one step and stay so."""
+        with self._step_lock, self._update_lock:
+            self._apply_update()
+            yield
+
+    # Global steps, in a thread of their own
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="GlobalSteps", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._wake.wait(IDLE_SECONDS)
+            self._wake.clear()
+            try:
+                with self._step_lock:
+                    self._advance()
+            except Exception as error:
+                logger.warning(f"Step #{self.local_epoch + 1} failed ({error!r}); trying again", exc_info=True)
+                self._stopped.wait(1.0)
+            finally:
+                self._in_step = self._in_round = False
+                self._progressed.set()
+
+    def _advance(self) -> None:
+        """Look for the group of the next step ahead of time; take the step if it is due."""
+        if self._stopped.is_set() or self._is_broken or self._is_out_of_sync():
+            self.coordinator.call_off()
+            return
+        if self._is_over:
+            return
+        self.coordinator.look_ahead()
+        is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
+        if is_due and (self.delay_grad_averaging or self._waits_for_step):
+            self._take_step(self.local_epoch + 1)
+
+    def _take_step(self, step: int) -> None:
+        self._in_step = self._in_round = True
+        started = time.monotonic()
+        if not all_finite(self._offloaded_parameters()):
+            self._is_broken = self._has_update = True  # the main thread finds them in the model, and recovers
+            return
+        samples = self.grad_averager.load_contribution()
+        self.tracker.begin_step(step, samples)
+        loaded = time.monotonic()
+        gradient_weight, parameter_weight = self._weights(samples)
+        outcome, result = self.coordinator.average(step, gradient_weight, parameter_weight)
+        averaged = time.monotonic()
+        self._in_round = False
+        self._progressed.set()
+        if outcome == Outcome.STOPPED:
+            return
+        with self._update_lock:
+            carried = self._apply_outcome(step, samples, outcome, result)
+        self.last_group_size = len(result.members) if result else 0
+        seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
+        self._log_round(step, samples, outcome, result, seconds)
+        self.tracker.complete_step(step, carried)
+
+    def _weights(self, samples: int) -> tuple[float, float]:
+        """The weights of our gradients and of our parameters.
+
+        Parameters that lack an update count for nothing: each newcomer would take half an update back from everybody.
+        Gradients count if they are at most one update older than delayed ones always are.
+        """
+        if self.missed_updates == 0:
+            return float(samples), float(samples)
+        return float(samples) if self.missed_updates == 1 else MIN_WEIGHT, MIN_WEIGHT
+
+    def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
+        """Bring the training state to a step.
+
+        :returns: the samples that are carried over into the next step
+        """
+        if outcome == Outcome.MISSED:
+            self.missed_updates += 1
+            self.state_averager.local_epoch = step
+            if self.missed_updates > 1:
+                return self.grad_averager.local_samples_accumulated
+            return self.grad_averager.take_back_contribution(samples)
+        parameters = None
+        if outcome == Outcome.AVERAGED:
+            self._bound_gradients()
+            parameters = self._check_parameters(step, result)
+            logger.info(f"Averaged gradients with {len(result.members)} peers")
+            if result.received < 1:
+                logger.warning(f"The round of step #{step} was partial: received {result.received:.0%} of it")
+        else:
+            for averaged, own in zip(self.grad_averager.averaged_gradients, self.grad_averager.gradients, strict=True):
+                averaged.copy_(own)
+            if outcome == Outcome.FAILED:
+                logger.warning(f"Took step #{step} with local gradients only: no group with the other peers was found")
+        self.state_averager.apply_update(step, parameters)
+        self.state_averager.local_epoch = step
+        self._has_update = True
+        self.last_contribution, self.last_completed_step = samples, step
+        self.share_state()
+        return self.grad_averager.local_samples_accumulated
+
+    def _bound_gradients(self) -> None:
+        """Scale the average down if it is larger than what honest peers send."""
+        bound = NORM_TOLERANCE * self.grad_averager.max_grad_norm
+        norm = clip_norm(self.grad_averager.averaged_gradients, bound)
+        if 0 < bound < norm or not math.isfinite(norm):
+            logger.warning(f"The averaged gradient has norm {norm:.3g}, more than any peer may send: scaled down")
+
+    def _check_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
+        """The averaged parameters, if the round had them and they are not too far from ours."""
+        if not self.grad_averager.includes_parameters(step):
+            return None
+        averaged, own = self.grad_averager.averaged_parameters, self.grad_averager.parameters
+        change = float(torch.nn.utils.get_total_norm([new - old for new, old in zip(averaged, own, strict=True)]))
+        bound = MAX_PARAMETER_CHANGE * float(torch.nn.utils.get_total_norm(own)) * (1 + self.missed_updates)
+        if not change <= bound:
+            logger.warning(
+                f"The round of step #{step} would move the parameters by {change:.3g}, the bound is {bound:.3g}: "
+                f"kept ours"
+            )
+            return None
+        if result.received == 1:
+            self.missed_updates = 0
+        return averaged
+
+    def _log_round(
+        self, step: int, samples: int, outcome: Outcome, result: RoundResult | None, seconds: dict[str, float]
+    ) -> None:
+        if self.round_log is None:
+            return
+        entry = {
+            "time": time.time(),
+            "step": step,
+            "outcome": outcome.value,
+            "samples": samples,
+            "attempts": self.coordinator.num_attempts,
+            "error": self.coordinator.last_error,
+            "missed_updates": self.missed_updates,
+            **describe_round(result),
+        }
+        entry["seconds"] = {name: round(value, 3) for name, value in {**entry["seconds"], **seconds}.items()}
+        self.round_log.write(entry)
+
+    # Joining and catching up
+
+    def _is_out_of_sync(self) -> bool:
+        """Whether the others are several steps ahead."""
+        return not self._in_step and self.tracker.global_epoch > self.local_epoch + 1
+
+    def load_state_from_peers(self, **_kwargs) -> bool:
+        """Download the newest state from peers, if any offers one that fits.
+
+        :returns: whether the state was loaded. If not, training goes on with ours.
+        """
+        self.coordinator.call_off()
+        with self._step_lock, self.tracker.pause_updates():
+            claimed = self.tracker.global_epoch
+            if claimed > self.local_epoch + 1 > 1 and not self._is_offered(self.local_epoch + 1):
+                self._doubt(claimed)
+                return False
+            with self._update_lock:
+                loaded = self.state_averager.load_state_from_peers()
+            if loaded:
+                self._has_update = self._is_broken = False
+                self.tracker.refresh()
+                # The others have gone on meanwhile. We take part in their next round and receive what we lack.
+                epoch = max(self.local_epoch, self.tracker.agreed_epoch)
+                is_plausible = epoch <= self.local_epoch + MAX_MISSED_UPDATES
+                self.missed_updates = epoch - self.local_epoch if is_plausible else 0
+                self.state_averager.local_epoch += self.missed_updates
+                self.forget_progress()
+                self.share_state()
+        if self.local_epoch < claimed - 1:
+            self._doubt(claimed)
+        elif loaded:
+            self._failed_loads = 0
+        return loaded
+
+    def begin_at(self, epoch: int) -> None:
+        """The model was resumed from a checkpoint of a step: take it over."""
+        self.state_averager.sync_with_main_parameters(epoch)
+        self.missed_updates = 0
+        self.forget_progress()
+
+    def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
+        """Go to a state, which may be an older one than ours, and drop what was accumulated for ours.
+
+        :raises StateLoadError: if it does not fit; ours is then as it was
+        """
+        with self._step_lock, self._update_lock:
+            self.state_averager.restore(metadata, tensors)
+            self._has_update, self.missed_updates = False, 0
+            self.forget_progress()
+
+    def _is_offered(self, epoch: int) -> bool:
+        """Whether a peer offers a state of step `epoch` or later."""
+        return self.state_averager.download_state(min_epoch=epoch, only_metadata=True) is not None
+
+    def _doubt(self, claimed: int) -> None:
+        """A peer claims a later step, but nobody offers its state: ignore such claims after a few looks."""
+        self._failed_loads += 1
+        if self._failed_loads < MAX_FAILED_LOADS:
+            self._stopped.wait(1.0)
+            self.tracker.refresh()
+            return
+        self._failed_loads = 0
+        number = self.tracker.distrust_claims_above(self.local_epoch + 1)
+        logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no state of it is offered")
+
+    def forget_progress(self) -> None:
+        """Drop the gradients accumulated so far: they belong to other parameters than the ones that we have now."""
+        self._is_broken = False
+        self.grad_averager.drop_gradients()
+        self.tracker.complete_step(self.local_epoch, 0)
+
+    def share_state(self) -> None:
+        """Offer our state to peers that join. Call it once it has been trained or downloaded."""
+        averager = self.state_averager
+        if not (averager.client_mode or self.missed_updates):
+            averager.state_sharing_priority = averager.applied_epoch
+            averager.allow_state_sharing = True
+
+    # Bans
+
+    def banned_peers(self) -> dict[bytes, float]:
+        """IDs of the peers that sent values out of bounds, and until when they are left out (`time.time`)."""
+        return self.grad_averager.banned_peers()
+
+    def ban(self, peers: dict[bytes, float]) -> None:
+        """Form no group with peers, given as `banned_peers` does, and do not count them."""
+        self.grad_averager.ban(peers)
+
+    # The end
+
+    def say_goodbye(self) -> None:
+        """Announce departure now; pending rounds may outlast the shutdown grace period."""
+        self.tracker.shutdown(self.shutdown_timeout)
+
+    def stop_averaging(self) -> None:
+        """Take no further step: break off the round under way, and end the thread."""
+        self._stopped.set()
+        self._wake.set()
+        self.coordinator.stop()
+        if self._thread is not None:
+            self._thread.join(self.shutdown_timeout)
+
+    def shutdown(self) -> None:
+        """Leave the collaboration and end the averagers' processes."""
+        self.say_goodbye()
+        self.stop_averaging()
+        self._apply_update()
+        self.state_averager.shutdown()
+        self.grad_averager.shutdown()
+
+
+def describe_round(result: RoundResult | None) -> dict:
+    """What the round log says of a round; peer IDs in base58."""
+    if result is None:
+        return {"group": [], "weights": {}, "received": 0.0, "missed": {}, "violations": {}, "seconds": {}}
+    return {
+        "group": [str(PeerID(peer_id)) for peer_id in result.members],
+        "weights": {str(PeerID(peer_id)): weight for peer_id, weight in result.weights.items()},
+        "received": round(result.received, 4),
+        "missed": {str(PeerID(peer_id)): why for peer_id, why in result.missed.items()},
+        "violations": {str(PeerID(peer_id)): why for peer_id, why in result.violations.items()},
+        "seconds": result.seconds,
+    }
+
+
+def max_weight(target_batch_size: int) -> float:
+    """The most samples that a peer contributes to one step.
+
+    Peers go on computing until they notice that a step is due, and carry samples over from a step that they missed.
+    Four targets from one peer are more than that ever gave.
+    """
+    return 4.0 * target_batch_size
+
+
+def make_round_log(folder: Path) -> RoundLog:
+    """The log of a peer's rounds, beside its output."""
+    return RoundLog(folder / "rounds.jsonl")

@@ -1,0 +1,421 @@
+"""What peers tell each other about their progress, and when a global step is due.
+
+Each trainer publishes a signed record under `{run_id}_training_progress`: the step that it has begun, the samples it
+has accumulated for the next one, and the newest step that it has completed. The key is this project's own, with a
+protocol number, so that trainers on plain hivemind or of another version count for nothing. Auxiliary peers publish
+one as well, without samples, so that the others know them.
+
+Adapted from hivemind/optim/progress_tracker.py, which believes every claim to be ahead, keeps on extrapolating from
+old reports, and holds a lock that the training thread needs while it reads the DHT.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hivemind.dht import DHT
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.optim.progress_tracker import GlobalTrainingProgress
+from hivemind.p2p import PeerID
+from hivemind.utils import PerformanceEMA, get_dht_time, get_logger
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from lib.averaging.matchmaking import RosterEntry
+from lib.averaging.rounds import PROTOCOL
+
+logger = get_logger(__name__)
+
+MAX_EPOCH = 2**31  # more steps than any run makes
+MAX_SAMPLES = 10**9
+HEARTBEAT_SECONDS = 5.0  # between two reports of a peer whose local steps are long
+ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # after which a peer without a report is not waited for
+MAX_EXTRAPOLATION = 60.0  # seconds for which a peer is taken to go on computing after its newest samples
+MAX_CLOCK_SKEW = 60.0
+DHT_TIMEOUT = 10.0
+DISTRUST_SECONDS = 600.0
+WARN_SECONDS = 600.0  # between two warnings about the same peer
+
+
+@dataclass(frozen=True)
+class PeerProgress:
+    """The progress of one peer, as it says.
+
+    :param epoch: the newest global step that it has begun; its samples are for the one after
+    :param completed: the newest step whose update it has, or has gone on without
+    :param contributed: the samples that it gave to step `epoch`
+    :param time: when the newest of the samples were computed, DHT time
+    :param reported_at: when the peer last said so
+    """
+
+    peer_id: bytes
+    epoch: int
+    completed: int
+    samples_accumulated: int
+    contributed: int
+    samples_per_second: float
+    time: float
+    reported_at: float
+    client_mode: bool
+    auxiliary: bool
+
+    def to_record(self) -> dict:
+        return {"protocol": PROTOCOL, **vars(self)}
+
+
+def parse_progress(value: object, now: float) -> PeerProgress:
+    """Read a record.
+
+    :raises ValueError: if it makes no sense
+    """
+    if not isinstance(value, dict):
+        raise ValueError("not a dictionary")
+    progress = PeerProgress(**{name: value.get(name) for name in PeerProgress.__dataclass_fields__})
+    for name in ("epoch", "completed"):
+        _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) < MAX_EPOCH, name)
+    for name in ("samples_accumulated", "contributed"):
+        _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) < MAX_SAMPLES, name)
+    _check(_is_number(progress.samples_per_second) and 0 <= progress.samples_per_second < MAX_SAMPLES, "rate")
+    for name in ("time", "reported_at"):
+        _check(_is_number(getattr(progress, name)) and getattr(progress, name) < now + MAX_CLOCK_SKEW, name)
+    _check(type(progress.client_mode) is bool and type(progress.auxiliary) is bool, "mode")
+    _check(isinstance(progress.peer_id, bytes) and 0 < len(progress.peer_id) <= 128, "peer_id")
+    return progress
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _check(is_valid: bool, name: str) -> None:
+    if not is_valid:
+        raise ValueError(f"wrong {name}")
+
+
+class ProgressTracker(threading.Thread):
+    """Publishes this peer's progress and reads that of the others.
+
+    :param target_batch_size: samples that all peers together accumulate for one global step
+    :param min_refresh_period, max_refresh_period: seconds between two looks at the others' progress
+    :param default_refresh_period: the same while there are no others
+    :param metadata_expiration: seconds after which a report is forgotten
+    """
+
+    def __init__(
+        self,
+        dht: DHT,
+        run_id: str,
+        target_batch_size: int,
+        *,
+        private_key,
+        client_mode: bool,
+        auxiliary: bool,
+        min_refresh_period: float,
+        max_refresh_period: float,
+        default_refresh_period: float,
+        expected_drift_peers: float,
+        expected_drift_rate: float,
+        performance_ema_alpha: float,
+        metadata_expiration: float,
+    ):
+        super().__init__(name="ProgressTracker", daemon=True)
+        self.dht, self.key, self.target_batch_size = dht, f"{run_id}_training_progress", target_batch_size
+        self.client_mode, self.auxiliary = client_mode, auxiliary
+        self.min_refresh_period, self.max_refresh_period = min_refresh_period, max_refresh_period
+        self.default_refresh_period, self.metadata_expiration = default_refresh_period, metadata_expiration
+        self.expected_drift_peers, self.expected_drift_rate = expected_drift_peers, expected_drift_rate
+        self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
+        self.banned_peers: Callable[[], dict[bytes, float]] = dict
+        self.on_refresh: Callable[[], None] = lambda: None
+        self._subkey = RSASignatureValidator(private_key).local_public_key
+        self._lock = threading.RLock()  # held for moments only
+        self._wake, self._stopped = threading.Event(), threading.Event()
+        self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
+        self._distrusted: dict[bytes, float] = {}  # subkey -> until when
+        self._warned_at: dict[bytes, float] = {}
+        self._next_report = self._next_fetch = 0.0  # time.monotonic
+        self._last_report = -math.inf
+        self._num_fetches = 0
+        self._is_reporting = auxiliary  # a trainer says nothing before it has computed something
+        self.local_progress = self._make_progress(0, 0, 0, 0)
+
+    # This peer's progress
+
+    def _make_progress(self, epoch: int, completed: int, samples: int, contributed: int) -> PeerProgress:
+        return PeerProgress(
+            peer_id=self.dht.peer_id.to_bytes(),
+            epoch=epoch,
+            completed=completed,
+            samples_accumulated=samples,
+            contributed=contributed,
+            samples_per_second=0.0 if self.auxiliary else float(self.performance_ema.samples_per_second),
+            time=get_dht_time(),
+            reported_at=get_dht_time(),
+            client_mode=self.client_mode,
+            auxiliary=self.auxiliary,
+        )
+
+    def report_samples(self, samples_accumulated: int) -> None:
+        """This peer has accumulated so many samples for its next step. Call it after each local step."""
+        with self._lock:
+            own = self.local_progress
+            extra = samples_accumulated - own.samples_accumulated
+            if extra > 0:
+                self.performance_ema.update(task_size=extra)
+            else:
+                self.performance_ema.reset_timer()
+            self.local_progress = self._make_progress(own.epoch, own.completed, samples_accumulated, own.contributed)
+        self._is_reporting = True
+        self._report_soon(self.min_refresh_period)
+
+    def begin_step(self, epoch: int, contributed: int) -> None:
+        """This peer begins the round of a step, with so many samples."""
+        self._set(epoch, self.local_progress.completed, 0, contributed)
+
+    def complete_step(self, epoch: int, samples_accumulated: int) -> None:
+        """This peer is at a step: it has the update, or goes on without it."""
+        self._set(epoch, epoch, samples_accumulated, self.local_progress.contributed)
+        self.look_in(self.min_refresh_period)
+
+    def _set(self, epoch: int, completed: int, samples: int, contributed: int) -> None:
+        with self._lock:
+            self.local_progress = self._make_progress(epoch, completed, samples, contributed)
+        self._report_soon(0.0)
+
+    def _report_soon(self, min_seconds: float) -> None:
+        """Report now, or as soon as the last report is `min_seconds` old."""
+        with self._lock:
+            self._next_report = min(self._next_report, max(time.monotonic(), self._last_report + min_seconds))
+        self._wake.set()
+
+    @contextmanager
+    def pause_updates(self):
+        """Do not count the time as time of training."""
+        with self.performance_ema.pause():
+            yield
+
+    # The others' progress
+
+    @property
+    def others(self) -> list[PeerProgress]:
+        """The newest reports of the other peers that are believed, trainers and auxiliary peers."""
+        banned = self.banned_peers()
+        now = time.monotonic()
+        with self._lock:
+            believed = [
+                progress
+                for subkey, progress in self._others.items()
+                if self._distrusted.get(subkey, -math.inf) < now and progress.peer_id not in banned
+            ]
+        # A peer that restarted has a new key: only its newest report counts.
+        newest = {
+            progress.peer_id: progress for progress in sorted(believed, key=lambda progress: progress.reported_at)
+        }
+        return list(newest.values())
+
+    @property
+    def other_trainers(self) -> list[PeerProgress]:
+        return [progress for progress in self.others if not progress.auxiliary]
+
+    def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
+        """Those that have reported lately."""
+        now = get_dht_time()
+        return [progress for progress in peers if now - progress.reported_at < ALIVE_SECONDS]
+
+    @property
+    def global_epoch(self) -> int:
+        """The newest step that a believed trainer has begun, this one included."""
+        return max([self.local_progress.epoch, *(progress.epoch for progress in self.other_trainers)])
+
+    @property
+    def agreed_epoch(self) -> int:
+        """The newest step that at least half of the other live trainers have begun; 0 if there are none."""
+        epochs = sorted((progress.epoch for progress in self.alive(self.other_trainers)), reverse=True)
+        return epochs[(len(epochs) + 1) // 2 - 1] if epochs else 0
+
+    def credible_epoch(self) -> int | None:
+        """The newest step that two live trainers other than this one have begun, or the only one there is.
+
+        None if there are no others.
+        """
+        epochs = sorted((progress.epoch for progress in self.alive(self.other_trainers)), reverse=True)
+        return epochs[min(1, len(epochs) - 1)] if epochs else None
+
+    @property
+    def next_step(self) -> int:
+        """The global step that the next round leads to: of an auxiliary peer, the one that most trainers work for."""
+        if not self.auxiliary:
+            return self.local_progress.epoch + 1
+        completed = sorted(progress.completed for progress in self.alive(self.other_trainers))
+        # At least half of the trainers have completed this step: one that claims more moves nobody.
+        median = completed[len(completed) // 2] if completed else 0
+        own = self.local_progress.completed
+        return (median if median < own - 2 else max(median, own)) + 1  # a run that was revived has gone back
+
+    def roster(self, step: int) -> list[RosterEntry]:
+        """The peers that may take part in the round of a step, this one included."""
+        peers = [self.local_progress]
+        peers += [
+            p for p in self.alive(self.others) if p.auxiliary or (step - 1 <= p.epoch <= step and p.completed < step)
+        ]
+        return [RosterEntry(PeerID(p.peer_id), p.client_mode, p.completed >= step - 1 > 0) for p in peers]
+
+    def is_done_elsewhere(self, step: int) -> bool:
+        """Whether more than half of the other live trainers have completed a step."""
+        others = self.alive(self.other_trainers)
+        return sum(progress.completed >= step for progress in others) * 2 > len(others)
+
+    def num_expected(self, step: int) -> int:
+        """The number of other live trainers that have not completed a step and are not further than it."""
+        return sum(p.completed < step and p.epoch >= step - 1 for p in self.alive(self.other_trainers))
+
+    @property
+    def global_progress(self) -> GlobalTrainingProgress:
+        """An estimate of where the run stands now."""
+        step, now = self.next_step, get_dht_time()
+        own = self.local_progress
+        trainers = self.other_trainers + ([] if self.auxiliary else [own])
+        total = estimated = 0.0
+        rate = 1e-20
+        for progress in trainers:
+            # A peer that lives reports now and then: one that was killed does not go on computing.
+            # Our own samples are known: a peer that is alone takes its step when it has all of them.
+            is_own = progress is own
+            until = min(now, progress.reported_at + HEARTBEAT_SECONDS, progress.time + MAX_EXTRAPOLATION)
+            is_alive = is_own or now - progress.reported_at < ALIVE_SECONDS
+            rate += progress.samples_per_second if is_alive else 0.0
+            if progress.epoch == step - 1:
+                total += progress.samples_accumulated
+                estimated += progress.samples_accumulated
+                estimated += 0.0 if is_own else max(0.0, until - progress.time) * progress.samples_per_second
+            elif progress.epoch == step:
+                total += progress.contributed
+                estimated += progress.contributed
+        eta = max(0.0, self.target_batch_size - estimated) / rate
+        return GlobalTrainingProgress(
+            epoch=self.global_epoch,
+            samples_accumulated=int(total),
+            target_batch_size=self.target_batch_size,
+            num_peers=len(trainers),
+            num_clients=sum(progress.client_mode for progress in trainers),
+            eta_next_epoch=now + eta,
+            next_fetch_time=now + max(0.0, self._next_fetch - time.monotonic()),
+        )
+
+    @property
+    def seconds_to_step(self) -> float:
+        """Until the next step is due, as far as known; 0 if it is due.
+
+        It is due once all peers together have the samples, or half of the other live trainers have begun it.
+        """
+        step = self.next_step
+        others = self.alive(self.other_trainers)
+        have_begun = sum(progress.epoch >= step for progress in others)
+        if others and have_begun * 2 >= len(others):
+            return 0.0
+        return max(0.0, self.global_progress.eta_next_epoch - get_dht_time())
+
+    def look_in(self, seconds: float) -> None:
+        """Read the others' progress in so many seconds, if that is earlier than it is due."""
+        with self._lock:
+            self._next_fetch = min(self._next_fetch, time.monotonic() + seconds)
+        self._wake.set()
+
+    def refresh(self, timeout: float = DHT_TIMEOUT) -> bool:
+        """Wait until the others' progress has been read anew; False if it takes longer."""
+        before, deadline = self._num_fetches, time.monotonic() + timeout
+        self.look_in(0.0)
+        while self._num_fetches <= before and time.monotonic() < deadline and self.is_alive():
+            time.sleep(0.05)
+        return self._num_fetches > before
+
+    def distrust_claims_above(self, epoch: int) -> int:
+        """Ignore peers that claim to be past `epoch`, for a while. Call it when no state bears them out.
+
+        :returns: the number of peers
+        """
+        with self._lock:
+            liars = [subkey for subkey, progress in self._others.items() if progress.epoch > epoch]
+            self._distrusted.update(dict.fromkeys(liars, time.monotonic() + DISTRUST_SECONDS))
+        return len(liars)
+
+    # The thread
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                if self._is_reporting and time.monotonic() >= self._next_report:
+                    self._report()
+                if time.monotonic() >= self._next_fetch:
+                    self._fetch()
+                    self.on_refresh()
+            except Exception as error:
+                logger.warning(f"Could not exchange progress with the other peers ({error!r}); trying again")
+                self._stopped.wait(1.0)
+            due = min(self._next_fetch, self._next_report if self._is_reporting else math.inf)
+            self._wake.wait(min(max(0.0, due - time.monotonic()), 1.0))
+            self._wake.clear()
+
+    def _report(self) -> None:
+        with self._lock:
+            self._last_report = time.monotonic()
+            self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.metadata_expiration / 2)
+            record = {**self.local_progress.to_record(), "reported_at": get_dht_time()}
+        self._store(record)
+
+    def _store(self, record: dict | None) -> None:
+        expiration = get_dht_time() + self.metadata_expiration
+        self.dht.store(self.key, subkey=self._subkey, value=record, expiration_time=expiration, return_future=True)
+
+    def _fetch(self) -> None:
+        self._next_fetch = time.monotonic() + self.default_refresh_period  # also if it fails
+        found = self.dht.get(self.key, latest=True, return_future=True).result(timeout=DHT_TIMEOUT)
+        records = found.value if isinstance(found, ValueWithExpiration) and isinstance(found.value, dict) else {}
+        now, others = get_dht_time(), {}
+        for subkey, record in records.items():
+            if subkey == self._subkey or record.value is None:
+                continue
+            try:
+                if not self._speaks_our_protocol(subkey, record.value):
+                    continue
+                others[subkey] = parse_progress(record.value, now)
+            except ValueError as error:
+                logger.debug(f"Ignoring a malformed progress report: {error}")
+        with self._lock:
+            self._others = {s: p for s, p in others.items() if p.peer_id != self.local_progress.peer_id}
+            self._num_fetches += 1
+            self._next_fetch = time.monotonic() + self._refresh_period()
+
+    def _speaks_our_protocol(self, subkey: bytes, record: object) -> bool:
+        protocol = record.get("protocol") if isinstance(record, dict) else None
+        if protocol == PROTOCOL:
+            return True
+        if time.monotonic() >= self._warned_at.get(subkey, -math.inf) + WARN_SECONDS and len(self._warned_at) < 1000:
+            self._warned_at[subkey] = time.monotonic()
+            logger.warning(
+                f"A trainer of this run has protocol {protocol!r:.20}, this one {PROTOCOL}: they do not average with "
+                f"each other. Update whichever is older"
+            )
+        return False
+
+    def _refresh_period(self) -> float:
+        progress = self.global_progress
+        if progress.num_peers + self.auxiliary <= 1:
+            return self.default_refresh_period
+        eta = progress.eta_next_epoch - get_dht_time()
+        expected_peers = max(
+            progress.num_peers + self.expected_drift_peers, progress.num_peers * (1 + self.expected_drift_rate)
+        )
+        period = eta * progress.num_peers / expected_peers
+        return min(max(period, self.min_refresh_period), self.max_refresh_period)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop, and tell the others that this peer leaves."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._wake.set()
+            self.join(timeout)
+            if self._is_reporting:
+                self._store(None)

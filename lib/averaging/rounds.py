@@ -1,0 +1,428 @@
+"""The averager of a peer's rounds: one all-reduce over gradients and parameters for each global step.
+
+A round reads the peer's gradients and parameters and writes their averages to separate tensors. Nothing of the
+training state changes before the round has ended and its result has been checked.
+"""
+
+import asyncio
+import hashlib
+import math
+import multiprocessing
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import torch
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.control import AveragingStage
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.load_balancing import load_balance_peers
+from hivemind.averaging.partition import AllreduceException
+from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, get_dht_time, get_logger
+from hivemind.utils.asyncio import achain, as_aiter, azip
+
+from lib.averaging.allreduce import MIN_WEIGHT, Bounds, SafeAllReduceRunner
+from lib.averaging.base import SafeAverager
+from lib.averaging.matchmaking import RosterEntry, RoundControl
+
+logger = get_logger(__name__)
+
+PROTOCOL = 2  # of rounds and progress reports; peers of another number are not averaged with
+BAN_SECONDS = 600.0  # how long a peer that sent values out of bounds is left out; its machine may be repaired
+MAX_WAITING_STREAMS = 256  # of peers whose part arrives before our own round has begun
+MAX_BANDWIDTH = 1e9  # as claimed by strangers; only ratios matter
+
+
+@dataclass
+class RoundResult:
+    """What a round has achieved at this peer.
+
+    :param members: peer IDs of the group
+    :param received: fraction of the elements whose average arrived; the others kept our values
+    :param weights: samples of the senders, as far as this peer reduces gradients
+    :param missed: peers of the roster that the group was formed without, and why
+    :param violations: members that were banned for what they sent, and what it was
+    """
+
+    members: list[bytes]
+    received: float
+    weights: dict[bytes, float]
+    missed: dict[bytes, str]
+    violations: dict[bytes, str]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class RoundAverager(SafeAverager):
+    """Accumulates this peer's gradients and averages them, with the parameters, in one round for each global step.
+
+    :param main_parameters: the model's, whose `.grad` is accumulated
+    :param parameters: the offloaded optimizer's, of the same shapes, on the CPU in shared memory
+    :param max_grad_norm: bound on the norm of this peer's mean gradient and of the average, 0: none. transformers'
+      Trainer would clip each micro-batch instead, which biases their mean
+    :param average_parameters_every: rounds of other steps average gradients only
+    :param max_weight: the most samples that a peer can have contributed to one step
+    :param parameter_step: see Bounds; a multiple of the learning rate
+    """
+
+    def __init__(
+        self,
+        main_parameters: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        *,
+        max_grad_norm: float,
+        average_parameters_every: int,
+        gradient_compression: CompressionBase,
+        parameter_compression: CompressionBase,
+        max_weight: float,
+        parameter_step: float,
+        **kwargs,
+    ):
+        self.main_parameters = tuple(main_parameters)
+        self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
+        self.bounds = Bounds(weight=max_weight, gradient_norm=max_grad_norm, parameter_step=parameter_step)
+        self.local_samples_accumulated = 0
+        self.lock_accumulators = threading.Lock()
+        self._accumulators = [torch.zeros_like(parameter) for parameter in self.main_parameters]
+        self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
+        self.parameters = [parameter.detach() for parameter in parameters]
+        self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
+        self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
+        self._outputs = [*self.averaged_gradients, *self.averaged_parameters]
+        self.requested_number = multiprocessing.RawValue("q", -1)  # the newest step that others look for a group of
+        self._finished_groups: deque[bytes] = deque(maxlen=64)
+        self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # groups, and whose part was refused there
+        self._num_waiting = 0
+        self._banned: dict[bytes, float] = {}  # peer ID -> until when; in the main process, which hears of it here:
+        self._newly_banned, self._lock_bans = multiprocessing.SimpleQueue(), threading.Lock()
+        self._lock_pipe = threading.Lock()
+        super().__init__(
+            averaged_tensors=[*self.gradients, *self.parameters],
+            tensor_infos=[
+                CompressionInfo.from_tensor(tensor, key=key, role=role)
+                for role, tensors in ((TensorRole.GRADIENT, self.gradients), (TensorRole.PARAMETER, self.parameters))
+                for key, tensor in enumerate(tensors)
+            ],
+            compression=RoleAdaptiveCompression(gradient=gradient_compression, parameter=parameter_compression),
+            allow_state_sharing=False,
+            start=False,
+            **kwargs,
+        )
+        settings = struct.pack("qq", PROTOCOL, average_parameters_every)
+        self.schema_hash = hashlib.sha256(self.schema_hash + settings).digest()
+        self.run_in_background(await_ready=True)
+
+    # In the main process: gradients
+
+    @torch.no_grad()
+    def accumulate(self, num_samples: int) -> int:
+        """Add the gradients of the model, the mean over `num_samples`, and return the samples accumulated so far."""
+        with self.lock_accumulators:
+            for parameter, accumulator in zip(self.main_parameters, self._accumulators, strict=True):
+                if parameter.grad is not None:
+                    accumulator.add_(parameter.grad, alpha=num_samples)
+            self.local_samples_accumulated += num_samples
+            return self.local_samples_accumulated
+
+    @torch.no_grad()
+    def load_contribution(self) -> int:
+        """Make the mean of the accumulated gradients, clipped, what the next round sends, and start anew.
+
+        :returns: the number of samples in it
+        """
+        with self.lock_accumulators:
+            num_samples = self.local_samples_accumulated
+            for accumulator, gradient in zip(self._accumulators, self.gradients, strict=True):
+                gradient.copy_(accumulator).mul_(1.0 / max(1, num_samples))
+            self._reset()
+        clip_norm(self.gradients, self.max_grad_norm)
+        return num_samples
+
+    @torch.no_grad()
+    def take_back_contribution(self, num_samples: int) -> int:
+        """Accumulate what `load_contribution` took: no round has used it. Returns the samples accumulated now."""
+        with self.lock_accumulators:
+            for gradient, accumulator in zip(self.gradients, self._accumulators, strict=True):
+                accumulator.add_(gradient.to(accumulator.device), alpha=num_samples)
+            self.local_samples_accumulated += num_samples
+            return self.local_samples_accumulated
+
+    @torch.no_grad()
+    def drop_gradients(self) -> None:
+        """Forget the accumulated gradients: they belong to other parameters than the ones that we have now."""
+        with self.lock_accumulators:
+            self._reset()
+
+    def _reset(self) -> None:
+        self.local_samples_accumulated = 0
+        for accumulator in self._accumulators:
+            accumulator.zero_()
+
+    # In the main process: rounds
+
+    def includes_parameters(self, number: int) -> bool:
+        """Whether the round of a step averages the parameters, too."""
+        return number % self.average_parameters_every == 0
+
+    def schedule_round(self, number: int, timeout: float) -> RoundControl:
+        """Begin to look for the group of a step.
+
+        :param timeout: seconds; the round is called off after that
+        :returns: its handle: set the weights and call `allow_allreduce` once the contribution is loaded
+        """
+        gather = self.serializer.dumps(number)
+        control = RoundControl(
+            number=number,
+            scheduled_time=get_dht_time(),
+            deadline=get_dht_time() + timeout,
+            allow_retries=False,
+            weight=0.0,
+            data_for_gather=self.serializer.dumps([self.bandwidth, self.mode.value, gather]),
+        )
+        attached = MPFuture()
+        self._send("_step", step=control, future_for_init=attached)
+        control.attach(*attached.result(timeout=30.0))
+        return control
+
+    def set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
+        """Tell the averager's process who may take part in the next round, and which step is behind us."""
+        packed = [(entry.peer_id.to_bytes(), entry.is_client, entry.is_established) for entry in entries]
+        self._send("_set_roster", packed=packed, finished_number=finished_number)
+
+    def _send(self, method: str, **kwargs) -> None:
+        with self._lock_pipe:
+            self._outer_pipe.send((method, [], kwargs))
+
+    def banned_peers(self) -> dict[bytes, float]:
+        """IDs of the peers that this averager forms no group with, and until when."""
+        with self._lock_bans:
+            while not self._newly_banned.empty():
+                peer_id, until = self._newly_banned.get()
+                self._banned[peer_id] = until
+            return {peer_id: until for peer_id, until in self._banned.items() if time.time() < until}
+
+    def ban(self, peers: dict[bytes, float]) -> None:
+        """Form no group with peers, given as `banned_peers` does."""
+        if new := dict(peers.items() - self.banned_peers().items()):
+            with self._lock_bans:
+                self._banned.update(new)
+            self._send("_ban", peers=new)
+
+    # In the averager's process
+
+    async def _set_roster(self, packed: list[tuple[bytes, bool, bool]], finished_number: int) -> None:
+        self._matchmaking.set_roster(RosterEntry(PeerID(peer_id), *flags) for peer_id, *flags in packed)
+        self._matchmaking.max_group_size = self.matchmaking_kwargs["target_group_size"]
+        self._matchmaking.finish(finished_number)
+
+    async def _ban(self, peers: dict[bytes, float]) -> None:
+        for peer_id, until in peers.items():
+            self._matchmaking.ban(PeerID(peer_id), until)
+
+    async def _step(self, *, step: RoundControl, future_for_init: MPFuture) -> None:
+        trigger, cancel = MPFuture(), MPFuture()
+        step.attach(trigger, cancel)
+        future_for_init.set_result((trigger, cancel))
+        work = asyncio.create_task(self._run_round(step))
+        cancelled = asyncio.create_task(step.wait_for_cancel())
+        timeout = max(0.0, step.deadline - get_dht_time())
+        await asyncio.wait({work, cancelled}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done() and not cancelled.done() and step.stage == AveragingStage.RUNNING_ALLREDUCE:
+            await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)  # it has a time-out of its own
+        work.cancel()
+        cancelled.cancel()
+        (outcome, *_) = await asyncio.gather(work, cancelled, return_exceptions=True)
+        step.stage = AveragingStage.FINISHED
+        if isinstance(outcome, asyncio.CancelledError):
+            outcome = TimeoutError("no group was found")
+        with suppress(Exception):  # cancelled by the main process at this moment
+            if isinstance(outcome, BaseException):
+                step.set_exception(AllreduceException(str(outcome) or type(outcome).__name__))
+            else:
+                step.set_result(outcome)
+
+    async def _run_round(self, step: RoundControl) -> RoundResult:
+        started = time.monotonic()
+        step.stage = AveragingStage.LOOKING_FOR_GROUP
+        group = await self._matchmaking.look_for_group(step)
+        missed = {peer_id.to_bytes(): why for peer_id, why in self._matchmaking.missed.items()}
+        found = time.monotonic()
+        step.stage = AveragingStage.AWAITING_TRIGGER
+        await step.wait_for_trigger()
+        begun = time.monotonic()
+        step.stage = AveragingStage.RUNNING_ALLREDUCE
+        with self._register_allreduce_group(group):
+            result = await asyncio.wait_for(self._average_in_group(step, group), self._allreduce_timeout)
+        result.missed = missed
+        result.seconds = {
+            "matchmaking": found - started,
+            "waiting": begun - found,
+            "allreduce": time.monotonic() - begun,
+        }
+        return result
+
+    async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
+        options = dict(self.allreduce_kwargs)
+        bandwidths, modes = self._read_gathered(group)
+        loop = asyncio.get_running_loop()
+        fractions = await loop.run_in_executor(
+            None, load_balance_peers, self.total_size, bandwidths, options.pop("min_vector_size")
+        )
+        num_tensors = len(self._averaged_tensors) if self.includes_parameters(step.number) else len(self.gradients)
+        bounds = self.bounds
+        if self.mode == AveragingMode.AUX or step.parameter_weight <= MIN_WEIGHT:
+            bounds = replace(bounds, parameter_step=None)
+        runner = SafeAllReduceRunner(
+            p2p=self._p2p,
+            servicer_type=type(self),
+            prefix=self.prefix,
+            tensors=self._averaged_tensors[:num_tensors],
+            tensor_infos=self.tensor_infos[:num_tensors],
+            group_id=group.group_id,
+            ordered_peer_ids=group.peer_ids,
+            peer_fractions=fractions,
+            modes=modes,
+            weight=step.weight,
+            parameter_weight=step.parameter_weight,
+            bounds=bounds,
+            **options,
+        )
+        self._running_groups[group.group_id].set_result(runner)
+        self._wake_waiting_streams()
+        for group_id, sender in self._refused:
+            if group_id == group.group_id:
+                await runner.forget_absent(sender)  # it does not come twice
+        try:
+            if self.mode == AveragingMode.AUX:
+                async for _ in runner:
+                    raise AllreduceException("auxiliary peers receive no averages")
+            else:
+                await self._write_averages(runner, num_tensors)
+        finally:
+            self._ban_violators(runner)
+        return RoundResult(
+            members=[peer_id.to_bytes() for peer_id in group.peer_ids],
+            received=runner.received_fraction,
+            weights={peer_id.to_bytes(): weight for peer_id, weight in runner.sender_weights().items()},
+            missed={},
+            violations={peer_id.to_bytes(): why for peer_id, why in runner.violations().items()},
+        )
+
+    def _read_gathered(self, group: GroupInfo) -> tuple[list[float | None], list[AveragingMode]]:
+        """Bandwidths (0 for clients) and modes of the members, as they claim them.
+
+        :raises AllreduceException: if a claim makes no sense
+        """
+        bandwidths, modes = [], []
+        for gathered in group.gathered:
+            try:
+                bandwidth, mode, _ = self.serializer.loads(gathered)
+                modes.append(AveragingMode(mode))
+            except Exception as error:
+                raise AllreduceException(f"a member of the group sent malformed data: {error!r}") from None
+            is_number = isinstance(bandwidth, int | float) and 0 < bandwidth <= MAX_BANDWIDTH
+            bandwidth = float(bandwidth) if is_number else None
+            bandwidths.append(0.0 if modes[-1] == AveragingMode.CLIENT else bandwidth)
+        return bandwidths, modes
+
+    async def _write_averages(self, runner: SafeAllReduceRunner, num_tensors: int) -> None:
+        num_refused = 0
+        inputs, outputs = self._averaged_tensors[:num_tensors], self._outputs[:num_tensors]
+        async for tensor, output, update in azip(as_aiter(*inputs), as_aiter(*outputs), runner):
+            if not update.sum().isfinite():
+                num_refused += 1
+                update = torch.nan_to_num(update, nan=0.0, posinf=0.0, neginf=0.0)
+            torch.add(tensor, update, out=output)
+        if num_refused:
+            logger.warning(f"The average of {num_refused} tensors is not finite: kept our own values there")
+
+    def _ban_violators(self, runner: SafeAllReduceRunner) -> None:
+        for peer_id, violation in runner.violations().items():
+            logger.warning(f"{peer_id} sent {violation}: not averaging with it for {BAN_SECONDS / 60:.0f} minutes")
+            until = time.time() + BAN_SECONDS
+            self._matchmaking.ban(peer_id, until)
+            self._newly_banned.put((peer_id.to_bytes(), until))
+
+    # Answers to other peers
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """A peer asks to average with us, see StepMatchmaking."""
+        async for message in self._then_linger(self._matchmaking.rpc_join_group(request, context)):
+            self.requested_number.value = max(self.requested_number.value, self._matchmaking.requested_number)
+            yield message
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """A peer of our group sends its part of the tensors, maybe before our own round has begun.
+
+        hivemind waits for any round of ours to begin or end: one that ends while the next is being prepared makes it
+        refuse the part, and the whole group then waits for a quarter of the averaging timeout.
+        """
+        async for message in self._then_linger(self._answer_part(stream, context)):
+            yield message
+
+    async def _answer_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        request = await anext(stream)
+        if await self._will_begin(request.group_id):
+            async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
+                yield message
+        else:
+            self._refused.append((request.group_id, context.remote_id))
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+
+    async def _will_begin(self, group_id: bytes) -> bool:
+        """Wait until our round of a group begins; False if it has ended or does not begin in time."""
+        if group_id in self._running_groups:
+            return True
+        if self._num_waiting >= MAX_WAITING_STREAMS:
+            return False
+        deadline = time.monotonic() + (self.allreduce_kwargs["reducer_timeout"] or 0.0)  # the sender waits no longer
+        self._num_waiting += 1
+        try:
+            while group_id not in self._running_groups:
+                has_ended = group_id in self._finished_groups or self._matchmaking.is_called_off(group_id)
+                if has_ended or time.monotonic() >= deadline:
+                    return False
+                await self._groups_changed()
+            return True
+        finally:
+            self._num_waiting -= 1
+
+    async def _groups_changed(self) -> None:
+        """Wait until a round begins or ends; a round that is called off before its trigger is noticed in a second."""
+        self._pending_groups_registered.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._pending_groups_registered.wait(), 1.0)
+
+    def _wake_waiting_streams(self) -> None:
+        self._pending_groups_registered.set()
+
+    @contextmanager
+    def _register_allreduce_group(self, group_info: GroupInfo) -> Iterator[None]:
+        try:
+            with super()._register_allreduce_group(group_info):
+                yield
+        finally:
+            self._finished_groups.append(group_info.group_id)
+
+
+@torch.no_grad()
+def clip_norm(tensors: Sequence[torch.Tensor], max_norm: float) -> float:
+    """Scale tensors in place so that their common norm is at most `max_norm` (0: no bound); return the norm before."""
+    norm = float(torch.nn.utils.get_total_norm(tensors))
+    if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
+        for tensor in tensors:
+            tensor.mul_(max_norm / (norm + 1e-6))
+    return norm
