@@ -1,0 +1,259 @@
+"""One download of the training state: finds the donors, asks them in turn, and receives what one of them sends.
+
+Runs in the averager's process. Offers are unsigned records that any peer can write, so everything here is bounded:
+the time for a donor, the bytes, and the cost of deserializing them.
+"""
+
+import asyncio
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import get_logger
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from lib.averaging.wire import TensorAssembler
+
+if TYPE_CHECKING:
+    from lib.averaging.state import TrainingStateAverager
+
+logger = get_logger(__name__)
+
+DHT_TIMEOUT = 30.0  # seconds for reading the offers
+MAX_EPOCH = 2**31  # more steps than any run makes
+
+
+class StateLoadError(Exception):
+    """A state was offered, but cannot be used."""
+
+
+class DoubtfulStepError(StateLoadError):
+    """The state is of a later step than the run is known to be at."""
+
+
+class TooSlowError(Exception):
+    """A donor is too slow while others are left."""
+
+
+@dataclass(frozen=True)
+class StateQuery:
+    """What is looked for.
+
+    :param min_epoch: the oldest step that is of use
+    :param credible_epoch: the newest step that the run is known to be at, None if nothing is known
+    :param only_metadata: ask for the step, not for the tensors
+    :param timeout: seconds in all
+    """
+
+    min_epoch: int
+    credible_epoch: int | None
+    only_metadata: bool
+    timeout: float
+
+
+class StateDownload:
+    """Asks donors for their state until one has delivered.
+
+    Order: donors whose step is credible, by their step; then the others, and only if none of the former has told a
+    step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports are late) and one more for each
+    second since the query, as no run makes more than a step a second.
+
+    Time: all donors are dialed at once, MAX_DIALS at a time, so that offers of peers that do not exist cost little.
+    While other donors are left that can be reached, a donor may be silent for a quarter of the remaining time, and is
+    given up as soon as it would, at its mean rate, need more than three quarters of it. The last one gets all of it.
+    """
+
+    MAX_ATTEMPTS = 3  # a newcomer that gives up too early would begin a second run
+    MAX_DIALS = 64
+    EPOCH_SLACK = 2
+    GRACE_SECONDS = 10.0  # before a donor's rate is judged
+
+    def __init__(self, averager: "TrainingStateAverager", query: StateQuery):
+        self.averager, self.query = averager, query
+        self.started = time.monotonic()
+        self.deadline = self.started + query.timeout
+        # At 600 seconds 1000 donors that cannot be reached take at most 320 of them; relays take 6 to 18 seconds.
+        self.dial_timeout = min(20.0, max(3.0, query.timeout / 20))
+        self._dials: dict[PeerID, asyncio.Task] = {}
+        self._queue: deque[PeerID] = deque()  # donors that are still to be asked
+        self._doubted: list[PeerID] = []
+        self._told_credible_step = False
+        self._may_retry = False
+
+    async def run(self) -> tuple[str, dict, list[torch.Tensor]] | None:
+        """The donor's peer ID, metadata and tensors; None if nobody has delivered in time."""
+        for attempt in range(1 if self.query.only_metadata else self.MAX_ATTEMPTS):
+            await asyncio.sleep(attempt)
+            self._may_retry = False
+            state = await self._ask_all()
+            if state is not None or not self._may_retry:
+                return state
+        return None
+
+    async def _ask_all(self) -> tuple[str, dict, list[torch.Tensor]] | None:
+        """Ask each donor once. Sets `_may_retry` if a connection broke off, which need not happen again."""
+        offers = await self._find_offers()
+        likely, unlikely = rank_donors(offers, self.max_epoch)
+        self._doubted, self._told_credible_step, slots = [], False, asyncio.Semaphore(self.MAX_DIALS)
+        self._dials = {donor: asyncio.create_task(self._dial(donor, slots)) for donor in (*likely, *unlikely)}
+        try:
+            state = await self._ask_in_turn(likely, believe_all=False)
+            if state is None and not self._told_credible_step:
+                state = await self._ask_in_turn((*self._doubted, *unlikely), believe_all=True)
+                if state is not None:
+                    logger.warning(f"Nobody offers a state of step #{self.query.credible_epoch}, which the run is at")
+            return state
+        finally:
+            for dial in self._dials.values():
+                dial.cancel()
+            await asyncio.gather(*self._dials.values(), return_exceptions=True)
+
+    async def _ask_in_turn(self, donors: Iterable[PeerID], believe_all: bool) -> tuple | None:
+        self._queue = deque(donor for donor in donors if donor != self.averager.peer_id)
+        while self._queue and time.monotonic() < self.deadline:
+            if (state := await self._ask(self._queue.popleft(), believe_all)) is not None:
+                return state
+        return None
+
+    @property
+    def max_epoch(self) -> float:
+        """The newest step that is credible by now."""
+        if self.query.credible_epoch is None:
+            return math.inf
+        return self.query.credible_epoch + self.EPOCH_SLACK + time.monotonic() - self.started
+
+    async def _find_offers(self) -> object:
+        key = f"{self.averager.prefix}.all_averagers"
+        offers = self.averager.dht.get(key, latest=True, return_future=True)
+        try:
+            found = await asyncio.wait_for(offers, DHT_TIMEOUT)
+        except TimeoutError:
+            logger.warning(f"The DHT did not answer in {DHT_TIMEOUT:.0f} seconds who offers a state")
+            self._may_retry = True
+            return None
+        return found.value if found is not None else None
+
+    async def _dial(self, donor: PeerID, slots: asyncio.Semaphore) -> Exception | None:
+        """Connect to a donor.
+
+        :returns: what went wrong, None if it can be reached
+        """
+        async with slots:
+            try:
+                await asyncio.wait_for(self.averager._p2p._client.connect(donor, []), self.dial_timeout)
+            except Exception as error:
+                return error
+
+    async def _ask(self, donor: PeerID, believe_all: bool) -> tuple[str, dict, list[torch.Tensor]] | None:
+        """Ask a donor, if it can be reached. Its state is checked unless only metadata are asked for."""
+        only_metadata = self.query.only_metadata
+        try:
+            if (error := await self._dials[donor]) is not None:
+                raise error
+            if not only_metadata:
+                logger.info(f"Downloading the state from {donor}")
+            metadata, tensors = await self._receive(donor, believe_all)
+            if not only_metadata:
+                self.averager.check_state(metadata, tensors)
+            return str(donor), metadata, tensors
+        except DoubtfulStepError as error:
+            logger.warning(f"Doubted the state that {donor} offers: {error}")
+            self._doubted.append(donor)
+        except StateLoadError as error:
+            logger.warning(f"Refused the state that {donor} offers: {error}")
+        except Exception as error:
+            logger.warning(f"Could not download the state from {donor}: {error!r}")
+            self._may_retry |= not isinstance(error, TimeoutError)
+        return None
+
+    async def _receive(self, donor: PeerID, believe_all: bool) -> tuple[dict, list[torch.Tensor]]:
+        """Receive a donor's state; raises if it is of no use, too slow, not what was expected, or ends too early."""
+        averager = self.averager
+        stub = averager.get_stub(averager._p2p, donor, namespace=averager.prefix)
+        stream = await asyncio.wait_for(stub.rpc_download_state(averaging_pb2.DownloadRequest()), self._max_silence())
+        async with aclosing(stream):
+            message = await asyncio.wait_for(anext(stream, None), self._max_silence())
+            if message is None:
+                raise StateLoadError("it has none to offer")
+            metadata = self._read_metadata(message.metadata, believe_all)
+            if self.query.only_metadata:
+                return metadata, []
+            assembler, began = TensorAssembler(averager.expected_tensors(metadata)), time.monotonic()
+            while True:
+                try:
+                    assembler.add(message.tensor_part)
+                except ValueError as error:
+                    raise StateLoadError(str(error)) from None
+                if assembler.is_complete:
+                    return metadata, assembler.tensors
+                self._check_pace(began, assembler.fraction)
+                message = await asyncio.wait_for(anext(stream, None), self._max_silence())
+                if message is None:
+                    raise ConnectionError(
+                        f"it broke off after {len(assembler.tensors)} of {len(assembler.specs)} tensors"
+                    )
+
+    def _read_metadata(self, serialized: bytes, believe_all: bool) -> dict:
+        if len(serialized) > self.averager.max_metadata_bytes:
+            raise StateLoadError(f"its metadata have {len(serialized)} bytes")
+        try:
+            metadata = self.averager.serializer.loads(serialized)
+        except Exception:
+            raise StateLoadError("its metadata cannot be read") from None
+        check_epoch(metadata, self.query.min_epoch)
+        if metadata["epoch"] <= self.max_epoch:
+            self._told_credible_step = True
+        elif not believe_all:
+            raise DoubtfulStepError(
+                f"it is of step #{metadata['epoch']}, and the run is at #{self.query.credible_epoch}"
+            )
+        return metadata
+
+    def _others_are_left(self) -> bool:
+        """Whether donors that are still to be asked are known by now to be reachable."""
+        dials = (self._dials[donor] for donor in self._queue)
+        return any(dial.done() and dial.result() is None for dial in dials)
+
+    def _max_silence(self) -> float:
+        """Seconds to wait for the next message."""
+        remaining = max(0.0, self.deadline - time.monotonic())
+        return min(self.averager.donor_timeout, remaining / 4 if self._others_are_left() else remaining)
+
+    def _check_pace(self, began: float, fraction: float) -> None:
+        """Give up a donor that cannot deliver in time. One that trickles would use up the time of all others."""
+        elapsed, available = time.monotonic() - began, self.deadline - began
+        is_too_slow = elapsed > min(self.GRACE_SECONDS, available / 10) and elapsed > fraction * 0.75 * available
+        if is_too_slow and self._others_are_left():
+            raise TooSlowError(f"{fraction:.1%} in {elapsed:.0f} seconds is too slow, asking another donor")
+
+
+def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[PeerID]]:
+    """Sort the peers that offer their state by priority, which is their step: highest first, equals at random.
+
+    :param offers: the record in the DHT; malformed offers are left out
+    :returns: the donors whose step is credible, and the others
+    """
+    likely, unlikely = {}, {}
+    for peer_id, offer in offers.items() if isinstance(offers, dict) else ():
+        priority = offer.value if isinstance(offer, ValueWithExpiration) else None
+        if isinstance(peer_id, bytes) and isinstance(priority, int | float) and 0 <= priority < MAX_EPOCH:
+            donors = likely if priority <= max_epoch else unlikely
+            donors[PeerID(peer_id)] = (priority, random.random())
+    return sorted(likely, key=likely.get, reverse=True), sorted(unlikely, key=unlikely.get, reverse=True)
+
+
+def check_epoch(metadata: object, min_epoch: int = 0) -> None:
+    """:raises StateLoadError: if metadata have no valid step, or one before `min_epoch`"""
+    epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
+    if type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
+        raise StateLoadError("it has no step number")
+    if epoch < min_epoch:
+        raise StateLoadError(f"it is of step #{epoch}, before #{min_epoch}")

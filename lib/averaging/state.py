@@ -1,0 +1,364 @@
+"""The training state of a peer: the optimizer that holds it, offers of it, downloads, and restoring it."""
+
+import asyncio
+import copy
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import torch
+from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.optim import state_averager
+from hivemind.p2p import P2PContext
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
+from torch.optim.lr_scheduler import LambdaLR
+
+from hivemind_fixes import SafeAverager
+from lib.averaging.download import StateDownload, StateLoadError, StateQuery, check_epoch
+from lib.averaging.schedule import set_schedule
+from lib.averaging.wire import SCALAR, TensorSpec
+
+__all__ = ["StateLoadError", "TrainingStateAverager", "all_finite"]
+
+logger = get_logger(__name__)
+
+
+class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
+    """Holds the (offloaded) optimizer, offers the training state, and downloads that of others.
+
+    The name is part of the protocol: hivemind addresses the averager of another peer by the name of its class. It
+    averages nothing.
+
+    Two steps: `local_epoch` is the global step that this peer is at; `applied_epoch` is the step whose update the
+    parameters have, and behind while an update runs in the background. Offers and snapshots carry `applied_epoch`.
+
+    `apply_update`, `restore` and `sync_with_main_parameters` change the state, each as a whole as far as others can
+    see. Code that writes into the parameters or the optimizer elsewhere calls `note_change` afterwards.
+
+    :param download_timeout: seconds that a download may take in all
+    :param donor_timeout: seconds that a donor may be silent
+    :param credible_epoch: returns the newest global step that the run is known to be at, None if nothing is known.
+      Called in the main process at the start of each download. Donors that claim to be more than 2 steps above it
+      (reports lag), plus one for each second since, are asked last, and not at all if another donor has told a
+      credible step. What to return:
+
+      - in a trainer: from the progress reports, best a step that two other trainers have reached, as one may lie;
+      - in a monitor or an evaluator: the newest step of the aggregated metrics;
+      - if nobody reports, as when a monitor revives a run, or nothing has been read yet: None, any step is accepted.
+
+      If all donors are above, the state of one is accepted with a warning: there is no other. A wrong step number
+      costs no time, since the schedule is set directly, and restoring a backup corrects it.
+    """
+
+    LINGER_SECONDS = 1.0  # hivemind's own clients wait for the end of the stream, at most next_chunk_timeout (5 s)
+    UPLOAD_TIMEOUT = 3600.0  # seconds; a reader that stalls keeps a copy of the state in memory
+    COPY_SECONDS = 60.0  # how long an unchanged copy of the state is kept for the next download
+
+    def __init__(
+        self,
+        *args,
+        download_timeout: float = 600.0,
+        donor_timeout: float = 60.0,
+        credible_epoch: Callable[[], int | None] | None = None,
+        **kwargs,
+    ):
+        self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
+        self.credible_epoch = credible_epoch
+        self.applied_epoch = 0
+        self._copy: tuple[dict, list[torch.Tensor]] | None = None
+        self._copy_timer: threading.Timer | None = None
+        self._downloads: set = set()  # tasks, in the averager's process
+        super().__init__(*args, **kwargs)
+
+    def _init_components(self, *args, **kwargs) -> tuple[torch.optim.Optimizer, LambdaLR | None]:
+        optimizer, scheduler = super()._init_components(*args, **kwargs)
+        if not isinstance(scheduler, LambdaLR | None):
+            raise TypeError(f"the schedule must be a LambdaLR, not {type(scheduler).__name__}")
+        return optimizer, scheduler
+
+    # Changing the state
+
+    def apply_update(self, epoch: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """Take the optimizer's step to global step `epoch`, with the gradients in `.grad` of its parameters.
+
+        The learning rate is that of `epoch - 1`, as in hivemind, which steps the schedule after the optimizer. May run
+        in a background thread: nobody can read the state in between. The main thread copies the result to an offloaded
+        model with `_apply_optimizer_parameters_`.
+
+        :param parameters: what to start from instead of our own parameters: the average of a group
+        :raises ValueError: if their shapes are not ours; nothing has changed then
+        """
+        own = self._optimized_parameters()
+        if parameters is not None and [p.shape for p in parameters] != [p.shape for p in own]:
+            raise ValueError("the averaged parameters have other shapes than ours")
+        with self.lock_optimizer, self.lock_averaged_tensors:
+            try:
+                if parameters is not None:
+                    with torch.no_grad():
+                        for own_parameter, parameter in zip(own, parameters, strict=True):
+                            own_parameter.copy_(parameter)
+                self._set_schedule(epoch - 1)
+                self.optimizer.step()
+                self._set_applied_epoch(epoch)
+            finally:
+                self.note_change()
+
+    def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        """Go to a state, which may be an older one than ours. The tensors are copied.
+
+        :raises StateLoadError: if it does not fit; ours is then as it was
+        """
+        # torch's load_state_dict keeps the tensors that it is given: the next step would write into them.
+        optimizer_state = copy.deepcopy(self.check_state(metadata, tensors))
+        with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+            self.optimizer.load_state_dict(optimizer_state)
+            for own_tensor, tensor in zip(self._parameters_and_extras(), tensors, strict=False):
+                own_tensor.copy_(tensor)
+            self.local_epoch = metadata["epoch"]
+            self._set_applied_epoch(metadata["epoch"])
+            self.note_change()
+        if self.offload_optimizer:
+            self._apply_optimizer_parameters_()
+
+    def sync_with_main_parameters(self, epoch: int) -> None:
+        """Take over parameters that were loaded into the model from outside, and their step.
+
+        An offloaded optimizer has its own copy of the weights, which would undo them at the next step.
+        """
+        with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+            for main_parameter, parameter in zip(self.main_parameters, self._optimized_parameters(), strict=True):
+                if main_parameter is not parameter:
+                    parameter.copy_(main_parameter)
+            self.local_epoch = epoch
+            self._set_applied_epoch(epoch)
+            self.note_change()
+
+    def note_change(self) -> None:
+        """Drop the copy of the state, since the state has changed."""
+        self._copy = None
+
+    def _set_applied_epoch(self, epoch: int) -> None:
+        self._set_schedule(epoch)
+        self.applied_epoch = epoch
+
+    def _set_schedule(self, epoch: int) -> None:
+        if self.scheduler is not None:
+            set_schedule(self.scheduler, max(0, epoch))
+
+    def _update_scheduler(self) -> None:
+        """hivemind calls this after an update of its own, which led to `local_epoch`."""
+        self._set_applied_epoch(self.local_epoch)
+        self.note_change()
+
+    def _apply_optimizer_parameters_(self) -> None:
+        with self.lock_averaged_tensors:
+            super()._apply_optimizer_parameters_()
+
+    # Offering the state
+
+    def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
+        """A copy of the state as it is sent to peers: metadata and tensors. Others share it: do not write into it.
+
+        The copy is kept until the state changes, for COPY_SECONDS at most: downloads of one state share one copy.
+        """
+        with self.lock_optimizer, self.lock_averaged_tensors:
+            if self._copy is None:
+                self._copy = self._make_copy()
+                self._start_copy_timer()
+            metadata, tensors = self._copy
+        return dict(metadata), list(tensors)
+
+    @torch.no_grad()
+    def _make_copy(self) -> tuple[dict, list[torch.Tensor]]:
+        optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
+        tensors = [*self._parameters_and_extras(), *statistics]
+        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        return {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata}, copies
+
+    def _start_copy_timer(self) -> None:
+        if self._copy_timer is not None:
+            self._copy_timer.cancel()
+        self._copy_timer = threading.Timer(self.COPY_SECONDS, self.note_change)
+        self._copy_timer.daemon = True
+        self._copy_timer.start()
+
+    def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
+        """What a peer gets that asks for our state. hivemind calls this in a thread of the main process.
+
+        hivemind's own hands out the live tensors: a download that takes longer than a step would be a mixture.
+        """
+        metadata, tensors = self.snapshot()
+        roles = [TensorRole.PARAMETER] * len(self._optimized_parameters())
+        roles += [TensorRole.UNSPECIFIED] * len(self.extra_tensors)
+        roles += [TensorRole.OPTIMIZER] * (len(tensors) - len(roles))
+        infos = [
+            CompressionInfo.from_tensor(tensor, key=index, role=role)
+            for index, (tensor, role) in enumerate(zip(tensors, roles, strict=True))
+        ]
+        return metadata, tensors, infos
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """A peer asks for our state, as in hivemind."""
+        async with asyncio.timeout(self.UPLOAD_TIMEOUT):
+            async for message in super().rpc_download_state(request, context):
+                yield message
+
+    # Downloading a state
+
+    def load_state_from_peers(self, **_kwargs) -> bool:
+        """Download the newest state that a peer offers and that fits, and apply it.
+
+        :returns: whether there was one. If not, ours is as it was.
+        """
+        downloaded = self.download_state(min_epoch=self.local_epoch)
+        if downloaded is None:
+            return False
+        donor, metadata, tensors = downloaded
+        self.restore(metadata, tensors)
+        logger.info(f"Loaded the state of step #{self.local_epoch} from {donor}")
+        return True
+
+    def download_state(
+        self, min_epoch: int = 0, only_metadata: bool = False
+    ) -> tuple[str, dict, list[torch.Tensor]] | None:
+        """Ask the peers that offer their state, one after the other, for one of step `min_epoch` or later that fits.
+
+        :param only_metadata: do not wait for the tensors, nor check whether it fits; ask once, `donor_timeout` in all
+        :returns: the donor's peer ID, metadata and tensors, all checked; None if there is none in `download_timeout`
+        """
+        timeout = self.donor_timeout if only_metadata else self.download_timeout
+        query = StateQuery(
+            min_epoch=min_epoch,
+            credible_epoch=None if self.credible_epoch is None else self.credible_epoch(),
+            only_metadata=only_metadata,
+            timeout=timeout,
+        )
+        future = MPFuture()
+        self._outer_pipe.send(("_download_state", [], {"future": future, "query": query}))
+        try:
+            return future.result(timeout=timeout + self.donor_timeout)
+        except Exception as error:
+            logger.warning(f"Could not download the state from peers: {error!r}")
+            return None
+
+    async def _download_state(self, future: MPFuture, query: StateQuery) -> None:
+        """Runs in the averager's process."""
+        state = None
+        self._downloads.add(asyncio.current_task())
+        try:
+            state = await StateDownload(self, query).run()
+        finally:
+            self._downloads.discard(asyncio.current_task())
+            future.set_result(state)
+
+    async def _shutdown(self, timeout: float | None) -> None:
+        """Break off downloads that a thread of the main process may be waiting for."""
+        for download in self._downloads:
+            download.cancel()
+        await asyncio.gather(*self._downloads, return_exceptions=True)
+        await super()._shutdown(timeout)
+
+    # Checking a state
+
+    @property
+    def max_metadata_bytes(self) -> int:
+        """Bound on what a donor may send as metadata; an entry of the optimizer's state has some 30 bytes."""
+        return 2**16 + 256 * sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
+
+    def expected_tensors(self, metadata: dict) -> list[TensorSpec]:
+        """What a donor must send after its metadata: tensors of our shapes and dtypes.
+
+        Their number need not be ours: LAMB has numbers instead of tensors where a norm was zero.
+
+        :raises StateLoadError: if the metadata are of another optimizer
+        """
+        specs = [_spec_of(tensor) for tensor in self._parameters_and_extras()]
+        num_parameters = len(specs)
+        own_values = nested_flatten(self.optimizer.state_dict())
+        for entry, own_value in zip(self._check_entries(metadata), own_values, strict=True):
+            if entry.get("type") == "tensor":
+                if entry.get("index") != len(specs) - num_parameters:
+                    raise StateLoadError("its optimizer state is malformed")
+                has_shape = isinstance(own_value, torch.Tensor) and own_value.ndim > 0
+                specs.append(_spec_of(own_value) if has_shape else SCALAR)
+        return specs
+
+    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
+        """Raise StateLoadError unless a state has a step, our shapes, our optimizer, and finite values.
+
+        :returns: its optimizer state, in the structure of ours
+        """
+        check_epoch(metadata)
+        own = self._parameters_and_extras()
+        if [t.shape for t in tensors[: len(own)]] != [t.shape for t in own]:
+            raise StateLoadError("its parameters have other shapes: another model, or cut off")
+        if not all_finite(tensors[: len(own)]):
+            raise StateLoadError("its parameters are not finite")
+        return self._match_optimizer_state(metadata, tensors[len(own) :])
+
+    def _match_optimizer_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
+        """The donor's optimizer statistics in the structure of our optimizer; its hyper-parameters stay ours."""
+        own = self.optimizer.state_dict()
+        values = []
+        for entry in self._check_entries(metadata):
+            if entry.get("type") == "tensor":
+                index = entry.get("index")
+                if type(index) is not int or not 0 <= index < len(tensors):
+                    raise StateLoadError("its optimizer state was cut off")
+                values.append(tensors[index])
+            else:
+                values.append(entry.get("value"))
+        own_statistics = list(nested_flatten(own["state"]))
+        statistics = values[len(values) - len(own_statistics) :]  # the keys are sorted: "param_groups" come first
+        for value, own_value in zip(statistics, own_statistics, strict=True):
+            _check_statistic(value, own_value)
+        return {"state": nested_pack(statistics, own["state"]), "param_groups": own["param_groups"]}
+
+    def _check_entries(self, metadata: dict) -> list[dict]:
+        """What stands for the values of the optimizer's state dict: {type: tensor, index} or {type: value, value}."""
+        entries = metadata.get("optimizer_metadata")
+        num_own = sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
+        if not isinstance(entries, list) or len(entries) != num_own:
+            raise StateLoadError("its optimizer is another one")
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise StateLoadError("its optimizer state is malformed")
+        return entries
+
+    def _optimized_parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _parameters_and_extras(self) -> list[torch.Tensor]:
+        return [*self._optimized_parameters(), *self.extra_tensors]
+
+
+def _spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), frozenset({str(tensor.dtype).removeprefix("torch.")}))
+
+
+def _check_statistic(value: object, own_value: object) -> None:
+    """Check that a donor's optimizer statistic is of our shape and finite; scalars may be tensors or numbers.
+
+    Scalars are counts and norms: a negative count of steps would make the next update NaN.
+    """
+    if isinstance(own_value, torch.Tensor) and own_value.ndim > 0:
+        if not isinstance(value, torch.Tensor) or value.shape != own_value.shape:
+            raise StateLoadError("its optimizer statistics have other shapes")
+        if not all_finite([value]):
+            raise StateLoadError("its optimizer statistics are not finite")
+        return
+    if not isinstance(value, torch.Tensor | int | float) or (isinstance(value, torch.Tensor) and value.ndim > 0):
+        raise StateLoadError("its optimizer statistics have other shapes")
+    if not math.isfinite(value) or value < 0:
+        raise StateLoadError("its optimizer statistics are negative or not finite")
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no tensor has a NaN or an Inf. One fused norm, one synchronisation with the device."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not floating:
+        return True
+    return bool(torch.nn.utils.get_total_norm([t.float() for t in floating], norm_type=float("inf")).isfinite())

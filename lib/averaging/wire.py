@@ -1,0 +1,113 @@
+"""Checks of serialized tensors from other peers, to be made before deserializing them.
+
+hivemind takes dtype, shape and compression from the sender. A dtype of "U50000" turns a message of 4 KB into 406 MB.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from hivemind.compression import deserialize_torch_tensor
+from hivemind.proto import runtime_pb2
+from hivemind.proto.runtime_pb2 import FLOAT16, MEANSTD_16BIT, NONE, QUANTILE_8BIT, UNIFORM_8BIT
+
+COMPRESSIONS = frozenset({NONE, FLOAT16, MEANSTD_16BIT, QUANTILE_8BIT, UNIFORM_8BIT})
+_ITEM_SIZES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+_CODEBOOK_SIZE = 256  # of the 8-bit compressions
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The tensor that a peer is expected to send.
+
+    :param dtypes: names of the dtypes that it may have, such as "float32"
+    """
+
+    shape: tuple[int, ...]
+    dtypes: Collection[str] = frozenset({"float32"})
+    compressions: Collection[int] = field(default=COMPRESSIONS)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+# A statistic such as LAMB's trust ratio, where the other peer may have a tensor and this one a number.
+SCALAR = TensorSpec((), frozenset(_ITEM_SIZES))
+
+
+def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int:
+    """Check everything but the buffer of a serialized tensor.
+
+    :param header: the tensor, or its first chunk if it is streamed in several
+    :returns: the number of bytes that its buffer must have in all
+    :raises ValueError: if it is another tensor than expected
+    """
+    if tuple(header.size) != tuple(spec.shape):
+        raise ValueError(f"a tensor has shape {list(header.size)[:8]} instead of {list(spec.shape)}")
+    if header.dtype not in spec.dtypes or header.dtype not in _ITEM_SIZES:
+        raise ValueError(f"a tensor has dtype {header.dtype[:20]!r} instead of {'/'.join(sorted(spec.dtypes))}")
+    if header.compression not in spec.compressions:
+        raise ValueError(f"a tensor has compression {header.compression}, which is not expected")
+    if header.compression == NONE:
+        return spec.numel * _ITEM_SIZES[header.dtype]
+    if header.compression == FLOAT16:
+        return spec.numel * 2
+    if header.compression == MEANSTD_16BIT:
+        return spec.numel * 2 + math.prod(spec.shape[:-1]) * 2 * 4  # one mean and one deviation a row, float32
+    if header.compression in (UNIFORM_8BIT, QUANTILE_8BIT):
+        return 8 + _CODEBOOK_SIZE * 4 + spec.numel
+    raise ValueError(f"a tensor has compression {header.compression}, which is not supported")
+
+
+def check_tensor(message: runtime_pb2.Tensor, spec: TensorSpec) -> None:
+    """Check a whole serialized tensor. Deserializing it then gives `spec.shape`, at a cost that `spec` bounds.
+
+    :raises ValueError: if it is another tensor than expected
+    """
+    expected = expected_num_bytes(message, spec)
+    if len(message.buffer) != expected:
+        raise ValueError(f"a tensor has {len(message.buffer)} bytes instead of {expected}")
+
+
+class TensorAssembler:
+    """Puts streamed chunks together to tensors. Holds no more bytes than the expected tensors have."""
+
+    def __init__(self, specs: Iterable[TensorSpec]):
+        self.specs: Sequence[TensorSpec] = list(specs)
+        self.tensors: list[torch.Tensor] = []
+        self._num_elements = max(1, sum(spec.numel for spec in self.specs))
+        self._num_complete = 0  # elements
+        self._header: runtime_pb2.Tensor | None = None  # of the tensor that is being received
+        self._buffer, self._expected = bytearray(), 0
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.tensors) == len(self.specs)
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of all elements that has arrived."""
+        elements = self._num_complete
+        if self._header is not None and self._expected:
+            elements += len(self._buffer) / self._expected * self.specs[len(self.tensors)].numel
+        return elements / self._num_elements
+
+    def add(self, chunk: runtime_pb2.Tensor) -> None:
+        """:raises ValueError: if the chunk does not belong to the expected tensors"""
+        if self.is_complete:
+            raise ValueError("more tensors than expected")
+        if self._header is None:
+            self._expected = expected_num_bytes(chunk, self.specs[len(self.tensors)])
+            self._header = runtime_pb2.Tensor(size=chunk.size, dtype=chunk.dtype, compression=chunk.compression)
+        elif not chunk.buffer:
+            raise ValueError("an empty chunk")
+        if len(self._buffer) + len(chunk.buffer) > self._expected:
+            raise ValueError(f"a tensor has more than {self._expected} bytes")
+        self._buffer += chunk.buffer
+        if len(self._buffer) == self._expected:
+            self._header.buffer = bytes(self._buffer)
+            self.tensors.append(deserialize_torch_tensor(self._header))
+            self._num_complete += self.specs[len(self.tensors) - 1].numel
+            self._header, self._buffer = None, bytearray()
