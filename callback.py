@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import utils
 from arguments import CollaborationArguments
+from bans import BanList
 from checkpoints import TrainingState, load_training_state, save_training_state
 from errors import UserError
 from lib.averaging.optimizer import Optimizer
@@ -186,9 +187,10 @@ class CollaborativeCallback(TrainerCallback):
                 logger.warning("One trainer is ahead, but no state of it can be downloaded: starting without it")
                 return False
             if time.monotonic() > deadline:
+                step = min(peer.epoch for peer in ahead)
                 raise UserError(
-                    f"{len(ahead)} trainers of this run are at step #{min(peer.epoch for peer in ahead)} or later, but "
-                    f"no state could be downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} "
+                    f"{len(ahead)} trainers of this run are at step #{step} or later, but no state "
+                    f"could be downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} "
                     f"seconds. Check that they can be reached from here, and that model and optimizer are theirs"
                 )
             time.sleep(min(5.0, tracker.default_refresh_period))

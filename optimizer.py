@@ -25,7 +25,6 @@ from arguments import (
     ProgressTrackerArguments,
 )
 from errors import UserError
-from hivemind_fixes import AdamW
 from lib.averaging.optimizer import Optimizer, max_weight
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
@@ -47,6 +46,20 @@ COMPRESSIONS: dict[str, type[CompressionBase]] = {
     "uniform8": Uniform8BitQuantization,
     "quantile8": Quantile8BitQuantization,
 }
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, whose state tells the number of steps as a number.
+
+    torch keeps it in a tensor of float32, which hivemind would compress like the others when it sends the state: in
+    float16 steps above 2048 come out wrong and those above 65519 as infinity. torch takes numbers back.
+    """
+
+    def state_dict(self) -> dict:
+        state_dict = super().state_dict()
+        for index, statistics in state_dict["state"].items():
+            state_dict["state"][index] = {**statistics, "step": int(statistics["step"])}
+        return state_dict
 
 
 def make_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:

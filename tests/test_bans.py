@@ -5,7 +5,6 @@ import time
 
 import pytest
 from hivemind.p2p import PeerID
-
 from shunned import ShunnedPeers
 
 ONE, OTHER = (

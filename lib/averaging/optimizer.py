@@ -166,6 +166,14 @@ class Optimizer(hivemind.Optimizer):
                 self._wait_for_step()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the model; what was accumulated for the global step stays."""
+        for parameter in self.state_averager.main_parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
     def _accumulate(self, num_samples: int) -> bool:
         """Accumulate the gradients of the model, unless one is not finite."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -241,11 +249,11 @@ class Optimizer(hivemind.Optimizer):
         if self._stopped.is_set() or self._is_broken or self._is_out_of_sync():
             self.coordinator.call_off()
             return
-        if self._is_over:
+        may_begin = self.delay_grad_averaging or self._waits_for_step
+        if self._is_over or not may_begin:
             return
         self.coordinator.look_ahead()
-        is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
-        if is_due and (self.delay_grad_averaging or self._waits_for_step):
+        if self.tracker.seconds_to_step <= 0 or self.coordinator.has_group:
             self._take_step(self.local_epoch + 1)
 
     def _take_step(self, step: int) -> None:

@@ -15,7 +15,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
 from torch.optim.lr_scheduler import LambdaLR
 
-from hivemind_fixes import SafeAverager
+from lib.averaging.base import SafeAverager
 from lib.averaging.download import StateDownload, StateLoadError, StateQuery, check_epoch
 from lib.averaging.schedule import set_schedule
 from lib.averaging.wire import SCALAR, TensorSpec
