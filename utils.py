@@ -21,6 +21,7 @@ from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
+import msgpack
 import psutil
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 import requests
@@ -30,7 +31,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
-from hivemind.utils import MPFuture, get_dht_time, get_logger
+from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import TextStyle, use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
@@ -114,6 +115,20 @@ class MetricSchema(pydantic.BaseModel):
     training_progress: dict[BytesWithPublicKey, dict | None]
 
 
+# What hivemind's averagers declare: whether a peer looks for a group, and the priority (its step) of the state that it
+# offers, None if it no longer does. Their keys are no names of Python's, hence no class.
+_Priority = pydantic.confloat(strict=True, ge=0.0, lt=2**31) | _Step | None
+AveragerSchema = pydantic.create_model(
+    "AveragerSchema",
+    **{
+        "grad_averager.0b": (dict[pydantic.StrictBytes, pydantic.StrictBool], ...),
+        "state_averager.0b": (dict[pydantic.StrictBytes, pydantic.StrictBool], ...),
+        "grad_averager.all_averagers": (dict[pydantic.StrictBytes, _Priority], ...),
+        "state_averager.all_averagers": (dict[pydantic.StrictBytes, _Priority], ...),
+    },
+)
+
+
 class RefusesWhatItCannotRead(RecordValidatorBase):
     """hivemind's validators raise on some malformed keys and values instead of refusing them."""
 
@@ -130,7 +145,74 @@ class SignatureValidator(RefusesWhatItCannotRead, RSASignatureValidator):
 
 
 class RunSchemaValidator(RefusesWhatItCannotRead, SchemaValidator):
-    """A record under a key of the run must look like MetricSchema says."""
+    """A record under a key of the run must look like MetricSchema or AveragerSchema says."""
+
+
+class ReadableValidator(RecordValidatorBase):
+    """Refuses records that break their readers, under any key.
+
+    hivemind unpacks values in a callback whose exceptions are lost: with one value that is no msgpack under a key,
+    `dht.get` of that key never returns. One byte stopped matchmaking and downloads for a day. A record without a
+    subkey makes nodes refuse all records with one under the same key for as long as it lives.
+    """
+
+    MAX_DEPTH = 8  # nested lists and dictionaries in a value; a history, the deepest record, has 2
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            subkey, value = (msgpack.unpackb(packed, ext_hook=_refuse) for packed in (record.subkey, record.value))
+        except Exception as error:
+            logger.debug(f"Refused a record that cannot be read: {error!r}")
+            return False
+        return isinstance(subkey, bytes | str) and _is_plain(value, self.MAX_DEPTH)
+
+    @property
+    def priority(self) -> int:
+        return 7  # sees values as readers do, without their signature, and before LimitValidator counts them
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        return isinstance(other, ReadableValidator)
+
+
+def _refuse(type_code: int, _data: bytes) -> object:
+    raise ValueError(f"extension type {type_code}, which no record has")
+
+
+def _is_plain(value: object, depth: int) -> bool:
+    """Whether a value consists of numbers, texts and at most `depth` nested lists and dictionaries of them."""
+    if isinstance(value, list):
+        children = value
+    elif isinstance(value, dict):
+        children = [*value.keys(), *value.values()]
+    else:
+        return value is None or isinstance(value, bool | int | float | str | bytes)
+    return depth > 0 and all(_is_plain(child, depth - 1) for child in children)
+
+
+class _BoundedExtensions:
+    """Stops hivemind's serializer from unpacking extension types inside of each other without end.
+
+    Each level takes some 20 KB of the C stack: 2 KB from a stranger, 300 levels, end the process with a segmentation
+    fault. A dictionary of records, the deepest of ours, has 1.
+    """
+
+    MAX_DEPTH = 8
+
+    def __init__(self, unpack):
+        self._unpack, self._local = unpack, threading.local()
+
+    def __call__(self, type_code: int, data: bytes) -> object:
+        depth = getattr(self._local, "depth", 0)
+        if depth >= self.MAX_DEPTH:
+            raise ValueError("extension types are nested too deeply")
+        self._local.depth = depth + 1
+        try:
+            return self._unpack(type_code, data)
+        finally:
+            self._local.depth = depth
+
+
+MSGPackSerializer._decode_ext_types = staticmethod(_BoundedExtensions(MSGPackSerializer._decode_ext_types))
 
 
 class LimitValidator(RecordValidatorBase):
@@ -150,7 +232,7 @@ class LimitValidator(RecordValidatorBase):
         now = get_dht_time()
         if len(record.value) + len(record.subkey or b"") > self.max_bytes:
             return False
-        if record.expiration_time > now + self.max_lifetime:
+        if not record.expiration_time <= now + self.max_lifetime:  # NaN, too, after which nothing expires any more
             return False
         return not record.subkey or self._has_room(record, now)
 
@@ -177,7 +259,8 @@ class LimitValidator(RecordValidatorBase):
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
     """The validators of a run's records, and the subkey (owner tag with public key) that our own are signed under."""
     signature_validator = SignatureValidator(private_key)
-    validators = [LimitValidator(), RunSchemaValidator(MetricSchema, prefix=run_id), signature_validator]
+    schemas = [RunSchemaValidator(schema, prefix=run_id) for schema in (MetricSchema, AveragerSchema)]
+    validators = [LimitValidator(), ReadableValidator(), *schemas, signature_validator]
     return validators, signature_validator.local_public_key
 
 

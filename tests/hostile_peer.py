@@ -9,7 +9,8 @@ import time
 
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.utils import get_dht_time
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 # Whatever it claims is far from where the runs of the tests are, so that they can tell it from what trainers report.
@@ -24,6 +25,32 @@ METRICS = [
 ]  # fmt: skip
 
 
+def nest(levels: int, extension: bool = False) -> bytes:
+    """Msgpack of nested lists, or of the extension type that hivemind packs tuples into."""
+    packed = b"\x90"
+    for _ in range(levels):
+        packed = b"\x91" + (b"\xc9" + len(packed).to_bytes(4, "big") + b"\x40" if extension else b"") + packed
+    return packed
+
+
+# Bytes that hivemind's readers choke on: no msgpack, cut off, an extension type that raises, nested values
+RAW = [b"\xc1", b"", b"\x92\x01", b"\xc7\x01\x50\xc0", nest(400), nest(400, extension=True)]
+KEYS_OF_AVERAGERS = [
+    f"{averager}.{name}" for averager in ("grad_averager", "state_averager") for name in ("0b", "all_averagers")
+]
+
+
+class RawValues(RecordValidatorBase):
+    """Stores the bytes of a value {"raw": bytes} as they are; `DHT.store` alone always packs."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        return True
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        value = MSGPackSerializer.loads(record.value)
+        return value["raw"] if isinstance(value, dict) and "raw" in value else record.value
+
+
 def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
     return {
         "peer_id": dht.peer_id.to_bytes(), "epoch": epoch, "samples_accumulated": 0, "samples_per_second": rate,
@@ -32,10 +59,10 @@ def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0, client_
 
 
 def main(run_id: str, address: str, num_fakes: int) -> None:
-    validators = [RSASignatureValidator(RSAPrivateKey()) for _ in range(8)]
     # each validator signs what is stored under its own subkey and leaves the rest alone; merging would keep one only
+    validators = [RawValues(), *(RSASignatureValidator(RSAPrivateKey()) for _ in range(8))]
     dht = DHT(initial_peers=[address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=validators)
-    own = validators[0].local_public_key
+    own = validators[1].local_public_key
     victim = RSASignatureValidator(RSAPrivateKey()).local_public_key
     print("hostile peer is up", flush=True)
     generator = random.Random(0)
@@ -70,6 +97,11 @@ def main(run_id: str, address: str, num_fakes: int) -> None:
         for value in (INFINITY, NAN, 1e308, 10**6, -1, "text", None):
             store(f"{run_id}_state_averager.all_averagers", value, dht.peer_id.to_bytes())
             store(f"{run_id}_state_averager.all_averagers", value, generator.randbytes(20))
+        for name in (*KEYS_OF_AVERAGERS, "progress", "metrics", "peers"):
+            for raw in RAW:
+                store(f"{run_id}_{name}", {"raw": raw}, dht.peer_id.to_bytes(), lifetime=3600.0)
+                store(f"{run_id}_{name}", {"raw": raw}, own, lifetime=3600.0)
+            store(f"{run_id}_{name}", True, subkey=None, lifetime=3600.0)
         fakes = [b"[owner:ssh-rsa " + generator.randbytes(20).hex().encode() + b"]" for _ in range(num_fakes)]
         for subkey in fakes:
             dht.store(f"{run_id}_metrics", GOOD, get_dht_time() + 60, subkey=subkey, return_future=True)

@@ -2,11 +2,15 @@
 
 import re
 
+import pytest
 import torch
+from hivemind.dht import DHT
+from hivemind.utils import get_dht_time
 from safetensors.torch import load_file
 
 from checkpoints import list_checkpoints
-from tests.peers import LONG_STEPS, join_together, read_jsonl, wait_until
+from tests.hostile_peer import KEYS_OF_AVERAGERS, RAW, RawValues
+from tests.peers import LOCAL, LONG_STEPS, join_together, local_peer, read_jsonl, wait_until
 
 
 def metrics(folder) -> list[dict]:
@@ -54,3 +58,33 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
     assert all(5 < record["loss"] < 8 for record in records)
     assert list_checkpoints(scripts.folder / "monitor")[0].name == "checkpoint-6"
     assert monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
+
+
+@pytest.mark.parametrize("attack", ["values that cannot be read", "a record without a subkey"])
+def test_hostile_records_under_the_averagers_keys_do_not_stop_their_readers(tmp_path, attack):
+    """A record without a subkey would keep others from storing theirs under one."""
+    keys = [f"run_{name}" for name in (*KEYS_OF_AVERAGERS, "progress")]
+    with local_peer(tmp_path / "one", "run") as first:
+        address = str(first.dht.get_visible_maddrs()[0])
+        hostile = DHT([address], start=True, host_maddrs=[LOCAL], record_validators=[RawValues()])
+        try:
+            with local_peer(tmp_path / "two", "run", (address,)) as second:
+                expiration, subkey = get_dht_time() + 300, hostile.peer_id.to_bytes()
+                for key in keys:
+                    if attack == "a record without a subkey":
+                        hostile.store(key, True, expiration)
+                        continue
+                    for raw in RAW:
+                        hostile.store(key, {"raw": raw}, expiration, subkey=subkey)
+                        expiration += 1  # each replaces the one before
+                values = {key: 3.0 if "all_averagers" in key else True for key in keys}
+                own = second.dht.peer_id.to_bytes()
+                for key, value in values.items():
+                    second.dht.store(key, value, get_dht_time() + 120, own, return_future=True).result(20)
+                for peer in (first, second):
+                    for key, value in values.items():
+                        found = peer.dht.get(key, latest=True, return_future=True).result(20).value
+                        assert {name: record.value for name, record in found.items()} == {own: value}, key
+                    assert peer.dht.is_alive()
+        finally:
+            hostile.shutdown()

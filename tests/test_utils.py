@@ -20,6 +20,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
 from errors import UserError
+from tests.hostile_peer import RAW, nest
 from utils import (
     HISTORY_LENGTH,
     LimitValidator,
@@ -63,6 +64,12 @@ def is_accepted(name: str, value, subkey: bytes | None = None, signer: RSAPrivat
         ("history", FULL_HISTORY),
         ("monitor", {"stores_checkpoints": True, "checkpoint_step": -1}),
         ("peers", {"username": "", "leaving": False}),
+        ("grad_averager.0b", True),
+        ("state_averager.0b", False),
+        ("state_averager.all_averagers", 12.0),
+        ("state_averager.all_averagers", 12),
+        ("state_averager.all_averagers", None),
+        ("a key of hivemind's", {"epoch": 3, "peer_id": b"id", "time": 1.5, "client_mode": False}),
     ],
 )
 def test_good_records_are_accepted(name, value):
@@ -92,6 +99,14 @@ def test_good_records_are_accepted(name, value):
         ("monitor", {"stores_checkpoints": 1, "checkpoint_step": 3}),
         ("peers", {"username": "x" * 65, "leaving": False}),
         ("peers", {"username": b"x", "leaving": False}),
+        ("grad_averager.0b", 1),
+        ("state_averager.0b", None),
+        ("grad_averager.all_averagers", True),
+        ("state_averager.all_averagers", "12"),
+        ("state_averager.all_averagers", float("inf")),
+        ("state_averager.all_averagers", float("nan")),
+        ("state_averager.all_averagers", -1),
+        ("state_averager.all_averagers", [1]),
     ],
 )
 def test_malformed_records_are_refused(name, value):
@@ -126,13 +141,43 @@ def test_more_subkeys_than_a_run_has_peers_are_refused():
     assert store(b"4"), "there is room once another has expired"
 
 
-@pytest.mark.parametrize("value", [b"", b"\xc1", b"\xff" * 100, b"\xdd\xff\xff\xff\xff", b"\xc7\x03\x63abc"])
-def test_values_that_are_no_msgpack_are_refused(value):
-    validators, subkey = make_validators("run", KEY)
+@pytest.mark.parametrize(
+    "name", ["metrics", "progress", "grad_averager.0b", "state_averager.all_averagers", "anything"]
+)
+@pytest.mark.parametrize(
+    "value",
+    [*RAW, b"\xff" * 100, b"\xdd\xff\xff\xff\xff", b"\xc7\x03\x63abc", nest(9)],
+    ids=lambda value: value[:6].hex(),
+)
+def test_values_that_cannot_be_read_back_are_refused_under_any_key(name, value):
+    validators, own_subkey = make_validators("run", KEY)
     composite = CompositeValidator(validators)
-    key = DHTID.generate("run_metrics").to_bytes()
-    record = DHTRecord(key, MSGPackSerializer.dumps(subkey), value, get_dht_time() + 60)
-    assert not composite.validate(dataclasses.replace(record, value=composite.sign_value(record)))
+    for subkey in (own_subkey, b"12D3KooW"):
+        record = DHTRecord(
+            DHTID.generate(f"run_{name}").to_bytes(), MSGPackSerializer.dumps(subkey), value, get_dht_time() + 60
+        )
+        assert not composite.validate(dataclasses.replace(record, value=composite.sign_value(record)))
+
+
+@pytest.mark.parametrize("subkey", [b"", b"\xc0", b"\xc1", b"\x90", b"\x01"], ids=lambda subkey: subkey.hex())
+def test_records_without_a_proper_subkey_are_refused_under_any_key(subkey):
+    """hivemind's nodes would refuse all records with a subkey under the same key."""
+    composite = CompositeValidator(make_validators("run", KEY)[0])
+    record = DHTRecord(DHTID.generate("anything").to_bytes(), subkey, MSGPackSerializer.dumps(1), get_dht_time() + 60)
+    assert not composite.validate(record)
+
+
+def test_record_that_never_expires_is_refused():
+    assert not is_accepted("anything", 1, lifetime=float("nan")) and not is_accepted(
+        "anything", 1, lifetime=float("inf")
+    )
+
+
+def test_extension_types_inside_of_each_other_are_refused_and_do_not_end_the_process():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        MSGPackSerializer.loads(nest(1000, extension=True))
+    assert MSGPackSerializer.loads(nest(8, extension=True)), "the count starts anew"
+    assert MSGPackSerializer.loads(MSGPackSerializer.dumps((1, (2, (3,))))) == (1, (2, (3,)))
 
 
 def test_identity_is_written_once_and_for_its_owner_alone(tmp_path):
