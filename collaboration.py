@@ -75,9 +75,10 @@ def running_observer(
     run_id: str,
     hyperparameters: HyperparameterArguments,
     load_state_timeout: float,
+    averager_class: type[TrainingStateAverager] = TrainingStateAverager,
 ) -> Iterator[TrainingStateAverager]:
     """What downloads the trainers' state into `model` for a peer that does not train. Call it in the main thread."""
-    averager = build_state_averager(model, peer, run_id, hyperparameters, load_state_timeout)
+    averager = build_state_averager(model, peer, run_id, hyperparameters, load_state_timeout, averager_class)
     try:
         with watched({"averager": averager}, seconds=12.0, exit_code=0):
             yield averager

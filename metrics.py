@@ -25,6 +25,11 @@ a run that has lost its state begin again, then the trainers stand far behind wh
 those who take part do (half, if the jump there was a single peer's word), have made steps before our eyes, and still
 do after `settle_time`, their step is the run's: reporting goes on from there.
 
+**A run that is revived** from a checkpoint, after all its trainers were killed, takes the steps since then once more.
+Those that were reported are not reported again if they are few: reports go on with the first step that is new. If they
+are so many that the trainers make two of them and `settle_time` passes while they still are more than `MAX_SPREAD`
+behind, it is a run that has gone back, and the rest of them is reported a second time.
+
 **Limits.** A vote costs a key pair and nothing else. Liars that outnumber the honest voters (two against one) decide
 what the step is, and steps that they skip are lost; one against one, a liar is believed `MAX_SPREAD` steps ahead. A
 peer's loss and speed are its own word: its weight is bounded, see `StepReport`, but not what it says.

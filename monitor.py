@@ -13,11 +13,10 @@ import checkpoints
 import utils
 from arguments import HyperparameterArguments, TrainingMonitorArguments
 from backoff import Backoff
-from checkpoints import TrainingState
+from checkpoints import CheckpointDonor, TrainingState
 from collaboration import running_observer
 from contributors import Contributors, format_leaderboard, make_curves
-from lib.averaging.state import TrainingStateAverager
-from metrics import MetricsAggregator, StepReport, parse_usernames
+from metrics import MAX_JUMP, MetricsAggregator, StepReport, parse_usernames
 from reporting import Reporter, describe_evaluation, evaluation_values
 from upload import HubUploader
 from utils import ClientModeAlarm, Evaluation, MonitorStatus, Peer
@@ -25,17 +24,24 @@ from utils import ClientModeAlarm, Evaluation, MonitorStatus, Peer
 logger = get_logger(__name__)
 
 MAX_PAUSE = 300.0  # seconds between two tries to save a checkpoint
+# Steps that a downloaded state may be ahead of the reports, which are a refresh period and a download late. The
+# monitor offers what it has saved for good: a state of a step that was made up would draw all trainers to it.
+MAX_LEAD = MAX_JUMP
 
 
 class CheckpointKeeper:
-    """Downloads the state from trainers, writes checkpoints, and hands the newest to a run that has lost its trainers.
+    """Downloads the state from trainers, writes checkpoints, and offers the newest to trainers that join.
+
+    Trainers take the state of the highest step that is offered, hence the checkpoint only if no trainer has a newer
+    one: all of them were killed, or cannot be reached. A run survives a night without trainers so, and loses the steps
+    since the checkpoint.
 
     Downloads take as long as the network does, so they run in a thread.
     """
 
     def __init__(
         self,
-        averager: TrainingStateAverager,
+        averager: CheckpointDonor,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         run_id: str,
@@ -51,46 +57,48 @@ class CheckpointKeeper:
         self._pending: Future | None = None
 
     def restore(self) -> None:
-        """Load the newest checkpoint that can be read, and offer it to trainers until they have a newer state."""
+        """Offer the newest checkpoint that can be read."""
         state = checkpoints.restore_newest(self.folder, self.run_id, self.averager)
         if state is not None:
-            self.saved_step = state.step
-            self.averager.state_sharing_priority = state.step
-            self.averager.allow_state_sharing = True
+            self._offer(state)
             logger.info(f"Offering the checkpoint of step #{state.step} to trainers that join")
+
+    def _offer(self, state: TrainingState) -> None:
+        self.saved_step = state.step
+        self.averager.offer(state)
 
     def update(self, step: int, trainers_are_leaving: bool) -> None:
         """Called after each look at the metrics: `step` is the newest that trainers reported, -1 if none."""
-        # A step is easily claimed. While we offer a checkpoint, download what shall take its place: that is no claim.
-        is_due = self.averager.allow_state_sharing and step > self.averager.local_epoch
-        is_due |= step - max(self.saved_step, 0) >= self.args.save_checkpoint_step_interval
-        is_due |= trainers_are_leaving and step > self.saved_step
+        interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
+        next_step = max(self.saved_step, 0) + interval
         is_idle = self._pending is None or self._pending.done()
-        if is_due and is_idle and self._backoff.is_over:
-            self._pending = self._executor.submit(self._save, step)
+        if step >= next_step and is_idle and self._backoff.is_over:
+            # Not of `step` or later: a step is easily claimed, and a revived run is behind what was reported before.
+            self._pending = self._executor.submit(self._save, next_step, step + MAX_LEAD)
 
-    def _save(self, step: int) -> None:
+    def _save(self, min_step: int, max_step: int) -> None:
         try:
-            downloaded = self.averager.download_state(min_epoch=step)
+            downloaded = self.averager.download_state(min_epoch=min_step)
             if downloaded is None:
                 self._backoff.fail()
-                logger.warning(f"No trainer offers the state of step #{step} yet; trying again")
+                logger.warning(f"No trainer offers the state of step #{min_step} or later yet; trying again")
                 return
             donor, metadata, tensors = downloaded
+            if metadata["epoch"] > max_step:
+                self._backoff.fail()
+                logger.warning(f"Refused the state of {donor}: step #{metadata['epoch']}, which nobody has reported")
+                return
             self.averager.restore(metadata, tensors)
-            if self.averager.allow_state_sharing:
-                self.averager.allow_state_sharing = False
-                logger.info(f"Trainers have gone on to step #{step}: no longer offering a checkpoint")
             state = TrainingState(self.run_id, *self.averager.snapshot())
             info = {"time": time.time(), "donor": donor}
             path = checkpoints.save_checkpoint(self.folder, self.model, self.tokenizer, state, info)
-            self.saved_step = state.step
+            self._offer(state)
             logger.info(f"Saved {path}")
             checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)
             self._backoff.reset()
         except Exception as error:
             self._backoff.fail()
-            logger.error(f"Could not save a checkpoint of step #{step} ({error}); trying again later")
+            logger.error(f"Could not save a checkpoint of step #{min_step} or later ({error}); trying again later")
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -107,7 +115,7 @@ def running_keeper(
     load_state_timeout: float,
 ) -> Iterator[CheckpointKeeper]:
     """A keeper that offers the newest checkpoint in its folder, if there is one. Call it in the main thread."""
-    with running_observer(model, peer, run_id, hyperparameters, load_state_timeout) as averager:
+    with running_observer(model, peer, run_id, hyperparameters, load_state_timeout, CheckpointDonor) as averager:
         keeper = CheckpointKeeper(averager, model, tokenizer, run_id, args)
         with contextlib.closing(keeper):
             keeper.restore()

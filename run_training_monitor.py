@@ -107,7 +107,11 @@ def monitor(
             stack.callback(uploader.close)
         reporter = make_reporters(monitor_args, run_id)
         stack.callback(reporter.close)
-        aggregator = MetricsAggregator(reporter.last_step(), settle_time=max(10.0, monitor_args.refresh_period))
+        aggregator = MetricsAggregator(
+            reporter.last_step(),
+            alive_timeout=tracker_args.metadata_expiration,
+            settle_time=max(10.0, monitor_args.refresh_period),
+        )
         training_monitor = TrainingMonitor(
             peer, run_id, aggregator, reporter, contributors, keeper, uploader, monitor_args
         )

@@ -146,7 +146,7 @@ class FakeAverager:
     """Offers the state of a step, as trainers would."""
 
     def __init__(self, step: int):
-        self.step, self.allow_state_sharing, self.local_epoch = step, False, 0
+        self.step, self.offered_step, self.local_epoch = step, None, 0
 
     def download_state(self, min_epoch: int):
         return ("donor", *self.snapshot()) if self.step >= min_epoch else None
@@ -157,6 +157,9 @@ class FakeAverager:
     def snapshot(self):
         state = make_state(self.step)
         return state.metadata, state.tensors
+
+    def offer(self, state: TrainingState) -> None:
+        self.offered_step = state.step
 
 
 def make_keeper(folder: Path, averager: FakeAverager, **options) -> CheckpointKeeper:
@@ -195,30 +198,59 @@ def test_checkpoint_is_due_every_interval_and_when_trainers_leave(tmp_path, step
     keeper.close()
 
 
-def test_monitor_offers_its_newest_checkpoint_until_trainers_are_past_it(tmp_path):
+def update(keeper: CheckpointKeeper, step: int) -> None:
+    """Tell a keeper of a step, and wait until it has dealt with it."""
+    time.sleep(0.05)  # until it tries again after a failure
+    keeper.update(step, trainers_are_leaving=False)
+    if keeper._pending is not None:
+        keeper._pending.result()
+
+
+def test_monitor_offers_its_newest_checkpoint_all_the_time(tmp_path):
     for step in (3, 4):
         save(tmp_path, step)
     averager = FakeAverager(step=4)
     keeper = make_keeper(tmp_path, averager)
     keeper.restore()
-    assert averager.allow_state_sharing and averager.state_sharing_priority == 4
-    keeper.update(4, trainers_are_leaving=False)
-    assert averager.allow_state_sharing
-    keeper.update(10**6, trainers_are_leaving=False)
-    keeper._pending.result()
-    assert averager.allow_state_sharing, "a step that somebody claims, and whose state nobody has"
-    averager.step = 5
-    time.sleep(0.02)
-    keeper.update(5, trainers_are_leaving=False)
-    keeper._pending.result()
-    assert not averager.allow_state_sharing
+    assert averager.offered_step == 4
+    update(keeper, 4)
+    update(keeper, 10**6)
+    assert averager.offered_step == 4, "a step that somebody claims, and whose state nobody has"
+    averager.step = 9
+    update(keeper, 9)
+    assert averager.offered_step == keeper.saved_step == 9
+    keeper.close()
+
+
+def test_monitor_saves_what_a_revived_run_does_again(tmp_path):
+    """The trainers were killed after step 17 was reported, and before a state after step 10 was saved."""
+    save(tmp_path, 10)
+    averager = FakeAverager(step=10)
+    keeper = make_keeper(tmp_path, averager, save_checkpoint_step_interval=5)
+    keeper.restore()
+    for step in range(10, 15):
+        averager.step = step
+        update(keeper, 17)
+        assert averager.offered_step == 10
+    averager.step = 15
+    update(keeper, 17)
+    assert averager.offered_step == 15
+    keeper.close()
+
+
+def test_monitor_neither_saves_nor_offers_a_state_far_ahead_of_the_reports(tmp_path, caplog):
+    averager = FakeAverager(step=10**6)
+    keeper = make_keeper(tmp_path, averager)
+    update(keeper, 10)
+    assert averager.offered_step is None and keeper.saved_step == -1 and averager.local_epoch == 0
+    assert "step #1000000, which nobody has reported" in caplog.text
     keeper.close()
 
 
 def test_fresh_monitor_offers_nothing(tmp_path):
     averager = FakeAverager(step=0)
     make_keeper(tmp_path, averager).restore()
-    assert not averager.allow_state_sharing
+    assert averager.offered_step is None
 
 
 def test_second_peer_in_a_folder_is_refused(tmp_path):

@@ -187,5 +187,5 @@ def test_monitor_hands_its_checkpoint_to_the_first_trainer_of_a_run_that_has_los
     assert second.wait(240) == 0, second.output
     assert "Joined the collaboration at step #3" in second.output
     assert steps(second) == [4, 5]
-    monitor.wait_for("no longer offering a checkpoint", 120)
+    monitor.wait_for(r"Saved \S+checkpoint-5", 120)
     assert [record["step"] for record in metrics(scripts.folder / "monitor")] == [1, 2, 3, 4, 5]

@@ -492,6 +492,48 @@ def test_run_that_begins_again_is_followed():
     assert reported[0] < 4910 and reported[-1] == 4929
 
 
+def revive(lost: int, number: int, seconds: int) -> list[tuple[int, int]]:
+    """Three trainers are killed at step 100. A minute later others begin `lost` steps before, a step each `seconds`.
+
+    :returns: the seconds since the end of the first three, and the step, of each report
+    """
+    aggregator = make_aggregator(last_reported_step=99)
+    killed = {b"old%d" % peer: metric(100) for peer in range(3)}
+    last_heartbeats = {key: heartbeat(START, 100, key) for key in killed}
+    assert steps_of(aggregator.update(START, killed, {}, last_heartbeats)) == [100]
+    reported = []
+    for second in range(60, 3000, 10):
+        step = 100 - lost + (second - 60) // seconds
+        metrics = {b"new%d" % peer: metric(step) for peer in range(number)}
+        history = {key: entries(*map(metric, range(100 - lost + 1, step + 1))) for key in metrics}
+        progress = {key: heartbeat(START + second, step, key, samples=second) for key in metrics}
+        metrics |= killed if second < 600 else {}
+        progress |= last_heartbeats if second < ALIVE else {}
+        reported += [(second, report.step) for report in aggregator.update(START + second, metrics, history, progress)]
+    return reported
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 5])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("seconds", [20, 120])
+def test_revived_run_is_reported_from_its_first_new_step(lost, number, seconds):
+    reported = revive(lost, number, seconds)
+    steps = [step for _, step in reported]
+    assert steps == list(range(101, steps[-1] + 1)), "none lost, none repeated"
+    first_new = 60 + (lost + 1) * seconds
+    assert reported[0][0] <= max(first_new, ALIVE) + 10, "the votes of the killed hold until they count as gone"
+
+
+@pytest.mark.parametrize("lost", [40, 90])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("seconds", [20, 120])
+def test_run_that_is_revived_far_back_is_not_silent_until_it_has_caught_up(lost, number, seconds):
+    reported = revive(lost, number, seconds)
+    steps = [step for _, step in reported]
+    assert steps == list(range(steps[0], steps[-1] + 1)), "none lost, none repeated in turn"
+    assert steps[0] <= 100 - lost + 5 and reported[0][0] <= max(60 + 2 * seconds, ALIVE) + SETTLE + seconds
+
+
 def test_stragglers_do_not_pull_the_run_back():
     """One of two that is left behind for a while, and newcomers that stand at step 0 while they load the state."""
     aggregator = make_aggregator(last_reported_step=99)
