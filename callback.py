@@ -287,7 +287,7 @@ class CollaborativeCallback(TrainerCallback):
 
     def introduce(self, leaving: bool) -> None:
         """Publish who we are."""
-        info = PeerInfo(username=self.args.username, leaving=leaving)
+        info = PeerInfo(username=self.args.username, leaving=leaving, target_batch_size=self.args.target_batch_size)
         key = f"{self.args.run_id}_peers"
         utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
 

@@ -93,7 +93,8 @@ class StepReport:
     """One global step of the whole collaboration.
 
     `loss`: mean over micro-batches of each peer that took exactly this step, weighted by the peers' samples; None if
-    nobody told of any. Of one peer, no more than four target batches are believed, as weight and in `samples`.
+    nobody told of any. Of one peer, no more than four target batches are believed, as weight and in `samples`, once
+    more than half of the live peers have told of the same target.
     """
 
     step: int
@@ -253,6 +254,17 @@ def parse_usernames(raw: object) -> dict[bytes, str]:
     }
 
 
+def parse_target_batch_sizes(raw: object) -> dict[bytes, int]:
+    """Read the target batch sizes under `{run_id}_peers`: public key -> samples of a global step, by its word."""
+    return {
+        peer: value["target_batch_size"]
+        for peer, value in _records(raw, Counter())
+        if isinstance(value, Mapping)
+        and type(value.get("target_batch_size")) is int
+        and 1 <= value["target_batch_size"] <= MAX_COUNT
+    }
+
+
 @dataclass(slots=True)
 class _Peer:
     """What is known of one public key. Times are in seconds on the monitor's clock."""
@@ -307,7 +319,8 @@ class MetricsAggregator:
     :param alive_timeout: seconds without a sign of life after which a peer is gone. hivemind's heartbeat comes at
         least every half `metadata_expiration`, which is 60 seconds here
     :param settle_time: seconds that stragglers are waited for
-    :param target_batch_size: samples of a global step, if known; bounds the weight of one peer
+    :param target_batch_size: samples of a global step, until more than half of the live peers agree on one; bounds the
+        weight of one peer, None: no bound
     :param max_peers: the most public keys that are tracked
     :raises ValueError: if a duration or `max_peers` is not above zero
     """
@@ -324,7 +337,7 @@ class MetricsAggregator:
             raise ValueError("alive_timeout, settle_time and max_peers must be above zero")
         self.last_reported_step = last_reported_step
         self.alive_timeout, self.settle_time, self.max_peers = alive_timeout, settle_time, max_peers
-        self.max_samples = MAX_COUNT if target_batch_size is None else MAX_OVERSHOOT * target_batch_size
+        self.target_batch_size = target_batch_size
         self.refused: Counter = Counter()  # records that the newest update did not use, by reason
         self.alive_peers = self.alive_clients = 0  # at the newest update; clients accept no connections
         self.run_step: int | None = None  # where more than half of the voters stood then, None without any
@@ -339,7 +352,12 @@ class MetricsAggregator:
         self._behind_since: float | None = None  # when those who take part were first seen to stand behind
 
     def update(
-        self, now: float, metrics: object = None, history: object = None, progress: object = None
+        self,
+        now: float,
+        metrics: object = None,
+        history: object = None,
+        progress: object = None,
+        peers: object = None,
     ) -> list[StepReport]:
         """Take in what the DHT holds now and return the steps that are complete, in ascending order.
 
@@ -347,11 +365,13 @@ class MetricsAggregator:
         :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it; None or {} if there is none
         :param history: the same for `{run_id}_history`
         :param progress: the same for `{run_id}_training_progress`
+        :param peers: the same for `{run_id}_peers`
         """
         self._now = max(now, self._now)
         self.refused = Counter()
         steps = self._take_in(metrics, history, progress)
         live_peers = self._live_peers()
+        self._learn_target(parse_target_batch_sizes(self._bounded(peers)), live_peers)
         if self._go_back_if_outvoted(live_peers):
             steps = []  # the histories were not read that far back; they are all there at the next update
         vote = self._vote(live_peers)
@@ -470,6 +490,13 @@ class MetricsAggregator:
             if self._is_alive(peer) and (rival is None or peer.last_alive >= rival.last_alive):
                 live[peer.identity] = peer
         return list(live.values())
+
+    def _learn_target(self, told: dict[bytes, int], live_peers: list[_Peer]) -> None:
+        """Take over the target batch size that more than half of the live peers tell of; else keep the one before."""
+        votes = Counter(told[peer.key] for peer in live_peers if peer.key in told)
+        for target, number in votes.most_common(1):
+            if 2 * number > len(live_peers):
+                self.target_batch_size = target
 
     def _is_moving(self, peer: _Peer) -> bool:
         return self._now - peer.moved <= 2 * self.alive_timeout
@@ -594,4 +621,6 @@ class MetricsAggregator:
         )
 
     def _believed_samples(self, peer_step: PeerStep) -> int:
-        return min(peer_step.samples_accumulated, self.max_samples)
+        if self.target_batch_size is None:
+            return peer_step.samples_accumulated
+        return min(peer_step.samples_accumulated, MAX_OVERSHOOT * self.target_batch_size)

@@ -153,7 +153,7 @@ class TrainingMonitor:
         before = self.aggregator.last_reported_step
         peers = self._read("peers")
         self.contributors.note_names(parse_usernames(peers))
-        self._report(self.aggregator.update(get_dht_time(), *views))
+        self._report(self.aggregator.update(get_dht_time(), *views, peers))
         if self.aggregator.last_reported_step < before:
             logger.warning(f"Most trainers stand far behind step #{before}, which was reported: following them")
         self._log_refused()

@@ -78,10 +78,18 @@ class MonitorStatus(pydantic.BaseModel):
 
 
 class PeerInfo(pydantic.BaseModel):
-    """What a trainer tells of itself. `leaving`: it has made its last step and waits for a monitor to save it."""
+    """What a trainer tells of itself. `leaving`: it has made its last step and waits for a monitor to save it.
+
+    `target_batch_size`: samples of a global step; may be missing.
+    """
 
     username: pydantic.constr(strict=True, max_length=64)
     leaving: pydantic.StrictBool
+    target_batch_size: pydantic.conint(strict=True, ge=1, le=10**9) | None = None
+
+    def dict(self, **options) -> dict:
+        """The fields that are set: a validated record must come out as it went in, without the optional field, too."""
+        return super().dict(**{**options, "exclude_unset": True})
 
 
 class Evaluation(pydantic.BaseModel):

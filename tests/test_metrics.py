@@ -205,6 +205,44 @@ def test_absurd_samples_do_not_swamp_the_loss():
     assert report.samples == 150  # an honest peer that overshoots loses nothing
 
 
+def info(target=None):
+    """What a peer tells of itself."""
+    return {"username": "", "leaving": False} | ({} if target is None else {"target_batch_size": target})
+
+
+def believed_samples(told: dict, **options) -> int:
+    """Of one of three peers that claims a billion samples; the others tell of 50 each."""
+    aggregator = make_aggregator(**options)
+    metrics = {b"a": metric(1, samples=50), b"b": metric(1, samples=50), b"liar": metric(1, samples=10**9)}
+    (report,) = aggregator.update(START, metrics, peers={peer: info(target) for peer, target in told.items()})
+    return report.samples - 100
+
+
+def test_target_batch_size_is_that_of_most_peers():
+    bound = MAX_OVERSHOOT * 100
+    assert believed_samples({b"a": 100, b"b": 100, b"liar": 100}) == bound
+    assert believed_samples({b"a": 100, b"b": 100, b"liar": 10**9}) == bound
+    assert believed_samples({b"a": 100, b"b": 100}) == bound
+    assert believed_samples({b"a": 100, b"b": 100, b"liar": 1}, target_batch_size=10**6) == bound
+    no_majority = [{}, {b"liar": 1}, {b"a": 100, b"liar": 10**8}, {b"a": 100}, {b"a": None, b"b": None, b"liar": 1}]
+    for told in no_majority:
+        assert believed_samples(told) == 10**9, "nobody knows a bound"
+        assert believed_samples(told, target_batch_size=100) == bound, "the one before holds"
+
+
+def test_peers_that_are_not_there_do_not_vote_on_the_target_batch_size():
+    told = {b"a": 100, b"b": 100, b"liar": 1} | {b"[owner:%d]" % number: 1 for number in range(50)}
+    assert believed_samples(told) == MAX_OVERSHOOT * 100
+
+
+@pytest.mark.parametrize("target", ["100", 100.0, True, 0, -1, 10**10, math.nan, [100]])
+def test_target_batch_size_that_makes_no_sense_is_no_vote(target):
+    assert (
+        believed_samples({b"a": target, b"b": target, b"liar": target}, target_batch_size=100) == MAX_OVERSHOOT * 100
+    )
+    assert believed_samples(dict.fromkeys((b"a", b"b", b"liar"), target)) == 10**9
+
+
 def test_nan_is_refused_and_counted():
     aggregator = make_aggregator()
     (report,) = aggregator.update(START, {b"a": metric(1, loss=math.nan), b"b": metric(1, loss=6.0)})
