@@ -67,7 +67,7 @@ def train(
     ) as member:
         peer_id = str(member.peer.dht.peer_id)
         training_arguments = build_training_arguments(training_args, peer_id)
-        sampler = PeerSampler(len(dataset), peer_id, training_args.seed, member.optimizer)
+        sampler = PeerSampler(len(dataset), peer_id, training_args.seed, member.optimizer, batch_size_per_step)
         trainer = build_trainer(
             model, tokenizer, dataset, collator, member.optimizer, training_arguments, sampler, member.callback
         )

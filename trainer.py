@@ -1,6 +1,7 @@
 """transformers' Trainer for a collaboration, and the workarounds that it needs."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,20 +33,27 @@ class PeerSampler(Sampler):
     It depends on the peer ID, the seed, the collaboration's step at which a pass begins, and the number of the pass:
     two peers see different orders, the same peer sees the same one again if it starts at the same step, and goes on
     with new ones if it restarts later.
+
+    :param batch_size_per_step: samples of a local step. A pass has a multiple of that: it leaves out the last samples
+        of its order or, of data that has fewer, takes some twice. At the end of a pass the Trainer would make a local
+        step of what is left, and hivemind's optimizer counts each as a full one.
     """
 
-    def __init__(self, length: int, peer_id: str, seed: int, optimizer: Optimizer):
+    def __init__(self, length: int, peer_id: str, seed: int, optimizer: Optimizer, batch_size_per_step: int = 1):
         self.length, self.peer_id, self.seed, self.optimizer = length, peer_id, seed, optimizer
+        self.pass_length = max(1, length // batch_size_per_step) * batch_size_per_step
         self.num_passes = 0
 
     def __len__(self) -> int:
-        return self.length
+        return self.pass_length
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator()
         generator.manual_seed(derive_seed(self.peer_id, self.seed, self.optimizer.local_epoch, self.num_passes))
         self.num_passes += 1
-        yield from torch.randperm(self.length, generator=generator).tolist()
+        num_permutations = math.ceil(self.pass_length / self.length)
+        permutations = [torch.randperm(self.length, generator=generator) for _ in range(num_permutations)]
+        yield from torch.cat(permutations)[: self.pass_length].tolist()
 
 
 class NoOpScheduler(LRScheduler):

@@ -89,6 +89,41 @@ def test_same_peer_sees_the_same_order_again_and_two_peers_do_not():
     assert first != second and sorted(first) == sorted(second) == list(range(100))
 
 
+@pytest.mark.parametrize(
+    ("length", "batch_size_per_step", "expected"), [(100, 8, 96), (96, 8, 96), (5, 8, 8), (3, 8, 8)]
+)
+def test_pass_is_a_multiple_of_a_local_step(length, batch_size_per_step, expected):
+    sampler = PeerSampler(length, "peer", 0, SimpleNamespace(local_epoch=0), batch_size_per_step)
+    order = list(sampler)
+    assert len(order) == len(sampler) == expected
+    counts = [order.count(sample) for sample in range(length)]
+    assert max(counts) - min(counts) <= 1, "none is left out for another that comes twice"
+
+
+@pytest.mark.parametrize("length", [10, 6], ids=["a micro-batch too many", "fewer than a local step has"])
+def test_each_local_step_has_all_its_micro_batches(tmp_path, length):
+    """Over three passes, with steps of four micro-batches of two."""
+    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=length).items()})
+    model = build_model(CONFIG, "run")
+    optimizer, meter, micro_batches = SGD(model.parameters(), lr=0.0), LossMeter(), []
+    optimizer.register_step_pre_hook(lambda *_: micro_batches.append(meter.pop()[1]))
+    trainer = CollaborativeTrainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3,
+            remove_unused_columns=False, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+            dataloader_drop_last=True,
+        ),
+        train_dataset=dataset,
+        data_collator=collate,
+        optimizers=(optimizer, NoOpScheduler(optimizer)),
+        sampler=PeerSampler(length, "peer", 0, SimpleNamespace(local_epoch=0), batch_size_per_step=8),
+        loss_meter=meter,
+    )  # fmt: skip
+    trainer.train()
+    assert micro_batches == [4, 4, 4]
+
+
 def test_loss_meter_skips_what_is_not_finite():
     meter = LossMeter()
     for loss in (1.0, float("nan"), 2.0, float("inf")):
