@@ -100,6 +100,7 @@ class Search:
     control: RoundControl
     unreachable: dict[PeerID, float] = field(default_factory=dict)  # leader -> when it was asked in vain
     refused: dict[PeerID, str] = field(default_factory=dict)  # leader -> its answer
+    given_up: set[PeerID] = field(default_factory=set)  # leaders that accepted us and did not begin
     triggered_at: float | None = None
 
 
@@ -194,6 +195,7 @@ class StepMatchmaking(Matchmaking):
                     if group is not None:
                         self._note_group(group, search)
                         return group
+                    await asyncio.sleep(0.02)
             finally:
                 watch.cancel()
                 self._search = self._leader = None
@@ -240,13 +242,15 @@ class StepMatchmaking(Matchmaking):
         """
         now = time.monotonic()
         joined = self._joined(search)
-        retry_after = math.inf if joined else RETRY_SECONDS
         is_lonely = search.triggered_at is not None and not joined and now >= search.triggered_at + RETRY_SECONDS
         candidates = self._candidates(search)
+        candidates = [peer_id for peer_id in candidates if peer_id not in search.given_up] or candidates
         if is_lonely and self.peer_id in candidates:
             candidates.remove(self.peer_id)
         for peer_id in candidates:
-            if peer_id == self.peer_id or now >= search.unreachable.get(peer_id, -math.inf) + retry_after:
+            if peer_id == self.peer_id or peer_id not in search.unreachable:
+                return peer_id
+            if not joined and now >= search.unreachable[peer_id] + RETRY_SECONDS:
                 return peer_id
         return None if self.client_mode else self.peer_id
 
@@ -332,7 +336,10 @@ class StepMatchmaking(Matchmaking):
         finally:
             self._leader = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
-            return self._parse_group(message, leader)
+            if (group := self._parse_group(message)) is None:
+                logger.warning(f"{leader} formed a group without this peer or with a peer twice")
+                search.given_up.add(leader)
+            return group
         search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
         search.unreachable[leader] = time.monotonic()
         suggested = PeerID(message.suggested_leader) if message.suggested_leader else None
@@ -351,10 +358,12 @@ class StepMatchmaking(Matchmaking):
     ) -> averaging_pb2.MessageFromLeader:
         """The leader's next message. A leader that has not begun long after the step was due is frozen."""
         answer = asyncio.ensure_future(anext(stream))
+        accepted_at = time.monotonic()
         try:
             while not answer.done():
-                due_since = None if search.triggered_at is None else time.monotonic() - search.triggered_at
-                if due_since is not None and due_since > self.min_matchmaking_time + LEADER_MARGIN:
+                due_at = max(accepted_at, math.inf if search.triggered_at is None else search.triggered_at)
+                if time.monotonic() > due_at + self.min_matchmaking_time + LEADER_MARGIN:
+                    search.given_up.add(self._leader)
                     raise TimeoutError("it does not begin")
                 await asyncio.wait({answer}, timeout=0.25)
             return answer.result()
@@ -363,10 +372,9 @@ class StepMatchmaking(Matchmaking):
             with suppress(BaseException):
                 await answer
 
-    def _parse_group(self, message: averaging_pb2.MessageFromLeader, leader: PeerID) -> GroupInfo | None:
+    def _parse_group(self, message: averaging_pb2.MessageFromLeader) -> GroupInfo | None:
         peer_ids = tuple(PeerID(peer_id) for peer_id in message.ordered_peer_ids)
-        if self.peer_id not in peer_ids or len(set(peer_ids)) != len(message.gathered):
-            logger.warning(f"{leader} formed a group without this peer or with a peer twice")
+        if self.peer_id not in peer_ids or not len(set(peer_ids)) == len(peer_ids) == len(message.gathered):
             return None
         return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
 

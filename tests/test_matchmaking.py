@@ -1,0 +1,431 @@
+"""How the group of a global step is found, on an in-memory network: no processes, no libp2p."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable
+from contextlib import aclosing, suppress
+from types import SimpleNamespace
+
+import pytest
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.p2p import P2PDaemonError, PeerID, ServicerBase
+from hivemind.proto import averaging_pb2
+
+from lib.averaging import matchmaking
+from lib.averaging.matchmaking import RosterEntry, StepMatchmaking, group_key, parse_group_key, rank
+
+PATIENCE = 0.6  # seconds of min_matchmaking_time here
+
+
+def make_ids(number: int) -> list[PeerID]:
+    """Peer IDs in the order in which they are asked to lead step 1."""
+    return sorted((PeerID(b"\x12\x20" + bytes([i] * 32)) for i in range(number)), key=lambda peer: rank(1, peer))
+
+
+class Control:
+    """The handle of a round, as far as matchmaking looks at it."""
+
+    def __init__(self, number: int, is_due: bool = True):
+        self.number, self.deadline, self.data_for_gather = number, 0.0, b"gathered"
+        self._trigger = asyncio.Event()
+        if is_due:
+            self._trigger.set()
+
+    async def wait_for_trigger(self) -> None:
+        await self._trigger.wait()
+
+    def allow_allreduce(self) -> None:
+        self._trigger.set()
+
+    def done(self) -> bool:
+        return False
+
+
+class Servicer(ServicerBase):
+    """Connects the peers of a network."""
+
+    @classmethod
+    def get_stub(cls, p2p, peer: PeerID, namespace: str | None = None) -> "Stub":
+        return Stub(p2p.network, p2p.peer_id, peer)
+
+
+class Stub:
+    def __init__(self, network: "Network", caller: PeerID, peer: PeerID):
+        self.network, self.caller, self.peer = network, caller, peer
+
+    async def rpc_join_group(self, request):
+        self.network.calls.append((self.caller, self.peer))
+        if self.peer in self.network.frozen:
+            await asyncio.sleep(100)
+        if self.peer in self.network.down or self.peer not in self.network.peers:
+            raise P2PDaemonError("cannot be dialed")
+        return self.network.peers[self.peer].rpc_join_group(request, SimpleNamespace(remote_id=self.caller))
+
+
+class Network:
+    """Peers that find groups with each other."""
+
+    def __init__(self):
+        self.peers: dict[PeerID, StepMatchmaking] = {}
+        self.down: set[PeerID] = set()
+        self.frozen: set[PeerID] = set()
+        self.calls: list[tuple[PeerID, PeerID]] = []
+
+    def add(self, peer_id: PeerID, client_mode: bool = False, patience: float = PATIENCE) -> StepMatchmaking:
+        self.peers[peer_id] = StepMatchmaking(
+            SimpleNamespace(peer_id=peer_id, network=self), b"schema", SimpleNamespace(peer_id=peer_id),
+            servicer_type=Servicer, prefix="run", target_group_size=None, min_group_size=2,
+            min_matchmaking_time=patience, request_timeout=0.3, client_mode=client_mode,
+        )  # fmt: skip
+        return self.peers[peer_id]
+
+    def know(self, known: Iterable[PeerID], new: Iterable[PeerID] = (), by: Iterable[PeerID] | None = None) -> None:
+        """Let peers (all of them) have these in their roster."""
+        entries = [
+            RosterEntry(p, self.peers[p].client_mode if p in self.peers else False, p not in new) for p in known
+        ]
+        for peer_id in self.peers if by is None else by:
+            self.peers[peer_id].set_roster(entries)
+
+    def search(self, peer_id: PeerID, number: int = 1, is_due: bool = True) -> tuple[Control, asyncio.Task]:
+        control = Control(number, is_due)
+        return control, asyncio.create_task(self.peers[peer_id].look_for_group(control))
+
+    async def find(self, peer_ids: Iterable[PeerID], number: int = 1, timeout: float = 10.0) -> list[GroupInfo]:
+        """Let peers look for the group of a step at the same time."""
+        tasks = [self.search(peer_id, number)[1] for peer_id in peer_ids]
+        return await asyncio.wait_for(asyncio.gather(*tasks), timeout)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(matchmaking, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(matchmaking, "LEADER_MARGIN", 0.3)
+
+
+def make_network(number: int, clients: int = 0, patience: float = PATIENCE) -> tuple[Network, list[PeerID]]:
+    """Peers that know each other, the last ones in client mode."""
+    network, ids = Network(), make_ids(number)
+    for index, peer_id in enumerate(ids):
+        network.add(peer_id, client_mode=index >= number - clients, patience=patience)
+    network.know(ids)
+    return network, ids
+
+
+def assert_one_group(groups: list[GroupInfo], members: Iterable[PeerID]) -> None:
+    assert len({group.group_id for group in groups}) == 1
+    assert all(set(group.peer_ids) == set(members) for group in groups)
+    assert len({group.peer_ids for group in groups}) == 1, "the same order for all"
+    assert all(len(group.gathered) == len(group.peer_ids) for group in groups)
+
+
+@pytest.mark.parametrize(("number", "clients"), [(2, 0), (3, 0), (8, 0), (2, 1), (5, 3)])
+def test_peers_of_a_step_form_one_group_at_once(number, clients):
+    async def scenario():
+        network, ids = make_network(number, clients, patience=30.0)
+        started = time.monotonic()
+        assert_one_group(await network.find(ids), ids)
+        assert time.monotonic() - started < 2, "nobody waits when all have come"
+        assert {leader for _, leader in network.calls} == {ids[0]}, "all ask the one that the rule names"
+
+    asyncio.run(scenario())
+
+
+def test_another_peer_leads_each_step():
+    ids = make_ids(8)
+    assert len({min(ids, key=lambda peer: rank(step, peer)) for step in range(50)}) > 4
+
+
+@pytest.mark.parametrize("distance", [1, 2, 2**16, 2**32])
+def test_peers_of_different_steps_never_meet(distance):
+    async def scenario():
+        network, (one, other) = make_network(2)
+        searches = [network.search(one, 1)[1], network.search(other, 1 + distance)[1]]
+        done, _ = await asyncio.wait(searches, timeout=2 * PATIENCE)
+        assert not done
+        for search in searches:
+            search.cancel()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("number", [0, 1, 5, 2**31, 2**61])
+def test_key_has_the_whole_step(number):
+    assert parse_group_key("run", group_key("run", number)) == number
+
+
+@pytest.mark.parametrize("key", ["", "run", "run.0b", "run.0b2", "other.0b1", "run.0b1.0b1", "run.0b" + "1" * 63])
+def test_keys_that_are_no_step_are_refused(key):
+    assert parse_group_key("run", key) is None
+
+
+def test_group_begins_when_the_step_is_due():
+    async def scenario():
+        network, ids = make_network(3, patience=30.0)
+        controls, tasks = zip(*(network.search(peer_id, is_due=False) for peer_id in ids), strict=True)
+        done, _ = await asyncio.wait(tasks, timeout=0.5)
+        assert not done, "all are there, but the step is not due"
+        controls[0].allow_allreduce()  # the leader's
+        assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 2), ids)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("state", ["down", "frozen"])
+def test_next_peer_leads_if_the_first_cannot_be_reached(state):
+    async def scenario():
+        network, ids = make_network(4, patience=30.0)
+        getattr(network, state).add(ids[0])
+        assert_one_group(await network.find(ids[1:]), ids[1:])
+        assert network.peers[ids[1]].missed == {ids[0]: "could not be reached"}
+
+    asyncio.run(scenario())
+
+
+def test_leader_that_accepts_and_never_begins_is_given_up():
+    async def scenario():
+        network, ids = make_network(3)
+        # The first is not due, as far as it knows: it holds the requests.
+        _, held = network.search(ids[0], is_due=False)
+        assert_one_group(await network.find(ids[1:]), ids[1:])
+        held.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_peer_that_is_asked_before_it_is_at_the_step_keeps_the_request():
+    async def scenario():
+        network, ids = make_network(2, patience=30.0)
+        _, early = network.search(ids[1])
+        await asyncio.sleep(0.5)
+        assert network.peers[ids[0]].requested_number == 1
+        _, late = network.search(ids[0])
+        assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 2), ids)
+
+    asyncio.run(scenario())
+
+
+def test_peer_that_does_not_come_is_waited_for_a_while_and_not_each_time():
+    async def scenario():
+        network, ids = make_network(3)
+        present = [peer_id for peer_id in ids if peer_id != ids[2]]
+        seconds = []
+        for _ in range(4):
+            started = time.monotonic()
+            await network.find(present)
+            seconds.append(time.monotonic() - started)
+            assert network.peers[ids[0]].missed == {ids[2]: "did not ask to join"}
+        assert min(seconds[:2]) >= PATIENCE > max(seconds[2:])
+        assert_one_group(await network.find(ids), ids)
+
+    asyncio.run(scenario())
+
+
+def test_late_peer_gets_in_while_the_leader_waits_for_it():
+    async def scenario():
+        network, ids = make_network(3)
+        tasks = [network.search(peer_id)[1] for peer_id in ids[:2]]
+        await asyncio.sleep(PATIENCE / 2)
+        tasks.append(network.search(ids[2])[1])
+        assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 2), ids)
+
+    asyncio.run(scenario())
+
+
+def test_peer_that_does_not_know_the_leader_is_sent_to_it():
+    async def scenario():
+        network, ids = make_network(4, patience=3.0)
+        network.know(ids[1:], by=ids[2:])
+        assert_one_group(await network.find(ids), ids)
+
+    asyncio.run(scenario())
+
+
+def test_leader_that_learns_of_a_better_one_brings_its_followers():
+    async def scenario():
+        network, ids = make_network(4, patience=30.0)
+        network.know(ids[1:], by=ids[1:3])
+        tasks = [network.search(peer_id)[1] for peer_id in ids]
+        await asyncio.sleep(0.3)
+        network.know(ids, by=ids[1:3])
+        assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 5), ids)
+
+    asyncio.run(scenario())
+
+
+def test_newcomer_that_nobody_knows_asks_the_others():
+    """It has the best rank, but does not lead: it knows that it is new."""
+
+    async def scenario():
+        network, ids = make_network(3)
+        network.know(ids, new=ids[:1])
+        network.know(ids[1:], by=ids[1:])
+        _, newcomer = network.search(ids[0])
+        await asyncio.sleep(0.2)
+        assert_one_group([*await network.find(ids[1:]), await newcomer], ids)
+
+    asyncio.run(scenario())
+
+
+def test_newcomers_lead_only_newcomers():
+    async def scenario():
+        network, ids = make_network(3, patience=30.0)
+        network.know(ids, new=ids[:1])
+        await network.find(ids)
+        assert {leader for _, leader in network.calls} == {ids[1]}
+        network.calls.clear()
+        network.know(ids, new=ids)
+        await network.find(ids)
+        assert {leader for _, leader in network.calls} == {ids[0]}
+
+    asyncio.run(scenario())
+
+
+def test_two_that_ask_each_other_form_one_group(monkeypatch):
+    async def scenario():
+        network, ids = make_network(2)
+        # Each knows only of the other as one that may lead.
+        for own, other in itertools.permutations(ids):
+            network.peers[own].set_roster([RosterEntry(own, False, False), RosterEntry(other, False, True)])
+        assert_one_group(await network.find(ids), ids)
+
+    asyncio.run(scenario())
+
+
+def test_clients_wait_for_a_peer_that_accepts_connections():
+    async def scenario():
+        network, ids = make_network(3, clients=2, patience=30.0)
+        network.know(ids[1:])
+        tasks = [network.search(peer_id)[1] for peer_id in ids[1:]]
+        done, _ = await asyncio.wait(tasks, timeout=0.5)
+        assert not done
+        network.know(ids)
+        tasks.append(network.search(ids[0])[1])
+        assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 3), ids)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("number", "clients", "size"), [(10, 0, 4), (10, 8, 4), (6, 5, 2), (4, 0, 4)])
+def test_more_peers_than_a_group_may_have_are_dealt_out(number, clients, size):
+    async def scenario():
+        network, ids = make_network(number, clients, patience=30.0)
+        for peer in network.peers.values():
+            peer.max_group_size = size
+        groups = {group.group_id: group for group in await network.find(ids)}.values()
+        assert sorted(peer_id for group in groups for peer_id in group.peer_ids) == sorted(ids)
+        num_groups = min(number - clients, -(-number // size))
+        assert len(groups) == num_groups
+        sizes = [group.group_size for group in groups]
+        assert max(sizes) - min(sizes) <= 1
+        for group in groups:
+            assert any(not network.peers[peer_id].client_mode for peer_id in group.peer_ids)
+
+    asyncio.run(scenario())
+
+
+def test_banned_peer_is_left_out():
+    async def scenario():
+        network, ids = make_network(3, patience=30.0)
+        for peer_id in ids[1:]:
+            network.peers[peer_id].ban(ids[0], time.time() + 60)
+        _, outsider = network.search(ids[0])
+        assert_one_group(await network.find(ids[1:]), ids[1:])
+        assert not outsider.done()
+        assert network.peers[ids[1]].missed == {ids[0]: "banned"}
+        outsider.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_same_step_is_found_again_after_a_round_that_failed():
+    async def scenario():
+        network, ids = make_network(3, patience=30.0)
+        first, second = await network.find(ids), await network.find(ids)
+        assert_one_group(second, ids)
+        assert first[0].group_id != second[0].group_id
+
+    asyncio.run(scenario())
+
+
+def request(number: int = 1, schema_hash: bytes = b"schema", prefix: str = "run") -> averaging_pb2.JoinRequest:
+    return averaging_pb2.JoinRequest(schema_hash=schema_hash, group_key=group_key(prefix, number), gather=b"")
+
+
+@pytest.mark.parametrize(
+    ("join_request", "code"),
+    [
+        (request(number=3), averaging_pb2.NOT_LOOKING_FOR_GROUP),
+        (request(number=2), averaging_pb2.NOT_LOOKING_FOR_GROUP),
+        (request(number=4, schema_hash=b"other"), averaging_pb2.BAD_SCHEMA_HASH),
+        (request(number=4, prefix="another"), averaging_pb2.BAD_GROUP_KEY),
+        (averaging_pb2.JoinRequest(), averaging_pb2.BAD_GROUP_KEY),
+        (request(number=4), averaging_pb2.ACCEPTED),
+    ],
+    ids=["step that is over", "older step", "other model", "other run", "empty", "next step"],
+)
+def test_first_answer_to_a_request(join_request, code):
+    async def scenario():
+        network, ids = make_network(2)
+        peer = network.peers[ids[0]]
+        peer.finish(3)
+        async with aclosing(peer.rpc_join_group(join_request, SimpleNamespace(remote_id=ids[1]))) as answers:
+            assert (await anext(answers)).code == code
+
+    asyncio.run(scenario())
+
+
+def test_requests_for_a_step_that_is_over_are_sent_away():
+    async def scenario():
+        network, ids = make_network(2)
+        peer = network.peers[ids[0]]
+        async with aclosing(peer.rpc_join_group(request(), SimpleNamespace(remote_id=ids[1]))) as answers:
+            assert (await anext(answers)).code == averaging_pb2.ACCEPTED
+            peer.finish(1)
+            assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
+
+    asyncio.run(scenario())
+
+
+def test_number_of_requests_that_are_kept_is_bounded(monkeypatch):
+    async def scenario():
+        monkeypatch.setattr(matchmaking, "MAX_HELD_REQUESTS", 2)
+        network, ids = make_network(4)
+        codes, held = [], []
+        for peer_id in ids[1:]:
+            answers = network.peers[ids[0]].rpc_join_group(request(), SimpleNamespace(remote_id=peer_id))
+            codes.append((await anext(answers)).code)
+            held.append(answers)
+        assert codes == [averaging_pb2.ACCEPTED, averaging_pb2.ACCEPTED, averaging_pb2.GROUP_IS_FULL]
+        for answers in held:
+            await answers.aclose()
+        assert not network.peers[ids[0]]._requests
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("members", ["without us", "one twice"])
+def test_group_that_makes_no_sense_is_not_joined(members):
+    async def scenario():
+        network, ids = make_network(2)
+
+        async def lie(_request, _context):
+            peers = [ids[0]] if members == "without us" else [ids[0], ids[1], ids[1]]
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+            yield averaging_pb2.MessageFromLeader(
+                code=averaging_pb2.BEGIN_ALLREDUCE,
+                group_id=b"group",
+                ordered_peer_ids=[peer.to_bytes() for peer in peers],
+                gathered=[b""] * len(peers),
+            )
+
+        network.peers[ids[0]].rpc_join_group = lie
+        _, search = network.search(ids[1])
+        done, _ = await asyncio.wait({search}, timeout=1.0)
+        assert not done
+        search.cancel()
+        with suppress(asyncio.CancelledError):
+            await search
+
+    asyncio.run(scenario())
