@@ -20,6 +20,7 @@ from hivemind.proto import averaging_pb2
 
 # The weight of a peer without samples. Not 0: a part that all senders have weight 0 for would be 0/0.
 MIN_WEIGHT = 1e-6
+MAX_GRADIENT_NORM = 1e12  # where clipping is switched off: its square must not overflow in the optimizer's statistics
 MAX_RMS = 1e4  # of the elements of a parameter part: no model of the supported families comes near
 
 
@@ -41,25 +42,29 @@ class Bounds:
         self, info: CompressionInfo, part: torch.Tensor, own_part: torch.Tensor, weight: float
     ) -> str | None:
         """Say what is wrong with a part that another peer sent; None if nothing is."""
-        norm = float(torch.linalg.vector_norm(part))
+        norm = _norm(part)
         if not math.isfinite(norm):
             return "values that are not finite"
         if not MIN_WEIGHT <= weight <= self.weight:
             return f"a weight of {weight:g}, the bound is {self.weight:g}"
         if info.role == TensorRole.GRADIENT:
             # Compression adds up to some percent.
-            if self.gradient_norm and norm > 1.1 * self.gradient_norm + 1e-6:
-                return f"a gradient of norm {norm:.3g}, the bound is {self.gradient_norm:g}"
-            return None
+            limit = 1.1 * self.gradient_norm + 1e-6 if self.gradient_norm else MAX_GRADIENT_NORM
+            return f"a gradient of norm {norm:.3g}, the bound is {limit:.3g}" if norm > limit else None
         scale = math.sqrt(part.numel())
         if norm > MAX_RMS * scale:
             return f"parameters of norm {norm:.3g}"
         if self.parameter_step is not None and weight > MIN_WEIGHT:
-            distance = float(torch.linalg.vector_norm(part - own_part))
-            bound = 0.5 * float(torch.linalg.vector_norm(own_part)) + self.parameter_step * scale
+            distance = _norm(part - own_part)
+            bound = 0.5 * _norm(own_part) + self.parameter_step * scale
             if distance > bound:
                 return f"parameters at a distance of {distance:.3g} from ours, the bound is {bound:.3g}"
         return None
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """In double precision: squares of what a stranger sends overflow in single precision."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 class SafeTensorPartReducer(TensorPartReducer):

@@ -151,6 +151,8 @@ class RoundCoordinator:
                 if reason is not None and now >= since + GRACE_SECONDS:
                     return reason, None
             time.sleep(POLL_SECONDS)
+        if self._stopped.is_set():
+            return Outcome.STOPPED, None
         self._control = None
         try:
             return Outcome.AVERAGED, control.result(timeout=0)

@@ -1,0 +1,274 @@
+"""What a peer makes of the others' progress reports: no DHT, no processes."""
+
+from types import SimpleNamespace
+
+import pytest
+from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.mpfuture import MPFuture
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from lib.averaging import progress as progress_module
+from lib.averaging.progress import ALIVE_SECONDS, PeerProgress, ProgressTracker, parse_progress
+from lib.averaging.rounds import PROTOCOL
+
+KEY = RSAPrivateKey()
+
+
+def peer_id(number: int) -> bytes:
+    return b"\x12\x20" + bytes([number] * 32)
+
+
+class FakeDHT:
+    """One key, in memory."""
+
+    peer_id = PeerID(peer_id(0))
+
+    def __init__(self):
+        self.records: dict[bytes, object] = {}
+        self.answers = True
+
+    def get(self, _key: str, **_options) -> MPFuture:
+        future = MPFuture()
+        if self.answers:
+            values = {subkey: ValueWithExpiration(value, 1e12) for subkey, value in self.records.items()}
+            future.set_result(ValueWithExpiration(values, 1e12))
+        return future
+
+    def store(self, _key: str, subkey: bytes, value: object, **_options) -> None:
+        self.records[subkey] = value
+
+
+def make_tracker(target: int = 100, **options) -> ProgressTracker:
+    return ProgressTracker(
+        FakeDHT(), "run", target, private_key=KEY,
+        **{"client_mode": False, "auxiliary": False, "min_refresh_period": 0.5, "max_refresh_period": 30.0,
+           "default_refresh_period": 3.0, "expected_drift_peers": 3.0, "expected_drift_rate": 0.2,
+           "performance_ema_alpha": 0.1, "metadata_expiration": 120.0, **options},
+    )  # fmt: skip
+
+
+def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age: float = 0.0, **fields) -> dict:
+    """What peer `number` reports; `age`: seconds since it has."""
+    now = get_dht_time()
+    return {
+        "protocol": PROTOCOL, "peer_id": peer_id(number), "epoch": epoch, "completed": epoch,
+        "samples_accumulated": samples, "contributed": 0, "samples_per_second": rate, "time": now - age,
+        "reported_at": now - age, "client_mode": False, "auxiliary": False, **fields,
+    }  # fmt: skip
+
+
+def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
+    """Let a tracker read these records, each signed with a key of its own."""
+    tracker.dht.records = {b"key %d" % index: value for index, value in enumerate(records)}
+    tracker._fetch()
+    return tracker
+
+
+# What is believed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1}, {"epoch": 2**31}, {"epoch": 1.0}, {"epoch": True}, {"completed": "1"}, {"completed": None},
+        {"samples_accumulated": 10**9}, {"samples_accumulated": -1}, {"contributed": 10**12}, {"contributed": 0.5},
+        {"samples_per_second": float("nan")}, {"samples_per_second": float("inf")}, {"samples_per_second": -1.0},
+        {"time": float("inf")}, {"time": 1e12}, {"reported_at": 1e12}, {"reported_at": "now"},
+        {"client_mode": 1}, {"auxiliary": None}, {"peer_id": b""}, {"peer_id": "Qm"}, {"peer_id": b"x" * 129},
+    ],
+)  # fmt: skip
+def test_reports_that_make_no_sense_are_ignored(change):
+    with pytest.raises(ValueError):
+        parse_progress({**record(1), **change}, get_dht_time())
+    tracker = see(make_tracker(), {**record(1, epoch=5), **change}, record(2))
+    assert [progress.peer_id for progress in tracker.others] == [peer_id(2)]
+
+
+@pytest.mark.parametrize("value", [None, 5, [1], "text", {}, {"protocol": PROTOCOL}])
+def test_records_that_are_no_reports_are_ignored(value):
+    assert see(make_tracker(), value).others == []
+
+
+def test_peers_of_another_protocol_count_for_nothing_and_are_named_once(caplog, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(progress_module.logger, "warning", warnings.append)
+    tracker = make_tracker()
+    for _ in range(3):
+        see(tracker, {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"peer_id": peer_id(2), "epoch": 9})
+    assert tracker.others == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
+    assert len(warnings) == 2 and "protocol 1, this one 2" in warnings[0] and "Update" in warnings[0]
+
+
+def test_banned_and_distrusted_peers_count_for_nothing():
+    tracker = see(make_tracker(), record(1, epoch=9), record(2, epoch=3))
+    tracker.banned_peers = lambda: {peer_id(2): 1e12}
+    assert tracker.global_epoch == 9
+    assert tracker.distrust_claims_above(5) == 1
+    assert tracker.global_epoch == 0 and tracker.others == []
+
+
+def test_restarted_peer_is_counted_once_by_its_newest_report():
+    tracker = see(make_tracker(), record(1, epoch=4, age=3.0), record(1, epoch=2, age=0.0))
+    assert [progress.epoch for progress in tracker.others] == [2]
+
+
+def test_own_report_under_an_older_key_is_not_another_peer():
+    assert see(make_tracker(), record(0, epoch=4)).others == []
+
+
+# When a step is due
+
+
+def test_step_is_due_once_all_together_have_the_samples():
+    tracker = see(make_tracker(target=100), record(1, samples=40), record(2, samples=30))
+    tracker.report_samples(20)
+    assert tracker.seconds_to_step > 0
+    tracker.report_samples(30)
+    assert tracker.seconds_to_step == 0
+
+
+def test_samples_of_other_steps_do_not_count():
+    tracker = see(make_tracker(target=100), record(1, epoch=1, samples=80), record(2, epoch=0, samples=50))
+    tracker.begin_step(3, 0)
+    assert tracker.global_progress.samples_accumulated == 0
+
+
+def test_samples_that_a_peer_has_given_to_the_round_still_count():
+    """Or those that are a moment later would take the step for unfinished as soon as the first has begun."""
+    reports = [record(1, epoch=1, completed=0, contributed=60), record(2, samples=30), record(3, samples=5)]
+    tracker = see(make_tracker(target=100), *reports)
+    tracker.report_samples(5)
+    assert tracker.seconds_to_step == 0
+
+
+@pytest.mark.parametrize(
+    ("epochs", "is_due"), [([1], True), ([1, 0], True), ([1, 0, 0], False), ([1, 1, 0], True), ([0, 0], False)]
+)
+def test_step_is_due_when_half_of_the_others_have_begun_it(epochs, is_due):
+    reports = [record(number + 1, epoch=epoch) for number, epoch in enumerate(epochs)]
+    assert (see(make_tracker(target=10**6), *reports).seconds_to_step == 0) == is_due
+
+
+def test_others_are_taken_to_go_on_computing_while_they_live():
+    tracker = make_tracker(target=1000)
+    working = see(tracker, record(1, samples=100, rate=50.0, age=4.0))
+    assert 0 < working.seconds_to_step < 15  # 300 of 1000 samples by now
+    killed = see(make_tracker(target=1000), record(1, samples=100, rate=50.0, age=ALIVE_SECONDS + 1))
+    assert killed.seconds_to_step > 1000, "it does not contribute any more"
+
+
+def test_peer_that_is_alone_takes_its_step_with_all_of_its_samples():
+    """Not when it should have them by its speed."""
+    tracker = make_tracker(target=100)
+    for samples in range(10, 100, 10):
+        tracker.report_samples(samples)
+        assert tracker.seconds_to_step > 0
+    tracker.report_samples(100)
+    assert tracker.seconds_to_step == 0
+
+
+def test_waiting_does_not_count_as_slow_training(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
+    tracker = make_tracker()
+    for samples in (10, 20):
+        clock.now += 1.0
+        tracker.report_samples(samples)
+        with tracker.pause_updates():
+            clock.now += 100.0
+    assert tracker.local_progress.samples_per_second == pytest.approx(10.0)
+
+
+# Who takes part
+
+
+def roster(tracker: ProgressTracker, step: int) -> dict[int, tuple[bool, bool]]:
+    """Number of a peer -> (is_client, is_established)."""
+    return {entry.peer_id.to_bytes()[2]: (entry.is_client, entry.is_established) for entry in tracker.roster(step)}
+
+
+def test_roster_has_the_live_peers_of_the_step():
+    tracker = make_tracker()
+    tracker.complete_step(4, 0)
+    see(
+        tracker,
+        record(1, epoch=4),
+        record(2, epoch=5, completed=4, client_mode=True),
+        record(3, epoch=5, completed=5),
+        record(4, epoch=3),
+        record(5, epoch=6),
+        record(6, epoch=4, age=ALIVE_SECONDS + 1),
+        record(7, auxiliary=True, epoch=0),
+        record(8, epoch=4, completed=0),
+    )
+    assert roster(tracker, 5) == {
+        0: (False, True), 1: (False, True), 2: (True, True), 7: (False, False), 8: (False, False)
+    }  # fmt: skip
+    assert tracker.num_expected(5) == 3
+
+
+def test_nobody_is_established_in_the_first_step():
+    assert roster(see(make_tracker(), record(1)), 1) == {0: (False, False), 1: (False, False)}
+
+
+@pytest.mark.parametrize(
+    ("completed", "is_done"), [([5], True), ([4], False), ([5, 4], False), ([5, 5, 4], True), ([], False)]
+)
+def test_step_is_done_elsewhere_if_most_say_so(completed, is_done):
+    """One liar of several makes nobody give up."""
+    reports = [record(number + 1, epoch=5, completed=value) for number, value in enumerate(completed)]
+    assert see(make_tracker(), *reports).is_done_elsewhere(5) == is_done
+
+
+def test_auxiliary_peer_works_for_the_step_of_most_trainers():
+    tracker = make_tracker(auxiliary=True)
+    assert tracker.next_step == 1
+    see(tracker, record(1, epoch=7), record(2, epoch=7), record(3, epoch=10**6), record(4, auxiliary=True, epoch=99))
+    assert tracker.next_step == 8
+    tracker.complete_step(8, 0)
+    assert tracker.next_step == 9
+    see(tracker, record(1, epoch=2), record(2, epoch=2))
+    assert tracker.next_step == 3, "the run was revived from an older checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "agreed", "credible"), [([], 0, None), ([5], 5, 5), ([5, 10**6], 10**6, 5), ([5, 5, 10**6], 5, 5)]
+)
+def test_step_of_the_run(epochs, agreed, credible):
+    tracker = see(make_tracker(), *(record(number + 1, epoch=epoch) for number, epoch in enumerate(epochs)))
+    assert (tracker.agreed_epoch, tracker.credible_epoch()) == (agreed, credible)
+
+
+# The thread
+
+
+def test_reports_are_limited_and_steps_are_told_at_once(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock.now)
+    tracker = make_tracker(min_refresh_period=0.5)
+    tracker.report_samples(1)
+    assert tracker._next_report <= clock.now
+    tracker._report()
+    clock.now += 0.1
+    tracker.report_samples(2)
+    assert tracker._next_report == pytest.approx(100.5), "fast local steps do not flood the DHT"
+    tracker.begin_step(1, 2)
+    assert tracker._next_report <= clock.now
+    (stored,) = tracker.dht.records.values()
+    assert isinstance(parse_progress(stored, get_dht_time()), PeerProgress)
+
+
+def test_thread_survives_a_dht_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(progress_module, "DHT_TIMEOUT", 0.1)
+    tracker = make_tracker(default_refresh_period=0.1)
+    tracker.dht.answers = False
+    tracker.start()
+    assert not tracker.refresh(timeout=0.5)
+    tracker.dht.answers = True
+    assert tracker.refresh(timeout=10.0)
+    tracker.report_samples(5)
+    tracker.shutdown(5.0)
+    assert not tracker.is_alive()
+    assert list(tracker.dht.records.values()) == [None], "its goodbye"
