@@ -1,4 +1,4 @@
-"""One download of the training state: finds the donors, asks them in turn, and receives what one of them sends.
+"""One download of the training state: find the donors, ask them in turn, receive the state of one.
 
 Runs in the averager's process. Offers are unsigned records that any peer can write, so everything here is bounded:
 the time for a donor, the bytes, and the cost of deserializing them.
@@ -45,7 +45,7 @@ class TooSlowError(Exception):
 
 @dataclass(frozen=True)
 class StateQuery:
-    """What is looked for.
+    """The state that is looked for.
 
     :param min_epoch: the oldest step that is of use
     :param credible_epoch: the newest step that the run is known to be at, None if nothing is known
@@ -62,13 +62,14 @@ class StateQuery:
 class StateDownload:
     """Asks donors for their state until one has delivered.
 
-    Order: donors whose step is credible, by their step; then the others, and only if none of the former has told a
-    step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports are late) and one more for each
-    second since the query, as no run makes more than a step a second.
+    Order: donors whose step is credible, highest step first. The others follow only if none of these has sent
+    metadata with a credible step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports lag),
+    plus one for each second since the query, as no run makes more than a step a second.
 
     Time: all donors are dialed at once, MAX_DIALS at a time, so that offers of peers that do not exist cost little.
-    While other donors are left that can be reached, a donor may be silent for a quarter of the remaining time, and is
-    given up as soon as it would, at its mean rate, need more than three quarters of it. The last one gets all of it.
+    While other reachable donors are left, a donor may be silent for a quarter of the remaining time, and is abandoned
+    as soon as it would need, at its mean rate, more than three quarters of the time that was left when it began. The
+    last donor gets all of the time.
     """
 
     MAX_ATTEMPTS = 3  # a newcomer that gives up too early would begin a second run
@@ -144,7 +145,7 @@ class StateDownload:
     async def _dial(self, donor: PeerID, slots: asyncio.Semaphore) -> Exception | None:
         """Connect to a donor.
 
-        :returns: what went wrong, None if it can be reached
+        :returns: the error, None if the donor is reachable
         """
         async with slots:
             try:

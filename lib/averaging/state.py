@@ -1,4 +1,4 @@
-"""The training state of a peer: the optimizer that holds it, offers of it, downloads, and restoring it."""
+"""The training state of a peer: applying updates, offering it to other peers, downloading and restoring it."""
 
 import asyncio
 import copy
@@ -31,17 +31,18 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     The name is part of the protocol: hivemind addresses the averager of another peer by the name of its class. It
     averages nothing.
 
-    Two steps: `local_epoch` is the global step that this peer is at; `applied_epoch` is the step whose update the
-    parameters have, and behind while an update runs in the background. Offers and snapshots carry `applied_epoch`.
+    `local_epoch` is the global step that this peer is at. `applied_epoch` is the global step whose update the
+    parameters have; it lags while an update runs in the background. Offers and snapshots carry `applied_epoch`.
 
-    `apply_update`, `restore` and `sync_with_main_parameters` change the state, each as a whole as far as others can
-    see. Code that writes into the parameters or the optimizer elsewhere calls `note_change` afterwards.
+    `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
+    `lock_averaged_tensors`, so that no reader sees a part of a change. Other code that writes into the parameters or
+    the optimizer must call `note_change` afterwards.
 
     :param download_timeout: seconds that a download may take in all
     :param donor_timeout: seconds that a donor may be silent
     :param credible_epoch: returns the newest global step that the run is known to be at, None if nothing is known.
       Called in the main process at the start of each download. Donors that claim to be more than 2 steps above it
-      (reports lag), plus one for each second since, are asked last, and not at all if another donor has told a
+      (reports lag), plus one for each second since, are asked last, and not at all if another donor offers a
       credible step. What to return:
 
       - in a trainer: from the progress reports, best a step that two other trainers have reached, as one may lie;
@@ -84,8 +85,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """Take the optimizer's step to global step `epoch`, with the gradients in `.grad` of its parameters.
 
         The learning rate is that of `epoch - 1`, as in hivemind, which steps the schedule after the optimizer. May run
-        in a background thread: nobody can read the state in between. The main thread copies the result to an offloaded
-        model with `_apply_optimizer_parameters_`.
+        in a background thread: readers wait until it has ended. The main thread copies the result of an offloaded
+        optimizer to the model with `_apply_optimizer_parameters_`. If the optimizer raises, restore a state.
 
         :param parameters: what to start from instead of our own parameters: the average of a group
         :raises ValueError: if their shapes are not ours; nothing has changed then
@@ -106,7 +107,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 self.note_change()
 
     def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
-        """Go to a state, which may be an older one than ours. The tensors are copied.
+        """Replace the state by another one, which may be of an earlier step. The tensors are copied.
 
         :raises StateLoadError: if it does not fit; ours is then as it was
         """
@@ -123,7 +124,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             self._apply_optimizer_parameters_()
 
     def sync_with_main_parameters(self, epoch: int) -> None:
-        """Take over parameters that were loaded into the model from outside, and their step.
+        """Copy parameters that were loaded into the model to the optimizer, and set their step.
 
         An offloaded optimizer has its own copy of the weights, which would undo them at the next step.
         """
@@ -159,7 +160,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     # Offering the state
 
     def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
-        """A copy of the state as it is sent to peers: metadata and tensors. Others share it: do not write into it.
+        """Return a copy of the state as it is sent to peers: metadata and tensors. It is shared: do not write into it.
 
         The copy is kept until the state changes, for COPY_SECONDS at most: downloads of one state share one copy.
         """
@@ -185,7 +186,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self._copy_timer.start()
 
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
-        """What a peer gets that asks for our state. hivemind calls this in a thread of the main process.
+        """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.
 
         hivemind's own hands out the live tensors: a download that takes longer than a step would be a mixture.
         """
@@ -202,7 +203,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """A peer asks for our state, as in hivemind."""
+        """Serve a download, as in hivemind, within UPLOAD_TIMEOUT."""
         async with asyncio.timeout(self.UPLOAD_TIMEOUT):
             async for message in super().rpc_download_state(request, context):
                 yield message
@@ -212,7 +213,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def load_state_from_peers(self, **_kwargs) -> bool:
         """Download the newest state that a peer offers and that fits, and apply it.
 
-        :returns: whether there was one. If not, ours is as it was.
+        :returns: whether a state was applied. If not, the state is unchanged.
         """
         downloaded = self.download_state(min_epoch=self.local_epoch)
         if downloaded is None:
@@ -270,7 +271,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return 2**16 + 256 * sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
 
     def expected_tensors(self, metadata: dict) -> list[TensorSpec]:
-        """What a donor must send after its metadata: tensors of our shapes and dtypes.
+        """Return what a donor must send with these metadata: tensors of our shapes and dtypes.
 
         Their number need not be ours: LAMB has numbers instead of tensors where a norm was zero.
 
