@@ -13,7 +13,10 @@ from optimizer import build_state_averager
 from tests.peers import local_peer, read_jsonl, wait_until
 
 
-@pytest.mark.parametrize("reboot", [False, True], ids=["monitor stays", "monitor is killed, too"])
+@pytest.mark.parametrize(
+    "reboot",
+    [pytest.param(False, id="monitor stays"), pytest.param(True, id="monitor is killed, too", marks=pytest.mark.long)],
+)
 def test_run_goes_on_after_all_its_trainers_were_killed(scripts, reboot):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2, "--metadata_expiration", 10)
     address, folder = monitor.address, scripts.folder / "monitor"
@@ -81,7 +84,8 @@ def test_checkpoint_is_handed_out_whole_while_another_state_is_loaded(tmp_path):
             def load_states() -> None:
                 step = 4
                 while not has_ended.is_set():
-                    donor.restore(*vars_of(make_state(donor, step)))
+                    state = make_state(donor, step)
+                    donor.restore(state.metadata, state.tensors)
                     step += 1
 
             loader = threading.Thread(target=load_states)
@@ -98,7 +102,3 @@ def test_checkpoint_is_handed_out_whole_while_another_state_is_loaded(tmp_path):
             assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
             newcomer.shutdown()
         donor.shutdown()
-
-
-def vars_of(state: TrainingState) -> tuple[dict, list[torch.Tensor]]:
-    return state.metadata, state.tensors
