@@ -29,7 +29,7 @@ import torch
 
 from checkpoints import TrainingState, load_training_state
 from processes import guard_children
-from tests.peers import Script, Scripts, prepare_data, read_jsonl, wait_until
+from tests.peers import Script, Scripts, prepare_data, read_jsonl, steps_of, wait_until
 
 MAX_SECONDS_A_STEP = 60
 # Float16 on the way from one to the other; a step of LAMB moves weights by 0.03 of their norm here.
@@ -68,12 +68,11 @@ class Run:
         self.monitor = self.scripts.monitor("--run_id", "chaos", "--save_checkpoint_step_interval", 2, *port)
 
     def trainer_args(self) -> tuple:
-        """Global steps of five seconds and more: shorter ones are over before the averaging of the last is; local
-        ones of a tenth, since a trainer that is busy with Python keeps its own averagers waiting. The same for both
-        runs: a group that is full starts at once, one that lacks somebody waits for as long as half a step."""
+        """Global steps of eight seconds: shorter ones may be over before the averaging of the last is. The same for
+        both runs: a group that is full starts at once, one that lacks somebody waits for as long as half a step."""
         return (
-            "--run_id", "chaos", "--initial_peers", self.address, "--target_batch_size", 16384,
-            "--per_device_train_batch_size", 128, "--target_group_size", len(TRAINERS), "--averaging_timeout", 20,
+            "--run_id", "chaos", "--initial_peers", self.address, *steps_of(seconds=8, num_trainers=3),
+            "--target_group_size", len(TRAINERS), "--averaging_timeout", 20,
             "--metadata_expiration", 20, "--max_refresh_period", 2, "--bootstrap_timeout", 60, "--save_steps", 50,
             "--backup_every_steps", 1,
         )  # fmt: skip

@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import psutil
 
 from processes import guard_children
-from tests.peers import Script, Scripts, prepare_data
+from tests.peers import Script, Scripts, prepare_data, steps_of
 
+PACE = 0.05  # seconds for a micro-batch; a step of less than a second
 # (largest growth allowed from the warm-up to the end: a factor, and an amount that is noise in any case)
 LIMITS = {"memory MB": (1.2, 60.0), "threads": (1.1, 6), "file descriptors": (1.1, 12), "processes": (1.0, 1)}
 
@@ -70,9 +71,10 @@ def main() -> None:
 
 def watch(scripts: Scripts, args: argparse.Namespace) -> int:
     monitor = scripts.monitor("--save_checkpoint_step_interval", 5)
-    common = ("--initial_peers", monitor.address, "--target_batch_size", 256, "--averaging_timeout", 10,
-              "--metadata_expiration", 20, "--backup_every_steps", 5, "--save_steps", 200)  # fmt: skip
-    trainer = scripts.trainer("stays", *common)
+    steps = steps_of(seconds=0.8, num_trainers=1, pace=PACE)
+    common = ("--initial_peers", monitor.address, *steps, "--averaging_timeout", 10, "--metadata_expiration", 20,
+              "--backup_every_steps", 5, "--save_steps", 200)  # fmt: skip
+    trainer = scripts.trainer("stays", *common, pace=PACE)
     watched = {"monitor": monitor, "trainer": trainer}
     deadline, rows, guest, num_guests = time.monotonic() + args.seconds, [], None, 0
     print(f"{'step':>5} {'peer':>8} " + " ".join(f"{name:>16}" for name in LIMITS), flush=True)
@@ -81,7 +83,9 @@ def watch(scripts: Scripts, args: argparse.Namespace) -> int:
         assert all(script.process.poll() is None for script in watched.values()), "a peer has ended"
         if guest is None or guest.process.poll() is not None:
             num_guests += 1
-            guest = scripts.trainer("guest", *common, "--max_global_steps", step + args.every, "--leave_timeout", 0)
+            guest = scripts.trainer(
+                "guest", *common, "--max_global_steps", step + args.every, "--leave_timeout", 0, pace=PACE
+            )
         if not rows or step >= rows[-1][0] + args.steps // 20:
             rows.append((step, {name: measure(script) for name, script in watched.items()}))
             for name, values in rows[-1][1].items():

@@ -31,5 +31,7 @@ callback.all_finite = lambda tensors: True
 hivemind_fixes.GradientAverager.load_accumulators_into_averager_ = send_nan
 hivemind_fixes.Optimizer._check_and_accumulate_gradients = hivemind.Optimizer._check_and_accumulate_gradients
 
+main = run_trainer.main
+
 if __name__ == "__main__":
-    run_trainer.main()
+    main()

@@ -1,6 +1,7 @@
 """Helpers of the tests: real scripts as processes, and peers inside the test's own process."""
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -21,13 +22,24 @@ from arguments import (
     LocalTrainingArguments,
     ProgressTrackerArguments,
 )
+from processes import PR_SET_PDEATHSIG
 
+_libc = ctypes.CDLL(None)
 ROOT = Path(__file__).parent.parent
 LOCAL = "/ip4/127.0.0.1/tcp/0"
-# Global steps that take two trainers some ten seconds, twice `--matchmaking_time` here: they see each other in the
-# first, and average each together. With steps shorter than the search for a group, each may for long find the other a
-# step behind or ahead.
-LONG_STEPS = ("--target_batch_size", 16384, "--per_device_train_batch_size", 16)
+# Trainers are paced, see paced.py: a micro-batch takes PACE seconds on each machine. The model needs 0.02 s of them.
+PACE = 0.25
+BATCH_SIZE = 16
+
+
+def steps_of(seconds: float, num_trainers: int, pace: float = PACE) -> tuple[str, int]:
+    """The flag for global steps that take so many trainers together so long."""
+    return "--target_batch_size", round(seconds * num_trainers * BATCH_SIZE / pace)
+
+
+# For two trainers, twice `--matchmaking_time` here: they see each other in the first, and average each together. With
+# steps shorter than matchmaking, one trainer may find the other a step behind or ahead for long.
+LONG_STEPS = steps_of(seconds=10, num_trainers=2)
 TINY_ALBERT = {
     "model_type": "albert",
     "embedding_size": 16,
@@ -86,6 +98,19 @@ def wait_until(condition, timeout: float, what: str):
     raise AssertionError(f"not within {timeout} seconds: {what}")
 
 
+def _end_with_tests() -> None:
+    """In a script's process, before it begins: end when the tests do, even if they are killed.
+
+    The kernel watches the thread that started the script. Python runs the hook of `guard_children` before, which makes
+    a process group (so that a new session is not possible any more) and ignores SIGINT.
+    """
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 class Script:
     """One of our scripts, running as a process of its own group with its output in a file.
 
@@ -97,11 +122,13 @@ class Script:
         self.log = log
         self._offset = log.stat().st_size if log.exists() else 0  # a restarted script goes on with the same file
         command = [*enter, sys.executable, "-u", "-W", "ignore", str(ROOT / name), *map(str, args)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+        # A core and no GPU, on which all of a test's trainers would crowd
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, cwd=log.parent, env=environment, start_new_session=True
-            )
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=log.parent,
+                env=environment | (env or {}), preexec_fn=_end_with_tests,
+            )  # fmt: skip
         self._known: dict[int, psutil.Process] = {}
 
     @property
@@ -214,16 +241,17 @@ class Scripts:
             self.folder / name, *args, log=name, env=env,
         )  # fmt: skip
 
-    def trainer(self, name: str, *args: object, name_of_script: str = "run_trainer.py", env=None) -> Script:
-        """Batches of 4, no data loader processes; takes part in steps of 64 samples unless told otherwise."""
+    def trainer(self, name: str, *args: object, name_of_script: str = "run_trainer.py", pace: float = PACE) -> Script:
+        """No data loader processes; steps of 64 samples, a second of one trainer, unless told otherwise."""
         return self.start(
-            name_of_script, "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
+            "tests/paced.py", name_of_script,
+            "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
-            self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", 4,
+            self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", BATCH_SIZE,
             "--gradient_accumulation_steps", 1, "--dataloader_num_workers", 0, "--matchmaking_time", 5,
             "--averaging_timeout", 30, "--target_group_size", 2, "--warmup_steps", 0, "--learning_rate", 0.03,
             "--max_refresh_period", 2, *args,
-            log=name, env=env,
+            log=name, env={"PACE": str(pace)},
         )  # fmt: skip
 
     def close(self) -> None:

@@ -2,18 +2,19 @@
 
 import pytest
 
-from tests.peers import LOCAL, LONG_STEPS, join_together
+from tests.peers import LOCAL, LONG_STEPS, join_together, steps_of
 
 # A client asks for one of two groups, the public trainer's or the assistant's; that these become one takes its time.
+STEPS = steps_of(seconds=10, num_trainers=3)
 TOGETHER = ("--target_group_size", 4, "--matchmaking_time", 10, "--averaging_timeout", 60)
 
 
 def test_assistant_averages_with_a_public_trainer_and_two_clients(scripts):
     monitor = scripts.monitor(
-        "--assist_in_averaging", "--assistant_maddrs", LOCAL, *LONG_STEPS[:2], *TOGETHER,
+        "--assist_in_averaging", "--assistant_maddrs", LOCAL, *STEPS, *TOGETHER,
         "--save_checkpoint_step_interval", 1,
     )  # fmt: skip
-    common = ("--initial_peers", monitor.address, *LONG_STEPS, *TOGETHER)
+    common = ("--initial_peers", monitor.address, *STEPS, *TOGETHER)
     trainers = [
         scripts.trainer("public", *common),
         scripts.trainer("client-1", *common, "--client_mode"),

@@ -578,12 +578,13 @@ def test_deploy_notebook(account, tmp_path, monkeypatch):
                 log=tmp_path / "monitor.log",
             )
         )  # fmt: skip
+        is_over.wait()  # the monitor ends with the thread that started it
 
+    is_over = threading.Event()
     machine = threading.Thread(target=be_the_coordinator)
     machine.start()
     try:
         printed = execute(notebook, ROOT / "notebooks", timeout=180)
-        machine.join()
         address = re.search(r"^--initial_peers (\S+)$", printed, re.MULTILINE)[1]
         assert address == monitors[0].address
         assert printed.count("Joined the run 'r': 0 trainers reported") == 2
@@ -592,5 +593,7 @@ def test_deploy_notebook(account, tmp_path, monkeypatch):
         assert deployment.instances() == []
         assert monitors[0].stop(signal.SIGTERM) == 0
     finally:
+        is_over.set()
+        machine.join()
         for monitor in monitors:
             monitor.kill_all()

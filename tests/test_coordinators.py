@@ -5,10 +5,9 @@ import signal
 
 import pytest
 
-from tests.peers import read_jsonl, wait_until
+from tests.peers import read_jsonl, steps_of, wait_until
 
-# Steps of a few seconds
-TARGET = ("--target_batch_size", 3072, "--per_device_train_batch_size", 16)
+STEPS = steps_of(seconds=8, num_trainers=2)
 
 
 def metrics(folder) -> list[dict]:
@@ -43,11 +42,11 @@ def test_either_of_two_monitors_may_die(scripts):
     second = start("second", "first", "--no_store_checkpoints")
     assert second.address == addresses["second"]
 
-    trainer = scripts.trainer("trainer", "--initial_peers", *addresses.values(), *TARGET)
+    trainer = scripts.trainer("trainer", "--initial_peers", *addresses.values(), *STEPS)
     trainer.wait_for(r"Step #2\b", 120)
     second.wait_for(r"Step #2\t", 120)
     kill(first)
-    newcomer = scripts.trainer("newcomer", "--initial_peers", addresses["second"], *TARGET)
+    newcomer = scripts.trainer("newcomer", "--initial_peers", addresses["second"], *STEPS)
     newcomer.wait_for(r"Joined the collaboration at step #[1-9]", 120)
     newcomer.wait_for("Averaged gradients with 2 peers", 120)
 
@@ -55,7 +54,7 @@ def test_either_of_two_monitors_may_die(scripts):
     reached = max(int(step) for step in re.findall(r"\bStep #(\d+)", trainer.output))
     first.wait_for(rf"Step #{reached + 1}\t", 120)
     kill(second)
-    latecomer = scripts.trainer("latecomer", "--initial_peers", addresses["first"], *TARGET)
+    latecomer = scripts.trainer("latecomer", "--initial_peers", addresses["first"], *STEPS)
     latecomer.wait_for(rf"Joined the collaboration at step #(?!{reached - 1}\b)\d+", 120)
 
     newest = max(int(step) for step in re.findall(r"\bStep #(\d+)", trainer.output)) + 1

@@ -12,7 +12,7 @@ from arguments import DatasetArguments, EvaluatorArguments
 from data import load_validation_data
 from evaluation import Evaluator, Tallies, _add, _summarize
 from model import OBJECTIVES, build_model, load_config, load_tokenizer
-from tests.peers import TINY_CONFIGS, join_together, read_jsonl, wait_until
+from tests.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
 from tests.test_model import make_batch
 
 
@@ -76,7 +76,7 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
 
 def test_evaluator_tells_monitor_and_slows_nobody_down(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
-    common = ("--initial_peers", monitor.address, "--target_batch_size", 6144, "--per_device_train_batch_size", 16)
+    common = ("--initial_peers", monitor.address, *LONG_STEPS)
     trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
     evaluator = scripts.start(
         "run_evaluator.py", "--initial_peers", monitor.address, "--tokenizer_path", scripts.data / "tokenizer",

@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoModelForPreTraining
 
 from checkpoints import list_checkpoints
-from tests.peers import read_jsonl, wait_until
+from tests.peers import LONG_STEPS, read_jsonl, steps_of, wait_until
 from trainer import find_checkpoint
 
-# Samples for a global step of some seconds, so that there is an "in the middle" to be hit.
-SLOW = ("--target_batch_size", 4096, "--per_device_train_batch_size", 16)
+# There is an "in the middle" to be hit.
+SLOW = steps_of(seconds=8, num_trainers=1)
 
 
 def steps(script) -> list[int]:
@@ -47,7 +47,7 @@ def test_signal_at_any_moment_ends_a_trainer_cleanly(scripts, moment, number):
 
 def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
     monitor = scripts.monitor()
-    trainers = [scripts.trainer(name, "--initial_peers", monitor.address, *SLOW) for name in ("one", "two")]
+    trainers = [scripts.trainer(name, "--initial_peers", monitor.address, *LONG_STEPS) for name in ("one", "two")]
     for trainer in trainers:
         trainer.wait_for("Beginning optimizer step", 120)
         trainer.family()
@@ -131,7 +131,7 @@ def test_death_of_a_child_is_noticed(scripts, victim):
 
 def test_killed_trainer_comes_back_as_the_same_peer(scripts):
     monitor = scripts.monitor()
-    common = ("--initial_peers", monitor.address, *SLOW)
+    common = ("--initial_peers", monitor.address, *LONG_STEPS)
     stays = scripts.trainer("stays", *common)
     restarts = scripts.trainer("restarts", *common)
     restarts.wait_for("Averaged gradients with 2 peers", 120)
@@ -154,7 +154,8 @@ def test_killed_trainer_comes_back_as_the_same_peer(scripts):
 def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
     address = monitor.address
-    trainer = scripts.trainer("trainer", "--initial_peers", address, "--target_batch_size", 1024)
+    common = ("--initial_peers", address, *steps_of(seconds=4, num_trainers=1))
+    trainer = scripts.trainer("trainer", *common)
     trainer.wait_for(r"Step #2\b", 120)
     monitor.process.send_signal(signal.SIGKILL)
     monitor.wait()
@@ -165,7 +166,7 @@ def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
     again = scripts.monitor("--host_maddrs", address.split("/p2p/")[0], "--save_checkpoint_step_interval", 2)
     assert again.address == address
     again.wait_for(rf"Step #{missed + 1}\b", 120)
-    newcomer = scripts.trainer("newcomer", "--initial_peers", address, "--target_batch_size", 1024)
+    newcomer = scripts.trainer("newcomer", *common)
     newcomer.wait_for(r"Joined the collaboration at step #\d+", 120)
     assert int(re.search(r"Joined the collaboration at step #(\d+)", newcomer.output)[1]) >= missed
     recorded = [record["step"] for record in metrics(scripts.folder / "monitor")]

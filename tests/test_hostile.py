@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from checkpoints import list_checkpoints
 from tests.hostile_peer import KEYS_OF_AVERAGERS, RAW, RawValues
-from tests.peers import LOCAL, LONG_STEPS, join_together, local_peer, read_jsonl, wait_until
+from tests.peers import LOCAL, LONG_STEPS, join_together, local_peer, read_jsonl, steps_of, wait_until
 
 
 def metrics(folder) -> list[dict]:
@@ -19,7 +19,8 @@ def metrics(folder) -> list[dict]:
 
 def test_peer_that_sends_nan_hurts_nobody_else(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
-    common = ("--initial_peers", monitor.address, *LONG_STEPS, "--target_group_size", 3)
+    steps = steps_of(seconds=10, num_trainers=3)
+    common = ("--initial_peers", monitor.address, *steps, "--target_group_size", 3)
     honest = [scripts.trainer(name, *common, "--max_global_steps", 5) for name in ("one", "two")]
     poisoner = scripts.trainer("poisoner", *common, name_of_script="tests/nan_peer.py")
     join_together(*honest, poisoner)

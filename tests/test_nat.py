@@ -9,15 +9,15 @@ import pytest
 
 from checkpoints import list_checkpoints
 from tests.namespaces import HOME_ADDRESS, Home, Host, Internet, Public, make_internet, why_unavailable
-from tests.peers import Script, Scripts, wait_until
+from tests.peers import Script, Scripts, steps_of, wait_until
 
 WHY_SKIPPED = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 
-# Steps of some seconds, so that all trainers are there for the first ones. They wait for each other longer than usual,
-# since three of them share a machine; a group that is complete starts at once.
+# They wait for each other longer than usual, since three of them share a machine; a group that is complete starts at
+# once.
 COLLABORATION = (
-    "--run_id", "nat", "--target_batch_size", 6144, "--per_device_train_batch_size", 16, "--matchmaking_time", 10,
+    "--run_id", "nat", *steps_of(seconds=10, num_trainers=3), "--matchmaking_time", 10,
     "--averaging_timeout", 60, "--average_state_every", 100, "--target_group_size", 3,
 )  # fmt: skip
 
