@@ -2,8 +2,10 @@
 PYTHON ?= python3.11
 # More flags for the demo or pytest, as in: make demo ARGS="--train_file my.txt --trainers 3"
 ARGS ?=
+# Trainers mostly wait in the tests: more workers than cores
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --durations=15
 
-.PHONY: help install demo test test-all soak lint clean
+.PHONY: help install demo test test-fast test-all soak lint clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 10
@@ -13,11 +15,14 @@ install: .venv/installed  ## Create .venv with everything that the scripts need
 demo: .venv/installed  ## Train a small model with two trainers on this machine, in about two minutes
 	@.venv/bin/python run_local_demo.py $(ARGS)
 
-test: .venv/installed-dev  ## Run the tests, in about twenty minutes
-	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not long" $(ARGS)
+test: .venv/installed-dev  ## Run the tests, in about a quarter of an hour
+	$(PYTEST) -n 4 -m "not long" $(ARGS)
+
+test-fast: .venv/installed-dev  ## Run those that start no peer, in less than two minutes
+	$(PYTEST) -n 2 -m "not long and not peers" $(ARGS)
 
 test-all: .venv/installed-dev  ## Run those too that take a minute or more each, in about half an hour
-	.venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(PYTEST) -n 4 $(ARGS)
 
 soak: .venv/installed-dev  ## A long run under fire, and a long run that must not grow: half an hour
 	.venv/bin/python -W ignore tests/chaos.py --steps 40

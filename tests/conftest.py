@@ -1,12 +1,35 @@
 """Fixtures: tiny data that the real script prepares once, and scripts that do not outlive their test."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from processes import guard_children
 from tests.peers import Scripts, prepare_data
+
+# A test that asks for one of these starts peers, and so does each of test_averaging*.py. Others are marked one by one.
+FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers"}
+LAST_LINES = 30
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that start peers, which `make test-fast` leaves out."""
+    for item in items:
+        if FIXTURES_WITH_PEERS & set(item.fixturenames) or item.path.name.startswith("test_averaging"):
+            item.add_marker(pytest.mark.peers)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator:
+    """Add the last lines of all scripts' logs to the report of a failure: the cause is often in another peer's."""
+    report = yield
+    folder = item.funcargs.get("tmp_path")
+    if report.failed and folder is not None:
+        for log in sorted(folder.rglob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            report.sections.append((f"last lines of {log.relative_to(folder)}", "\n".join(lines)))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,6 +24,7 @@ def invite(authority, path, days: float = 1.0) -> str:
     return str(path)
 
 
+@pytest.mark.peers
 def test_invited_peers_share_records_and_nobody_else_does(tmp_path, authority):
     organiser = invite(authority, tmp_path / "organiser.invitation")
     guest = invite(authority, tmp_path / "guest.invitation")
@@ -42,6 +43,7 @@ def test_invited_peers_share_records_and_nobody_else_does(tmp_path, authority):
                 pass
 
 
+@pytest.mark.peers
 def test_identity_is_that_of_the_invitation(tmp_path, authority):
     path = invite(authority, tmp_path / "guest.invitation")
     for folder in ("home", "moved"):

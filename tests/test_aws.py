@@ -551,6 +551,7 @@ class TestFirstBoot:
 # --- the whole notebook ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.peers
 def test_deploy_notebook(account, tmp_path, monkeypatch):
     """moto gives addresses out of 127/8, so that the notebook's probe can join a monitor at the elastic IP."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):

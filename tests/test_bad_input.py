@@ -147,6 +147,7 @@ def test_peers_that_do_not_answer(trainer):
     assert "--initial_peers" in message and peer in message
 
 
+@pytest.mark.peers
 def test_peer_with_another_id_than_its_address_says(trainer, tmp_path):
     with local_peer(tmp_path / "peer", "albert") as peer:
         address = str(peer.dht.get_visible_maddrs()[0])
@@ -164,6 +165,7 @@ def test_peer_that_accepts_and_says_nothing(trainer):
         assert "--initial_peers" in trainer(initial_peers=peer, bootstrap_timeout=6)
 
 
+@pytest.mark.peers
 def test_one_good_peer_among_bad_ones_is_enough(tmp_path):
     with closing(socket.socket()) as silent, local_peer(tmp_path / "good", "run") as good:
         silent.bind(("127.0.0.1", 0))

@@ -43,6 +43,7 @@ def make_data(tmp_path_factory):
 LONG = [pytest.param(family, marks=pytest.mark.long) for family in ("bert", "distilbert")]
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("family", ["albert", "roberta", "gpt2", *LONG])
 def test_two_peers_train_a_family(family, make_data, tmp_path):
     objective, kind, auto_class = FAMILIES[family]

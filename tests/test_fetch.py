@@ -788,6 +788,7 @@ def trainer(folder: Path, *flags: object) -> Script:
                   log=folder / "trainer.log")  # fmt: skip
 
 
+@pytest.mark.peers
 def test_a_trainer_with_a_wrong_checksum(args, host, tmp_path):
     script = trainer(
         tmp_path, "--dataset_url", f"{host.url}?token={SECRET}", "--dataset_sha256", "0" * 64, "--dataset_path",
@@ -803,6 +804,7 @@ def test_a_trainer_with_a_wrong_checksum(args, host, tmp_path):
     assert names(args) == set()
 
 
+@pytest.mark.peers
 def test_a_trainer_fetches_and_trains(args, host, tmp_path, data):
     host.digest = write_archive(tmp_path / "real.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
     host.content = (tmp_path / "real.tar.gz").read_bytes()

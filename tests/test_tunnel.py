@@ -83,6 +83,7 @@ def size(model: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.peers
 def test_peers_average_through_a_tunnel_of_the_users(tmp_path):
     port = get_free_port()
     with contextlib.ExitStack() as stack:
@@ -102,6 +103,7 @@ def test_peers_average_through_a_tunnel_of_the_users(tmp_path):
         assert forwarder.bytes_passed > 2 * size(pair.models[0])  # half of the gradients each way, then parameters
 
 
+@pytest.mark.peers
 def test_peers_average_through_the_sdk_of_ngrok(tmp_path, use, caplog):
     caplog.set_level(logging.DEBUG)
     with FakeNgrok() as servers:
@@ -118,6 +120,7 @@ def test_peers_average_through_the_sdk_of_ngrok(tmp_path, use, caplog):
         wait_until(lambda: not servers.is_open, 30, "the end of the session")
 
 
+@pytest.mark.peers
 def test_monitor_closes_its_tunnel_when_it_is_stopped_and_when_it_is_killed(tmp_path):
     with FakeNgrok() as servers, contextlib.closing(Scripts(tmp_path, tmp_path)) as scripts:
         (tmp_path / "certificate.pem").write_bytes(servers.certificate)
@@ -262,6 +265,7 @@ def test_configuration_without_a_token_is_a_missing_token(home, content):
         find_ngrok_token()
 
 
+@pytest.mark.peers
 def test_tunnel_that_breaks_is_reported_once_and_so_is_its_return(tmp_path, caplog):
     with local_peer(tmp_path, "run") as peer:
         port = int(peer.dht.get_visible_maddrs()[0]["tcp"])

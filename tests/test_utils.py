@@ -255,6 +255,7 @@ def test_useless_answer_about_the_address_is_refused():
         look_up_public_ip("http://127.0.0.1:9/", timeout=1)
 
 
+@pytest.mark.peers
 def test_full_records_survive_the_pipe_and_the_dht(tmp_path):
     """The largest record of ours is stored and read hundreds of times; hivemind's control pipe breaks above 16 KiB."""
     from tests.peers import local_peer
@@ -273,6 +274,7 @@ def call_and_die(dht, number: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.peers
 def test_dht_goes_on_at_once_after_calls_of_processes_that_have_died(tmp_path):
     """As averagers do when they are shut down, or killed."""
     from tests.peers import local_peer
