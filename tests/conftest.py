@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from processes import guard_children
 from tests.peers import Scripts, prepare_data
@@ -11,6 +12,9 @@ from tests.peers import Scripts, prepare_data
 # A test that asks for one of these starts peers, and so does each of test_averaging*.py. Others are marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers"}
 LAST_LINES = 30
+
+settings.register_profile("busy machine", deadline=None)  # the default is 0.2 s for an example
+settings.load_profile("busy machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,6 +88,15 @@ def prepare_data(folder: Path, objective: str = "mlm_sop", vocab_size: int = 500
 def read_jsonl(path: Path) -> list[dict]:
     """The records that a monitor or an evaluator has written so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def reserve_maddr() -> str:
+    """An address to listen on, now and after a restart. The port is not one that the system gives away meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)  # Linux gives away 32768 and up
+        with socket.socket() as candidate, contextlib.suppress(OSError):
+            candidate.bind(("127.0.0.1", port))
+            return f"/ip4/127.0.0.1/tcp/{port}"
 
 
 def wait_until(condition, timeout: float, what: str):
@@ -194,22 +205,32 @@ class Script:
 
 def join_together(*trainers: Script) -> None:
     """Hold back each trainer after its first batch until all are there: on a busy machine the first would go alone."""
-    waiting = list(trainers)
+    for trainer in trainers:
+        trainer.family()
+    hold_until_all_begin({psutil.Process(trainer.process.pid): trainer.log for trainer in trainers})
+
+
+def hold_until_all_begin(trainers: dict[psutil.Process, Path], timeout: float = 120) -> None:
+    """Stop each trainer after its first batch, and let them continue once all have come that far.
+
+    :param trainers: their main processes and logs
+    """
+    waiting = dict(trainers)
 
     def are_held() -> bool:
-        for trainer in list(waiting):
-            trainer.family()
-            assert trainer.process.poll() is None, trainer.output
-            if "Local step 1:" in trainer.output:
-                trainer.process.send_signal(signal.SIGSTOP)
-                waiting.remove(trainer)
+        for process, log in list(waiting.items()):
+            assert _is_alive(process), log.read_text()
+            if "Local step 1:" in log.read_text():
+                process.suspend()
+                del waiting[process]
         return not waiting
 
     try:
-        wait_until(are_held, 120, "all trainers have begun")
+        wait_until(are_held, timeout, "all trainers have begun")
     finally:
-        for trainer in trainers:
-            trainer.process.send_signal(signal.SIGCONT)
+        for process in trainers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -237,7 +258,7 @@ class Scripts:
     def monitor(self, *args: object, name: str = "monitor", env: dict[str, str] | None = None) -> Script:
         return self.start(
             "run_training_monitor.py", "--tokenizer_path", self.data / "tokenizer", "--model_name_or_path",
-            self.data / "config.json", "--host_maddrs", LOCAL, "--refresh_period", 0.5, "--output_dir",
+            self.data / "config.json", "--host_maddrs", reserve_maddr(), "--refresh_period", 0.5, "--output_dir",
             self.folder / name, *args, log=name, env=env,
         )  # fmt: skip
 

@@ -84,11 +84,12 @@ def test_file_with_code_in_it_is_not_run(tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-def write_for_ever(folder: Path, first_step: int) -> None:
-    """In a forked child: one checkpoint after the other, until it is killed."""
+def write_for_ever(folder: Path, first_step: int, pipe: int) -> None:
+    """In a forked child: one checkpoint after the other until it is killed, with a byte to the pipe before each."""
     torch.set_num_threads(1)
     model, step = build_model(CONFIG, "run"), first_step
     while True:
+        os.write(pipe, b"x")
         checkpoints.save_checkpoint(folder, model, FakeTokenizer(), make_state(step), {})
         checkpoints.remove_old_checkpoints(folder, keep=2)
         step += 1
@@ -98,17 +99,22 @@ def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_pa
     generator = random.Random(0)
     save(tmp_path, 0)
     newest = 0
-    for _ in range(50):
+    for number in range(50):
         remove_leftovers(tmp_path)
+        reading_end, writing_end = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                write_for_ever(tmp_path, newest + 1)
+                write_for_ever(tmp_path, newest + 1, writing_end)
             finally:
                 os._exit(1)
+        for _ in range(1 + number % 2):  # in the first checkpoint or, every other time, a later one
+            os.read(reading_end, 1)
         time.sleep(generator.uniform(0.005, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reading_end)
+        os.close(writing_end)
         found = checkpoints.list_checkpoints(tmp_path)
         states = list(checkpoints.iterate_training_states(tmp_path, "run"))
         assert len(states) == len(found) >= 1, "each that is listed can be read"

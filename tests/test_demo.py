@@ -34,7 +34,7 @@ from run_local_demo import (
     tokenize_command,
     trainer_command,
 )
-from tests.peers import ROOT, Script, wait_until
+from tests.peers import ROOT, Script, hold_until_all_begin, wait_until
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"
 STEPS = [
@@ -306,6 +306,8 @@ def demo(tmp_path):
 
 def test_demo(demo, tmp_path):
     script = demo("--max_global_steps", 2)
+    trainers = wait_until(lambda: pair_of_trainers(script), 200, "the start of both trainers")
+    hold_until_all_begin({process: trainer_log(process) for process in trainers})
     code = script.wait(timeout=300)
     assert code == 0, script.output
     assert re.search(r"^Step 2 of 2   loss \d+\.\d+   \d+ samples/s   2 peers$", script.output, re.MULTILINE)
@@ -340,6 +342,18 @@ def test_demo_is_interrupted(demo, tmp_path):
     assert script.wait(timeout=40) == 130
     assert script.output.rstrip().endswith("error: interrupted")
     script.assert_nothing_left()
+
+
+def pair_of_trainers(script: Script) -> list[psutil.Process]:
+    """Both trainers' main processes; an empty list before both are there."""
+    found = [process for process in processes_of(script, "run_trainer.py") if process.ppid() == script.process.pid]
+    return found if len(found) == 2 else []
+
+
+def trainer_log(process: psutil.Process) -> Path:
+    """Where the demo writes what a trainer prints: DEMO/trainer-1.log, beside its folder DEMO/trainer-1."""
+    words = process.cmdline()
+    return Path(process.cwd(), words[words.index("--output_dir") + 1]).with_suffix(".log")
 
 
 def processes_of(script: Script, name: str) -> list[psutil.Process]:

@@ -3,7 +3,7 @@
 import os
 import re
 import signal
-import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,6 +25,12 @@ def metrics(folder) -> list[dict]:
     return read_jsonl(folder / "metrics.jsonl")
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    mask = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
@@ -39,7 +45,7 @@ def test_signal_at_any_moment_ends_a_trainer_cleanly(scripts, moment, number):
     if moment:
         trainer.wait_for(moment)
     else:
-        time.sleep(0.5)
+        wait_until(lambda: catches(trainer.process.pid, number), 120, "the handler of the signal")
     assert trainer.stop(number, timeout=15) == 0, trainer.output
     trainer.assert_nothing_left()
     assert "Traceback" not in trainer.output
@@ -121,8 +127,9 @@ def test_death_of_a_child_is_noticed(scripts, victim):
     trainer.wait_for("Local step 1:")
     main = psutil.Process(trainer.process.pid)
     daemon = next(process for process in main.children(recursive=True) if process.name().startswith("p2pd"))
-    children = sorted((process for process in main.children() if "python" in process.name()), key=lambda p: p.pid)
-    processes = dict(zip(("DHT", "state averager", "gradient averager"), children, strict=False))
+    children = [process for process in main.children() if "python" in process.name()]
+    children.sort(key=lambda process: (process.create_time(), process.pid))  # pids may begin anew
+    processes = dict(zip(("DHT", "state averager", "gradient averager"), children, strict=True))
     {**processes, "p2p daemon": daemon}[victim].kill()
     assert trainer.wait(15) == 1, trainer.output
     assert re.search(rf"The {victim} process has died", trainer.output)

@@ -431,9 +431,16 @@ def test_a_redirection_keeps_the_range(args, host, folders):
     assert host.asked == [None, "bytes=100000-", "bytes=100000-"] and host.sent == len(host.content)
 
 
+def patient_from_now_on(answer: Answer, method: Callable[[Answer], None], name: str) -> None:
+    """Answer by a method. The client's limit `fetch.NAME`, short so far, is a minute for the requests that follow."""
+    setattr(fetch, name, 60.0)
+    method(answer)
+
+
 def test_a_server_that_falls_silent(args, host, folders, monkeypatch):
-    monkeypatch.setattr(fetch, "READ_TIMEOUT", 0.3)
-    host.script = [partial(Answer.stall_after, num_bytes=100_000)]
+    monkeypatch.setattr(fetch, "READ_TIMEOUT", 2.0)
+    stall = partial(Answer.stall_after, num_bytes=100_000)
+    host.script = [partial(patient_from_now_on, method=stall, name="READ_TIMEOUT")]
     fetch_data(args)
     assert_fetched(args, folders)
     assert host.asked == [None, "bytes=100000-"]
@@ -448,7 +455,7 @@ def test_a_server_that_never_speaks(args, host, monkeypatch):
 
 def test_a_server_that_drips(args, host, folders, monkeypatch, caplog):
     monkeypatch.setattr(fetch, "SPEED_WINDOW", 0.3)
-    host.script = [Answer.drip]
+    host.script = [Answer.drip, partial(patient_from_now_on, method=Answer.serve, name="SPEED_WINDOW")]
     fetch_data(args)
     assert_fetched(args, folders)
     assert "fewer than 1,000 bytes a second" in caplog.text

@@ -607,17 +607,17 @@ def test_thousands_of_peers_are_fast_and_bounded():
         return dict.fromkeys(keys, metric(step)), dict.fromkeys(keys, history), progress
 
     aggregator = make_aggregator(max_peers=1500)
-    started = time.process_time()
+    started = time.thread_time()
     reports = aggregator.update(START, *view(HISTORY_LENGTH - 1, 1000))
     assert len(reports) == HISTORY_LENGTH and reports[-1].contributors == 1000
-    assert time.process_time() - started < 1.0  # 0.15 s on an idle core
+    assert time.thread_time() - started < 1.0  # 0.15 s on an idle core
 
     flood = view(2**30, 4000)
     tracemalloc.start()
-    started = time.process_time()
+    started = time.thread_time()
     for second in range(2):
         aggregator.update(START + 200 + second, *flood)
-    seconds = time.process_time() - started
+    seconds = time.thread_time() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(aggregator._peers) == 1500 and aggregator.refused["too many records"] == 3 * 2500

@@ -244,11 +244,18 @@ def test_real_trainer_joins_another_and_stops_when_interrupted(scripts, tmp_path
             if not ended.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
 
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    def raise_if_running(number: int, frame) -> None:
+        if not ended.is_set():  # or the exception would end pytest
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, raise_if_running)
     watcher = threading.Thread(target=interrupt)
     watcher.start()
     try:
         join.run(command, ROOT)
+        ended.set()
+    except KeyboardInterrupt:
+        pytest.fail("interrupted when the trainer had ended by itself")
     finally:
         ended.set()
         watcher.join()

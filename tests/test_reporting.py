@@ -5,14 +5,15 @@ import json
 import logging
 import os
 import pty
+import re
 import resource
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,13 +26,16 @@ from reporting import MetricsFile, Reporters, TrackioReporter, make_reporters, t
 REPOSITORY = Path(__file__).parent.parent
 # Reports steps FIRST to LAST to the dashboard in a process of its own, then says what it left behind.
 PROGRAM = """
-import json, logging, sys, threading
+import json, logging, sys, threading, time
 import psutil
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
 import reporting
 from arguments import TrainingMonitorArguments
 from metrics import StepReport
 dashboard, folder, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+if dashboard == "wandb":
+    import wandb  # takes seconds, which are not to count
+started = time.monotonic()
 reporting.CONNECT_TIMEOUT = reporting.FINISH_TIMEOUT = 2.0
 reporters = reporting.make_reporters(TrainingMonitorArguments(output_dir=folder, report_to=dashboard), "my run")
 print("DASHBOARD", type(reporters.dashboard).__name__)
@@ -41,6 +45,7 @@ for step in range(first, last + 1):
     reporters.report(StepReport(step, loss, 2, 64, 3.5, 2, 4, 1e9 + step), extra)
 reporters.close()
 reporters.close()
+print("SECONDS", time.monotonic() - started)
 print("THREADS", [thread.name for thread in threading.enumerate()])
 print("CHILDREN", [child.name() for child in psutil.Process().children(recursive=True)])
 if dashboard == "trackio":
@@ -156,9 +161,9 @@ def test_last_step_does_not_read_the_whole_file(tmp_path):
         file.truncate(4 * 2**30)  # a hole: takes no room on the disk, but seconds to read
         file.seek(0, os.SEEK_END)
         file.write(b'\n{"step": 8}\n')
-    started = time.monotonic()
+    before = psutil.Process().io_counters().read_chars
     assert MetricsFile(tmp_path).last_step() == 8
-    assert time.monotonic() - started < 1.0
+    assert psutil.Process().io_counters().read_chars - before < 10 * 2**20
 
 
 # A full disk
@@ -303,7 +308,7 @@ def run_program(tmp_path, dashboard, first=0, last=4, **environment):
     try:
         finished = subprocess.run(
             [sys.executable, "-c", PROGRAM, dashboard, str(tmp_path / "out"), str(first), str(last)],
-            env=clean, stdin=side, stderr=side, stdout=subprocess.PIPE, text=True, timeout=60,
+            env=clean, stdin=side, stderr=side, stdout=subprocess.PIPE, text=True, timeout=120,
         )  # fmt: skip
         output = finished.stdout
         if finished.returncode != 0:
@@ -341,9 +346,8 @@ def test_wandb_without_login_records_offline(tmp_path):
 
 
 def test_wandb_that_cannot_be_reached_records_offline(tmp_path):
-    started = time.monotonic()
     output = run_program(tmp_path, "wandb", WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
-    assert time.monotonic() - started < 30
+    assert float(re.search(r"SECONDS ([\d.]+)", output)[1]) < 30
     assert "wandb records offline (Failed to" in output and len(find_wandb_files(tmp_path)) == 1
     assert_nothing_left(output)
 
