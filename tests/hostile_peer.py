@@ -6,12 +6,17 @@ python tests/hostile_peer.py RUN_ID MULTIADDRESS [NUMBER_OF_FAKE_PEERS]
 import random
 import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
+
+from lib.averaging.rounds import PROTOCOL
 
 # Whatever it claims is far from where the runs of the tests are, so that they can tell it from what trainers report.
 GOOD = {"step": 30_000, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
@@ -36,7 +41,7 @@ def nest(levels: int, extension: bool = False) -> bytes:
 # Bytes that hivemind's readers choke on: no msgpack, cut off, an extension type that raises, nested values
 RAW = [b"\xc1", b"", b"\x92\x01", b"\xc7\x01\x50\xc0", nest(400), nest(400, extension=True)]
 KEYS_OF_AVERAGERS = [
-    f"{averager}.{name}" for averager in ("grad_averager", "state_averager") for name in ("0b", "all_averagers")
+    f"{averager}.{name}" for averager in ("round_averager", "state_averager") for name in ("0b", "all_averagers")
 ]
 
 
@@ -52,9 +57,11 @@ class RawValues(RecordValidatorBase):
 
 
 def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
+    """A progress report; `when`: seconds from now."""
     return {
-        "peer_id": dht.peer_id.to_bytes(), "epoch": epoch, "samples_accumulated": 0, "samples_per_second": rate,
-        "time": get_dht_time() + when, "client_mode": client_mode,
+        "protocol": PROTOCOL, "peer_id": dht.peer_id.to_bytes(), "epoch": epoch, "completed": epoch,
+        "samples_accumulated": 0, "contributed": 0, "samples_per_second": rate, "time": get_dht_time() + when,
+        "reported_at": get_dht_time() + when, "client_mode": client_mode, "auxiliary": False,
     }  # fmt: skip
 
 
@@ -90,14 +97,14 @@ def main(run_id: str, address: str, num_fakes: int) -> None:
             store(f"{run_id}_history", value)
         for epoch in (10**18, 2**31, 10**6, 30_000):
             for rate in (1.0, NAN, INFINITY, 1e30):
-                store(f"{run_id}_progress", progress(dht, epoch, rate))
-        store(f"{run_id}_progress", progress(dht, 10**6, 1.0, when=10**6))
+                store(f"{run_id}_training_progress", progress(dht, epoch, rate))
+        store(f"{run_id}_training_progress", progress(dht, 10**6, 1.0, when=10**6))
         store(f"{run_id}_monitor", {"stores_checkpoints": True, "checkpoint_step": 10**20})
         store(f"{run_id}_peers", {"username": "\x1b[31m" + "x" * 10_000, "leaving": True})
         for value in (INFINITY, NAN, 1e308, 10**6, -1, "text", None):
             store(f"{run_id}_state_averager.all_averagers", value, dht.peer_id.to_bytes())
             store(f"{run_id}_state_averager.all_averagers", value, generator.randbytes(20))
-        for name in (*KEYS_OF_AVERAGERS, "progress", "metrics", "peers"):
+        for name in (*KEYS_OF_AVERAGERS, "training_progress", "metrics", "peers"):
             for raw in RAW:
                 store(f"{run_id}_{name}", {"raw": raw}, dht.peer_id.to_bytes(), lifetime=3600.0)
                 store(f"{run_id}_{name}", {"raw": raw}, own, lifetime=3600.0)
