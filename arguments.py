@@ -225,6 +225,13 @@ class BaseTrainingArguments:
             "peer's identity along"
         },
     )
+    revocations: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with the revoked invitations, from the organiser (invite.py revoke). This peer passes it on "
+            "to all others. It is read again when it changes, and need not exist yet"
+        },
+    )
     bootstrap_timeout: float = field(
         default=60.0,
         metadata={"help": "Give up joining after this many seconds if none of initial_peers answers"},
@@ -243,6 +250,7 @@ class BaseTrainingArguments:
             self.invitation is None or self.identity_path is None,
             "--invitation brings an identity along: drop --identity_path",
         )
+        require(self.revocations is None or self.invitation is not None, "--revocations needs --invitation, too")
         require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
                  "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
         require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays needs --use_auto_relay, too")

@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def invite(args: InvitationArguments) -> None:
-    from admission import make_invitation, save_invitation
+    from lib.peer.invitations import make_invitation, save_invitation
     from utils import load_identity
 
     output = Path(args.output)

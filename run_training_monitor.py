@@ -66,6 +66,9 @@ def monitor(
     setup_logging(peer_args.debug)
     if optimizer_args.client_mode:
         raise UserError("--client_mode: a monitor is there to be joined, so others must reach it; drop the flag")
+    assists = monitor_args.assist_in_averaging
+    if assists and peer_args.invitation is not None and monitor_args.assistant_invitation is None:
+        raise UserError("--assist_in_averaging: the assistant is another peer, pass its --assistant_invitation, too")
     output_dir, run_id = Path(monitor_args.output_dir), peer_args.run_id
     if monitor_args.store_checkpoints or monitor_args.assist_in_averaging:
         tokenizer = load_tokenizer(model_args.tokenizer_path)

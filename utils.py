@@ -37,10 +37,11 @@ from hivemind.utils.logging import TextStyle, use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 from tqdm import tqdm
 
-from admission import InvitationAuthorizer, load_invitation, read_private_key, write_private_key
 from arguments import BaseTrainingArguments
 from errors import UserError
 from hivemind_fixes import SafeDHT, use_only_trusted_relays
+from lib.peer.admission import InvitedDHT, load_admission
+from lib.peer.invitations import read_private_key, write_private_key
 from processes import keep_memory_shared, start_shared_memory_manager
 
 logger = get_logger(__name__)
@@ -315,12 +316,13 @@ def start_peer(
     start_shared_memory_manager()
     keep_memory_shared()
     _use_own_socket_folder()
-    authorizer = None
+    build_dht = SafeDHT
     if args.invitation is not None:
-        invitation = load_invitation(Path(args.invitation))
+        revocations = None if args.revocations is None else Path(args.revocations)
+        admission = load_admission(Path(args.invitation), revocations, identity_path.parent)
         identity_path = identity_path.with_name("invited.key")
-        write_private_key(invitation.private_key, identity_path)
-        authorizer = InvitationAuthorizer(invitation)
+        write_private_key(admission.invitation.private_key, identity_path)
+        build_dht = partial(InvitedDHT, admission=admission)
     use_only_trusted_relays()
     private_key = load_identity(identity_path)
     validators, public_key = make_validators(args.run_id, private_key)
@@ -329,7 +331,7 @@ def start_peer(
     deadline = get_dht_time() + args.bootstrap_timeout
     has_warned, initial_peers = False, args.initial_peers
     while True:
-        dht = SafeDHT(
+        dht = build_dht(
             initial_peers=initial_peers,
             host_maddrs=args.host_maddrs,
             announce_maddrs=args.announce_maddrs or None,
@@ -340,7 +342,6 @@ def start_peer(
             identity_path=str(identity_path),
             client_mode=client_mode,
             record_validators=validators,
-            authorizer=authorizer,
             startup_timeout=args.bootstrap_timeout,
             shutdown_timeout=5,
             start=True,

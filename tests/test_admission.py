@@ -1,17 +1,28 @@
-"""A run with invitations: who has one of its organiser takes part, others do not even read."""
+"""A run with invitations: a peer that has one takes part, and no service answers any other."""
 
+import asyncio
 import json
 import stat
 import subprocess
 import sys
 
 import pytest
+import torch
+from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from admission import InvitationAuthorizer, load_invitation, make_invitation, save_invitation
 from errors import UserError
-from tests.peers import ROOT, local_peer, wait_until
+from lib.peer.invitations import (
+    InvitationError,
+    check_token,
+    load_invitation,
+    make_invitation,
+    save_invitation,
+    write_private_key,
+)
+from tests.peers import ROOT, local_optimizer, local_peer, wait_until
+from tests.visitor import call_services, visitor
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +54,39 @@ def test_invited_peers_share_records_and_nobody_else_does(tmp_path, authority):
                 pass
 
 
-@pytest.mark.peers
+async def visit(address: str, *args, **kwargs) -> dict[str, str]:
+    async with visitor(address, *args, **kwargs) as p2p:
+        return await call_services(p2p, address, "run")
+
+
+def assert_refused(outcomes: dict[str, str]) -> None:
+    """Each service has said that the caller lacks an invitation: none has answered, and none was left out."""
+    assert len(outcomes) == 9
+    for service, outcome in outcomes.items():
+        assert "has not shown a valid invitation" in outcome or "is revoked" in outcome, (service, outcome)
+
+
+def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authority):
+    organiser = invite(authority, tmp_path / "organiser.invitation")
+    guest, expired = make_invitation(authority, "guest", days=1), make_invitation(authority, "late", days=-1)
+    foreign = make_invitation(RSAPrivateKey(), "foreign", days=1)
+    options = {"run_id": "run", "target_batch_size": 8, "averaging_timeout": 8.0}
+    with (
+        local_peer(tmp_path / "peer", "run", invitation=organiser) as peer,
+        local_optimizer(torch.nn.Linear(2, 2), peer, 4, **options) as optimizer,
+    ):
+        optimizer.share_state()
+        address = str(peer.dht.get_visible_maddrs()[0])
+        assert_refused(asyncio.run(visit(address)))
+        assert_refused(asyncio.run(visit(address, expired.private_key, expired.token)))
+        assert_refused(asyncio.run(visit(address, foreign.private_key, foreign.token)))
+        assert_refused(asyncio.run(visit(address, RSAPrivateKey(), guest.token)))  # seen on the wire
+        assert_refused(asyncio.run(visit(address, is_silent=True)))
+        outcomes = asyncio.run(visit(address, guest.private_key, guest.token))
+        assert outcomes.pop("grad_averager.rpc_download_state") == "StopAsyncIteration()"  # it has nothing to share
+        assert all(outcome.startswith("answered") for outcome in outcomes.values()), outcomes
+
+
 def test_identity_is_that_of_the_invitation(tmp_path, authority):
     path = invite(authority, tmp_path / "guest.invitation")
     for folder in ("home", "moved"):
@@ -54,17 +97,27 @@ def test_identity_is_that_of_the_invitation(tmp_path, authority):
 
 
 def test_token_of_another_authority_or_time_is_not_valid(authority):
-    own = make_invitation(authority, "alice", days=1)
-    authorizer = InvitationAuthorizer(own)
-    assert authorizer.is_token_valid(own.token)
-    assert authorizer.is_token_valid(make_invitation(authority, "bob", days=1).token)
-    assert not authorizer.is_token_valid(make_invitation(RSAPrivateKey(), "bob", days=1).token)
-    assert not authorizer.is_token_valid(make_invitation(authority, "bob", days=-1).token)
+    public_key = authority.get_public_key()
+    own, bob = make_invitation(authority, "alice", days=1), make_invitation(authority, "bob", days=1)
+    assert check_token(own.token, public_key) == (own.peer_id, own.expiration_time)
+    assert check_token(bob.token, public_key) == (bob.peer_id, bob.expiration_time)
+    with pytest.raises(InvitationError, match="not from the organiser"):
+        check_token(make_invitation(RSAPrivateKey(), "bob", days=1).token, public_key)
+    with pytest.raises(InvitationError, match="expired"):
+        check_token(make_invitation(authority, "bob", days=-1).token, public_key)
     for field, value in (("username", "mallory"), ("expiration_time", str(get_dht_time() + 1e9)),
-                         ("expiration_time", "never"), ("public_key", b"another")):  # fmt: skip
+                         ("expiration_time", "never"), ("public_key", b"another"),
+                         ("public_key", own.token.public_key)):  # fmt: skip
         token = make_invitation(authority, "bob", days=1).token
         setattr(token, field, value)
-        assert not authorizer.is_token_valid(token), field
+        with pytest.raises(InvitationError):
+            check_token(token, public_key)
+
+
+def test_peer_id_is_the_one_that_libp2p_derives(tmp_path, authority):
+    invitation = make_invitation(authority, "alice", days=1)
+    write_private_key(invitation.private_key, tmp_path / "identity.key")
+    assert invitation.peer_id == PeerID.from_identity((tmp_path / "identity.key").read_bytes())
 
 
 def test_files_that_are_no_invitation(tmp_path, authority):
@@ -96,7 +149,7 @@ def test_script(tmp_path):
     second = run("--username", "bob", "--output", "bob.invitation", "--days", "7")
     assert second.returncode == 0 and "Made" not in second.stdout
     alice, bob = (load_invitation(tmp_path / f"{name}.invitation") for name in ("alice", "bob"))
-    assert InvitationAuthorizer(alice).is_token_valid(bob.token)
+    assert check_token(bob.token, alice.authority) == (bob.peer_id, bob.expiration_time)
     assert alice.authority.to_bytes() == bob.authority.to_bytes()
     for name in ("authority.key", "alice.invitation"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600

@@ -1,28 +1,33 @@
-"""Who may join: a run whose organiser gives out invitations talks to nobody else.
+"""Invitations: who may join a run that is not open to everybody.
 
-An invitation is a file with a key pair, which becomes the peer's identity, and a token in which the organiser's key
-says who it is for and how long it holds. hivemind shows the token with each request to the DHT, and asks for the
-other's (https://github.com/learning-at-home/hivemind/issues/253): without one, nobody reads or writes a record of the
-run, and so nobody finds a group to average with.
+An invitation is a file with a key pair, which becomes the peer's identity, and a token: the organiser's signature
+under the public key, a name, and the end of its validity. libp2p derives the peer ID from the public key, and the
+other end of each connection proves that it has the private key. So a token admits one peer ID, and is no secret.
 """
 
 import base64
+import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import multihash
 from cryptography.hazmat.primitives import serialization
+from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import get_dht_time
-from hivemind.utils.auth import TokenAuthorizerBase
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from atomic import new_file
 from errors import UserError
 
 SECONDS_A_DAY = 86_400.0
+
+
+class InvitationError(Exception):
+    """A token or a revocation list that is not valid. The message is the reason."""
 
 
 @dataclass
@@ -32,6 +37,28 @@ class Invitation:
     authority: RSAPublicKey  # the organiser's
     private_key: RSAPrivateKey  # the peer's own
     token: AccessToken
+
+    @property
+    def peer_id(self) -> PeerID:
+        """The peer that it admits."""
+        return peer_id_of(self.private_key.get_public_key())
+
+    @property
+    def expiration_time(self) -> float:
+        """End of its validity, in the time of `get_dht_time`."""
+        return float(self.token.expiration_time)
+
+
+def peer_id_of(public_key: RSAPublicKey) -> PeerID:
+    """The ID that libp2p derives from a public key.
+
+    See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md; hivemind has it for private keys only.
+    """
+    der = public_key._public_key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    message = crypto_pb2.PublicKey(key_type=crypto_pb2.KeyType.RSA, data=der).SerializeToString()
+    return PeerID(multihash.encode(hashlib.sha256(message).digest(), "sha2-256"))
 
 
 def read_private_key(path: Path) -> RSAPrivateKey:
@@ -53,10 +80,11 @@ def _to_private_key(der: bytes) -> RSAPrivateKey:
 def write_private_key(key: RSAPrivateKey, path: Path) -> None:
     """Write a private key as libp2p wants it, readable by its owner alone."""
     content = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=key.to_bytes()).SerializeToString()
-    _write_secret(path, content)
+    write_secret(path, content)
 
 
-def _write_secret(path: Path, content: bytes) -> None:
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a file that its owner alone can read."""
     with new_file(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         file.write(content)
 
@@ -77,13 +105,31 @@ def _signed_part(token: AccessToken) -> bytes:
     return json.dumps([token.username, token.public_key.hex(), token.expiration_time]).encode()
 
 
+def check_token(token: AccessToken, authority: RSAPublicKey) -> tuple[PeerID, float]:
+    """Check that the authority signed a token and that it is still valid.
+
+    :returns: the peer that it admits, and until when
+    :raises InvitationError: if it admits nobody
+    """
+    try:
+        expiration_time = float(token.expiration_time)
+        peer_id = peer_id_of(RSAPublicKey.from_bytes(token.public_key))
+    except Exception:  # whatever cryptography raises for bytes of a stranger
+        raise InvitationError("it is malformed") from None
+    if not authority.verify(_signed_part(token), token.signature):
+        raise InvitationError("it is not from the organiser of this run")
+    if not expiration_time > get_dht_time():  # NaN is no time, either
+        raise InvitationError("it has expired")
+    return peer_id, expiration_time
+
+
 def save_invitation(invitation: Invitation, path: Path) -> None:
     content = {
         "authority": invitation.authority.to_bytes().decode(),
         "private_key": base64.b64encode(invitation.private_key.to_bytes()).decode(),
         "token": base64.b64encode(invitation.token.SerializeToString()).decode(),
     }
-    _write_secret(path, json.dumps(content, indent=2).encode() + b"\n")
+    write_secret(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def load_invitation(path: Path) -> Invitation:
@@ -100,7 +146,7 @@ def load_invitation(path: Path) -> Invitation:
         )
         is_genuine = invitation.authority.verify(_signed_part(invitation.token), invitation.token.signature)
         is_own = invitation.token.public_key == invitation.private_key.get_public_key().to_bytes()
-        days_left = (float(invitation.token.expiration_time) - get_dht_time()) / SECONDS_A_DAY
+        days_left = (invitation.expiration_time - get_dht_time()) / SECONDS_A_DAY
     except FileNotFoundError:
         raise UserError(f"--invitation: there is no file '{path}'; ask the organiser of the run for one") from None
     except OSError:
@@ -112,24 +158,3 @@ def load_invitation(path: Path) -> Invitation:
     if days_left <= 0:
         raise UserError(f"--invitation: '{path}' ended {-days_left:.1f} days ago; ask the organiser for another")
     return invitation
-
-
-class InvitationAuthorizer(TokenAuthorizerBase):
-    """Shows our invitation to others and asks for theirs."""
-
-    def __init__(self, invitation: Invitation):
-        super().__init__(invitation.private_key)
-        self.invitation = invitation
-
-    async def get_token(self) -> AccessToken:
-        return self.invitation.token
-
-    def is_token_valid(self, access_token: AccessToken) -> bool:
-        try:
-            is_current = float(access_token.expiration_time) > get_dht_time()
-        except ValueError:
-            return False
-        return is_current and self.invitation.authority.verify(_signed_part(access_token), access_token.signature)
-
-    def does_token_need_refreshing(self, access_token: AccessToken) -> bool:
-        return False

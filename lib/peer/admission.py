@@ -1,0 +1,249 @@
+"""Admission: a peer of a run with invitations talks to invited peers only, whatever the service.
+
+`InvitedP2P` checks the other end of each call, in both directions, below the DHT and the averagers: hivemind's own
+authorizer covers the DHT alone (https://github.com/learning-at-home/hivemind/issues/253). libp2p has authenticated the
+remote peer ID; what is left to learn is its token, see `lib.peer.invitations`. The first call between a process and a
+peer asks for it over the connection that is there, which works with peers in client mode, too. Later calls look it up.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import Message
+from hivemind.dht import DHT
+from hivemind.dht import node as dht_node
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto.auth_pb2 import AccessToken
+from hivemind.proto.p2pd_pb2 import RPCError
+from hivemind.utils import MSGPackSerializer, get_dht_time, get_logger
+
+from errors import UserError
+from hivemind_fixes import RelayedP2P, SafeDHT
+from lib.peer.invitations import Invitation, InvitationError, check_token, load_invitation
+from lib.peer.revocations import Revocations, RevocationStore
+
+logger = get_logger(__name__)
+
+
+class NotAdmittedError(P2PDaemonError):
+    """The other end of a call has no valid invitation. hivemind treats it as it does a peer that does not answer."""
+
+
+@dataclass
+class _Admitted:
+    """A peer that has shown its token."""
+
+    expiration_time: float
+    asked_at: float  # time.monotonic
+
+
+class Admission:
+    """Which peers have shown a valid invitation. Each process of a peer has its own copy."""
+
+    PROTOCOL = "collaboration.exchange_invitations.v1"
+    TIMEOUT = 10.0  # seconds for the answer
+    PAUSE = 1.0  # seconds for which the next calls of a peer are refused at once after it has failed to answer
+    REFRESH_PERIOD = 30.0  # seconds after which a peer is asked again, in the background, for its revocation list
+    MAX_REQUEST = 4096  # bytes; a token has some 800
+    MAX_PAUSED = 1000  # peers; anybody can make up as many peer IDs as they like
+
+    def __init__(self, invitation: Invitation, revocations: RevocationStore):
+        self.invitation, self.revocations = invitation, revocations
+        self._admitted: dict[PeerID, _Admitted] = {}  # as many as have been invited
+        self._paused: dict[PeerID, tuple[float, str]] = {}  # until when, and the reason
+        self._questions: dict[PeerID, asyncio.Task] = {}
+        self._is_dht_process = False
+        self._warned_at = float("-inf")
+
+    async def serve(self, p2p: P2P) -> None:
+        """Answer the peers that ask for our token. The DHT process does so for all processes of this peer."""
+        self._is_dht_process = self.revocations.writes = True
+        self.revocations.refresh()
+        await p2p._client.add_unary_handler(self.PROTOCOL, self._answer)
+
+    async def check_caller(self, p2p: P2P, peer_id: PeerID) -> None:
+        """:raises NotAdmittedError: if a peer that calls us has no valid invitation"""
+        if not self._is_admitted(peer_id):
+            until, reason = self._paused.get(peer_id, (float("-inf"), ""))
+            if time.monotonic() < until:
+                raise NotAdmittedError(reason)
+        await self._check(p2p, peer_id)
+
+    async def check_callee(self, p2p: P2P, peer_id: PeerID) -> None:
+        """:raises NotAdmittedError: if a peer that we are about to call has no valid invitation"""
+        if self._is_dht_process and self.invitation.expiration_time <= get_dht_time():
+            self._warn("The invitation of this peer has expired")
+        await self._check(p2p, peer_id)
+
+    async def _check(self, p2p: P2P, peer_id: PeerID) -> None:
+        if not self._is_admitted(peer_id):
+            if (reason := await asyncio.shield(self._ask(p2p, peer_id))) is not None:
+                raise NotAdmittedError(reason)
+        elif self._is_dht_process and self._admitted[peer_id].asked_at + self.REFRESH_PERIOD < time.monotonic():
+            self._ask(p2p, peer_id)
+        self.revocations.refresh()
+        if peer_id in self.revocations.newest:
+            raise NotAdmittedError(f"the invitation of {peer_id} is revoked")
+
+    def _is_admitted(self, peer_id: PeerID) -> bool:
+        return peer_id in self._admitted and get_dht_time() < self._admitted[peer_id].expiration_time
+
+    def _ask(self, p2p: P2P, peer_id: PeerID) -> asyncio.Task:
+        """Exchange tokens with a peer, once at a time; the task returns the reason not to admit it, or None."""
+        if peer_id not in self._questions:
+            task = self._questions[peer_id] = asyncio.create_task(self._exchange(p2p, peer_id))
+            task.add_done_callback(lambda _: self._questions.pop(peer_id))
+        return self._questions[peer_id]
+
+    async def _exchange(self, p2p: P2P, peer_id: PeerID) -> str | None:
+        request = self._pack(self.invitation.token.SerializeToString(), self.revocations.newest.serial)
+        try:
+            call = p2p._client.call_unary_handler(peer_id, self.PROTOCOL, request)
+            token, revocations = self._unpack(await asyncio.wait_for(call, self.TIMEOUT), bytes, bytes)
+            self._admit(token, peer_id)
+        except Exception as error:
+            if isinstance(error, P2PHandlerError) and self._is_dht_process:
+                self._warn(f"A peer refuses the invitation of this one ({str(error)[:200]!r})")
+            reason = f"{peer_id} has not shown a valid invitation: {error!r}"
+            logger.debug(reason)
+            self._pause(peer_id, reason)
+            return reason
+        if revocations:
+            with suppress(InvitationError):  # an invited peer may send nonsense, too
+                self.revocations.adopt(revocations)
+        return None
+
+    async def _answer(self, request: bytes, peer_id: PeerID) -> bytes:
+        """A peer shows its token and asks for ours."""
+        if len(request) > self.MAX_REQUEST:
+            raise InvitationError("too long a request")
+        token, known_serial = self._unpack(request, bytes, int)
+        self.revocations.refresh()
+        if peer_id in self.revocations.newest:
+            raise InvitationError("it is revoked")
+        self._admit(token, peer_id)
+        is_newer = self.revocations.newest.serial > known_serial
+        return self._pack(self.invitation.token.SerializeToString(), self.revocations.content if is_newer else b"")
+
+    def _admit(self, token: bytes, peer_id: PeerID) -> None:
+        admitted_peer, expiration_time = check_token(AccessToken.FromString(token), self.invitation.authority)
+        if admitted_peer != peer_id:
+            raise InvitationError("it is another peer's")
+        self._admitted[peer_id] = _Admitted(expiration_time, time.monotonic())
+
+    def _pause(self, peer_id: PeerID, reason: str) -> None:
+        self._paused.pop(peer_id, None)
+        if len(self._paused) >= self.MAX_PAUSED:
+            self._paused.pop(next(iter(self._paused)))  # the oldest
+        self._paused[peer_id] = (time.monotonic() + self.PAUSE, reason)
+
+    def _warn(self, what: str) -> None:
+        """Tell the user why others do not answer, at most once a minute."""
+        if time.monotonic() >= self._warned_at + 60:
+            self._warned_at = time.monotonic()
+            logger.warning(f"{what}: ask the organiser of the run for another --invitation")
+
+    @staticmethod
+    def _pack(*values: bytes | int) -> bytes:
+        return MSGPackSerializer.dumps(list(values))
+
+    @staticmethod
+    def _unpack(message: bytes, *types: type) -> list:
+        values = MSGPackSerializer.loads(message)
+        if not isinstance(values, list) or [type(value) for value in values] != list(types):
+            raise InvitationError("malformed message")
+        return values
+
+
+def load_admission(invitation: Path, revocations: Path | None, folder: Path) -> Admission:
+    """Read a peer's invitation and the organiser's revocation list.
+
+    :param revocations: the organiser's file; it need not exist yet
+    :param folder: of the peer; keeps the newest list that other peers have sent
+    :raises UserError: if a file is not what it should be
+    """
+    loaded = load_invitation(invitation)
+    store = RevocationStore(loaded.authority, folder / "revocations", revocations)
+    if revocations is not None and revocations.exists():
+        try:
+            Revocations.parse(revocations.read_bytes(), loaded.authority)
+        except InvitationError as error:
+            raise UserError(f"--revocations: '{revocations}': {error}; ask the organiser for another") from None
+    return Admission(loaded, store)
+
+
+class InvitedP2P(RelayedP2P):
+    """hivemind's P2P, whose handlers answer invited peers only, and which calls invited peers only."""
+
+    admission: Admission
+
+    @classmethod
+    async def create(cls, *args, admission: Admission, **kwargs) -> "InvitedP2P":
+        """Start a libp2p daemon, as in hivemind, and show our invitation to those that ask."""
+        p2p = await super().create(*args, **kwargs)
+        p2p.admission = admission
+        await admission.serve(p2p)
+        return p2p
+
+    @classmethod
+    async def is_identity_taken(cls, *args, **kwargs) -> bool:
+        """As in hivemind, which starts another daemon for it. That one makes no calls and needs no invitation."""
+        return await RelayedP2P.is_identity_taken(*args, **kwargs)
+
+    async def _add_protobuf_unary_handler(
+        self, handle_name: str, handler: Callable[[Message, P2PContext], Awaitable[Message]], *args, **kwargs
+    ) -> None:
+        async def handle(request: Message, context: P2PContext) -> Message:
+            await self.admission.check_caller(self, context.remote_id)
+            return await handler(request, context)
+
+        await super()._add_protobuf_unary_handler(handle_name, handle, *args, **kwargs)
+
+    async def add_binary_stream_handler(self, name: str, handler: Callable, *args, **kwargs) -> None:
+        """As in hivemind. Its protobuf handlers that take or return a stream are registered here, too."""
+
+        async def handle(info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await self.admission.check_caller(self, info.peer_id)
+            except NotAdmittedError as error:
+                with closing(writer), suppress(OSError):
+                    await P2P.send_protobuf(RPCError(message=str(error)), writer)
+                return
+            await handler(info, reader, writer)
+
+        await super().add_binary_stream_handler(name, handle, *args, **kwargs)
+
+    async def _call_unary_protobuf_handler(self, peer_id: PeerID, *args) -> Message:
+        await self.admission.check_callee(self, peer_id)
+        return await super()._call_unary_protobuf_handler(peer_id, *args)
+
+    async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str):
+        """As in hivemind. Its calls of protobuf handlers with streams are made here, too."""
+        await self.admission.check_callee(self, peer_id)
+        return await super().call_binary_stream_handler(peer_id, handler_name)
+
+
+class InvitedDHT(SafeDHT):
+    """A DHT peer whose P2P, and the replicas of it in other processes, talk to invited peers only."""
+
+    def __init__(self, *args, admission: Admission, **kwargs):
+        self.admission = admission
+        super().__init__(*args, admission=admission, **kwargs)  # hands it to InvitedP2P.create
+
+    def run(self) -> None:
+        dht_node.P2P = InvitedP2P  # in the DHT process alone
+        super().run()
+
+    async def replicate_p2p(self) -> InvitedP2P:
+        """As in hivemind: the P2P of this process, connected to the daemon of the DHT process."""
+        if self._p2p_replica is None or self._origin_pid != os.getpid():
+            self._origin_pid = os.getpid()
+            daemon_listen_maddr = self.run_coroutine(DHT._get_p2p_daemon_listen_maddr)
+            self._p2p_replica = await InvitedP2P.replicate(daemon_listen_maddr)
+            self._p2p_replica.admission = self.admission
+        return self._p2p_replica
