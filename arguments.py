@@ -865,6 +865,24 @@ class InvitationArguments:
 
 
 @dataclass
+class RevocationArguments:
+    """Which invitations no longer hold."""
+
+    _argument_group_name = "Revocation"
+
+    username: str | None = field(default=None, metadata={"help": "Revoke all invitations of this user"})
+    invitation: str | None = field(default=None, metadata={"help": "Revoke the invitation in this file"})
+    authority: str = field(
+        default="authority.key",
+        metadata={"help": "The organiser's private key. The list is written beside it, as authority.revoked"},
+    )
+    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        require((self.username is None) != (self.invitation is None), "pass either --username or --invitation")
+
+
+@dataclass
 class DemoArguments:
     """A collaboration of several trainers on one machine."""
 

@@ -6,21 +6,33 @@
 Hand the file to that person alone, over a private channel; it goes to `run_trainer.py --invitation alice.invitation`.
 The monitor needs an invitation too, and so does each further machine. All that are made with the same --authority
 belong together; keep that file, and show it to nobody.
+
+    ./invite.py revoke --username alice
+
+revokes all invitations of alice: a monitor that was started with `--revocations authority.revoked` tells all peers.
 """
 
+import sys
 from pathlib import Path
 
-from arguments import InvitationArguments, parse_arguments
+from arguments import InvitationArguments, RevocationArguments, parse_arguments
 from errors import UserError, run_script
+
+REVOKE_DESCRIPTION = "Revoke the invitations of a user, or a single one"
 
 
 def main() -> None:
-    (args,) = parse_arguments([InvitationArguments], __doc__)
-    invite(args)
+    if sys.argv[1:2] == ["revoke"]:
+        (args,) = parse_arguments([RevocationArguments], REVOKE_DESCRIPTION, sys.argv[2:])
+        revoke(args)
+    else:
+        (args,) = parse_arguments([InvitationArguments], __doc__)
+        invite(args)
 
 
 def invite(args: InvitationArguments) -> None:
     from lib.peer.invitations import make_invitation, save_invitation
+    from lib.peer.organiser import note_invitation
     from utils import load_identity
 
     output = Path(args.output)
@@ -29,10 +41,32 @@ def invite(args: InvitationArguments) -> None:
     authority_path = Path(args.authority)
     is_new = not authority_path.exists()
     authority = load_identity(authority_path, "--authority")
-    save_invitation(make_invitation(authority, args.username, args.days), output)
+    invitation = make_invitation(authority, args.username, args.days)
+    note_invitation(invitation, authority_path)
+    save_invitation(invitation, output)
     if is_new:
         print(f"Made {authority_path}, which signs all invitations to this run: keep it, and show it to nobody")
     print(f"Invited {args.username} for {args.days:g} days: {output}")
+
+
+def revoke(args: RevocationArguments) -> None:
+    from lib.peer.invitations import load_invitation
+    from lib.peer.organiser import find_invitations, revoke_invitations
+    from utils import load_identity
+
+    authority_path = Path(args.authority)
+    if not authority_path.exists():
+        raise UserError(f"--authority: there is no file '{authority_path}'; pass the one that signed the invitations")
+    authority = load_identity(authority_path, "--authority")
+    if args.invitation is not None:
+        invitation = load_invitation(Path(args.invitation))
+        if invitation.authority.to_bytes() != authority.get_public_key().to_bytes():
+            raise UserError(f"--invitation: '{args.invitation}' is not signed by '{authority_path}'")
+        revoked = {invitation.peer_id.to_base58(): invitation.expiration_time}
+    else:
+        revoked = find_invitations(args.username, authority_path)
+    path = revoke_invitations(revoked, authority, authority_path)
+    print(f"Revoked {len(revoked)} invitations: {path}. Pass it to the monitor, if it has not got it: --revocations")
 
 
 if __name__ == "__main__":

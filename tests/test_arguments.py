@@ -9,7 +9,13 @@ import run_custom_trainer
 import run_evaluator
 import run_trainer
 import run_training_monitor
-from arguments import ArgumentsError, InvitationArguments, TokenizationArguments, parse_arguments
+from arguments import (
+    ArgumentsError,
+    InvitationArguments,
+    RevocationArguments,
+    TokenizationArguments,
+    parse_arguments,
+)
 from parsing import ArgumentParser, endpoint_to_maddrs, translate_old_names
 from tests.peers import ROOT
 
@@ -22,6 +28,7 @@ SCRIPTS = {
     "run_training_monitor.py": run_training_monitor.ARGUMENTS,
     "run_evaluator.py": run_evaluator.ARGUMENTS,
     "invite.py": (InvitationArguments,),
+    "invite.py revoke": (RevocationArguments,),
     "tokenize_wikitext103.py": (TokenizationArguments,),
 }
 
@@ -211,6 +218,9 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_evaluator.py", "--invitation a --identity_path b", "--identity_path"),
         ("invite.py", "--username alice", "--output"),
         ("invite.py", "--username alice --output a --days 0", "--days"),
+        ("invite.py revoke", "--authority authority.key", "--username"),
+        ("invite.py revoke", "--username alice --invitation alice.invitation", "either"),
+        ("run_trainer.py", "--revocations authority.revoked", "--invitation"),
         ("run_training_monitor.py", "--report_to tensorboard", "--report_to"),
         ("run_training_monitor.py", "--repo_id my-albert", "NAME/MODEL"),
         ("run_training_monitor.py", "--repo_id me/my--albert", "--repo_id"),
