@@ -280,6 +280,14 @@ class Scripts:
             script.kill_all()
 
 
+def invite(authority, path: Path, days: float = 1.0) -> str:
+    """Write an invitation to a run with this authority, and return its path."""
+    from lib.peer.invitations import make_invitation, save_invitation
+
+    save_invitation(make_invitation(authority, "alice", days), path)
+    return str(path)
+
+
 @contextlib.contextmanager
 def local_peer(
     folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options

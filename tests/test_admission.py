@@ -1,15 +1,12 @@
 """A run with invitations: a peer that has one takes part, and no service answers any other."""
 
 import asyncio
-import json
 import re
 import stat
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,22 +15,19 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-import invite as invite_script
-from arguments import InvitationArguments, RevocationArguments
+import run_training_monitor
+from arguments import parse_arguments
 from errors import UserError
-from lib.peer.admission import Admission
+from lib.peer.admission import Admission, NotAdmittedError, load_admission
 from lib.peer.invitations import (
     SECONDS_A_DAY,
-    InvitationError,
-    check_token,
     load_invitation,
     make_invitation,
-    save_invitation,
     write_private_key,
 )
 from lib.peer.organiser import revoke_invitations
-from lib.peer.revocations import Revocations, RevocationStore
-from tests.peers import LOCAL, LONG_STEPS, ROOT, Script, join_together, local_optimizer, local_peer, wait_until
+from lib.peer.revocations import Revocations
+from tests.peers import LOCAL, LONG_STEPS, ROOT, Script, invite, join_together, local_optimizer, local_peer, wait_until
 from tests.visitor import call_services, visitor
 
 
@@ -42,12 +36,6 @@ def authority() -> RSAPrivateKey:
     return RSAPrivateKey()
 
 
-def invite(authority, path, days: float = 1.0) -> str:
-    save_invitation(make_invitation(authority, "alice", days), path)
-    return str(path)
-
-
-@pytest.mark.peers
 def test_invited_peers_share_records_and_nobody_else_does(tmp_path, authority):
     organiser = invite(authority, tmp_path / "organiser.invitation")
     guest = invite(authority, tmp_path / "guest.invitation")
@@ -75,12 +63,16 @@ def list_answered(outcomes: dict[str, str]) -> list[str]:
     return [service for service, outcome in outcomes.items() if outcome.startswith("answered")]
 
 
+def is_refusal(outcome: str) -> bool:
+    return "has not shown a valid invitation" in outcome or "is revoked" in outcome
+
+
 def assert_refused(outcomes: dict[str, str]) -> None:
     """Each service has said that the caller lacks an invitation: none has answered, and none was left out."""
     assert len(outcomes) == 9
     assert list_answered(outcomes) == []
     for service, outcome in outcomes.items():
-        assert "has not shown a valid invitation" in outcome or "is revoked" in outcome, (service, outcome)
+        assert is_refusal(outcome), (service, outcome)
 
 
 def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authority):
@@ -140,8 +132,10 @@ def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkey
                 {guest.peer_id.to_base58(): guest.expiration_time}, authority, tmp_path / "authority.key"
             )
             deadline = time.monotonic() + 60
-            while list_answered(outcomes := await call_services(p2p, address, "run", timeout=5)):
-                assert time.monotonic() < deadline
+            outcomes = {}
+            while not outcomes or not all(map(is_refusal, outcomes.values())):
+                assert time.monotonic() < deadline, outcomes
+                outcomes = await call_services(p2p, address, "run", timeout=5)
             assert_refused(outcomes)
             assert "rpc_ping" in list_answered(await call_services(neighbour, address, "run", timeout=5))
 
@@ -159,27 +153,83 @@ def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkey
         assert "revoked" in outcomes["rpc_ping"]
 
 
-def test_revocation_list_is_the_organisers_and_never_an_older_one(tmp_path, authority):
-    public_key, one_day = authority.get_public_key(), get_dht_time() + SECONDS_A_DAY
-    alice, bob = (make_invitation(authority, name, days=1).peer_id for name in ("alice", "bob"))
-    first = Revocations().extend({alice.to_base58(): one_day})
-    second = first.extend({bob.to_base58(): one_day})
-    store = RevocationStore(public_key, tmp_path / "revocations")
-    store.writes = True
-    store.adopt(second.sign(authority))
-    store.adopt(first.sign(authority))
-    assert alice in store.newest and bob in store.newest
-    forged = second.extend({})
-    for content in (forged.sign(RSAPrivateKey()), first.sign(authority).replace(b"revoked", b"Revoked"), b"", b"\n{}"):
-        with pytest.raises(InvitationError):
-            store.adopt(content)
-    assert store.newest == second
-    restarted = RevocationStore(public_key, tmp_path / "revocations")
-    restarted.refresh()
-    assert restarted.newest == second
-    with pytest.raises(ValueError, match="too long"):
-        first.extend({f"{alice}{number}": one_day for number in range(15_000)}).sign(authority)
-    assert alice not in first.extend({alice.to_base58(): get_dht_time() - 1})  # it has expired by itself
+class Exchange:
+    """Stands in for P2P: takes a question to the other process's Admission, and counts it."""
+
+    def __init__(self, caller: PeerID, answer):
+        self.caller, self.answer, self.num_calls = caller, answer, 0
+        self._client = self
+
+    async def call_unary_handler(self, _peer: PeerID, _protocol: str, request: bytes) -> bytes:
+        self.num_calls += 1
+        await asyncio.sleep(0.01)
+        return await self.answer(request, self.caller)
+
+
+class NoHandlers:
+    _client = SimpleNamespace(add_unary_handler=lambda *_: asyncio.sleep(0))
+
+
+@pytest.fixture
+def two_admissions(tmp_path, authority) -> list[Admission]:
+    admissions = []
+    for name in ("alice", "bob"):
+        invite(authority, tmp_path / name)
+        (tmp_path / f"{name}-folder").mkdir()
+        admissions.append(load_admission(tmp_path / name, None, tmp_path / f"{name}-folder"))
+    return admissions
+
+
+def test_peer_is_asked_once_and_strangers_once_a_second(two_admissions):
+    alice, bob = two_admissions
+
+    async def run() -> None:
+        to_bob = Exchange(alice.invitation.peer_id, bob._answer)
+        await asyncio.gather(*(alice.check_caller(to_bob, bob.invitation.peer_id) for _ in range(10)))
+        await alice.check_callee(to_bob, bob.invitation.peer_id)
+        assert to_bob.num_calls == 1
+        stranger = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
+        for _ in range(10):
+            with pytest.raises(NotAdmittedError, match="another peer's"):
+                await alice.check_caller(to_bob, stranger)  # shows bob's token
+        assert to_bob.num_calls == 2
+
+    asyncio.run(run())
+
+
+def test_peer_without_an_answer_costs_bounded_time(two_admissions, monkeypatch):
+    monkeypatch.setattr(Admission, "TIMEOUT", 0.1)
+
+    async def run() -> None:
+        silent = Exchange(two_admissions[0].invitation.peer_id, lambda *_: asyncio.Future())
+        with pytest.raises(NotAdmittedError, match="TimeoutError"):
+            await asyncio.wait_for(two_admissions[0].check_caller(silent, two_admissions[1].invitation.peer_id), 5)
+
+    asyncio.run(run())
+
+
+def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
+    """Else two peers that ask each other equally often might never exchange it in the direction that matters."""
+    alice, bob = two_admissions
+    mallory = make_invitation(authority, "mallory", days=1).peer_id
+
+    async def run() -> None:
+        for admission in two_admissions:
+            await admission.serve(NoHandlers)
+        alice.revocations.adopt(Revocations().extend({str(mallory): get_dht_time() + 60}).sign(authority))
+        to_bob, to_alice = (
+            Exchange(caller.invitation.peer_id, callee._answer) for caller, callee in ((alice, bob), (bob, alice))
+        )
+        await alice.check_callee(to_bob, bob.invitation.peer_id)
+        assert mallory not in bob.revocations.newest
+        await bob.check_caller(to_alice, alice.invitation.peer_id)
+        await asyncio.gather(*bob._questions.values())
+        assert mallory in bob.revocations.newest
+        with pytest.raises(NotAdmittedError, match="is revoked"):
+            bob._admitted[mallory] = bob._admitted[alice.invitation.peer_id]
+            await bob.check_caller(to_alice, mallory)
+
+    asyncio.run(run())
 
 
 def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
@@ -243,86 +293,8 @@ def test_identity_is_that_of_the_invitation(tmp_path, authority):
             assert stat.S_IMODE((tmp_path / folder / "invited.key").stat().st_mode) == 0o600
 
 
-def test_token_of_another_authority_or_time_is_not_valid(authority):
-    public_key = authority.get_public_key()
-    own, bob = make_invitation(authority, "alice", days=1), make_invitation(authority, "bob", days=1)
-    assert check_token(own.token, public_key) == (own.peer_id, own.expiration_time)
-    assert check_token(bob.token, public_key) == (bob.peer_id, bob.expiration_time)
-    with pytest.raises(InvitationError, match="not from the organiser"):
-        check_token(make_invitation(RSAPrivateKey(), "bob", days=1).token, public_key)
-    with pytest.raises(InvitationError, match="expired"):
-        check_token(make_invitation(authority, "bob", days=-1).token, public_key)
-    for field, value in (("username", "mallory"), ("expiration_time", str(get_dht_time() + 1e9)),
-                         ("expiration_time", "never"), ("public_key", b"another"),
-                         ("public_key", own.token.public_key)):  # fmt: skip
-        token = make_invitation(authority, "bob", days=1).token
-        setattr(token, field, value)
-        with pytest.raises(InvitationError):
-            check_token(token, public_key)
-
-
-def test_peer_id_is_the_one_that_libp2p_derives(tmp_path, authority):
-    invitation = make_invitation(authority, "alice", days=1)
-    write_private_key(invitation.private_key, tmp_path / "identity.key")
-    assert invitation.peer_id == PeerID.from_identity((tmp_path / "identity.key").read_bytes())
-
-
-def test_files_that_are_no_invitation(tmp_path, authority):
-    path = tmp_path / "guest.invitation"
-    with pytest.raises(UserError, match="there is no file"):
-        load_invitation(path)
-    for content in ("", "{}", "[1]", '{"authority": 1}', "\x00"):
-        path.write_text(content)
-        with pytest.raises(UserError, match="is no invitation"):
-            load_invitation(path)
-    invite(authority, path)
-    other = json.loads((tmp_path / "guest.invitation").read_text())
-    invite(authority, path)
-    path.write_text(json.dumps({**other, "token": json.loads(path.read_text())["token"]}))
-    with pytest.raises(UserError, match="was changed"):
-        load_invitation(path)
-    invite(authority, path, days=-2)
-    with pytest.raises(UserError, match=r"ended 2\.0 days ago"):
-        load_invitation(path)
-
-
-def test_script(tmp_path):
-    def run(*args):
-        command = [sys.executable, str(ROOT / "invite.py"), *args]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-
-    first = run("--username", "alice", "--output", "alice.invitation")
-    assert first.returncode == 0 and "Made authority.key" in first.stdout and "Invited alice" in first.stdout
-    second = run("--username", "bob", "--output", "bob.invitation", "--days", "7")
-    assert second.returncode == 0 and "Made" not in second.stdout
-    alice, bob = (load_invitation(tmp_path / f"{name}.invitation") for name in ("alice", "bob"))
-    assert check_token(bob.token, alice.authority) == (bob.peer_id, bob.expiration_time)
-    assert alice.authority.to_bytes() == bob.authority.to_bytes()
-    for name in ("authority.key", "alice.invitation"):
-        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
-    revoked = run("revoke", "--username", "alice")
-    assert revoked.returncode == 0 and "Revoked 1 invitations: authority.revoked" in revoked.stdout, revoked.stderr
-    revocations = Revocations.parse((tmp_path / "authority.revoked").read_bytes(), alice.authority)
-    assert alice.peer_id in revocations and bob.peer_id not in revocations
-    again = run("--username", "alice", "--output", "alice.invitation")
-    assert again.returncode == 1 and "is there already" in again.stderr and "Traceback" not in again.stderr
-
-
-def test_invitations_are_revoked_by_name_or_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("alice-1", "alice-2", "bob"):
-        invite_script.invite(InvitationArguments(username=name[:5], output=f"{name}.invitation"))
-    alice_1, alice_2, bob = (load_invitation(Path(f"{name}.invitation")) for name in ("alice-1", "alice-2", "bob"))
-    invite_script.revoke(RevocationArguments(invitation="alice-1.invitation"))
-    first = Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
-    assert set(first.expirations) == {str(alice_1.peer_id)}
-    invite_script.revoke(RevocationArguments(username="alice"))
-    second = Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
-    assert set(second.expirations) == {str(alice_1.peer_id), str(alice_2.peer_id)} and second.serial > first.serial
-    with pytest.raises(UserError, match="no valid invitation of 'mallory'"):
-        invite_script.revoke(RevocationArguments(username="mallory"))
-    invite(RSAPrivateKey(), tmp_path / "foreign.invitation")
-    with pytest.raises(UserError, match=r"not signed by 'authority\.key'"):
-        invite_script.revoke(RevocationArguments(invitation="foreign.invitation"))
-    with pytest.raises(UserError, match="there is no file"):
-        invite_script.revoke(RevocationArguments(username="alice", authority="none.key"))
+def test_assistant_needs_an_invitation_of_its_own(tmp_path, authority):
+    flags = ["--invitation", invite(authority, tmp_path / "monitor.invitation"), "--assist_in_averaging"]
+    arguments = parse_arguments(run_training_monitor.ARGUMENTS, "a script", flags)
+    with pytest.raises(UserError, match="--assistant_invitation"):
+        run_training_monitor.monitor(*arguments, stop=None)

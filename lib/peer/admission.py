@@ -72,20 +72,20 @@ class Admission:
             until, reason = self._paused.get(peer_id, (float("-inf"), ""))
             if time.monotonic() < until:
                 raise NotAdmittedError(reason)
-        await self._check(p2p, peer_id)
+        await self._check(p2p, peer_id, is_callee=False)
 
     async def check_callee(self, p2p: P2P, peer_id: PeerID) -> None:
         """:raises NotAdmittedError: if a peer that we are about to call has no valid invitation"""
         if self._is_dht_process and self.invitation.expiration_time <= get_dht_time():
             self._warn("The invitation of this peer has expired")
-        await self._check(p2p, peer_id)
+        await self._check(p2p, peer_id, is_callee=True)
 
-    async def _check(self, p2p: P2P, peer_id: PeerID) -> None:
+    async def _check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
         if not self._is_admitted(peer_id):
-            if (reason := await asyncio.shield(self._ask(p2p, peer_id))) is not None:
+            if (reason := await asyncio.shield(self._ask(p2p, peer_id, is_callee))) is not None:
                 raise NotAdmittedError(reason)
         elif self._is_dht_process and self._admitted[peer_id].asked_at + self.REFRESH_PERIOD < time.monotonic():
-            self._ask(p2p, peer_id)
+            self._ask(p2p, peer_id, is_callee)
         self.revocations.refresh()
         if peer_id in self.revocations.newest:
             raise NotAdmittedError(f"the invitation of {peer_id} is revoked")
@@ -93,21 +93,24 @@ class Admission:
     def _is_admitted(self, peer_id: PeerID) -> bool:
         return peer_id in self._admitted and get_dht_time() < self._admitted[peer_id].expiration_time
 
-    def _ask(self, p2p: P2P, peer_id: PeerID) -> asyncio.Task:
+    def _ask(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> asyncio.Task:
         """Exchange tokens with a peer, once at a time; the task returns the reason not to admit it, or None."""
         if peer_id not in self._questions:
-            task = self._questions[peer_id] = asyncio.create_task(self._exchange(p2p, peer_id))
+            if peer_id in self._admitted:
+                self._admitted[peer_id].asked_at = time.monotonic()
+            task = self._questions[peer_id] = asyncio.create_task(self._exchange(p2p, peer_id, is_callee))
             task.add_done_callback(lambda _: self._questions.pop(peer_id))
         return self._questions[peer_id]
 
-    async def _exchange(self, p2p: P2P, peer_id: PeerID) -> str | None:
+    async def _exchange(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> str | None:
         request = self._pack(self.invitation.token.SerializeToString(), self.revocations.newest.serial)
         try:
             call = p2p._client.call_unary_handler(peer_id, self.PROTOCOL, request)
             token, revocations = self._unpack(await asyncio.wait_for(call, self.TIMEOUT), bytes, bytes)
-            self._admit(token, peer_id)
+            self._admit(token, peer_id, asked_at=time.monotonic())
         except Exception as error:
-            if isinstance(error, P2PHandlerError) and self._is_dht_process:
+            is_known = is_callee or peer_id in self._admitted  # not a stranger that calls
+            if isinstance(error, P2PHandlerError) and is_known and self._is_dht_process:
                 self._warn(f"A peer refuses the invitation of this one ({str(error)[:200]!r})")
             reason = f"{peer_id} has not shown a valid invitation: {error!r}"
             logger.debug(reason)
@@ -126,15 +129,17 @@ class Admission:
         self.revocations.refresh()
         if peer_id in self.revocations.newest:
             raise InvitationError("it is revoked")
-        self._admit(token, peer_id)
+        # It may know a newer list than ours: its next call makes us ask.
+        asked_at = self._admitted[peer_id].asked_at if peer_id in self._admitted else float("-inf")
+        self._admit(token, peer_id, asked_at)
         is_newer = self.revocations.newest.serial > known_serial
         return self._pack(self.invitation.token.SerializeToString(), self.revocations.content if is_newer else b"")
 
-    def _admit(self, token: bytes, peer_id: PeerID) -> None:
+    def _admit(self, token: bytes, peer_id: PeerID, asked_at: float) -> None:
         admitted_peer, expiration_time = check_token(AccessToken.FromString(token), self.invitation.authority)
         if admitted_peer != peer_id:
             raise InvitationError("it is another peer's")
-        self._admitted[peer_id] = _Admitted(expiration_time, time.monotonic())
+        self._admitted[peer_id] = _Admitted(expiration_time, asked_at)
 
     def _pause(self, peer_id: PeerID, reason: str) -> None:
         self._paused.pop(peer_id, None)
