@@ -9,8 +9,9 @@ from hypothesis import settings
 from processes import guard_children
 from tests.peers import Scripts, prepare_data
 
-# A test that asks for one of these starts peers, and so does each of test_averaging*.py. Others are marked one by one.
+# A test that asks for one of these starts peers, and so does each of these modules. Others are marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers"}
+MODULES_WITH_PEERS = ("test_rounds", "test_state", "test_resume", "test_admission")
 LAST_LINES = 30
 
 settings.register_profile("busy machine", deadline=None)  # the default is 0.2 s for an example
@@ -20,7 +21,7 @@ settings.load_profile("busy machine")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that start peers, which `make test-fast` leaves out."""
     for item in items:
-        if FIXTURES_WITH_PEERS & set(item.fixturenames) or item.path.name.startswith("test_averaging"):
+        if FIXTURES_WITH_PEERS & set(item.fixturenames) or item.path.name.startswith(MODULES_WITH_PEERS):
             item.add_marker(pytest.mark.peers)
 
 

@@ -93,7 +93,7 @@ def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authorit
         assert_refused(asyncio.run(visit(address, is_silent=True)))
         outcomes = asyncio.run(visit(address, guest.private_key, guest.token))
         assert len(list_answered(outcomes)) == 8, outcomes
-        assert outcomes["grad_averager.rpc_download_state"] == "StopAsyncIteration()"  # it has nothing to share
+        assert outcomes["round_averager.rpc_download_state"] == "StopAsyncIteration()"  # it has nothing to share
 
 
 def test_invitation_that_expires_ends_the_membership(tmp_path, authority):

@@ -1,5 +1,6 @@
 """Checkpoints: complete or not there, whatever happens while they are written."""
 
+import contextlib
 import errno
 import os
 import random
@@ -291,10 +292,11 @@ class FakeStateAverager(FakeAverager):
 
 def make_callback(tmp_path, offered: int | None) -> CollaborativeCallback:
     model = torch.nn.Linear(2, 2)
+    state_averager = FakeStateAverager(model, 9, offered)
     optimizer = SimpleNamespace(
-        local_epoch=9, state_averager=FakeStateAverager(model, 9, offered), finish_pending_update=lambda: None,
-        forget_progress=lambda: None, target_batch_size=8, last_completed_step=9,
-        shunned_peers=dict, shun=lambda peers: None,
+        local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
+        restore=state_averager.restore, target_batch_size=8, last_completed_step=9,
+        banned_peers=dict, ban=lambda peers: None,
         tracker=SimpleNamespace(global_progress=SimpleNamespace(epoch=9, num_peers=1, samples_accumulated=0)),
     )  # fmt: skip
     args = CollaborationArguments(run_id="run")

@@ -260,6 +260,23 @@ def test_reports_are_limited_and_steps_are_told_at_once(monkeypatch):
     assert isinstance(parse_progress(stored, get_dht_time()), PeerProgress)
 
 
+def test_rate_that_others_count_on_falls_while_a_local_step_takes_longer(monkeypatch):
+    """Or a peer whose first batch was ready at once would make the others' steps due early."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr(progress_module, "get_dht_time", lambda: clock.now)
+    tracker = make_tracker()
+    rates = []
+    for seconds in (0.1, 0.1, 5.0, 15.0):
+        clock.now += seconds
+        if seconds < 1:
+            tracker.report_samples(tracker.local_progress.samples_accumulated + 32)
+        tracker._report()
+        (stored,) = tracker.dht.records.values()
+        rates.append(stored["samples_per_second"])
+    assert rates == [0.0, pytest.approx(320.0), pytest.approx(32 / 5), pytest.approx(32 / 20)]
+
+
 def test_thread_survives_a_dht_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(progress_module, "DHT_TIMEOUT", 0.1)
     tracker = make_tracker(default_refresh_period=0.1)

@@ -20,11 +20,12 @@ from hivemind.utils.asyncio import as_aiter
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
-from hivemind_fixes import GradientAverager, TrainingStateAverager
+from lib.averaging.rounds import RoundAverager
+from lib.averaging.state import TrainingStateAverager
 from lib.peer.invitations import write_private_key
 
 EXCHANGE = "collaboration.exchange_invitations.v1"  # spelled out: it is part of the protocol
-AVERAGERS = {"grad_averager": GradientAverager, "state_averager": TrainingStateAverager}
+AVERAGERS = {"round_averager": RoundAverager, "state_averager": TrainingStateAverager}
 
 
 @contextlib.asynccontextmanager

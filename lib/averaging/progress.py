@@ -138,6 +138,7 @@ class ProgressTracker(threading.Thread):
         self._next_report = self._next_fetch = 0.0  # time.monotonic
         self._last_report = -math.inf
         self._num_fetches = 0
+        self._last_increment = 0  # samples of the newest local step
         self._is_reporting = auxiliary  # a trainer says nothing before it has computed something
         self.local_progress = self._make_progress(0, 0, 0, 0)
 
@@ -163,6 +164,7 @@ class ProgressTracker(threading.Thread):
             own = self.local_progress
             extra = samples_accumulated - own.samples_accumulated
             if extra > 0:
+                self._last_increment = extra
                 self.performance_ema.update(task_size=extra)
             else:
                 self.performance_ema.reset_timer()
@@ -362,8 +364,20 @@ class ProgressTracker(threading.Thread):
         with self._lock:
             self._last_report = time.monotonic()
             self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.metadata_expiration / 2)
-            record = {**self.local_progress.to_record(), "reported_at": get_dht_time()}
+            record = self.local_progress.to_record()
+            record |= {"reported_at": get_dht_time(), "samples_per_second": self._sustained_rate()}
         self._store(record)
+
+    def _sustained_rate(self) -> float:
+        """Samples per second that the others may count on.
+
+        A first local step says little (its batch was ready), and a local step that takes longer than those before it
+        shows that the peer is slower now.
+        """
+        own = self.local_progress
+        if self.performance_ema.num_updates < 2:
+            return 0.0
+        return min(own.samples_per_second, self._last_increment / max(1e-3, get_dht_time() - own.time))
 
     def _store(self, record: dict | None) -> None:
         expiration = get_dht_time() + self.metadata_expiration
