@@ -39,9 +39,8 @@ def steps_of(seconds: float, num_trainers: int, pace: float = PACE) -> tuple[str
     return "--target_batch_size", round(seconds * num_trainers * BATCH_SIZE / pace)
 
 
-# For two trainers, twice `--matchmaking_time` here: they see each other in the first, and average each together. With
-# steps shorter than matchmaking, one trainer may find the other a step behind or ahead for long.
-LONG_STEPS = steps_of(seconds=10, num_trainers=2)
+# Long enough for two trainers that begin together to see each other in the first step.
+LONG_STEPS = steps_of(seconds=5, num_trainers=2)
 TINY_ALBERT = {
     "model_type": "albert",
     "embedding_size": 16,
