@@ -194,6 +194,22 @@ def test_leader_that_accepts_and_never_begins_is_given_up():
     asyncio.run(scenario())
 
 
+def test_leader_that_was_given_up_is_not_asked_again_because_another_peer_still_follows_it():
+    """Two that give it up one after the other would send each other back to it, again and again."""
+
+    async def scenario():
+        network, ids = make_network(3)
+        _, held = network.search(ids[0], is_due=False)
+        _, early = network.search(ids[1])
+        await asyncio.sleep(PATIENCE / 2)
+        _, late = network.search(ids[2])
+        assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 4), ids[1:])
+        assert network.calls.count((ids[1], ids[0])) == network.calls.count((ids[2], ids[0])) == 1
+        held.cancel()
+
+    asyncio.run(scenario())
+
+
 def test_peer_that_is_asked_before_it_is_at_the_step_keeps_the_request():
     async def scenario():
         network, ids = make_network(2, patience=30.0)

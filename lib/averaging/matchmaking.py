@@ -343,7 +343,9 @@ class StepMatchmaking(Matchmaking):
         search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
         search.unreachable[leader] = time.monotonic()
         suggested = PeerID(message.suggested_leader) if message.suggested_leader else None
-        if suggested is None or suggested in (self.peer_id, leader) or redirected or self.is_banned(suggested):
+        if redirected or suggested in (None, self.peer_id, leader) or suggested in search.given_up:
+            return None
+        if self.is_banned(suggested):
             return None
         return await self._follow(search, suggested, redirected=True)
 
