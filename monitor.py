@@ -50,7 +50,8 @@ class CheckpointKeeper:
         self.averager, self.model, self.tokenizer = averager, model, tokenizer
         self.run_id, self.args = run_id, args
         self.folder = Path(args.output_dir)
-        self.saved_step = -1
+        self.saved_step = self._reported_step = -1
+        averager.credible_epoch = self._credible_epoch
         # A step that was made up has no state, and each try costs the trainers bandwidth.
         self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
@@ -67,8 +68,12 @@ class CheckpointKeeper:
         self.saved_step = state.step
         self.averager.offer(state)
 
+    def _credible_epoch(self) -> int | None:
+        return self._reported_step if self._reported_step >= 0 else None
+
     def update(self, step: int, trainers_are_leaving: bool) -> None:
         """Called after each look at the metrics: `step` is the newest that trainers reported, -1 if none."""
+        self._reported_step = step
         interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
         next_step = max(self.saved_step, 0) + interval
         is_idle = self._pending is None or self._pending.done()

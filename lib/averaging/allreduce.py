@@ -13,10 +13,17 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 
 import torch
 from hivemind.averaging import allreduce
-from hivemind.averaging.partition import BannedException, TensorPartReducer
+from hivemind.averaging.partition import (
+    AllreduceException,
+    BannedException,
+    TensorPartContainer,
+    TensorPartReducer,
+)
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.p2p import PeerID, StubBase
 from hivemind.proto import averaging_pb2
+
+from lib.averaging.wire import TensorSpec, check_tensor
 
 # The weight of a peer without samples. Not 0: a part that all senders have weight 0 for would be 0/0.
 MIN_WEIGHT = 1e-6
@@ -104,6 +111,34 @@ class SafeTensorPartReducer(TensorPartReducer):
 allreduce.TensorPartReducer = SafeTensorPartReducer
 
 
+class SafeTensorPartContainer(TensorPartContainer):
+    """hivemind's container, which keeps our own values where a reducer's answer violates the bounds."""
+
+    def __init__(self, *args, **kwargs):
+        self.violations: dict[int, str] = {}  # index of a reducer -> what it answered
+        self.bounds, self.own_index = Bounds(), -1
+        super().__init__(*args, **kwargs)
+
+    def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
+        """Accept the difference between the average of a part and our own values of it.
+
+        :raises AllreduceException: if the average is more than honest senders can have made
+        """
+        if peer_index != self.own_index:
+            own_part, info = self._input_parts_by_peer[peer_index][part_index]
+            if part.shape != own_part.shape:
+                violation = f"a part of shape {tuple(part.shape)} instead of {tuple(own_part.shape)}"
+            else:
+                violation = self.bounds.find_violation(info, own_part + part, own_part, weight=1.0)
+            if violation is not None:
+                self.violations[peer_index] = violation
+                raise AllreduceException(f"reducer {peer_index} answered {violation}")
+        super().register_processed_part(peer_index, part_index, part)
+
+
+allreduce.TensorPartContainer = SafeTensorPartContainer
+
+
 class _ClosingStub:
     """A peer's averager, whose answers to `rpc_aggregate_part` end with the last one that a round expects."""
 
@@ -118,14 +153,16 @@ class _ClosingStub:
     async def _receive(
         self, stream: AsyncIterator[averaging_pb2.AveragingData]
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        num_received = 0
+        num_received, specs = 0, self.runner.part_specs(self.peer)
         async with aclosing(stream):
             async for message in stream:
                 if message.code == averaging_pb2.BAD_GROUP_ID:
                     await self.runner.forget_absent(self.peer)
+                elif message.code == averaging_pb2.AVERAGED_PART:
+                    check_tensor(message.tensor_part, specs[num_received])
                 yield message
                 num_received += 1
-                if num_received == self.runner.count_parts(self.peer):
+                if num_received == len(specs):
                     return
 
 
@@ -146,6 +183,8 @@ class SafeAllReduceRunner(allreduce.AllReduceRunner):
         own_index = self.sender_peer_ids.index(self.peer_id) if self.peer_id in self.sender_peer_ids else -1
         infos = self._part_infos(self.ordered_peer_ids.index(self.peer_id))
         self.tensor_part_reducer.check_parts(infos, self.parts_for_local_averaging, bounds, own_index)
+        self.tensor_part_container.bounds = bounds
+        self.tensor_part_container.own_index = self.ordered_peer_ids.index(self.peer_id)
 
     def _part_infos(self, peer_index: int) -> list[CompressionInfo]:
         return [info for _, info in self.tensor_part_container._input_parts_by_peer[peer_index]]
@@ -153,9 +192,10 @@ class SafeAllReduceRunner(allreduce.AllReduceRunner):
     def _weight_of(self, info: CompressionInfo) -> float:
         return self.weight if info.role == TensorRole.GRADIENT else self.parameter_weight
 
-    def count_parts(self, peer: PeerID) -> int:
-        """The number of parts that a peer reduces."""
-        return self.tensor_part_container.num_parts_by_peer[self.ordered_peer_ids.index(peer)]
+    def part_specs(self, peer: PeerID) -> list[TensorSpec]:
+        """The parts that a peer reduces: what it is sent, and what it answers."""
+        parts = self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(peer)]
+        return [TensorSpec(tuple(part.shape)) for part, _ in parts]
 
     @property
     def received_fraction(self) -> float:
@@ -168,18 +208,43 @@ class SafeAllReduceRunner(allreduce.AllReduceRunner):
         return {self.sender_peer_ids[index]: weight for index, weight in self.tensor_part_reducer.weights.items()}
 
     def violations(self) -> dict[PeerID, str]:
-        """The senders that were banned for what they sent, and what it was."""
-        found = self.tensor_part_reducer.violations
-        return {self.sender_peer_ids[index]: violation for index, violation in found.items()}
+        """The members that were banned for what they sent or answered, and what it was."""
+        sent = {self.sender_peer_ids[i]: text for i, text in self.tensor_part_reducer.violations.items()}
+        answered = {self.ordered_peer_ids[i]: text for i, text in self.tensor_part_container.violations.items()}
+        return sent | answered
 
     async def forget_absent(self, peer: PeerID) -> None:
         """Do not wait for a peer's first part: the round has ended there, or the peer was called off."""
         waits_for_it = peer in self.sender_peer_ids and peer not in self.active_senders | self.banned_senders
-        if waits_for_it and self.count_parts(self.peer_id) > 0:
+        if waits_for_it and self.part_specs(self.peer_id):
             await self._ban_sender(peer)
 
     def _get_peer_stub(self, peer: PeerID) -> _ClosingStub:
         return _ClosingStub(super()._get_peer_stub(peer), peer, self)
+
+    async def _accumulate_parts_streaming(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        checked = self._check_parts(stream, sender_index)
+        async for message in super()._accumulate_parts_streaming(checked, sender_index):
+            yield message
+
+    async def _check_parts(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Pass on what a sender sends; raise ValueError before anything is deserialized that is no part of ours."""
+        specs = [TensorSpec(tuple(part.shape)) for part in self.parts_for_local_averaging]
+        index = 0
+        async for message in stream:
+            try:
+                if index == len(specs):
+                    raise ValueError("more parts than there are")
+                check_tensor(message.tensor_part, specs[index])
+            except ValueError as error:
+                self.tensor_part_reducer.violations[sender_index] = str(error)
+                raise
+            yield message
+            index += 1
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         if peer_id != self.peer_id:

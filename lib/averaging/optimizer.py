@@ -33,6 +33,9 @@ NORM_TOLERANCE = 1.1
 # How far a round may move parameters that lack no update, relative to their norm. Honest peers differ by rounding and,
 # after a step that one took alone, by an update: at most some percent.
 MAX_PARAMETER_CHANGE = 0.2
+# Rounds that a peer's parameters count for nothing after it has missed an update: its optimizer statistics lack that
+# gradient, so its own updates differ from the others' until the gradient would have faded (beta1 = 0.9).
+CONVALESCENCE_ROUNDS = 10
 MAX_MISSED_UPDATES = 64  # steps that the others can have made during a download
 MAX_FAILED_LOADS = 3  # until those that claim a step that nobody has a state of are ignored for a while
 
@@ -69,6 +72,7 @@ class Optimizer(hivemind.Optimizer):
         self.last_completed_step = 0  # the newest global step that this peer took part in, and
         self.last_contribution = 0  # the samples that it gave, until they are reported
         self.missed_updates = 0  # updates that the others' parameters have and ours lack
+        self._convalescence = 0  # rounds until our parameters count again
         self.last_step: int | None = None  # take no step beyond this one
         self.round_log: RoundLog | None = None
         self._failed_loads = 0
@@ -113,6 +117,7 @@ class Optimizer(hivemind.Optimizer):
             client_mode=self.dht.client_mode,
             allow_state_sharing=False,  # until there is a trained state to share, see share_state
             start=True,
+            credible_epoch=self.tracker.credible_epoch,
             **self._state_opts,
             **kwargs,
         )
@@ -285,9 +290,9 @@ class Optimizer(hivemind.Optimizer):
         Parameters that lack an update count for nothing: each newcomer would take half an update back from everybody.
         Gradients count if they are at most one update older than delayed ones always are.
         """
-        if self.missed_updates == 0:
-            return float(samples), float(samples)
-        return float(samples) if self.missed_updates == 1 else MIN_WEIGHT, MIN_WEIGHT
+        gradient_weight = float(samples) if self.missed_updates <= 1 else MIN_WEIGHT
+        counts = self.missed_updates == 0 and self._convalescence == 0
+        return gradient_weight, float(samples) if counts else MIN_WEIGHT
 
     def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
         """Bring the training state to a step.
@@ -296,6 +301,7 @@ class Optimizer(hivemind.Optimizer):
         """
         if outcome == Outcome.MISSED:
             self.missed_updates += 1
+            self._convalescence = CONVALESCENCE_ROUNDS
             self.state_averager.local_epoch = step
             if self.missed_updates > 1:
                 return self.grad_averager.local_samples_accumulated
@@ -311,6 +317,7 @@ class Optimizer(hivemind.Optimizer):
             for averaged, own in zip(self.grad_averager.averaged_gradients, self.grad_averager.gradients, strict=True):
                 averaged.copy_(own)
             if outcome == Outcome.FAILED:
+                self._convalescence = CONVALESCENCE_ROUNDS
                 logger.warning(f"Took step #{step} with local gradients only: no group with the other peers was found")
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
@@ -340,6 +347,7 @@ class Optimizer(hivemind.Optimizer):
             )
             return None
         if result.received == 1:
+            self._convalescence = max(0, self._convalescence - (self.missed_updates == 0))
             self.missed_updates = 0
         return averaged
 
@@ -387,6 +395,7 @@ class Optimizer(hivemind.Optimizer):
                 epoch = max(self.local_epoch, self.tracker.agreed_epoch)
                 is_plausible = epoch <= self.local_epoch + MAX_MISSED_UPDATES
                 self.missed_updates = epoch - self.local_epoch if is_plausible else 0
+                self._convalescence = CONVALESCENCE_ROUNDS if self.missed_updates else 0
                 self.state_averager.local_epoch += self.missed_updates
                 self.forget_progress()
                 self.share_state()
@@ -409,7 +418,7 @@ class Optimizer(hivemind.Optimizer):
         """
         with self._step_lock, self._update_lock:
             self.state_averager.restore(metadata, tensors)
-            self._has_update, self.missed_updates = False, 0
+            self._has_update, self.missed_updates, self._convalescence = False, 0, 0
             self.forget_progress()
 
     def _is_offered(self, epoch: int) -> bool:

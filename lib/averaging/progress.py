@@ -138,6 +138,7 @@ class ProgressTracker(threading.Thread):
         self._next_report = self._next_fetch = 0.0  # time.monotonic
         self._last_report = -math.inf
         self._num_fetches = 0
+        self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
         self._is_reporting = auxiliary  # a trainer says nothing before it has computed something
         self.local_progress = self._make_progress(0, 0, 0, 0)
@@ -399,6 +400,8 @@ class ProgressTracker(threading.Thread):
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:
             self._others = {s: p for s, p in others.items() if p.peer_id != self.local_progress.peer_id}
+            seen = {p.peer_id: self._first_seen.get(p.peer_id, time.monotonic()) for p in self._others.values()}
+            self._first_seen = seen
             self._num_fetches += 1
             self._next_fetch = time.monotonic() + self._refresh_period()
 
@@ -423,6 +426,8 @@ class ProgressTracker(threading.Thread):
             progress.num_peers + self.expected_drift_peers, progress.num_peers * (1 + self.expected_drift_rate)
         )
         period = eta * progress.num_peers / expected_peers
+        # The first rates of a peer say little: look after 0.5, 1, 2, 4 ... seconds.
+        period = min(period, time.monotonic() - max(self._first_seen.values(), default=-math.inf))
         return min(max(period, self.min_refresh_period), self.max_refresh_period)
 
     def shutdown(self, timeout: float | None = None) -> None:

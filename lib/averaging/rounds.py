@@ -333,15 +333,9 @@ class RoundAverager(SafeAverager):
         return bandwidths, modes
 
     async def _write_averages(self, runner: SafeAllReduceRunner, num_tensors: int) -> None:
-        num_refused = 0
         inputs, outputs = self._averaged_tensors[:num_tensors], self._outputs[:num_tensors]
         async for tensor, output, update in azip(as_aiter(*inputs), as_aiter(*outputs), runner):
-            if not update.sum().isfinite():
-                num_refused += 1
-                update = torch.nan_to_num(update, nan=0.0, posinf=0.0, neginf=0.0)
             torch.add(tensor, update, out=output)
-        if num_refused:
-            logger.warning(f"The average of {num_refused} tensors is not finite: kept our own values there")
 
     def _ban_violators(self, runner: SafeAllReduceRunner) -> None:
         for peer_id, violation in runner.violations().items():
@@ -421,7 +415,7 @@ class RoundAverager(SafeAverager):
 @torch.no_grad()
 def clip_norm(tensors: Sequence[torch.Tensor], max_norm: float) -> float:
     """Scale tensors in place so that their common norm is at most `max_norm` (0: no bound); return the norm before."""
-    norm = float(torch.nn.utils.get_total_norm(tensors))
+    norm = math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
     if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
         for tensor in tensors:
             tensor.mul_(max_norm / (norm + 1e-6))
