@@ -268,6 +268,7 @@ class Optimizer(hivemind.Optimizer):
             self._is_broken = self._has_update = True  # the main thread finds them in the model, and recovers
             return
         samples = self.grad_averager.load_contribution()
+        logger.info(f"Beginning optimizer step #{step}")
         self.tracker.begin_step(step, samples)
         loaded = time.monotonic()
         gradient_weight, parameter_weight = self._weights(samples)
@@ -304,7 +305,9 @@ class Optimizer(hivemind.Optimizer):
             self._convalescence = CONVALESCENCE_ROUNDS
             self.state_averager.local_epoch = step
             if self.missed_updates > 1:
+                logger.warning(f"Missed the round of step #{step}, too: dropped {samples} samples, which are too old")
                 return self.grad_averager.local_samples_accumulated
+            logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
             return self.grad_averager.take_back_contribution(samples)
         parameters = None
         if outcome == Outcome.AVERAGED:
@@ -318,7 +321,9 @@ class Optimizer(hivemind.Optimizer):
                 averaged.copy_(own)
             if outcome == Outcome.FAILED:
                 self._convalescence = CONVALESCENCE_ROUNDS
-                logger.warning(f"Took step #{step} with local gradients only: no group with the other peers was found")
+                logger.warning(f"No group for step #{step} in time: proceeding with local gradients")
+            else:
+                logger.info(f"Nobody else is at step #{step}: proceeding with local gradients")
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True
