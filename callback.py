@@ -222,6 +222,7 @@ class CollaborativeCallback(TrainerCallback):
         self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
         if self.should_stop():
             self.optimizer.say_goodbye()
+            self.optimizer.stop_averaging()  # a round may outlast the grace period
             return False
         return self.args.max_global_steps is None or step < self.args.max_global_steps
 

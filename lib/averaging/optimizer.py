@@ -244,6 +244,7 @@ class Optimizer(hivemind.Optimizer):
                     self._advance()
             except Exception as error:
                 logger.warning(f"Step #{self.local_epoch + 1} failed ({error!r}); trying again", exc_info=True)
+                self.tracker.complete_step(self.local_epoch, self.grad_averager.local_samples_accumulated)
                 self._stopped.wait(1.0)
             finally:
                 self._in_step = self._in_round = False
