@@ -17,6 +17,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 from lib.averaging.rounds import PROTOCOL
+from processes import guard_children
 
 # Whatever it claims is far from where the runs of the tests are, so that they can tell it from what trainers report.
 GOOD = {"step": 30_000, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
@@ -117,4 +118,5 @@ def main(run_id: str, address: str, num_fakes: int) -> None:
 
 
 if __name__ == "__main__":
+    guard_children()  # or its DHT process would outlive it
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 0)
