@@ -115,32 +115,6 @@ def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -
     return None
 
 
-class CheckpointDonor(TrainingStateAverager):
-    """Downloads states as its base class does, and offers another one: a checkpoint that is on disk.
-
-    What is downloaded is written into the tensors of the base class. A peer that downloaded those at the same time
-    would get a mixture of two steps; the tensors of a checkpoint are never written to again.
-    """
-
-    checkpoint: TrainingState | None = None
-
-    def offer(self, state: TrainingState) -> None:
-        """Offer a checkpoint to peers that join, instead of the one before."""
-        self.checkpoint = state
-        # Priorities are steps. Of two donors with the same step, peers ask the trainer first: it has the faster line.
-        self.state_sharing_priority = state.step - 0.5
-        self.allow_state_sharing = True
-
-    def get_current_state(self) -> tuple[dict, list[torch.Tensor], None]:
-        """What a peer gets that asks for our state: metadata and tensors."""
-        return self.checkpoint.metadata, self.checkpoint.tensors, None
-
-    @classmethod
-    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        """Trainers address a donor by the name of its class, which is that of the base class to them."""
-        return TrainingStateAverager._get_handle_name(namespace, method_name)
-
-
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
     for path in list_checkpoints(folder)[keep:]:
         # Renamed first: a folder that is half removed must not look like a checkpoint.

@@ -75,10 +75,9 @@ def running_observer(
     run_id: str,
     hyperparameters: HyperparameterArguments,
     load_state_timeout: float,
-    averager_class: type[TrainingStateAverager] = TrainingStateAverager,
 ) -> Iterator[TrainingStateAverager]:
     """What downloads the trainers' state into `model` for a peer that does not train. Call it in the main thread."""
-    averager = build_state_averager(model, peer, run_id, hyperparameters, load_state_timeout, averager_class)
+    averager = build_state_averager(model, peer, run_id, hyperparameters, load_state_timeout)
     try:
         with watched({"averager": averager}, seconds=12.0, exit_code=0):
             yield averager

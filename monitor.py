@@ -13,9 +13,10 @@ import checkpoints
 import utils
 from arguments import HyperparameterArguments, TrainingMonitorArguments
 from backoff import Backoff
-from checkpoints import CheckpointDonor, TrainingState
+from checkpoints import TrainingState
 from collaboration import running_observer
 from contributors import Contributors, format_leaderboard, make_curves
+from lib.averaging.state import TrainingStateAverager
 from metrics import MAX_JUMP, MetricsAggregator, StepReport, parse_usernames
 from reporting import Reporter, describe_evaluation, evaluation_values
 from upload import HubUploader
@@ -41,7 +42,7 @@ class CheckpointKeeper:
 
     def __init__(
         self,
-        averager: CheckpointDonor,
+        averager: TrainingStateAverager,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         run_id: str,
@@ -61,12 +62,14 @@ class CheckpointKeeper:
         """Offer the newest checkpoint that can be read."""
         state = checkpoints.restore_newest(self.folder, self.run_id, self.averager)
         if state is not None:
-            self._offer(state)
+            self._offer(state.step)
             logger.info(f"Offering the checkpoint of step #{state.step} to trainers that join")
 
-    def _offer(self, state: TrainingState) -> None:
-        self.saved_step = state.step
-        self.averager.offer(state)
+    def _offer(self, step: int) -> None:
+        """Offer the state that was saved, which the averager has."""
+        self.saved_step = step
+        # Priorities are steps. Of two donors with the same step, peers ask the trainer first: it has the faster line.
+        self.averager.offer(priority=step - 0.5)
 
     def _credible_epoch(self) -> int | None:
         return self._reported_step if self._reported_step >= 0 else None
@@ -97,7 +100,7 @@ class CheckpointKeeper:
             state = TrainingState(self.run_id, *self.averager.snapshot())
             info = {"time": time.time(), "donor": donor}
             path = checkpoints.save_checkpoint(self.folder, self.model, self.tokenizer, state, info)
-            self._offer(state)
+            self._offer(state.step)
             logger.info(f"Saved {path}")
             checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)
             self._backoff.reset()
@@ -120,7 +123,7 @@ def running_keeper(
     load_state_timeout: float,
 ) -> Iterator[CheckpointKeeper]:
     """A keeper that offers the newest checkpoint in its folder, if there is one. Call it in the main thread."""
-    with running_observer(model, peer, run_id, hyperparameters, load_state_timeout, CheckpointDonor) as averager:
+    with running_observer(model, peer, run_id, hyperparameters, load_state_timeout) as averager:
         keeper = CheckpointKeeper(averager, model, tokenizer, run_id, args)
         with contextlib.closing(keeper):
             keeper.restore()

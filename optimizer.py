@@ -252,18 +252,13 @@ def _tracker_options(args: ProgressTrackerArguments) -> dict[str, float]:
 
 
 def build_state_averager(
-    model: torch.nn.Module,
-    peer: Peer,
-    run_id: str,
-    training_args: HyperparameterArguments,
-    download_timeout: float,
-    averager_class: type[TrainingStateAverager] = TrainingStateAverager,
+    model: torch.nn.Module, peer: Peer, run_id: str, training_args: HyperparameterArguments, download_timeout: float
 ) -> TrainingStateAverager:
     """What a peer needs that watches but does not train: it downloads the state that trainers offer.
 
     It never joins a group, since nobody calls its `step`, and offers nothing until `allow_state_sharing` is set.
     """
-    return averager_class(
+    return TrainingStateAverager(
         dht=peer.dht,
         prefix=f"{run_id}_state_averager",
         params=make_param_groups(model, training_args.weight_decay),

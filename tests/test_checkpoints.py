@@ -165,8 +165,8 @@ class FakeAverager:
         state = make_state(self.step)
         return state.metadata, state.tensors
 
-    def offer(self, state: TrainingState) -> None:
-        self.offered_step = state.step
+    def offer(self, priority: float) -> None:
+        self.offered_step = priority + 0.5
 
 
 def make_keeper(folder: Path, averager: FakeAverager, **options) -> CheckpointKeeper:

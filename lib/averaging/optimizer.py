@@ -452,8 +452,7 @@ class Optimizer(hivemind.Optimizer):
         """Offer our state to peers that join. Call it once it has been trained or downloaded."""
         averager = self.state_averager
         if not (averager.client_mode or self.missed_updates):
-            averager.state_sharing_priority = averager.applied_epoch
-            averager.allow_state_sharing = True
+            averager.offer(priority=averager.applied_epoch)
 
     # Bans
 

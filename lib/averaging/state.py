@@ -159,6 +159,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     # Offering the state
 
+    def offer(self, priority: float) -> None:
+        """Offer the state to peers that join, from now on. They ask the donor of the highest priority first."""
+        self.state_sharing_priority = priority
+        self.allow_state_sharing = True
+
     def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
         """Return a copy of the state as it is sent to peers: metadata and tensors. It is shared: do not write into it.
 
