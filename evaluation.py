@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import datasets
 import torch
 from hivemind.utils import get_dht_time, get_logger
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -88,17 +88,33 @@ class Evaluator:
         but for their weighting of micro-batches.
         """
         model = copy.deepcopy(model).to(self.device).eval()
-        loader = DataLoader(self.dataset, self.args.per_device_eval_batch_size, collate_fn=self.collator)
+        indices = range(len(self.dataset))
+        loader = DataLoader(indices, self.args.per_device_eval_batch_size, collate_fn=self._make_batch)
         tallies = Tallies()
         bar = tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=self.args.disable_tqdm or None)
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # of the masks
             for batch in bar:
                 if self.should_stop():
                     return None
                 batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
                 _add(tallies, model(**batch), batch, objective)
         return _summarize(tallies, objective, step, samples=len(self.dataset))
+
+    def _make_batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        """Collate samples. Which tokens of a sample are masked depends on its index only, not on its batch."""
+        samples = []
+        for index in indices:
+            torch.manual_seed(index)
+            samples.append(self.collator([self.dataset[index]]))
+        length = max(sample["input_ids"].shape[1] for sample in samples)
+        padding = {"input_ids": self.collator.tokenizer.pad_token_id, "labels": -100}
+        return {name: torch.cat([_pad(sample[name], length, padding.get(name, 0)) for sample in samples])
+                for name in samples[0]}  # fmt: skip
+
+
+def _pad(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    """Pad [1, tokens] on the right; what is one value a sample stays as it is."""
+    return values if values.ndim == 1 else pad(values, (0, length - values.shape[1]), value=value)
 
 
 def _add(tallies: Tallies, outputs, batch: dict[str, torch.Tensor], objective: str) -> None:
