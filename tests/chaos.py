@@ -52,6 +52,7 @@ class Run:
     events: dict[str, int] = field(default_factory=dict)
     monitor: Script | None = None
     trainers: dict[str, Script] = field(default_factory=dict)
+    exit_codes: list[int] = field(default_factory=list)  # of trainers that were asked to end
     difference: float = math.inf  # between the parameters of trainers after the same step, the last time it was seen
 
     def start(self, hostile: bool) -> None:
@@ -126,7 +127,9 @@ class Run:
             trainer.process.send_signal(signal.SIGCONT)
             return
         trainer.process.send_signal(signal.SIGKILL if event == "kill a trainer" else signal.SIGTERM)
-        trainer.wait(30)
+        code = trainer.wait(30)
+        if event == "end a trainer":
+            self.exit_codes.append(code)
         trainer.assert_nothing_left()
         self.start_trainer(name)
 
@@ -173,13 +176,15 @@ class Run:
                 script.kill_all()
 
     def finish(self) -> list[int]:
-        """Stop the trainers, all at once so that nobody goes on alone, and the monitor; return all exit codes."""
+        """Stop the trainers, all at once so that nobody goes on alone, and the monitor.
+
+        :returns: their exit codes, and those of the trainers that were asked to end before
+        """
         for trainer in self.trainers.values():
             trainer.family()
             trainer.process.send_signal(signal.SIGTERM)
         codes = [trainer.wait(30) for trainer in self.trainers.values()]
-        codes.append(self.monitor.stop())
-        return codes
+        return [*self.exit_codes, *codes, self.monitor.stop()]
 
     def left_running(self) -> list[psutil.Process]:
         """What has not ended within 15 seconds."""
@@ -222,7 +227,8 @@ def check(run: Run, codes: list[int]) -> list[str]:
         problems.append(f"the parameters differ by {run.difference:.1%}")
     if left := run.left_running():
         problems.append(f"left running: {left}")
-    traces = [script.log.name for script in (run.monitor, *run.trainers.values()) if "Traceback" in script.output]
+    logs = [script.log for script in (run.monitor, *run.trainers.values())]  # of all that had the name
+    traces = [log.name for log in logs if "Traceback" in log.read_text(errors="replace")]
     if traces:
         problems.append(f"tracebacks in {traces}")
     print(f"  steps {len(steps)}, slowest {slowest:.1f} s, parameters differ by {run.difference:.1%}")

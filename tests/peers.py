@@ -254,17 +254,20 @@ class Scripts:
         self.running.append(script)
         return script
 
-    def monitor(self, *args: object, name: str = "monitor", env: dict[str, str] | None = None) -> Script:
+    def monitor(self, *args: object, name: str = "monitor", wrappers: Sequence[str] = ()) -> Script:
+        """:param wrappers: scripts that run this one, such as tests/pausing.py"""
         return self.start(
-            "run_training_monitor.py", "--tokenizer_path", self.data / "tokenizer", "--model_name_or_path",
+            *wrappers, "run_training_monitor.py", "--tokenizer_path", self.data / "tokenizer", "--model_name_or_path",
             self.data / "config.json", "--host_maddrs", reserve_maddr(), "--refresh_period", 0.5, "--output_dir",
-            self.folder / name, *args, log=name, env=env,
+            self.folder / name, *args, log=name,
         )  # fmt: skip
 
-    def trainer(self, name: str, *args: object, name_of_script: str = "run_trainer.py", pace: float = PACE) -> Script:
+    def trainer(
+        self, name: str, *args: object, name_of_script: str = "run_trainer.py", pace: float = PACE, wrappers=()
+    ) -> Script:
         """No data loader processes; steps of 64 samples, a second of one trainer, unless told otherwise."""
         return self.start(
-            "tests/paced.py", name_of_script,
+            *wrappers, "tests/paced.py", name_of_script,
             "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
             self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", BATCH_SIZE,

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForPreTraining
 
 from checkpoints import list_checkpoints
+from tests.pausing import IN_THE_MIDDLE
 from tests.peers import LONG_STEPS, read_jsonl, steps_of, wait_until
 from trainer import find_checkpoint
 
@@ -70,14 +71,19 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_in_the_middle_of_saving(scripts, number):
     """Trainer and monitor, each while a checkpoint is half written: what is there then is complete."""
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 1)
-    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, "--save_steps", 1)
+    pausing = ("tests/pausing.py",)
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 1, wrappers=pausing)
+    # Ten seconds of the trainer, in which there is a state that the monitor saves
+    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, "--save_steps", 40, wrappers=pausing)
     for script in (monitor, trainer):
+        script.wait_for(IN_THE_MIDDLE)
         folder = scripts.folder / script.log.stem
-        wait_until(lambda folder=folder: list(folder.glob(".checkpoint-*.new")), 120, "half a checkpoint")
+        assert list(folder.glob(".checkpoint-*.new")) and not list_checkpoints(folder)
         assert script.stop(number, timeout=15) == 0, script.output
         script.assert_nothing_left()
         assert "Traceback" not in script.output
+        assert not list(folder.glob(".checkpoint-*.new"))
+        assert list_checkpoints(folder)
         for path in list_checkpoints(folder):
             assert AutoModelForPreTraining.from_pretrained(path).config.vocab_size == 500
     assert find_checkpoint(str(scripts.folder / "trainer")) == str(list_checkpoints(scripts.folder / "trainer")[0])

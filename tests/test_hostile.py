@@ -29,7 +29,12 @@ def test_peer_that_sends_nan_hurts_nobody_else(scripts):
         weights = load_file(list_checkpoints(trainer.log.with_suffix(""))[0] / "model.safetensors")
         assert all(torch.isfinite(tensor).all() for tensor in weights.values())
         assert re.search(r"Averaged gradients with [23] peers", trainer.output)
-    assert any("sent values that are not finite: not averaging with it" in trainer.output for trainer in honest)
+    noticed = [
+        trainer.output.partition("sent values that are not finite: not averaging with it")[2] for trainer in honest
+    ]
+    assert any(noticed)
+    # The round in which it was noticed may end later: the others are of the two honest ones.
+    assert any("2" in re.findall(r"Averaged gradients with (\d+) peers", rest)[1:] for rest in noticed)
     wait_until(lambda: metrics(scripts.folder / "monitor")[-1]["step"] >= 5, 120, "the monitor's report of step 5")
     losses = {record["step"]: record["loss"] for record in metrics(scripts.folder / "monitor")}
     assert losses[5] < losses[1] - 0.05
@@ -58,7 +63,7 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert all(5 < record["loss"] < 8 for record in records)
     assert list_checkpoints(scripts.folder / "monitor")[0].name == "checkpoint-6"
-    assert monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
+    assert 1 <= monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
 
 
 @pytest.mark.parametrize("attack", ["values that cannot be read", "a record without a subkey"])

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -471,18 +472,21 @@ def test_errors_are_one_line(tmp_path, content, flags, message):
     assert [name for name in contents(tmp_path) if name != "text.txt"] == []
 
 
-def test_no_permission_is_one_line(tmp_path):
-    (tmp_path / "locked").mkdir(mode=0o555)
-    is_root = os.geteuid() == 0
-    if is_root:  # whom permissions do not stop
-        tmp_path.chmod(0o755)
-        os.seteuid(65534)
-    try:
-        with pytest.raises(OSError) as error, new_folder(tmp_path / "locked" / "data", "--output_path"):
-            pass
-    finally:
-        if is_root:
-            os.seteuid(0)
+def test_no_permission_is_one_line():
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is in one that only root may enter
+        Path(folder).chmod(0o755)
+        locked = Path(folder, "locked")
+        locked.mkdir(mode=0o555)
+        is_root = os.geteuid() == 0
+        if is_root:  # whom permissions do not stop
+            os.seteuid(65534)
+        try:
+            with pytest.raises(OSError) as error, new_folder(locked / "data", "--output_path"):
+                pass
+        finally:
+            if is_root:
+                os.seteuid(0)
+    assert Path(error.value.filename).parent == locked.resolve() and error.value.filename.endswith(".new")
     assert "no permission: choose a path that you may write to" in describe(error.value)
 
 

@@ -377,11 +377,13 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
 
 
 def test_killed_monitor_takes_its_upload_along(hub, scripts, data, tmp_path):
-    save_real_checkpoint(tmp_path / "monitor", data)
     monitor = scripts.monitor("--run_id", "up", "--repo_id", "me/model")
-    monitor.wait_for("visible multiaddresses")
+    monitor.wait_for("visible multiaddresses")  # it has asked the Hub by then
     hub.silent.set()
-    wait_until(lambda: any("hub.py" in " ".join(p.cmdline()) for p in monitor.family()) or hub.files, 120, "an upload")
+    hub.requests.clear()
+    save_real_checkpoint(tmp_path / "monitor", data)
+    wait_until(lambda: hub.requests, 120, "an upload")
+    assert any("hub.py" in " ".join(process.cmdline()) for process in monitor.family()) and not hub.files
     monitor.process.kill()
     monitor.assert_nothing_left()
 
