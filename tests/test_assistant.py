@@ -4,9 +4,8 @@ import pytest
 
 from tests.peers import LOCAL, LONG_STEPS, join_together, steps_of
 
-# A client asks for one of two groups, the public trainer's or the assistant's; that these become one takes its time.
-STEPS = steps_of(seconds=10, num_trainers=3)
-TOGETHER = ("--target_group_size", 4, "--matchmaking_time", 10, "--averaging_timeout", 60)
+STEPS = steps_of(seconds=5, num_trainers=3)
+TOGETHER = ("--target_group_size", 4, "--averaging_timeout", 60)
 
 
 def test_assistant_averages_with_a_public_trainer_and_two_clients(scripts):
@@ -21,8 +20,9 @@ def test_assistant_averages_with_a_public_trainer_and_two_clients(scripts):
         scripts.trainer("client-2", *common, "--client_mode"),
     ]
     join_together(*trainers)
-    for script in (*trainers, monitor):
-        script.wait_for("Averaged gradients with 4 peers", 300)
+    for trainer in trainers:
+        trainer.wait_for("Averaged gradients with 4 peers", 120)
+    monitor.wait_for("Assisted 3 peers in averaging step", 120)
     monitor.wait_for(r"Step #\d+\t.*\talive peers = 3\t")  # it does not count as a trainer
     for script in (*trainers, monitor):
         assert script.stop() == 0, script.output

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoints import list_checkpoints, load_training_state
-from tests.peers import LONG_STEPS, join_together
+from tests.peers import LONG_STEPS, join_together, read_jsonl
 
 # Without compression, so that the parameters can be compared to the last digits.
 COMMON = (*LONG_STEPS, "--averaging_compression", "none", "--backup_every_steps", 1, "--max_global_steps", 5,
@@ -33,14 +33,9 @@ def watch_backups(trainers, run_id: str, seconds: float) -> dict[str, dict[int, 
 
 
 def averaged_together(trainer) -> set[int]:
-    """The global steps of which a trainer has averaged the gradients with the other."""
-    step, steps = 0, set()
-    for match in re.finditer(r"Transitioning to epoch (\d+)|Averaged gradients with 2 peers", trainer.output):
-        if match[1]:
-            step = int(match[1])
-        else:
-            steps.add(step)
-    return steps
+    """The global steps that a trainer has averaged with the other."""
+    rounds = read_jsonl(trainer.log.with_suffix("") / "rounds.jsonl")
+    return {entry["step"] for entry in rounds if entry["outcome"] == "averaged" and len(entry["group"]) == 2}
 
 
 def test_custom_loop_and_trainer_have_the_same_parameters_after_each_step(scripts):
