@@ -308,7 +308,7 @@ def local_peer(
 
 @contextlib.contextmanager
 def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> Iterator:
-    """hivemind's optimizer as trainers build it, without delays so that a step is done when `step` returns."""
+    """The optimizer as trainers build it, without delays: the global step is done when `step` returns."""
     from optimizer import build_optimizer
 
     hyperparameters = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0}
@@ -330,7 +330,7 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
         training_args.max_grad_norm,
         training_args,
         collaboration_args,
-        AveragerArguments(target_group_size=2),
+        AveragerArguments(),
         ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2),
     )
     try:

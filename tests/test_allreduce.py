@@ -1,14 +1,23 @@
-"""What a reducer accepts from the senders of a round."""
+"""What a reducer accepts from the senders of a round, and what they accept from it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
-from hivemind.averaging.partition import BannedException
-from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.averaging.partition import AllreduceException, BannedException
+from hivemind.compression import CompressionInfo, TensorRole, deserialize_torch_tensor
 
-from lib.averaging.allreduce import MAX_RMS, MIN_WEIGHT, Bounds, SafeTensorPartReducer
+from lib.averaging.allreduce import (
+    AVERAGE_TOLERANCE,
+    MAX_RMS,
+    MIN_WEIGHT,
+    Bounds,
+    SafeTensorPartContainer,
+    SafeTensorPartReducer,
+)
 from lib.averaging.rounds import clip_norm
+from optimizer import COMPRESSIONS
 
 OWN = torch.full((100,), 0.1)  # norm 1
 BOUNDS = Bounds(weight=256.0, gradient_norm=1.0, parameter_step=0.01)
@@ -119,6 +128,64 @@ def test_part_of_another_shape_is_refused():
         reducer = make_reducer([TensorRole.GRADIENT], 2)
         with pytest.raises(BannedException, match="shape"):
             await reducer.accumulate_part(1, 0, torch.zeros(99), 1.0)
+
+    asyncio.run(scenario())
+
+
+def make_container(tensor: torch.Tensor = OWN) -> SafeTensorPartContainer:
+    """That of peer 1, which reduces the second of two gradients."""
+    infos = [CompressionInfo.from_tensor(tensor, key=key, role=TensorRole.GRADIENT) for key in range(2)]
+    container = SafeTensorPartContainer([tensor, tensor], [0.5, 0.5], tensor_infos=infos)
+    container.bounds, container.own_index = replace(BOUNDS, gradient_norm=AVERAGE_TOLERANCE), 1
+    return container
+
+
+NOT_FINITE = torch.full((100,), float("nan"))
+
+
+@pytest.mark.parametrize(
+    "difference", [NOT_FINITE, 1e20 * OWN, 6 * OWN, torch.zeros(99)], ids=["nan", "1e20", "norm 6", "shape"]
+)
+def test_average_that_violates_the_bounds_is_refused_and_its_reducer_has_failed(difference):
+    async def scenario():
+        container = make_container()
+        container.register_processed_part(1, 0, NOT_FINITE)  # our own: others check it
+        with pytest.raises(AllreduceException):
+            container.register_processed_part(0, 0, difference)
+        container.register_failed_reducer(0)
+        assert list(container.violations) == [0] and container.failed_size == 100
+        averages = [average async for average in container.iterate_output_tensors()]
+        assert not averages[0].any(), "our own values stay"
+
+    asyncio.run(scenario())
+
+
+def test_reducer_may_fail_whatever_our_own_values_are():
+    async def scenario():
+        container = make_container(1e20 * OWN)
+        container.register_failed_reducer(0)
+        assert container.failed_size == 100 and not container.violations
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_average_of_honest_parts_is_taken_whatever_the_compression(name):
+    """One element is most of the part, which 8 bits distort most."""
+
+    async def scenario():
+        compression = COMPRESSIONS[name]()
+        own = torch.cat([torch.full((1,), 1000.0), torch.randn(1000, generator=torch.Generator().manual_seed(0))])
+        own /= own.norm()
+
+        def transmit(tensor: torch.Tensor) -> torch.Tensor:
+            info = CompressionInfo.from_tensor(tensor, key=0, role=TensorRole.GRADIENT)
+            return deserialize_torch_tensor(compression.compress(tensor, info))
+
+        container = make_container(own)
+        sent = transmit(own)
+        container.register_processed_part(0, 0, transmit((own + sent) / 2 - sent))
+        assert container.violations == {}
 
     asyncio.run(scenario())
 

@@ -18,7 +18,7 @@ import torch
 from arguments import BaseTrainingArguments
 from errors import UserError
 from tests.peers import ROOT, Scripts, local_peer, wait_until
-from tests.test_averaging import Pair, largest_difference
+from tests.swarm import Network, Swarm
 from tests.tunnels import FakeNgrok, Forwarder
 from tunnel import (
     NGROK_INSTALL,
@@ -70,13 +70,19 @@ def tunnelled_peer(folder: Path, **options) -> Iterator:
             peer.dht.shutdown()
 
 
-def average(stack: contextlib.ExitStack, folder: Path, first, endpoint_maddr: str) -> Pair:
-    """A second peer that only knows the tunnel joins the first through it; they take a step together."""
-    pair = Pair(stack, folder, first, f"{endpoint_maddr}/p2p/{first.dht.peer_id}", averaging_compression="none")
-    pair.global_step()
-    assert [optimizer.last_group_size for optimizer in pair.optimizers] == [2, 2]
-    assert largest_difference(*pair.models) < 1e-6
-    return pair
+def average(stack: contextlib.ExitStack, folder: Path, first, endpoint_maddr: str) -> torch.nn.Module:
+    """A second peer that only knows the tunnel joins the first through it; they take a step together.
+
+    :returns: the model of the first
+    """
+    address = f"{endpoint_maddr}/p2p/{first.dht.peer_id}"
+    second = stack.enter_context(local_peer(folder / "second", "run", (address,)))
+    swarm = Swarm(stack, Network(stack, folder), folder)
+    one, other = (swarm.add(peer=peer) for peer in (first, second))
+    swarm.global_step(6, 6)
+    assert [len(trainer.entry["group"]) for trainer in (one, other)] == [2, 2]
+    assert (one.parameters - other.parameters).abs().max() < 1e-6
+    return one.model
 
 
 def size(model: torch.nn.Module) -> int:
@@ -99,8 +105,8 @@ def test_peers_average_through_a_tunnel_of_the_users(tmp_path):
         assert [str(maddr) for maddr in first.dht.get_visible_maddrs()] == [
             f"{maddr}/p2p/{first.dht.peer_id}" for maddr in (tunnel, local)
         ]
-        pair = average(stack, tmp_path, first, tunnel)
-        assert forwarder.bytes_passed > 2 * size(pair.models[0])  # half of the gradients each way, then parameters
+        model = average(stack, tmp_path, first, tunnel)
+        assert forwarder.bytes_passed > 2 * size(model)  # half of the gradients each way, then parameters
 
 
 @pytest.mark.peers
@@ -114,8 +120,8 @@ def test_peers_average_through_the_sdk_of_ngrok(tmp_path, use, caplog):
             )
             assert f"Ngrok tunnel created: tcp://localhost:{servers.public_port}" in caplog.messages
             assert servers.tokens == [TOKEN] and TOKEN not in caplog.text
-            pair = average(stack, tmp_path, first, f"/dns4/localhost/tcp/{servers.public_port}")
-            assert servers.bytes_passed > 2 * size(pair.models[0])
+            model = average(stack, tmp_path, first, f"/dns4/localhost/tcp/{servers.public_port}")
+            assert servers.bytes_passed > 2 * size(model)
         assert servers.was_told_to_close
         wait_until(lambda: not servers.is_open, 30, "the end of the session")
 
