@@ -130,9 +130,6 @@ _Priority = pydantic.confloat(strict=True, ge=0.0, lt=2**31) | _Step | None
 AveragerSchema = pydantic.create_model(
     "AveragerSchema",
     **{
-        "grad_averager.0b": (dict[pydantic.StrictBytes, pydantic.StrictBool], ...),
-        "state_averager.0b": (dict[pydantic.StrictBytes, pydantic.StrictBool], ...),
-        "grad_averager.all_averagers": (dict[pydantic.StrictBytes, _Priority], ...),
         "state_averager.all_averagers": (dict[pydantic.StrictBytes, _Priority], ...),
     },
 )

@@ -69,7 +69,7 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
 @pytest.mark.parametrize("attack", ["values that cannot be read", "a record without a subkey"])
 def test_hostile_records_under_the_averagers_keys_do_not_stop_their_readers(tmp_path, attack):
     """A record without a subkey would keep others from storing theirs under one."""
-    keys = [f"run_{name}" for name in (*KEYS_OF_AVERAGERS, "training_progress")]
+    keys = [f"run_{name}" for name in (*KEYS_OF_AVERAGERS, "key_without_a_schema")]
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
         hostile = DHT([address], start=True, host_maddrs=[LOCAL], record_validators=[RawValues()])
