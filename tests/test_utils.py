@@ -67,8 +67,8 @@ def is_accepted(name: str, value, subkey: bytes | None = None, signer: RSAPrivat
         ("peers", {"username": "", "leaving": False}),
         ("peers", {"username": "", "leaving": False, "target_batch_size": 4096}),
         ("peers", PeerInfo(username="", leaving=True, target_batch_size=4096).dict()),
-        ("grad_averager.0b", True),
-        ("state_averager.0b", False),
+        ("training_progress", {"protocol": 2, "epoch": 3}),
+        ("training_progress", None),
         ("state_averager.all_averagers", 12.0),
         ("state_averager.all_averagers", 12),
         ("state_averager.all_averagers", None),
@@ -105,9 +105,9 @@ def test_good_records_are_accepted(name, value):
         ("peers", {"username": "", "leaving": False, "target_batch_size": 0}),
         ("peers", {"username": "", "leaving": False, "target_batch_size": 4096.0}),
         ("peers", {"username": "", "leaving": False, "another": 1}),
-        ("grad_averager.0b", 1),
-        ("state_averager.0b", None),
-        ("grad_averager.all_averagers", True),
+        ("training_progress", True),
+        ("training_progress", [1]),
+        ("state_averager.all_averagers", True),
         ("state_averager.all_averagers", "12"),
         ("state_averager.all_averagers", float("inf")),
         ("state_averager.all_averagers", float("nan")),
@@ -150,7 +150,7 @@ def test_more_subkeys_than_a_run_has_peers_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics", "progress", "grad_averager.0b", "state_averager.all_averagers", "anything"]
+    "name", ["metrics", "training_progress", "round_averager.0b", "state_averager.all_averagers", "anything"]
 )
 @pytest.mark.parametrize(
     "value",
