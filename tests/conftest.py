@@ -1,6 +1,7 @@
 """Fixtures: tiny data that the real script prepares once, and scripts that do not outlive their test."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from processes import guard_children
 from tests.peers import Scripts, prepare_data
 
 # A test that asks for one of these starts peers, and so does each of these modules. Others are marked one by one.
-FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers"}
-MODULES_WITH_PEERS = ("test_rounds", "test_state", "test_resume", "test_admission")
+FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
+MODULES_WITH_PEERS = ("test_state", "test_resume", "test_admission")
 LAST_LINES = 30
 
 settings.register_profile("busy machine", deadline=None)  # the default is 0.2 s for an example
@@ -55,3 +56,21 @@ def scripts(tmp_path, data) -> Iterator[Scripts]:
     scripts = Scripts(tmp_path, data)
     yield scripts
     scripts.close()
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory) -> Iterator:
+    """DHT peers in the tests' process, see tests/swarm.py."""
+    from tests.swarm import Network  # it imports a lot
+
+    with ExitStack() as stack:
+        yield Network(stack, tmp_path_factory.mktemp("network"))
+
+
+@pytest.fixture
+def build_swarm(network, tmp_path) -> Iterator[Callable]:
+    """Builds the peers of a run in the tests' process; its options are those of `local_optimizer`."""
+    from tests.swarm import Swarm
+
+    with ExitStack() as stack:
+        yield lambda **options: Swarm(stack, network, tmp_path, **options)

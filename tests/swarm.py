@@ -381,3 +381,8 @@ class Replay:
     def _go_to(self, version: int) -> None:
         for parameter, value in zip(parameters_of(self.model), self.versions[version], strict=True):
             parameter.copy_(value)
+
+
+def assert_equal_parameters(trainers: list[Trainer], expected: torch.Tensor, tolerance: float = 1e-6) -> None:
+    for trainer in trainers:
+        assert (trainer.parameters - expected).abs().max() < tolerance
