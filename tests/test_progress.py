@@ -62,7 +62,8 @@ def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age
 def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
     """Let a tracker read these records, each signed with a key of its own."""
     tracker.dht.records = {b"key %d" % index: value for index, value in enumerate(records)}
-    tracker._fetch()
+    tracker._begin_fetch()
+    assert tracker._finish_fetch()
     return tracker
 
 
@@ -275,6 +276,21 @@ def test_rate_that_others_count_on_falls_while_a_local_step_takes_longer(monkeyp
         (stored,) = tracker.dht.records.values()
         rates.append(stored["samples_per_second"])
     assert rates == [0.0, pytest.approx(320.0), pytest.approx(32 / 5), pytest.approx(32 / 20)]
+
+
+def test_slow_dht_neither_silences_this_peer_nor_declares_the_others_dead(monkeypatch):
+    clock = SimpleNamespace(now=get_dht_time())
+    monkeypatch.setattr(progress_module, "get_dht_time", lambda: clock.now)
+    tracker = see(make_tracker(), record(1))
+    tracker.dht.answers = False
+    tracker._begin_fetch()
+    clock.now += 2 * ALIVE_SECONDS
+    assert not tracker._finish_fetch()
+    assert tracker.num_expected(1) == 1, "its report was fresh when it was read"
+    tracker.dht.answers = True
+    tracker._begin_fetch()
+    assert tracker._finish_fetch()
+    assert tracker.num_expected(1) == 0
 
 
 def test_thread_survives_a_dht_that_does_not_answer(monkeypatch):

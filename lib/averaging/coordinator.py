@@ -18,7 +18,8 @@ from lib.averaging.rounds import RoundAverager, RoundResult
 logger = get_logger(__name__)
 
 POLL_SECONDS = 0.05
-LOOK_SECONDS = 0.5  # between two looks at the others' progress while a round waits for them
+# Between two looks at the others' progress while a round waits for them; twice as long after each, up to the second.
+LOOK_SECONDS, MAX_LOOK_SECONDS = 0.5, 2.0
 # How long reports must show that nobody will come any more before a search is given up.
 GRACE_SECONDS = 1.0
 MAX_LOG_BYTES = 16 * 2**20
@@ -137,13 +138,13 @@ class RoundCoordinator:
             control = self._schedule(number, max(1.0, deadline - time.monotonic()))
         control.weight, control.parameter_weight = weight, parameter_weight
         control.allow_allreduce()
-        reason, since, looked_at = None, 0.0, time.monotonic()
+        reason, since, look_at, look_seconds = None, 0.0, time.monotonic(), LOOK_SECONDS
         while not control.done():
             now = time.monotonic()
             if self._stopped.is_set():
                 return Outcome.STOPPED, None
-            if now >= looked_at + LOOK_SECONDS:
-                looked_at = now
+            if now >= look_at + look_seconds:
+                look_at, look_seconds = now, min(2 * look_seconds, MAX_LOOK_SECONDS)
                 self.tracker.look_in(0.0)
             if control.stage != AveragingStage.RUNNING_ALLREDUCE:
                 before, reason = reason, self._reason_to_give_up(number, deadline)

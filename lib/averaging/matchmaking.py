@@ -171,6 +171,10 @@ class StepMatchmaking(Matchmaking):
     def is_banned(self, peer_id: PeerID) -> bool:
         return time.time() < self._banned_until.get(peer_id, 0.0)
 
+    def knows(self, group_id: bytes) -> bool:
+        """Whether this peer is a member of a group."""
+        return group_id in self._found
+
     def is_called_off(self, group_id: bytes) -> bool:
         """Whether our round of a group has ended, maybe without having begun."""
         return group_id in self._found and self._found[group_id].done()

@@ -20,7 +20,7 @@ from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress
 from hivemind.p2p import PeerID
-from hivemind.utils import PerformanceEMA, get_dht_time, get_logger
+from hivemind.utils import MPFuture, PerformanceEMA, get_dht_time, get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging.matchmaking import RosterEntry
@@ -35,6 +35,7 @@ ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # after which a peer without a report is 
 MAX_EXTRAPOLATION = 60.0  # seconds for which a peer is taken to go on computing after its newest samples
 MAX_CLOCK_SKEW = 60.0
 DHT_TIMEOUT = 10.0
+POLL_SECONDS = 0.05
 DISTRUST_SECONDS = 600.0
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
@@ -138,6 +139,8 @@ class ProgressTracker(threading.Thread):
         self._next_report = self._next_fetch = 0.0  # time.monotonic
         self._last_report = -math.inf
         self._num_fetches = 0
+        self._fetched_at = get_dht_time()  # when the reports that we have were read
+        self._pending_fetch: tuple[MPFuture, float] | None = None  # and when it was begun
         self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
         self._is_reporting = auxiliary  # a trainer says nothing before it has computed something
@@ -223,9 +226,8 @@ class ProgressTracker(threading.Thread):
         return [progress for progress in self.others if not progress.auxiliary]
 
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
-        """Those that have reported lately."""
-        now = get_dht_time()
-        return [progress for progress in peers if now - progress.reported_at < ALIVE_SECONDS]
+        """Those that had reported lately when their reports were read: a slow DHT makes nobody dead."""
+        return [progress for progress in peers if self._fetched_at - progress.reported_at < ALIVE_SECONDS]
 
     @property
     def global_epoch(self) -> int:
@@ -287,7 +289,7 @@ class ProgressTracker(threading.Thread):
             # Our own samples are known: a peer that is alone takes its step when it has all of them.
             is_own = progress is own
             until = min(now, progress.reported_at + HEARTBEAT_SECONDS, progress.time + MAX_EXTRAPOLATION)
-            is_alive = is_own or now - progress.reported_at < ALIVE_SECONDS
+            is_alive = is_own or self._fetched_at - progress.reported_at < ALIVE_SECONDS
             rate += progress.samples_per_second if is_alive else 0.0
             if progress.epoch == step - 1:
                 total += progress.samples_accumulated
@@ -351,13 +353,15 @@ class ProgressTracker(threading.Thread):
             try:
                 if self._is_reporting and time.monotonic() >= self._next_report:
                     self._report()
-                if time.monotonic() >= self._next_fetch:
-                    self._fetch()
+                if self._pending_fetch is None and time.monotonic() >= self._next_fetch:
+                    self._begin_fetch()
+                if self._pending_fetch is not None and self._finish_fetch():
                     self.on_refresh()
             except Exception as error:
                 logger.warning(f"Could not exchange progress with the other peers ({error!r}); trying again")
                 self._stopped.wait(1.0)
-            due = min(self._next_fetch, self._next_report if self._is_reporting else math.inf)
+            due = self._next_report if self._is_reporting else math.inf
+            due = min(due, self._next_fetch if self._pending_fetch is None else time.monotonic() + POLL_SECONDS)
             self._wake.wait(min(max(0.0, due - time.monotonic()), 1.0))
             self._wake.clear()
 
@@ -384,10 +388,28 @@ class ProgressTracker(threading.Thread):
         expiration = get_dht_time() + self.metadata_expiration
         self.dht.store(self.key, subkey=self._subkey, value=record, expiration_time=expiration, return_future=True)
 
-    def _fetch(self) -> None:
+    def _begin_fetch(self) -> None:
         self._next_fetch = time.monotonic() + self.default_refresh_period  # also if it fails
-        found = self.dht.get(self.key, latest=True, return_future=True).result(timeout=DHT_TIMEOUT)
+        self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()
+
+    def _finish_fetch(self) -> bool:
+        """Read the others' reports once they are there; the thread must go on reporting meanwhile.
+
+        :raises TimeoutError: if the DHT does not answer
+        """
+        future, begun_at = self._pending_fetch
+        if not future.done() and time.monotonic() < begun_at + DHT_TIMEOUT:
+            return False
+        self._pending_fetch = None
+        if not future.done():
+            future.cancel()
+            raise TimeoutError("the DHT does not answer")
+        found = future.result(timeout=0)
         records = found.value if isinstance(found, ValueWithExpiration) and isinstance(found.value, dict) else {}
+        self._read(records)
+        return True
+
+    def _read(self, records: dict) -> None:
         now, others = get_dht_time(), {}
         for subkey, record in records.items():
             if subkey == self._subkey or record.value is None:
@@ -403,6 +425,7 @@ class ProgressTracker(threading.Thread):
             seen = {p.peer_id: self._first_seen.get(p.peer_id, time.monotonic()) for p in self._others.values()}
             self._first_seen = seen
             self._num_fetches += 1
+            self._fetched_at = now
             self._next_fetch = time.monotonic() + self._refresh_period()
 
     def _speaks_our_protocol(self, subkey: bytes, record: object) -> bool:

@@ -382,12 +382,16 @@ class RoundAverager(SafeAverager):
             return True
         if self._num_waiting >= MAX_WAITING_STREAMS:
             return False
-        deadline = time.monotonic() + (self.allreduce_kwargs["reducer_timeout"] or 0.0)  # the sender waits no longer
+        started = time.monotonic()
         self._num_waiting += 1
         try:
             while group_id not in self._running_groups:
                 has_ended = group_id in self._finished_groups or self._matchmaking.is_called_off(group_id)
-                if has_ended or time.monotonic() >= deadline:
+                # The news of a group may be late by one answer of its leader. Then this peer has left too early to
+                # hear of it, and the others need not wait. For a round that we know of, a sender waits no longer.
+                is_known = self._matchmaking.knows(group_id)
+                patience = self.allreduce_kwargs["reducer_timeout"] if is_known else self.request_timeout
+                if has_ended or time.monotonic() >= started + (patience or 0.0):
                     return False
                 await self._groups_changed()
             return True
