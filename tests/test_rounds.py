@@ -237,7 +237,11 @@ class LateAverager(RoundAverager):
 
     def __init__(self):
         self._running_groups, self._finished_groups, self._refused, self._num_waiting = {}, [], [], 0
-        self._matchmaking = SimpleNamespace(is_called_off=lambda group_id: group_id == b"called off")
+        self._matchmaking = SimpleNamespace(
+            is_called_off=lambda group_id: group_id == b"called off",
+            knows=lambda group_id: group_id != b"unknown",
+            request_timeout=0.5,
+        )
         self.allreduce_kwargs = {"reducer_timeout": 5.0}
         self._pending_groups_registered = asyncio.Event()
         self._pending_groups_registered.set()
@@ -280,8 +284,9 @@ def test_part_for_a_round_that_has_ended_is_refused_at_once(group_id):
 
 def test_part_for_a_round_that_never_begins_is_refused_in_time(monkeypatch):
     averager = LateAverager()
-    averager.allreduce_kwargs = {"reducer_timeout": 0.5}
-    assert asyncio.run(averager.first_answer(b"unknown")).code == BAD_GROUP_ID
+    for group_id in (b"unknown", b"known, but never triggered"):
+        assert asyncio.run(averager.first_answer(group_id)).code == BAD_GROUP_ID
+        averager.allreduce_kwargs = {"reducer_timeout": 0.5}
     monkeypatch.setattr("lib.averaging.rounds.MAX_WAITING_STREAMS", 0)
     started = time.monotonic()
     assert asyncio.run(averager.first_answer(b"unknown")).code == BAD_GROUP_ID
