@@ -160,6 +160,15 @@ def test_others_are_taken_to_go_on_computing_while_they_live():
     assert killed.seconds_to_step > 1000, "it does not contribute any more"
 
 
+def test_step_is_not_due_before_the_others_have_been_asked_in_it():
+    tracker = see(make_tracker(target=100), record(1, samples=90))
+    tracker.complete_step(1, 0)
+    tracker.report_samples(100)
+    assert tracker.seconds_to_step > 0, "the other may be at this step by now"
+    see(tracker, record(1, epoch=1, samples=10))
+    assert tracker.seconds_to_step == 0
+
+
 def test_peer_that_is_alone_takes_its_step_with_all_of_its_samples():
     """Not when it should have them by its speed."""
     tracker = make_tracker(target=100)

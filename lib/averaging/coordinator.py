@@ -71,7 +71,7 @@ class RoundCoordinator:
     @property
     def is_requested(self) -> bool:
         """Whether another peer looks for the group of the next step already."""
-        return self.averager.requested_number.value >= self.tracker.next_step
+        return 0 <= self.averager.requested_number.value - self.tracker.next_step <= 1
 
     @property
     def has_group(self) -> bool:

@@ -140,6 +140,7 @@ class ProgressTracker(threading.Thread):
         self._last_report = -math.inf
         self._num_fetches = 0
         self._fetched_at = get_dht_time()  # when the reports that we have were read
+        self._num_fetches_before_step, self._completed_at = 0, -math.inf
         self._pending_fetch: tuple[MPFuture, float] | None = None  # and when it was begun
         self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
@@ -183,6 +184,7 @@ class ProgressTracker(threading.Thread):
     def complete_step(self, epoch: int, samples_accumulated: int) -> None:
         """This peer is at a step: it has the update, or goes on without it."""
         self._set(epoch, epoch, samples_accumulated, self.local_progress.contributed)
+        self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
         self.look_in(self.min_refresh_period)
 
     def _set(self, epoch: int, completed: int, samples: int, contributed: int) -> None:
@@ -317,6 +319,10 @@ class ProgressTracker(threading.Thread):
         """
         step = self.next_step
         others = self.alive(self.other_trainers)
+        is_outdated = self._num_fetches == self._num_fetches_before_step
+        if others and is_outdated and time.monotonic() < self._completed_at + DHT_TIMEOUT:
+            # What we know of the others is of the step before: a fast peer would take this one alone.
+            return max(self.min_refresh_period, self.global_progress.eta_next_epoch - get_dht_time())
         have_begun = sum(progress.epoch >= step for progress in others)
         if others and have_begun * 2 >= len(others):
             return 0.0
