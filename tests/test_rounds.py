@@ -12,6 +12,7 @@ import pytest
 import torch
 from hivemind.averaging.control import AveragingStage
 from hivemind.proto.averaging_pb2 import AVERAGED_PART, BAD_GROUP_ID, AveragingData
+from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter
 
 from lib.averaging.base import SafeAverager
@@ -210,15 +211,30 @@ def test_building_an_optimizer_leaves_sigint_to_its_caller(build_swarm):
     assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
 
 
+async def count_streams(self, future: MPFuture) -> None:
+    """Runs in the averager's process: the number of members that it still exchanges parts with."""
+    names = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
+    future.set_result(names.count("_communicate_with_peer"))
+
+
+def has_open_streams(trainer) -> bool:
+    future = MPFuture()
+    trainer.averager._outer_pipe.send(("count_streams", [], {"future": future}))
+    return future.result(10) > 0
+
+
 def test_callers_close_the_stream_once_they_have_all(build_swarm, monkeypatch):
-    """They would wait until the others do."""
+    """They would keep it until the others do, and so many of them from round to round."""
     monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 60.0)
+    monkeypatch.setattr(RoundAverager, "count_streams", count_streams, raising=False)
     swarm = build_swarm(averaging_timeout=120.0)
     swarm.add_several(False, True)
     for _ in range(2):
         swarm.global_step(6, 6)
         for trainer in swarm.trainers:
             assert trainer.entry["outcome"] == "averaged" and trainer.entry["seconds"]["round"] < 30
+    for trainer in swarm.trainers:
+        wait_until(lambda trainer=trainer: not has_open_streams(trainer), 20, "the end of the streams")
 
 
 # The parts that others send to a round that has not begun yet, or has ended
