@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
@@ -67,12 +66,17 @@ def is_refusal(outcome: str) -> bool:
     return "has not shown a valid invitation" in outcome or "is revoked" in outcome
 
 
-def assert_refused(outcomes: dict[str, str]) -> None:
-    """Each service has said that the caller lacks an invitation: none has answered, and none was left out."""
-    assert len(outcomes) == 9
-    assert list_answered(outcomes) == []
-    for service, outcome in outcomes.items():
-        assert is_refusal(outcome), (service, outcome)
+def assert_refused(*strangers: dict[str, str]) -> None:
+    """No service has answered a stranger, and each has said why to one of them at least.
+
+    The reason may be lost on the way: libp2p may close the stream before its caller has read the error.
+    """
+    for outcomes in strangers:
+        assert len(outcomes) == 9
+        assert list_answered(outcomes) == []
+        assert all(is_refusal(text) or text == "StopAsyncIteration()" for text in outcomes.values()), outcomes
+    for service in strangers[0]:
+        assert any(is_refusal(outcomes[service]) for outcomes in strangers), (service, strangers)
 
 
 def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authority):
@@ -86,11 +90,13 @@ def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authorit
     ):
         optimizer.share_state()
         address = str(peer.dht.get_visible_maddrs()[0])
-        assert_refused(asyncio.run(visit(address)))
-        assert_refused(asyncio.run(visit(address, expired.private_key, expired.token)))
-        assert_refused(asyncio.run(visit(address, foreign.private_key, foreign.token)))
-        assert_refused(asyncio.run(visit(address, RSAPrivateKey(), guest.token)))  # seen on the wire
-        assert_refused(asyncio.run(visit(address, is_silent=True)))
+        assert_refused(
+            asyncio.run(visit(address)),
+            asyncio.run(visit(address, expired.private_key, expired.token)),
+            asyncio.run(visit(address, foreign.private_key, foreign.token)),
+            asyncio.run(visit(address, RSAPrivateKey(), guest.token)),  # seen on the wire
+            asyncio.run(visit(address, is_silent=True)),
+        )
         outcomes = asyncio.run(visit(address, guest.private_key, guest.token))
         assert len(list_answered(outcomes)) == 8, outcomes
         assert outcomes["round_averager.rpc_download_state"] == "StopAsyncIteration()"  # it has nothing to share
@@ -232,6 +238,20 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
     asyncio.run(run())
 
 
+def take_steps(optimizer, num_steps: int) -> list[float]:
+    """Train until so many global steps are done; return the seconds that each took."""
+    seconds, started, epoch = [], time.monotonic(), 0
+    while epoch < num_steps:
+        for parameter in optimizer.state_averager.main_parameters:
+            parameter.grad = torch.full_like(parameter, 0.1)
+        optimizer.step()
+        if optimizer.local_epoch > epoch:
+            seconds.append(time.monotonic() - started)
+            started, epoch = time.monotonic(), optimizer.local_epoch
+        time.sleep(0.2)
+    return seconds
+
+
 def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
     """A round that waited for a stranger, one of which never answers, would take `Admission.TIMEOUT` or longer."""
     files = [invite(authority, tmp_path / f"{number}.invitation") for number in range(2)]
@@ -239,21 +259,17 @@ def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
         first = stack.enter_context(local_peer(tmp_path / "first", "run", invitation=files[0]))
         address = str(first.dht.get_visible_maddrs()[0])
         second = stack.enter_context(local_peer(tmp_path / "second", "run", (address,), invitation=files[1]))
-        options = {"run_id": "run", "target_batch_size": 8}
-        averagers = [
-            stack.enter_context(local_optimizer(torch.nn.Linear(2, 2), peer, 4, **options)).state_averager
-            for peer in (first, second)
+        options = {"run_id": "run", "target_batch_size": 64}
+        optimizers = [
+            stack.enter_context(local_optimizer(torch.nn.Linear(2, 2), peer, 4, **options)) for peer in (first, second)
         ]
         strangers = Script("tests/visitor.py", "run", address, log=tmp_path / "log", env={"PYTHONPATH": str(ROOT)})
         stack.callback(strangers.kill_all)
         strangers.wait_for("one lap of calls")
         executor = stack.enter_context(ThreadPoolExecutor(2))
-        for _ in range(3):
-            rounds = [
-                executor.submit(DecentralizedAverager.step, averager, timeout=Admission.TIMEOUT, allow_retries=False)
-                for averager in averagers
-            ]
-            assert [len(finished.result()) for finished in rounds] == [2, 2]
+        for taken in [executor.submit(take_steps, optimizer, 4) for optimizer in optimizers]:
+            assert max(taken.result()) < Admission.TIMEOUT
+        assert [optimizer.last_group_size for optimizer in optimizers] == [2, 2]
         assert set(re.findall("one lap of calls, answered: (.*)", strangers.output)) == {"[]"}
 
 
@@ -274,8 +290,9 @@ def test_scripts_average_while_strangers_call(scripts, authority):
         for name, script in (("monitor", monitor), ("trainer", public))
     ]
     join_together(public, client)
-    for script in (public, client, monitor):
-        script.wait_for("Averaged gradients with 3 peers", 300)
+    for trainer in (public, client):
+        trainer.wait_for("Averaged gradients with 3 peers", 120)
+    monitor.wait_for("Assisted 2 peers in averaging step", 120)
     for stranger in strangers:
         stranger.wait_for("one lap of calls")
         assert set(re.findall("one lap of calls, answered: (.*)", stranger.output)) == {"[]"}

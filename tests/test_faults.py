@@ -127,7 +127,7 @@ def test_children_end_when_their_parent_is_killed(scripts):
         script.assert_nothing_left(timeout=15)
 
 
-@pytest.mark.parametrize("victim", ["DHT", "state averager", "gradient averager", "p2p daemon"])
+@pytest.mark.parametrize("victim", ["DHT", "state averager", "round averager", "p2p daemon"])
 def test_death_of_a_child_is_noticed(scripts, victim):
     trainer = scripts.trainer("trainer", *SLOW)
     trainer.wait_for("Local step 1:")
@@ -135,7 +135,7 @@ def test_death_of_a_child_is_noticed(scripts, victim):
     daemon = next(process for process in main.children(recursive=True) if process.name().startswith("p2pd"))
     children = [process for process in main.children() if "python" in process.name()]
     children.sort(key=lambda process: (process.create_time(), process.pid))  # pids may begin anew
-    processes = dict(zip(("DHT", "state averager", "gradient averager"), children, strict=True))
+    processes = dict(zip(("DHT", "state averager", "round averager"), children, strict=True))
     {**processes, "p2p daemon": daemon}[victim].kill()
     assert trainer.wait(15) == 1, trainer.output
     assert re.search(rf"The {victim} process has died", trainer.output)
@@ -156,7 +156,7 @@ def test_killed_trainer_comes_back_as_the_same_peer(scripts):
     again.wait_for(r"Joined the collaboration at step #\d+", 120)
     joined_at = int(re.search(r"Joined the collaboration at step #(\d+)", again.output)[1])
     assert joined_at >= before
-    again.wait_for("Averaged gradients with 2 peers", 120)
+    again.wait_for(r"Averaged gradients with 2 peers[^#]*\n.*\bStep #", 120)
     newest = max(steps(again))
     wait_until(lambda: metrics(scripts.folder / "monitor")[-1]["step"] >= newest, 120, "the monitor's report")
     records = metrics(scripts.folder / "monitor")
