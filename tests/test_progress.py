@@ -251,6 +251,12 @@ def test_step_of_the_run(epochs, agreed, credible):
     assert (tracker.agreed_epoch, tracker.credible_epoch()) == (agreed, credible)
 
 
+def test_step_that_the_others_have_begun_is_not_theirs_before_it_is_completed():
+    """A newcomer takes part in it; if it reported it as completed, the others would go on without its update."""
+    tracker = see(make_tracker(), record(1, epoch=8, completed=7), record(2, epoch=8, completed=7))
+    assert (tracker.agreed_epoch, tracker.credible_epoch()) == (7, 8)
+
+
 # The thread
 
 

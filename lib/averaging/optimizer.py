@@ -397,7 +397,8 @@ class Optimizer(hivemind.Optimizer):
             if loaded:
                 self._has_update = self._is_broken = False
                 self.tracker.refresh()
-                # The others have gone on meanwhile. We take part in their next round and receive what we lack.
+                # The others have made steps meanwhile. We take part in the round that they are in, or in the next, and
+                # receive what we lack.
                 epoch = max(self.local_epoch, self.tracker.agreed_epoch)
                 is_plausible = epoch <= self.local_epoch + MAX_MISSED_UPDATES
                 self.missed_updates = epoch - self.local_epoch if is_plausible else 0

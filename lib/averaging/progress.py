@@ -238,8 +238,8 @@ class ProgressTracker(threading.Thread):
 
     @property
     def agreed_epoch(self) -> int:
-        """The newest step that at least half of the other live trainers have begun; 0 if there are none."""
-        epochs = sorted((progress.epoch for progress in self.alive(self.other_trainers)), reverse=True)
+        """The newest step that at least half of the other live trainers have completed; 0 if there are none."""
+        epochs = sorted((progress.completed for progress in self.alive(self.other_trainers)), reverse=True)
         return epochs[(len(epochs) + 1) // 2 - 1] if epochs else 0
 
     def credible_epoch(self) -> int | None:
