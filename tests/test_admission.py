@@ -1,6 +1,7 @@
 """A run with invitations: a peer that has one takes part, and no service answers any other."""
 
 import asyncio
+import copy
 import re
 import stat
 import time
@@ -260,8 +261,9 @@ def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
         address = str(first.dht.get_visible_maddrs()[0])
         second = stack.enter_context(local_peer(tmp_path / "second", "run", (address,), invitation=files[1]))
         options = {"run_id": "run", "target_batch_size": 64}
+        model = torch.nn.Linear(2, 2)
         optimizers = [
-            stack.enter_context(local_optimizer(torch.nn.Linear(2, 2), peer, 4, **options)) for peer in (first, second)
+            stack.enter_context(local_optimizer(copy.deepcopy(model), peer, 4, **options)) for peer in (first, second)
         ]
         strangers = Script("tests/visitor.py", "run", address, log=tmp_path / "log", env={"PYTHONPATH": str(ROOT)})
         stack.callback(strangers.kill_all)
