@@ -188,7 +188,7 @@ def build_auxiliary(
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
 ) -> tuple[ProgressTracker, RoundAverager]:
-    """What a peer needs that takes part in rounds without gradients of its own. Call it in the main thread.
+    """What a peer needs that takes part in rounds and contributes no gradients. Call it in the main thread.
 
     :param model: of the run; its values are not used
     """

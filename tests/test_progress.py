@@ -60,7 +60,7 @@ def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age
 
 
 def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
-    """Let a tracker read these records, each signed with a key of its own."""
+    """Let a tracker read these records, each signed with a separate key."""
     tracker.dht.records = {b"key %d" % index: value for index, value in enumerate(records)}
     tracker._begin_fetch()
     assert tracker._finish_fetch()
@@ -152,7 +152,7 @@ def test_step_is_due_when_half_of_the_others_have_begun_it(epochs, is_due):
     assert (see(make_tracker(target=10**6), *reports).seconds_to_step == 0) == is_due
 
 
-def test_others_are_taken_to_go_on_computing_while_they_live():
+def test_others_are_assumed_to_compute_while_they_live():
     tracker = make_tracker(target=1000)
     working = see(tracker, record(1, samples=100, rate=50.0, age=4.0))
     assert 0 < working.seconds_to_step < 15  # 300 of 1000 samples by now
@@ -252,7 +252,7 @@ def test_step_of_the_run(epochs, agreed, credible):
 
 
 def test_step_that_the_others_have_begun_is_not_theirs_before_it_is_completed():
-    """A newcomer takes part in it; if it reported it as completed, the others would go on without its update."""
+    """A newcomer takes part in it; if it reported it as completed, the others would continue without its update."""
     tracker = see(make_tracker(), record(1, epoch=8, completed=7), record(2, epoch=8, completed=7))
     assert (tracker.agreed_epoch, tracker.credible_epoch()) == (7, 8)
 

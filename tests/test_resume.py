@@ -1,4 +1,4 @@
-"""A trainer that was stopped goes on from its checkpoint as if it had not been: weights, LAMB's statistics, losses."""
+"""A trainer that was stopped resumes from its checkpoint as if it had not been: weights, LAMB's statistics, losses."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run that has lost all its trainers goes on from the monitor's newest checkpoint."""
+"""A run that has lost all its trainers resumes from the monitor's newest checkpoint."""
 
 import re
 import signal

@@ -384,7 +384,7 @@ class Optimizer(hivemind.Optimizer):
     def load_state_from_peers(self, **_kwargs) -> bool:
         """Download the newest state from peers, if any offers one that fits.
 
-        :returns: whether the state was loaded. If not, training goes on with ours.
+        :returns: whether the state was loaded. If not, training continues with ours.
         """
         self.coordinator.call_off()
         with self._step_lock, self.tracker.pause_updates():
@@ -505,7 +505,7 @@ def describe_round(result: RoundResult | None) -> dict:
 def max_weight(target_batch_size: int) -> float:
     """The most samples that a peer contributes to one step.
 
-    Peers go on computing until they notice that a step is due, and carry samples over from a step that they missed.
+    Peers compute until they notice that a step is due, and carry samples over from a step that they missed.
     Four targets from one peer are more than that ever gave.
     """
     return 4.0 * target_batch_size

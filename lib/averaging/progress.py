@@ -32,7 +32,7 @@ MAX_EPOCH = 2**31  # more steps than any run makes
 MAX_SAMPLES = 10**9
 HEARTBEAT_SECONDS = 5.0  # between two reports of a peer whose local steps are long
 ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # after which a peer without a report is not waited for
-MAX_EXTRAPOLATION = 60.0  # seconds for which a peer is taken to go on computing after its newest samples
+MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
 MAX_CLOCK_SKEW = 60.0
 DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
@@ -182,7 +182,7 @@ class ProgressTracker(threading.Thread):
         self._set(epoch, self.local_progress.completed, 0, contributed)
 
     def complete_step(self, epoch: int, samples_accumulated: int) -> None:
-        """This peer is at a step: it has the update, or goes on without it."""
+        """This peer is at a step: it has the update, or continues without it."""
         self._set(epoch, epoch, samples_accumulated, self.local_progress.contributed)
         self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
         self.look_in(self.min_refresh_period)
@@ -287,7 +287,7 @@ class ProgressTracker(threading.Thread):
         total = estimated = 0.0
         rate = 1e-20
         for progress in trainers:
-            # A peer that lives reports now and then: one that was killed does not go on computing.
+            # A peer that lives reports now and then: one that was killed computes no more.
             # Our own samples are known: a peer that is alone takes its step when it has all of them.
             is_own = progress is own
             until = min(now, progress.reported_at + HEARTBEAT_SECONDS, progress.time + MAX_EXTRAPOLATION)
@@ -399,7 +399,7 @@ class ProgressTracker(threading.Thread):
         self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()
 
     def _finish_fetch(self) -> bool:
-        """Read the others' reports once they are there; the thread must go on reporting meanwhile.
+        """Read the others' reports once they are there; the thread must keep reporting meanwhile.
 
         :raises TimeoutError: if the DHT does not answer
         """

@@ -235,7 +235,7 @@ class RoundAverager(SafeAverager):
         timeout = max(0.0, step.deadline - get_dht_time())
         await asyncio.wait({work, cancelled}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not work.done() and not cancelled.done() and step.stage == AveragingStage.RUNNING_ALLREDUCE:
-            await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)  # it has a time-out of its own
+            await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)  # it has a separate timeout
         work.cancel()
         cancelled.cancel()
         (outcome, *_) = await asyncio.gather(work, cancelled, return_exceptions=True)
