@@ -258,6 +258,9 @@ class Optimizer(hivemind.Optimizer):
         may_begin = self.delay_grad_averaging or self._waits_for_step
         if self._is_over or not may_begin:
             return
+        is_alone = not self.tracker.num_expected(self.local_epoch + 1)
+        if is_alone and self._has_update and not self._waits_for_step:
+            return  # the main thread has yet to report the step before, and nobody waits for us
         self.coordinator.look_ahead()
         if self.tracker.seconds_to_step <= 0 or self.coordinator.has_group:
             self._take_step(self.local_epoch + 1)
