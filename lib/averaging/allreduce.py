@@ -27,6 +27,8 @@ from lib.averaging.wire import TensorSpec, check_tensor
 
 # The weight of a peer without samples. Not 0: a part that all senders have weight 0 for would be 0/0.
 MIN_WEIGHT = 1e-6
+# Of a gradient that a peer has clipped to the bound: compression adds up to some percent.
+NORM_TOLERANCE = 1.1
 MAX_GRADIENT_NORM = 1e12  # where clipping is switched off: its square must not overflow in the optimizer's statistics
 # Of an averaged gradient, relative to the bound on a part: the part and the difference that answers it are both
 # compressed, with errors below their norms. Quantile8 makes 1.12 of 1.0 if one element is most of a part.
@@ -58,8 +60,7 @@ class Bounds:
         if not MIN_WEIGHT <= weight <= self.weight:
             return f"a weight of {weight:g}, the bound is {self.weight:g}"
         if info.role == TensorRole.GRADIENT:
-            # Compression adds up to some percent.
-            limit = 1.1 * self.gradient_norm + 1e-6 if self.gradient_norm else MAX_GRADIENT_NORM
+            limit = NORM_TOLERANCE * self.gradient_norm + 1e-6 if self.gradient_norm else MAX_GRADIENT_NORM
             return f"a gradient of norm {norm:.3g}, the bound is {limit:.3g}" if norm > limit else None
         scale = math.sqrt(part.numel())
         if norm > MAX_RMS * scale:

@@ -34,7 +34,6 @@ from hivemind.utils import get_logger
 logger = get_logger(__name__)
 
 MAX_HELD_REQUESTS = 1024
-MAX_STEP = 2**62
 LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is given up
 RETRY_SECONDS = 1.0  # until a leader that could not be reached is asked again
 MAX_ABSENCES = 2  # rounds in a row that a peer may miss before leaders stop waiting for it

@@ -19,7 +19,7 @@ from hivemind.compression import CompressionBase
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
-from lib.averaging.allreduce import MIN_WEIGHT
+from lib.averaging.allreduce import MIN_WEIGHT, NORM_TOLERANCE
 from lib.averaging.coordinator import Outcome, RoundCoordinator, RoundLog
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager, RoundResult, clip_norm
@@ -28,8 +28,6 @@ from lib.averaging.state import TrainingStateAverager, all_finite
 logger = get_logger(__name__)
 
 IDLE_SECONDS = 0.1  # between two looks at whether a step is due
-# Averaged gradients of peers that clip to `max_grad_norm` are never larger; compression adds up to some percent.
-NORM_TOLERANCE = 1.1
 # How far a round may move parameters that lack no update, relative to their norm. Honest peers differ by rounding and,
 # after a step that one took alone, by an update: at most some percent.
 MAX_PARAMETER_CHANGE = 0.2

@@ -149,7 +149,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             set_schedule(self.scheduler, max(0, epoch))
 
     def _update_scheduler(self) -> None:
-        """hivemind calls this after an update of its own, which led to `local_epoch`."""
+        """hivemind calls this after its own update, which led to `local_epoch`."""
         self._set_applied_epoch(self.local_epoch)
         self.note_change()
 
