@@ -5,17 +5,20 @@ Knows nothing of models.
 
 import asyncio
 import atexit
+import hashlib
 import logging
 import os
 import re
 import shutil
 import socket
+import struct
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
@@ -29,7 +32,7 @@ from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
@@ -262,12 +265,48 @@ class LimitValidator(RecordValidatorBase):
         return isinstance(other, LimitValidator)
 
 
+class RunValidator(CompositeValidator):
+    """All validators of a run's records, in hivemind's order. Remembers which records it has found valid.
+
+    A peer that reads a dictionary receives each record in it from each node that it asks. With 16 peers, checking
+    them took 60 % of the DHT's time.
+    """
+
+    MAX_KNOWN = 8192  # of 100 bytes each
+
+    def __init__(self, validators: Iterable[RecordValidatorBase]):
+        super().__init__(validators)
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+
+    def validate(self, record: DHTRecord) -> bool:
+        digest = _digest(record)
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return True
+        if not super().validate(record):
+            return False
+        self._known[digest] = None
+        if len(self._known) > self.MAX_KNOWN:
+            self._known.popitem(last=False)
+        return True
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        return isinstance(other, RunValidator)
+
+
+def _digest(record: DHTRecord) -> bytes:
+    digest = hashlib.blake2b(struct.pack("d", record.expiration_time), digest_size=20)
+    for part in (record.key, record.subkey or b"", record.value):
+        digest.update(struct.pack("q", len(part)) + part)
+    return digest.digest()
+
+
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
     """The validators of a run's records, and the subkey (owner tag with public key) that our own are signed under."""
     signature_validator = SignatureValidator(private_key)
     schemas = [RunSchemaValidator(schema, prefix=run_id) for schema in (MetricSchema, AveragerSchema)]
     validators = [LimitValidator(), ReadableValidator(), *schemas, signature_validator]
-    return validators, signature_validator.local_public_key
+    return [RunValidator(validators)], signature_validator.local_public_key
 
 
 def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:

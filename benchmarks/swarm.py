@@ -47,6 +47,7 @@ from benchmarks.round_records import (
     summarize,
 )
 from errors import run_script
+from lib.averaging.progress import ProgressTracker
 from processes import leave_with_parent
 from tests.peers import LOCAL, prepare_data, wait_until
 
@@ -70,6 +71,7 @@ averaged    when a trainer had the average
 used        samples applied / samples computed, by trainers that stayed to the end
 CPU, MB     of a trainer by process: CPU milliseconds a second; memory, shared pages divided by their users (PSS).
             Mean over the trainers that were there all the time
+read        how long a trainer's DHT takes to read the progress of all others
 pings, stores, finds: DHT requests that a trainer sends for one global step"""
 
 
@@ -190,6 +192,22 @@ def _name_parts(main: int, family: list[psutil.Process]) -> dict[int, str]:
     return {process.pid: parts.get(process.pid, "torch_shm") for process in family}
 
 
+def _prepare_trainer(pace: float, folder: Path) -> None:
+    """In a trainer's process: pace it, and record how long it takes to read the others' progress."""
+    paced_peer.apply(pace, folder / "local.jsonl")
+    recorder, finish = paced_peer.Recorder(folder / "reads.jsonl"), ProgressTracker._finish_fetch
+
+    @wraps(finish)
+    def finish_fetch(tracker: ProgressTracker) -> bool:
+        _, begun_at = tracker._pending_fetch
+        is_finished = finish(tracker)
+        if is_finished:
+            recorder.write("read", seconds=time.monotonic() - begun_at)
+        return is_finished
+
+    ProgressTracker._finish_fetch = finish_fetch
+
+
 class Swarm:
     """A monitor and trainers, forked from this process.
 
@@ -281,7 +299,7 @@ class Swarm:
             "--dataloader_num_workers", 0, "--use_cpu", "--seed", number,
         )  # fmt: skip
         pace = self.pace * self.random.uniform(0.75, 1.25)
-        prepare = partial(paced_peer.apply, pace, self.folder / name / "local.jsonl")
+        prepare = partial(_prepare_trainer, pace, self.folder / name)
         self._fork(name, run_trainer.main, "run_trainer.py", flags, prepare)
 
     def run(self, seconds: float, churn: float) -> tuple[float, float]:
@@ -355,6 +373,7 @@ class Result:
     cpu: dict[str, float]  # milliseconds a second, by part
     memory: dict[str, float]  # MB, by part
     messages: dict[str, float]  # for each trainer and step
+    reads: list[float]  # seconds
     load: float
 
 
@@ -392,6 +411,12 @@ def measure(swarm: Swarm, seconds: float, churn: float, grace: float) -> Result:
         cpu={part: means.get(("cpu", part), 0.0) for part in PARTS},
         memory={part: means.get(("memory", part), 0.0) for part in PARTS},
         messages={name: means.get(("messages", name), 0.0) for name in CALLS},
+        reads=[
+            record["seconds"]
+            for peer in stayed
+            for record in read_jsonl(peer.folder / "reads.jsonl")
+            if began < record["time"] < ended
+        ],
         load=os.getloadavg()[1],
     )
 
@@ -409,13 +434,15 @@ def print_incomplete(result: Result, most: int = 12) -> None:
 def print_results(results: list[Result]) -> None:
     """Print the tables."""
     print(f"\n{'peers':>5}{'churn':>7}{'steps':>7}{'step p50':>10}{'complete':>10}{'in full':>9}", end="")
-    print(f"{'due to averaged p50, p95':>26}{'used':>7}{'pings':>8}{'stores':>8}{'finds':>8}{'load':>6}")
+    print(f"{'due to averaged p50, p95':>26}{'used':>7}{'read p50, p95':>16}", end="")
+    print(f"{'pings':>8}{'stores':>8}{'finds':>8}{'load':>6}")
     for result in results:
         summary = result.summary
         latency = f"{percentile(summary.latencies, 50):.1f} s, {percentile(summary.latencies, 95):.1f} s"
         print(f"{result.num_trainers:>5}{result.churn:>7.0%}{len(summary.steps):>7}", end="")
         print(f"{percentile(summary.durations, 50):>8.1f} s{summary.complete_share:>10.0%}", end="")
-        print(f"{summary.whole_share:>9.0%}{latency:>26}{result.used:>7.0%}", end="")
+        reads = f"{percentile(result.reads, 50):.1f} s, {percentile(result.reads, 95):.1f} s"
+        print(f"{summary.whole_share:>9.0%}{latency:>26}{result.used:>7.0%}{reads:>16}", end="")
         print("".join(f"{result.messages[name]:>8.1f}" for name in CALLS), f"{result.load:>5.1f}")
     print(f"\n{'peers':>5}{'churn':>7}  CPU ms/s, MB" + "".join(f"{part:>16}" for part in PARTS) + f"{'all':>16}")
     for result in results:

@@ -15,7 +15,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
@@ -173,6 +173,25 @@ def test_records_without_a_proper_subkey_are_refused_under_any_key(subkey):
     composite = CompositeValidator(make_validators("run", KEY)[0])
     record = DHTRecord(DHTID.generate("anything").to_bytes(), subkey, MSGPackSerializer.dumps(1), get_dht_time() + 60)
     assert not composite.validate(record)
+
+
+def test_record_that_many_nodes_answer_with_is_checked_once(monkeypatch):
+    """With 16 peers the checks took 60 % of the DHT's time."""
+    (validator,), own_subkey = make_validators("run", KEY)
+    checked = []
+    verify = RSAPublicKey.verify
+    monkeypatch.setattr(RSAPublicKey, "verify", lambda *args: checked.append(args) or verify(*args))
+    key, expiration = DHTID.generate("run_metrics").to_bytes(), get_dht_time() + 60
+    record = DHTRecord(key, MSGPackSerializer.dumps(own_subkey), MSGPackSerializer.dumps(GOOD), expiration)
+    signed = dataclasses.replace(record, value=validator.sign_value(record))
+    assert all(validator.validate(signed) for _ in range(16)) and len(checked) == 1
+    forged = [
+        dataclasses.replace(signed, expiration_time=expiration + 1),
+        dataclasses.replace(signed, value=signed.value.replace(b"step", b"stop")),
+        dataclasses.replace(signed, key=DHTID.generate("run_peers").to_bytes()),
+    ]
+    assert not any(validator.validate(other) for other in forged for _ in range(2)), "none is remembered as valid"
+    assert len(checked) == 7
 
 
 def test_record_that_never_expires_is_refused():
