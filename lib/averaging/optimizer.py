@@ -194,8 +194,10 @@ class Optimizer(hivemind.Optimizer):
             self._waits_for_step = True
             try:
                 while not (self._stopped.is_set() or self._is_broken or self._is_out_of_sync() or self._is_over):
+                    # In this order: a step that begins in between says that it is busy before it is not due any more.
+                    is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
                     is_busy = self._in_round if self.delay_optimizer_step else self._in_step
-                    if not is_busy and self.tracker.seconds_to_step > 0 and not self.coordinator.has_group:
+                    if not (is_due or is_busy):
                         break
                     self._progressed.wait(IDLE_SECONDS)
                     self._progressed.clear()
