@@ -1,13 +1,16 @@
 """Fixtures: tiny data that the real script prepares once, and scripts that do not outlive their test."""
 
+import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 from processes import guard_children
+from tests.launcher import Launcher
 from tests.peers import Scripts, prepare_data
 
 # A test that asks for one of these starts peers, and so does each of these modules. Others are marked one by one.
@@ -44,16 +47,30 @@ def children_end_with_the_tests() -> None:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory) -> Path:
-    """A folder with `dataset`, `tokenizer` and `config.json`, made as a user would make them."""
-    folder = tmp_path_factory.mktemp("data")
-    prepare_data(folder)
+def data(tmp_path_factory, worker_id) -> Path:
+    """A folder with `dataset`, `tokenizer` and `config.json`, made as a user would; the first worker makes it."""
+    if worker_id == "master":
+        folder = tmp_path_factory.mktemp("data")
+        prepare_data(folder)
+        return folder
+    folder = tmp_path_factory.getbasetemp().parent / "data"  # of this session's workers
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "config.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            prepare_data(folder)
     return folder
 
 
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path_factory.mktemp("launcher") / "launcher.log")
+    yield launcher
+    launcher.close()
+
+
 @pytest.fixture
-def scripts(tmp_path, data) -> Iterator[Scripts]:
-    scripts = Scripts(tmp_path, data)
+def scripts(tmp_path, data, launcher) -> Iterator[Scripts]:
+    scripts = Scripts(tmp_path, data, launcher=launcher)
     yield scripts
     scripts.close()
 

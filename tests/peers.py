@@ -1,7 +1,6 @@
 """Helpers of the tests: real scripts as processes, and peers inside the test's own process."""
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -24,10 +23,8 @@ from arguments import (
     LocalTrainingArguments,
     ProgressTrackerArguments,
 )
-from processes import PR_SET_PDEATHSIG
+from tests.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
 
-_libc = ctypes.CDLL(None)
-ROOT = Path(__file__).parent.parent
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 # Trainers are paced, see paced.py: a micro-batch takes PACE seconds on each machine. The model needs 0.02 s of them.
 PACE = 0.25
@@ -108,37 +105,33 @@ def wait_until(condition, timeout: float, what: str):
     raise AssertionError(f"not within {timeout} seconds: {what}")
 
 
-def _end_with_tests() -> None:
-    """In a script's process, before it begins: end when the tests do, even if they are killed.
-
-    The kernel watches the thread that started the script. Python runs the hook of `guard_children` before, which makes
-    a process group (so that a new session is not possible any more) and ignores SIGINT.
-    """
-    with contextlib.suppress(PermissionError):
-        os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 class Script:
     """One of our scripts, running as a process of its own group with its output in a file.
 
     :param enter: what to put before its command, to run it on another host
+    :param launcher: starts it in a moment, if that makes no difference
     """
 
-    def __init__(self, name: str, *args: object, log: Path, env: dict[str, str] | None = None,
-                 enter: Sequence[str] = ()):  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        *args: object,
+        log: Path,
+        env: dict[str, str] | None = None,
+        enter: Sequence[str] = (),
+        launcher: Launcher | None = None,
+    ):
         self.log = log
         self._offset = log.stat().st_size if log.exists() else 0  # a restarted script goes on with the same file
-        command = [*enter, sys.executable, "-u", "-W", "ignore", str(ROOT / name), *map(str, args)]
-        # A core and no GPU, on which all of a test's trainers would crowd
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-        with open(log, "ab") as file:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=log.parent,
-                env=environment | (env or {}), preexec_fn=_end_with_tests,
-            )  # fmt: skip
+        command, env = [str(ROOT / name), *map(str, args)], env or {}
+        if launcher is not None and not enter and launcher.can_start(env):
+            self.process = launcher.start(command, env, log)
+        else:
+            with open(log, "ab") as file:
+                self.process = subprocess.Popen(
+                    [*enter, *PYTHON, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                    cwd=log.parent, env={**os.environ, **ENVIRONMENT, **env}, preexec_fn=end_with_parent,
+                )  # fmt: skip
         self._known: dict[int, psutil.Process] = {}
 
     @property
@@ -243,14 +236,16 @@ class Scripts:
     """Starts scripts and makes sure that none outlives the test.
 
     :param enter: what to put before their commands, to run them on another host
+    :param launcher: starts them in a moment; without one, each spends seconds on its imports
     """
 
-    def __init__(self, folder: Path, data: Path, enter: Sequence[str] = ()):
-        self.folder, self.data, self.enter = folder, data, enter
+    def __init__(self, folder: Path, data: Path, enter: Sequence[str] = (), launcher: Launcher | None = None):
+        self.folder, self.data, self.enter, self.launcher = folder, data, enter, launcher
         self.running: list[Script] = []
 
     def start(self, name: str, *args: object, log: str, env: dict[str, str] | None = None) -> Script:
-        script = Script(name, *args, log=self.folder / f"{log}.log", env=env, enter=self.enter)
+        script = Script(name, *args, log=self.folder / f"{log}.log", env=env, enter=self.enter,
+                        launcher=self.launcher)  # fmt: skip
         self.running.append(script)
         return script
 

@@ -155,7 +155,7 @@ class Trainer:
     def join(self) -> None:
         """Download the newest state, as a trainer does at its start."""
         self.tracker.refresh()
-        assert self.optimizer.load_state_from_peers(), "no state was downloaded"
+        wait_until(self.optimizer.load_state_from_peers, 30, "the offer of a state")
         self.version = self.optimizer.state_averager.applied_epoch
 
     def wait_for(self, step: int, timeout: float = 60) -> None:

@@ -45,12 +45,12 @@ LONG = [pytest.param(family, marks=pytest.mark.long) for family in ("bert", "dis
 
 @pytest.mark.peers
 @pytest.mark.parametrize("family", ["albert", "roberta", "gpt2", *LONG])
-def test_two_peers_train_a_family(family, make_data, tmp_path):
+def test_two_peers_train_a_family(family, make_data, tmp_path, launcher):
     objective, kind, auto_class = FAMILIES[family]
     data = make_data(objective, kind)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY_CONFIGS[family]))
-    scripts = Scripts(tmp_path, data)
+    scripts = Scripts(tmp_path, data, launcher=launcher)
     try:
         with local_peer(tmp_path, "albert") as peer:
             address = str(peer.dht.get_visible_maddrs()[0])

@@ -100,7 +100,7 @@ def test_newcomer_does_not_take_the_step_that_was_due_before_its_download(build_
         wait_until(lambda: newcomer.tracker.refresh() and newcomer.tracker.seconds_to_step == 0, 60, "a step is due")
     swarm.wait_for(1, trainers)
     assert newcomer.tracker.seconds_to_step == 0, "it has looked meanwhile"
-    assert newcomer.optimizer.load_state_from_peers()
+    wait_until(newcomer.optimizer.load_state_from_peers, 30, "the offer of a state")
     assert newcomer.optimizer.local_epoch == 1 and newcomer.tracker.seconds_to_step > 0
 
 
