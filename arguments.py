@@ -1,6 +1,6 @@
 """Every flag of every script: one dataclass a concern, its documentation at the flag, its checks in `__post_init__`.
 
-Names and defaults are those of hivemind's ALBERT example; the names of older examples are translated in parsing.py.
+Names and defaults are those of hivemind's ALBERT example; the names of older examples are translated in cli.py.
 """
 
 import ipaddress
@@ -917,6 +917,6 @@ class DemoArguments:
 
 def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
     """One instance of each dataclass from the command line. `description`: the script's docstring."""
-    from parsing import ArgumentParser  # takes a second, in which a script can already answer signals
+    from lib.common.cli import ArgumentParser  # takes a second, in which a script can already answer signals
 
     return ArgumentParser(dataclass_types, description).parse(args)

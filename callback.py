@@ -16,11 +16,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 import utils
 from arguments import CollaborationArguments
-from bans import BanList
-from checkpoints import TrainingState, load_training_state, save_training_state
-from errors import UserError
 from lib.averaging.optimizer import Optimizer
 from lib.averaging.state import StateLoadError, all_finite
+from lib.common.errors import UserError
+from lib.training.ban_list import BanList
+from lib.training.checkpoints import TrainingState, load_training_state, save_training_state
 from utils import HISTORY_LENGTH, ClientModeAlarm, LocalMetrics, Peer, PeerInfo
 
 logger = get_logger(__name__)

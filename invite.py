@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from arguments import InvitationArguments, RevocationArguments, parse_arguments
-from errors import UserError, run_script
+from lib.common.errors import UserError, run_script
 
 REVOKE_DESCRIPTION = "Revoke the invitations of a user, or a single one"
 

@@ -12,8 +12,8 @@ Copy this file and change the loop below. It must do three things: call `join` f
 from collections.abc import Iterable, Iterator
 
 from arguments import parse_arguments
-from errors import run_script
-from processes import StopSignal, guard_children
+from lib.common.errors import run_script
+from lib.common.processes import StopSignal, guard_children
 from run_trainer import ARGUMENTS
 
 
@@ -28,11 +28,11 @@ def train(training_args, dataset_args, collaboration_args, averager_args, tracke
     import torch  # seconds of imports, which --help and a wrong flag need not wait for
     from torch.utils.data import DataLoader
 
-    from collaboration import join_collaboration
-    from data import load_training_data
-    from fetch import fetch_data
-    from model import derive_seed, enable_gradient_checkpointing, load_config, load_tokenizer, make_model
-    from trainer import PeerSampler, autocast_dtype, choose_devices
+    from lib.data.download import fetch_data
+    from lib.data.loading import load_training_data
+    from lib.training.hf_trainer import PeerSampler, autocast_dtype, choose_devices
+    from lib.training.model import derive_seed, enable_gradient_checkpointing, load_config, load_tokenizer, make_model
+    from lib.training.session import join_collaboration
     from utils import logger, setup_logging
 
     setup_logging(collaboration_args.debug)

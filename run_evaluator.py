@@ -18,8 +18,8 @@ from arguments import (
     HyperparameterArguments,
     parse_arguments,
 )
-from errors import run_script
-from processes import StopSignal, guard_children
+from lib.common.errors import run_script
+from lib.common.processes import StopSignal, guard_children
 
 ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, HyperparameterArguments)
 
@@ -39,12 +39,12 @@ def evaluate(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
-    from collaboration import running_observer, running_peer, watched
-    from data import load_validation_data
-    from evaluation import EvaluationLoop, Evaluator
-    from fetch import fetch_data
-    from model import build_model, get_objective, load_config, load_tokenizer
-    from reporting import make_reporters
+    from lib.data.download import fetch_data
+    from lib.data.loading import load_validation_data
+    from lib.monitoring.evaluation import EvaluationLoop, Evaluator
+    from lib.monitoring.trackers import make_reporters
+    from lib.training.model import build_model, get_objective, load_config, load_tokenizer
+    from lib.training.session import running_observer, running_peer, watched
     from utils import logger, setup_logging
 
     setup_logging(peer_args.debug)

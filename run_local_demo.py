@@ -32,9 +32,9 @@ from rich.table import Table
 from rich.text import Text
 
 from arguments import DemoArguments, parse_arguments
-from atomic import check_target
-from errors import UserError, run_script
-from processes import leave_with_parent
+from lib.common.atomic_files import check_target
+from lib.common.errors import UserError, run_script
+from lib.common.processes import leave_with_parent
 
 SCRIPTS = Path(__file__).parent
 COMMANDS_FILE = "commands.txt"  # also marks a folder as one that the next demo may replace

@@ -16,8 +16,8 @@ from arguments import (
     ProgressTrackerArguments,
     parse_arguments,
 )
-from errors import run_script
-from processes import StopSignal, guard_children
+from lib.common.errors import run_script
+from lib.common.processes import StopSignal, guard_children
 
 ARGUMENTS = (
     LocalTrainingArguments,
@@ -44,11 +44,17 @@ def train(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
-    from collaboration import join_collaboration
-    from data import load_training_data
-    from fetch import fetch_data
-    from model import enable_gradient_checkpointing, load_config, load_tokenizer, make_model
-    from trainer import PeerSampler, build_trainer, build_training_arguments, choose_devices, find_checkpoint
+    from lib.data.download import fetch_data
+    from lib.data.loading import load_training_data
+    from lib.training.hf_trainer import (
+        PeerSampler,
+        build_trainer,
+        build_training_arguments,
+        choose_devices,
+        find_checkpoint,
+    )
+    from lib.training.model import enable_gradient_checkpointing, load_config, load_tokenizer, make_model
+    from lib.training.session import join_collaboration
     from utils import setup_logging
 
     setup_logging(collaboration_args.debug)

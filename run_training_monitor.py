@@ -21,8 +21,8 @@ from arguments import (
     TrainingMonitorArguments,
     parse_arguments,
 )
-from errors import UserError, run_script
-from processes import StopSignal, guard_children
+from lib.common.errors import UserError, run_script
+from lib.common.processes import StopSignal, guard_children
 
 ARGUMENTS = (
     TrainingMonitorArguments,
@@ -53,14 +53,14 @@ def monitor(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
-    from assistant import running_assistant
-    from collaboration import running_peer, watched
-    from contributors import Contributors
-    from metrics import MetricsAggregator
-    from model import build_model, load_config, load_tokenizer
-    from monitor import TrainingMonitor, running_keeper
-    from reporting import make_reporters
-    from upload import HubUploader, check_repo, make_facts
+    from lib.monitoring.aggregation import MetricsAggregator
+    from lib.monitoring.auxiliary_peer import running_assistant
+    from lib.monitoring.contributors import Contributors
+    from lib.monitoring.hub_upload import HubUploader, check_repo, make_facts
+    from lib.monitoring.monitor import TrainingMonitor, running_keeper
+    from lib.monitoring.trackers import make_reporters
+    from lib.training.model import build_model, load_config, load_tokenizer
+    from lib.training.session import running_peer, watched
     from utils import announce_public_ip, choose_internet_maddrs, log_visible_maddrs, logger, setup_logging
 
     setup_logging(peer_args.debug)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arguments import TokenizationArguments, parse_arguments
-from errors import UserError, run_script
+from lib.common.errors import UserError, run_script
 
 # The rest is imported where it is used: torch and transformers take seconds, which --help and a text file that cannot
 # be read need not wait for.
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-    from corpus import Documents
-    from data import Manifest
-    from preprocessing import Counts, Recipe
+    from lib.data.corpus import Documents
+    from lib.data.loading import Manifest
+    from lib.data.packing import Counts, Recipe
 
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("dataset_dict.json",)
@@ -58,9 +58,9 @@ def main() -> None:
 
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
-    from atomic import check_target, new_folder, temporary_folder
-    from corpus import open_source, read_corpus
-    from preprocessing import SPLITS, Recipe
+    from lib.common.atomic_files import check_target, new_folder, temporary_folder
+    from lib.data.corpus import open_source, read_corpus
+    from lib.data.packing import SPLITS, Recipe
 
     # What cannot be written is found out first, then what cannot be read, then the rest.
     if args.archive is not None:
@@ -98,8 +98,8 @@ def make_tokenizer(
     """
     from tqdm.auto import tqdm
 
-    from atomic import new_folder
-    from tokenizer_training import (
+    from lib.common.atomic_files import new_folder
+    from lib.data.tokenizers import (
         TRAINING_CHARS,
         check_special_tokens,
         is_same_tokenizer,
@@ -132,7 +132,7 @@ def tokenize_split(
     import pyarrow as pa
     from tqdm.auto import tqdm
 
-    from preprocessing import SCHEMAS, Counts, group_documents
+    from lib.data.packing import SCHEMAS, Counts, group_documents
 
     groups = group_documents(documents.lengths)
     tasks = [(start, documents.rows[start:stop].tolist()) for start, stop in groups]
@@ -157,8 +157,8 @@ def tokenize_group(
     documents_path: str, split: str, tokenizer_folder: str, recipe: Recipe, task: tuple[int, list[int]]
 ) -> tuple[pa.Table, Counts]:
     """One task of a worker. `task`: number of the first document within the split; rows of the file."""
-    from corpus import read_documents
-    from preprocessing import make_instances
+    from lib.data.corpus import read_documents
+    from lib.data.packing import make_instances
 
     start, rows = task
     documents = read_documents(documents_path, rows)
@@ -201,7 +201,7 @@ def _exit_after_parent() -> None:
 def build_manifest(
     args: TokenizationArguments, source: str, tokenizer: PreTrainedTokenizerBase, counts: dict[str, Counts]
 ) -> Manifest:
-    from data import Manifest, tokenizer_sha256
+    from lib.data.loading import Manifest, tokenizer_sha256
 
     # The manifest is published, and a folder of this machine is nobody else's business.
     name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
@@ -236,7 +236,7 @@ def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path)
 
 def pack(args: TokenizationArguments) -> str:
     """Write the archive; return its SHA-256. Unpacked in the project's folder, it lies where trainers look for it."""
-    from archive import write_archive
+    from lib.data.archive import write_archive
 
     defaults = TokenizationArguments()
     folders = {defaults.output_path: Path(args.output_path), defaults.tokenizer_path: Path(args.tokenizer_path)}
@@ -245,7 +245,7 @@ def pack(args: TokenizationArguments) -> str:
 
 def summarize(args: TokenizationArguments, manifest: Manifest) -> str:
     """What was made, for a person to read."""
-    from preprocessing import Counts
+    from lib.data.packing import Counts
 
     counts = [Counts(**numbers) for numbers in manifest.splits.values()]
     with_pairs = args.objective == "mlm_sop"

@@ -41,11 +41,11 @@ from hivemind.utils.multiaddr import Multiaddr
 from tqdm import tqdm
 
 from arguments import BaseTrainingArguments
-from errors import UserError
-from hivemind_fixes import SafeDHT, use_only_trusted_relays
+from lib.common.errors import UserError
+from lib.common.processes import keep_memory_shared, start_shared_memory_manager
 from lib.peer.admission import InvitedDHT, load_admission
+from lib.peer.dht import SafeDHT, use_only_trusted_relays
 from lib.peer.invitations import read_private_key, write_private_key
-from processes import keep_memory_shared, start_shared_memory_manager
 
 logger = get_logger(__name__)
 

@@ -15,9 +15,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from corpus import read_text_file
-from preprocessing import encode, pack_pairs, split_documents, split_sentences
-from tokenizer_training import load_tokenizer, train_tokenizer
+from lib.data.corpus import read_text_file
+from lib.data.packing import encode, pack_pairs, split_documents, split_sentences
+from lib.data.tokenizers import load_tokenizer, train_tokenizer
 
 Sentences = list[list[int]]
 

@@ -39,7 +39,7 @@ from benchmarks.round_records import (
     read_round_log,
     summarize,
 )
-from tests.peers import LOCAL, ROOT, Script, prepare_data, wait_until
+from tests.support.peers import LOCAL, ROOT, Script, prepare_data, wait_until
 
 MICRO_BATCH_SECONDS = 0.5
 BATCH_SIZE = 8

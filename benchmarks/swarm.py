@@ -46,16 +46,12 @@ from benchmarks.round_records import (
     read_round_log,
     summarize,
 )
-from errors import run_script
 from lib.averaging.progress import ProgressTracker
-from processes import leave_with_parent
-from tests.peers import LOCAL, prepare_data, wait_until
+from lib.common.errors import run_script
+from lib.common.processes import leave_with_parent
+from tests.support.launcher import MODULES
+from tests.support.peers import LOCAL, prepare_data, wait_until
 
-# What the scripts import once they have read their arguments: imported here, it is shared by all peers.
-IMPORTS = (
-    "assistant", "collaboration", "contributors", "data", "evaluation", "fetch", "metrics", "model", "monitor",
-    "reporting", "trainer", "upload", "utils",
-)  # fmt: skip
 BATCH_SIZE = 8
 MAX_PEERS = 256  # in all, those that leave included
 CALLS = ("call_ping", "call_store", "call_find")
@@ -462,7 +458,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the logs in this folder")
     args = parser.parse_args()
 
-    for name in IMPORTS:
+    for name in MODULES:  # imported here, they are shared by all peers
         importlib.import_module(name)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="swarm-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,9 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from processes import guard_children
-from tests.launcher import Launcher
-from tests.peers import Scripts, prepare_data
+from lib.common.processes import guard_children
+from tests.support.launcher import Launcher
+from tests.support.peers import Scripts, prepare_data
 
 # A test that asks for one of these starts peers, and so does each of these modules. Others are marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
@@ -77,8 +77,8 @@ def scripts(tmp_path, data, launcher) -> Iterator[Scripts]:
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory) -> Iterator:
-    """DHT peers in the tests' process, see tests/swarm.py."""
-    from tests.swarm import Network  # it imports a lot
+    """DHT peers in the tests' process, see tests/support/swarm.py."""
+    from tests.support.swarm import Network  # it imports a lot
 
     with ExitStack() as stack:
         yield Network(stack, tmp_path_factory.mktemp("network"))
@@ -87,7 +87,7 @@ def network(tmp_path_factory) -> Iterator:
 @pytest.fixture
 def build_swarm(network, tmp_path) -> Iterator[Callable]:
     """Builds the peers of a run in the tests' process; its options are those of `local_optimizer`."""
-    from tests.swarm import Swarm
+    from tests.support.swarm import Swarm
 
     with ExitStack() as stack:
         yield lambda **options: Swarm(stack, network, tmp_path, **options)

@@ -22,8 +22,8 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import MSGPackSerializer, get_dht_time, get_logger
 
-from errors import UserError
-from hivemind_fixes import RelayedP2P, SafeDHT
+from lib.common.errors import UserError
+from lib.peer.dht import RelayedP2P, SafeDHT
 from lib.peer.invitations import Invitation, InvitationError, check_token, load_invitation
 from lib.peer.revocations import Revocations, RevocationStore
 

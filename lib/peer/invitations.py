@@ -20,8 +20,8 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
-from atomic import new_file
-from errors import UserError
+from lib.common.atomic_files import new_file
+from lib.common.errors import UserError
 
 SECONDS_A_DAY = 86_400.0
 

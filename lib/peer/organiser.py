@@ -10,8 +10,8 @@ from pathlib import Path
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from atomic import new_file
-from errors import UserError
+from lib.common.atomic_files import new_file
+from lib.common.errors import UserError
 from lib.peer.invitations import Invitation, InvitationError
 from lib.peer.revocations import Revocations
 

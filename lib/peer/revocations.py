@@ -13,8 +13,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
-from atomic import new_file
-from errors import describe
+from lib.common.atomic_files import new_file
+from lib.common.errors import describe
 from lib.peer.invitations import InvitationError
 
 logger = get_logger(__name__)

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Join a collaboration for a moment: proof that its peers can be reached from here. Says who trains.
+
+    python -m deploy.probe --run_id my-albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
+
+It tries until --bootstrap_timeout seconds have passed, and takes no part in the training.
+"""
+
+import logging
+import tempfile
+from pathlib import Path
+
+from arguments import BaseTrainingArguments, parse_arguments
+from lib.common.errors import UserError, run_script
+from lib.common.processes import StopSignal, exit_after, guard_children
+
+
+def main() -> None:
+    with StopSignal() as stop:
+        (args,) = parse_arguments([BaseTrainingArguments], __doc__)
+        if not args.initial_peers:
+            raise UserError("--initial_peers is missing: whom to join")
+        guard_children()
+        probe(args, stop)
+
+
+def probe(args: BaseTrainingArguments, stop: StopSignal) -> None:
+    from utils import LocalMetrics, get_dictionary, setup_logging, start_peer
+
+    setup_logging(args.debug)
+    if not args.debug:
+        logging.getLogger().setLevel(logging.WARNING)
+    exit_after(args.bootstrap_timeout + 60.0, 1, "The probe is stuck")
+    with tempfile.TemporaryDirectory() as folder:
+        stop.defer()
+        peer = start_peer(args, Path(folder) / "identity.key", client_mode=True, should_stop=stop.event)
+        try:
+            records = get_dictionary(peer.dht, f"{args.run_id}_metrics").values()
+            steps = [LocalMetrics.parse_obj(record.value).step for record in records]
+            newest = f"step #{max(steps)}" if steps else "no step yet"
+            print(f"Joined the run '{args.run_id}': {len(steps)} trainers reported in the last minutes, {newest}")
+        finally:
+            peer.dht.shutdown()
+
+
+if __name__ == "__main__":
+    run_script(main)

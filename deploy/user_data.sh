@@ -1,0 +1,163 @@
+#!/bin/bash
+# The first boot of a cloud machine: install the project, run a coordinator or a trainer as a service.
+#
+# aws.py puts the settings before this script; together they are the machine's user data. Anybody who may describe the
+# instance, and any program on it, can read user data: there is no secret in it.
+#
+#   ROLE                coordinator or trainer
+#   FOLDER, UNITS       where the project and its services go: /opt/collaboration, /etc/systemd/system
+#   METADATA            the instance metadata service: http://169.254.169.254/latest
+#   REPO_URL, REVISION  the project, and its branch or tag
+#   SCRIPT, FLAGS       what the service runs
+#   PORT, PUBLIC_IP     where others reach this peer; an empty address is looked up
+#   DATASET_URL, DATASET_SHA256, IDENTITY_PARAMETER, REGION  for a coordinator
+# shellcheck disable=SC2154
+set -euo pipefail
+trap give_up EXIT
+
+give_up() {
+    [[ $? == 0 ]] && return
+    echo "This machine could not be set up: see the lines above"
+    if [[ $ROLE == trainer ]]; then
+        systemctl poweroff # which terminates it: one that does nothing should not cost anything
+    fi
+}
+
+metadata() { # PATH: one of the machine's metadata. IMDSv2 wants a token first
+    local token
+    token=$(curl -fsS -m 5 -X PUT -H "X-aws-ec2-metadata-token-ttl-seconds: 60" "$METADATA/api/token") || return
+    curl -fsS -m 5 -H "X-aws-ec2-metadata-token: $token" "$METADATA/meta-data/$1"
+}
+
+retry() { # COMMAND…: the network may not be there yet, and hosts have bad moments
+    local attempt
+    for attempt in 1 2 4 8 16; do
+        "$@" && return
+        echo "Failed, trying again in $((5 * attempt)) seconds: $1"
+        sleep $((5 * attempt))
+    done
+    "$@"
+}
+
+as_user() {
+    runuser --user collaboration -- env "HOME=$FOLDER" "TMPDIR=$FOLDER/tmp" "$@"
+}
+
+wait_for_address() { # the elastic IP comes a moment after the start, and cuts all connections that are open by then
+    local second
+    for ((second = 0; second < 600; second += 5)); do
+        [[ $(metadata public-ipv4) == "$PUBLIC_IP" ]] && return
+        sleep 5
+    done
+    echo "The address $PUBLIC_IP was not given to this machine"
+    return 1
+}
+
+install_project() {
+    retry dnf install -q -y git python3.11 tar gzip
+    useradd --system --create-home --home-dir "$FOLDER" collaboration
+    as_user mkdir -p "$FOLDER/tmp" # /tmp is half of the memory, too little for pip
+    retry as_user git clone -q --depth 1 --branch "$REVISION" -- "$REPO_URL" "$FOLDER/project"
+    as_user python3.11 -m venv "$FOLDER/venv"
+    retry as_user "$FOLDER/venv/bin/pip" install -q --no-cache-dir -r "$FOLDER/project/requirements.txt"
+}
+
+download_data() { # the monitor needs the tokenizer to keep checkpoints; trainers fetch the data by themselves
+    local archive=$FOLDER/tmp/data.tar.gz
+    retry as_user curl -fsSL -m 3600 -o "$archive" "$DATASET_URL"
+    if [[ -n $DATASET_SHA256 ]]; then
+        echo "$DATASET_SHA256  $archive" | sha256sum --check --quiet
+    fi
+    as_user tar xzf "$archive" --no-same-owner -C "$FOLDER/project" data/tokenizer
+    rm "$archive"
+}
+
+load_identity() { # the private key that gives the coordinator its peer ID: only its role may read it
+    local key
+    key=$(retry aws ssm get-parameter --region "$REGION" --name "$IDENTITY_PARAMETER" --with-decryption \
+        --query Parameter.Value --output text)
+    (umask 077 && base64 -d <<<"$key" >"$FOLDER/identity.key")
+    chown collaboration "$FOLDER/identity.key"
+}
+
+write_service() { # FLAG…: the machine's own, which FLAGS may overrule
+    local command=("$SCRIPT" "$@" --host_maddrs "/ip4/0.0.0.0/tcp/$PORT"
+        --announce_maddrs "/ip4/$PUBLIC_IP/tcp/$PORT" "${FLAGS[@]}")
+    cat >"$FOLDER/start.sh" <<EOF
+#!/bin/bash
+cd ${FOLDER@Q}/project || exit 1
+exec ${FOLDER@Q}/venv/bin/python -u ${command[@]@Q}
+EOF
+    chmod 755 "$FOLDER/start.sh"
+
+    # Only the main process gets SIGTERM (mixed): it sees to the others. A script that has done its part ends with 0,
+    # with 2 if its flags are wrong: it is not started again then, and a trainer's machine is given back.
+    cat >"$UNITS/collaboration.service" <<EOF
+[Unit]
+Description=Collaborative training: $ROLE
+Wants=network-online.target
+After=network-online.target
+StartLimitIntervalSec=0
+$([[ $ROLE == coordinator ]] || printf "SuccessAction=poweroff\nFailureAction=poweroff")
+
+[Service]
+User=collaboration
+ExecStart=$FOLDER/start.sh
+Restart=on-failure
+RestartSec=10
+RestartPreventExitStatus=2
+KillMode=mixed
+TimeoutStopSec=30
+LimitNOFILE=65536
+StandardOutput=journal+console
+StandardError=journal+console
+
+[Install]
+WantedBy=multi-user.target
+EOF
+}
+
+write_spot_watch() { # AWS takes a spot instance back with two minutes' notice
+    cat >"$FOLDER/spot_watch.sh" <<EOF
+#!/bin/bash
+METADATA=$METADATA
+$(declare -f metadata)
+until metadata spot/instance-action 2>/dev/null; do
+    sleep 5
+done
+echo "AWS takes this machine back: stopping the trainer"
+systemctl stop collaboration
+EOF
+    chmod 755 "$FOLDER/spot_watch.sh"
+    cat >"$UNITS/spot-watch.service" <<EOF
+[Unit]
+Description=Stop the trainer before the machine is taken back
+
+[Service]
+ExecStart=$FOLDER/spot_watch.sh
+Restart=on-failure
+StandardOutput=journal+console
+
+[Install]
+WantedBy=multi-user.target
+EOF
+}
+
+services=(collaboration.service)
+if [[ $ROLE == coordinator ]]; then
+    wait_for_address
+    install_project
+    download_data
+    load_identity
+    write_service --identity_path "$FOLDER/identity.key"
+else
+    PUBLIC_IP=$(retry metadata public-ipv4)
+    install_project
+    batch_size=$(cd "$FOLDER/project" && as_user "$FOLDER/venv/bin/python" -m deploy.join)
+    write_service --per_device_train_batch_size "$batch_size"
+    write_spot_watch
+    services+=(spot-watch.service)
+fi
+systemctl daemon-reload
+systemctl enable --now "${services[@]}"
+echo "This machine is set up as a $ROLE"

@@ -1,0 +1,229 @@
+"""The text, wherever it comes from, as documents in a file."""
+
+import itertools
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pyarrow as pa
+from tqdm.auto import tqdm
+
+from arguments import TokenizationArguments
+from lib.common.errors import UserError
+from lib.data.packing import SPLITS, hold_out, split_documents
+
+READ_CHARS = 1_000_000  # of a text file at a time
+WRITE_CHARS = 10_000_000  # of documents in a record batch: Arrow's strings end at 2 GiB a batch
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text, before it is read. `rows`: for each split, a function that yields its rows, see `split_documents`."""
+
+    name: str
+    rows: dict[str, Callable[[], Iterable[str]]]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents in an Arrow file, read when they are asked for: WikiText-103 is half a gigabyte, BookCorpus five.
+
+    :param rows: the file's rows that these documents are, in ascending order
+    :param lengths: characters in each
+    """
+
+    path: str
+    rows: np.ndarray = field(repr=False)
+    lengths: np.ndarray = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_chars(self) -> int:
+        return int(self.lengths.sum())
+
+    def select(self, numbers: np.ndarray) -> "Documents":
+        return Documents(self.path, self.rows[numbers], self.lengths[numbers])
+
+    def sample(self, max_chars: int, seed: int) -> Iterator[str]:
+        """Documents at random, each once, until `max_chars` characters are reached."""
+        size = 0
+        for number in np.random.default_rng(seed).permutation(len(self)):
+            if size >= max_chars:
+                return
+            yield from read_documents(self.path, [int(self.rows[number])])
+            size += int(self.lengths[number])
+
+
+@lru_cache(maxsize=2)
+def _open(path: str):
+    from datasets import Dataset
+
+    return Dataset.from_file(path)
+
+
+def read_documents(path: str, rows: list[int]) -> list[str]:
+    return _open(path)[rows]["text"]
+
+
+def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
+    """Group rows of text into documents and write these to an Arrow file."""
+    lengths: list[int] = []
+    schema = pa.schema({"text": pa.string()})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        batch, size = [], 0
+        with tqdm(desc=desc, unit=" chars", unit_scale=True, delay=1) as progress:  # s: not for a small file
+            for document in split_documents(rows):
+                batch.append(document)
+                lengths.append(len(document))
+                size += len(document)
+                progress.update(len(document))
+                if size >= WRITE_CHARS:
+                    writer.write_batch(pa.record_batch({"text": batch}, schema))
+                    batch, size = [], 0
+        writer.write_batch(pa.record_batch({"text": batch}, schema))
+    return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
+
+
+def read_corpus(source: Source, args: TokenizationArguments, folder: Path) -> dict[str, Documents]:
+    """Read the whole source.
+
+    :param folder: where the files with the documents are written
+    :returns: documents of the splits "train" and "validation"
+    :raises UserError: if there is no text, or too little to hold out documents for validation
+    """
+    corpus = {}
+    for split, rows in source.rows.items():
+        corpus[split] = write_documents(rows(), folder / f"{split}.arrow", desc=f"Reading {split} text")
+        if not len(corpus[split]):
+            raise UserError(f"{source.name}: there is no text in its {split} part; pass a file that is not empty")
+    if "validation" not in corpus:
+        try:
+            train, validation = hold_out(len(corpus["train"]), args.validation_share, args.seed)
+        except ValueError:
+            raise UserError(
+                f"{source.name} is a single document, none can be held out for validation: "
+                f"pass --validation_file, or separate its documents by blank lines"
+            ) from None
+        corpus = {"train": corpus["train"].select(train), "validation": corpus["train"].select(validation)}
+    return corpus
+
+
+def open_source(args: TokenizationArguments) -> Source:
+    """The source that the flags ask for.
+
+    :raises UserError: if it is a dataset that cannot be had
+    """
+    if args.sample:
+        return Source(f"the documentation topics of Python {platform.python_version()}", {"train": _sample_rows})
+    if args.train_file is not None:
+        files = {"train": args.train_file}
+        if args.validation_file is not None:
+            files["validation"] = args.validation_file
+        # A file's folder may be nobody else's business: the name goes into the manifest, which is published.
+        return Source(
+            ", ".join(Path(path).name for path in files.values()),
+            {split: partial(read_text_file, path) for split, path in files.items()},
+        )
+    return _open_hub_dataset(args)
+
+
+# --- embedded text ---------------------------------------------------------------------------------------------------
+
+_UNDERLINE = re.compile(r"([^\w\s])\1{2,}")  # rows of one repeated sign: reStructuredText's underlines
+
+
+def _sample_rows() -> Iterator[str]:
+    """The topics that Python's help() shows: a paragraph a row, a blank row after each topic."""
+    from pydoc_data.topics import topics
+
+    for _, topic in sorted(topics.items()):
+        lines = ["" if _UNDERLINE.fullmatch(line.strip()) else line.strip() for line in topic.split("\n")]
+        for has_text, paragraph in itertools.groupby(lines, key=bool):
+            if has_text:
+                yield " ".join(paragraph)
+        yield ""
+
+
+# --- text files ------------------------------------------------------------------------------------------------------
+
+
+def read_text_file(path: str) -> Iterator[str]:
+    """Lines of a UTF-8 file. An endless line comes in pieces, cut at spaces where there are any.
+
+    :raises UserError: if it is not text
+    """
+    num_lines, rest = 0, ""
+    # utf-8-sig: UTF-8, with or without the byte order mark that Windows programs put in front
+    with open(path, encoding="utf-8-sig") as file:
+        try:
+            while piece := file.readline(READ_CHARS):
+                if "\0" in piece:
+                    raise UserError(f"'{path}' is not text: line {num_lines + 1} has a zero byte; pass a text file")
+                if piece.endswith("\n"):
+                    num_lines += 1
+                    yield rest + piece
+                    rest = ""
+                else:
+                    cut = piece.rfind(" ") + 1 or len(piece)
+                    yield rest + piece[:cut]
+                    rest = piece[cut:]
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"'{path}' is not UTF-8 text (byte 0x{error.object[error.start]:02x} near line {num_lines + 1}); "
+                f"convert it, as with `iconv -f latin1 -t utf-8`"
+            ) from None
+    yield rest
+
+
+# --- the Hugging Face Hub --------------------------------------------------------------------------------------------
+
+
+def go_offline_if_needed() -> None:
+    """Use what has been downloaded before if the Hub cannot be found. Its client takes most of a minute to give up."""
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return  # a proxy looks names up for us
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True  # `datasets` copies it when it is imported, transformers looks it up
+
+
+def _open_hub_dataset(args: TokenizationArguments) -> Source:
+    go_offline_if_needed()
+    import datasets
+
+    name = " ".join(filter(None, [args.dataset_name, args.dataset_config_name]))
+    try:
+        dataset = datasets.load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir)
+    except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
+        raise UserError(
+            f"--dataset_name: '{name}' cannot be had from the Hugging Face Hub ({_first_line(error)}); go online, "
+            f"check the name, or pass --train_file or --sample"
+        ) from error
+    except (ValueError, RuntimeError) as error:  # no such configuration, a dataset that is a script, ...
+        raise UserError(f"--dataset_name: '{name}' cannot be loaded: {_first_line(error)}") from error
+    if "train" not in dataset or "text" not in dataset["train"].column_names:
+        columns = {split: part.column_names for split, part in dataset.items()}
+        raise UserError(f"--dataset_name: '{name}' has no split 'train' with a column 'text', but {columns}")
+    return Source(name, {split: partial(_hub_rows, dataset[split]) for split in SPLITS if split in dataset})
+
+
+def _hub_rows(dataset) -> Iterator[str]:
+    for batch in dataset.select_columns("text").iter(batch_size=1000):
+        for row in batch["text"]:
+            yield row or ""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

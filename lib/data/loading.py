@@ -1,0 +1,207 @@
+"""What the trainers use of the prepared data: its manifest, the datasets, and the collator that makes batches."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import datasets
+from transformers import (
+    BatchEncoding,
+    DataCollatorForLanguageModeling,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from arguments import DatasetArguments, LocalTrainingArguments
+from lib.common.errors import UserError
+from lib.data.packing import SCHEMAS, SPLITS
+from lib.training.model import check_sequence_length, get_objective
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+_REMEDY = "make it with ./tokenize_wikitext103.py, or get the organiser's with --dataset_url"
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A fingerprint of which number stands for which token."""
+    vocab = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
+
+
+@dataclass
+class Manifest:
+    """What a dataset was made of, kept in its folder, so that a trainer whose flags disagree can say so."""
+
+    source: str
+    objective: str  # mlm_sop, mlm or clm
+    max_seq_length: int  # tokens, special tokens included
+    seed: int
+    language: str
+    tokenizer: str  # as it was asked for
+    tokenizer_class: str
+    vocab_size: int
+    tokenizer_sha256: str
+    splits: dict[str, dict[str, int]]  # for each, preprocessing.Counts
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def load(cls, dataset_path: str | Path) -> "Manifest":
+        """Read the manifest of a dataset.
+
+        :raises UserError: if there is none, or none that can be read
+        """
+        path = Path(dataset_path) / MANIFEST_NAME
+        if not Path(dataset_path).is_dir():
+            raise UserError(f"--dataset_path: there is no folder '{dataset_path}'; {_REMEDY}")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            version = content["format_version"]
+        except FileNotFoundError:
+            raise UserError(f"--dataset_path: '{dataset_path}' has no {MANIFEST_NAME}; {_REMEDY}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--dataset_path: '{path}' cannot be read ({type(error).__name__}); {_REMEDY}") from error
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"--dataset_path: '{path}' has format {version}, this version reads {FORMAT_VERSION}; {_REMEDY}"
+            )
+        try:
+            return cls(**content)
+        except TypeError:
+            missing = {field.name for field in fields(cls)} ^ set(content)
+            raise UserError(
+                f"--dataset_path: '{path}' is not as it should be ({', '.join(sorted(missing))}); {_REMEDY}"
+            ) from None
+
+    def save(self, dataset_path: str | Path) -> None:
+        path = Path(dataset_path) / MANIFEST_NAME
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise UserError if the data was not made with this tokenizer."""
+        if tokenizer_sha256(tokenizer) != self.tokenizer_sha256:
+            raise UserError(
+                f"--tokenizer_path: this tokenizer ({len(tokenizer)} tokens) is not the one that the data was made "
+                f"with ({self.tokenizer_class}, {self.vocab_size} tokens); take both from the same archive"
+            )
+
+    def check_seq_length(self, seq_length: int | None) -> None:
+        """Raise UserError if a trainer wants sequences of another length. None: it takes what there is."""
+        if seq_length not in (None, self.max_seq_length):
+            raise UserError(
+                f"--seq_length {seq_length}: the data has sequences of {self.max_seq_length} tokens; drop the flag, "
+                f"or make other data with ./tokenize_wikitext103.py --max_seq_length {seq_length}"
+            )
+
+    def check_objective(self, objective: str) -> None:
+        """Raise UserError if the data was made for another objective than the model's."""
+        if objective != self.objective:
+            raise UserError(
+                f"--model_name_or_path: this model is trained with the objective {objective}, but the data was made "
+                f"for {self.objective}; choose another model, or make other data with "
+                f"./tokenize_wikitext103.py --objective {objective}"
+            )
+
+
+def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
+    """The splits "train" and "validation", with the columns of preprocessing.SCHEMAS.
+
+    :raises UserError: if they are missing, damaged, or not what the manifest says
+    """
+    manifest = Manifest.load(dataset_path)
+    try:
+        splits = datasets.DatasetDict.load_from_disk(str(dataset_path))
+    except Exception as error:  # an interrupted copy shows as anything from OSError to ArrowInvalid
+        reason = next(iter(str(error).splitlines()), "")[:200]
+        raise UserError(f"--dataset_path: '{dataset_path}' cannot be read ({reason}); {_REMEDY}") from error
+    columns = set(SCHEMAS[manifest.objective].names)
+    for split in SPLITS:
+        expected = manifest.splits.get(split, {}).get("instances")
+        if split not in splits or len(splits[split]) != expected or set(splits[split].column_names) != columns:
+            raise UserError(f"--dataset_path: '{dataset_path}' is damaged (split '{split}'); {_REMEDY}")
+    return splits
+
+
+@dataclass
+class CausalCollator:
+    """Pads instances and makes labels for causal LM (the model shifts them).
+
+    transformers' own tells padding by its token; where that is the end-of-text token, as with GPT-2, no model would
+    learn to end a text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, instances: list[dict]) -> BatchEncoding:
+        batch = self.tokenizer.pad(instances, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt")
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return batch
+
+
+def make_collator(
+    objective: str, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, pad_to_multiple_of: int = 8
+) -> Callable[[list[dict]], BatchEncoding]:
+    """A function that makes a batch of instances: pads them and, for masked LM, chooses the tokens to predict.
+
+    Batches are LongTensors of shape [instances, tokens]: `input_ids`, `attention_mask`, `labels` (-100: not to be
+    predicted); for objective mlm_sop also `token_type_ids`, and `sentence_order_label` of shape [instances]. They are
+    what AlbertForPreTraining and AutoModelFor{Masked,Causal}LM take. Of the tokens to predict 80 % become [MASK], 10 %
+    a random token; special tokens are never among them. Choices are drawn from torch's generator, which the DataLoader
+    seeds in each worker.
+
+    :param mlm_probability: share of the tokens to predict in masked LM
+    :param pad_to_multiple_of: tensor cores are fastest where shapes are multiples of 8
+    """
+    if objective == "clm":
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token  # any will do: padding is neither attended to nor predicted
+        return CausalCollator(tokenizer, pad_to_multiple_of)
+    return DataCollatorForLanguageModeling(
+        tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=pad_to_multiple_of
+    )
+
+
+def load_training_data(
+    dataset_args: DatasetArguments,
+    training_args: LocalTrainingArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+) -> tuple[datasets.Dataset, Callable[[list[dict]], BatchEncoding]]:
+    """The instances to train on, and the collator that makes batches of them.
+
+    :raises UserError: if there are none, or they do not go with the tokenizer, the model or the flags
+    """
+    manifest = _load_manifest(dataset_args, tokenizer, config)
+    manifest.check_seq_length(training_args.seq_length)
+    dataset = load_datasets(dataset_args.dataset_path)["train"]
+    if len(dataset) < training_args.per_device_train_batch_size:
+        raise UserError(
+            f"--dataset_path: '{dataset_args.dataset_path}' has {len(dataset)} instances to train on, fewer than "
+            f"--per_device_train_batch_size {training_args.per_device_train_batch_size}"
+        )
+    return dataset, make_collator(manifest.objective, tokenizer, training_args.mlm_probability)
+
+
+def load_validation_data(
+    dataset_args: DatasetArguments,
+    mlm_probability: float,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+) -> tuple[datasets.Dataset, Callable[[list[dict]], BatchEncoding]]:
+    """The instances that nobody trains on; the rest as for `load_training_data`."""
+    manifest = _load_manifest(dataset_args, tokenizer, config)
+    dataset = load_datasets(dataset_args.dataset_path)["validation"]
+    return dataset, make_collator(manifest.objective, tokenizer, mlm_probability)
+
+
+def _load_manifest(
+    dataset_args: DatasetArguments, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> Manifest:
+    """The data's manifest, after it has been compared with the tokenizer and the model."""
+    manifest = Manifest.load(dataset_args.dataset_path)
+    manifest.check_objective(get_objective(config))
+    manifest.check_tokenizer(tokenizer)
+    check_sequence_length(config, manifest.max_seq_length)
+    return manifest

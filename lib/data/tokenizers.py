@@ -1,0 +1,191 @@
+"""Tokenizers: one that exists, or one trained on the text at hand. The same text gives the same tokenizer."""
+
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    AlbertTokenizer,
+    AutoTokenizer,
+    BertTokenizer,
+    GPT2Tokenizer,
+    PreTrainedTokenizerBase,
+    RobertaTokenizer,
+)
+
+from lib.common.errors import UserError
+from lib.data.corpus import go_offline_if_needed
+from lib.data.loading import tokenizer_sha256
+
+# A vocabulary of 30,000 changes little beyond some ten million words, and training reads them all at once.
+TRAINING_CHARS = 50_000_000
+# What a tokenizer must have for each objective, by its attribute.
+_REQUIRED_TOKENS = {"mlm_sop": ("cls", "sep", "pad", "mask"), "mlm": ("cls", "sep", "pad", "mask"), "clm": ("eos",)}
+# As many characters as a vocabulary begins with: Chinese or emoji need not crowd out the words of other languages.
+_MAX_ALPHABET = 1000
+
+
+def load_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
+    """A tokenizer from a local folder or from the Hugging Face Hub.
+
+    :raises UserError: if there is none of this name
+    """
+    if not Path(name).is_dir():
+        if name.startswith((".", "/", "~")):
+            raise UserError(f"--tokenizer: there is no folder '{name}'; pass another, or --train_tokenizer")
+        go_offline_if_needed()
+    try:
+        return AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
+    except (OSError, ValueError, KeyError) as error:
+        where = "the folder holds no tokenizer" if Path(name).is_dir() else "neither a folder here nor on the Hub"
+        raise UserError(
+            f"--tokenizer '{name}': {where}; pass another, go online, or pass --train_tokenizer to train one"
+        ) from error
+
+
+def is_same_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
+    """Whether a folder holds this tokenizer already."""
+    if not folder.is_dir():
+        return False  # and not a name to be looked up on the Hub
+    try:
+        return tokenizer_sha256(AutoTokenizer.from_pretrained(folder)) == tokenizer_sha256(tokenizer)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> None:
+    """Raise UserError if the tokenizer lacks a special token that the objective needs."""
+    missing = [name for name in _REQUIRED_TOKENS[objective] if getattr(tokenizer, f"{name}_token") is None]
+    if missing:
+        raise UserError(
+            f"--objective {objective} needs a tokenizer with the special tokens {', '.join(missing)}, which "
+            f"{type(tokenizer).__name__} lacks; choose another --tokenizer or --tokenizer_type"
+        )
+
+
+def train_tokenizer(
+    documents: Iterable[str], kind: str, objective: str, vocab_size: int, max_seq_length: int
+) -> PreTrainedTokenizerBase:
+    """Train a tokenizer.
+
+    :param documents: the text to train on
+    :param kind: "sentencepiece" (gives ALBERT's tokenizer), "wordpiece" (BERT's) or "bpe" (GPT-2's for the objective
+        "clm", else RoBERTa's)
+    :raises UserError: if the vocabulary cannot have exactly this size with this text
+    """
+    if kind == "sentencepiece":
+        return _train_sentencepiece(documents, vocab_size, model_max_length=max_seq_length)
+    if kind == "wordpiece":
+        return _train_wordpiece(documents, vocab_size, model_max_length=max_seq_length)
+    return _train_bpe(documents, vocab_size, is_causal=objective == "clm", model_max_length=max_seq_length)
+
+
+def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -> AlbertTokenizer:
+    """The real sentencepiece, which gives the same pieces each time; tokenizers' UnigramTrainer does not."""
+    # Train on what AlbertTokenizer will see: without upper case and accents.
+    tokenizer = AlbertTokenizer()
+    normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(
+                # It skips lines with tabs, and those that are too long. AlbertTokenizer reads "<unk>" itself.
+                " ".join(normalize(line).replace(tokenizer.unk_token, " ").split())
+                for document in documents
+                for line in document.split("\n")
+            ),
+            max_sentence_length=1_000_000,  # bytes
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type="unigram",
+            character_coverage=0.99995,  # as for ALBERT
+            pad_id=0,  # and this order of special tokens: <pad> <unk> [CLS] [SEP] [MASK]
+            unk_id=1,
+            bos_id=-1,
+            eos_id=-1,
+            control_symbols=["[CLS]", "[SEP]", "[MASK]"],
+            num_threads=4,  # sums are rounded according to their number, so it must not be the number of cores
+            minloglevel=2,  # errors only: they are raised as well
+        )
+    except RuntimeError as error:
+        if match := re.search(r"too high.*value <= (\d+)", str(error)):
+            raise _wrong_size(vocab_size, "large", f"at most {match[1]}") from None
+        if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+            raise _wrong_size(vocab_size, "small", f"{match[1]} or more") from None
+        raise UserError(f"--train_tokenizer: sentencepiece cannot train on this text ({error})") from error
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+    return AlbertTokenizer(
+        vocab=[(piece.piece, piece.score) for piece in proto.pieces],
+        _spm_precompiled_charsmap=proto.normalizer_spec.precompiled_charsmap,
+        **options,
+    )
+
+
+def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> BertTokenizer:
+    """tokenizers' WordPieceTrainer, made deterministic.
+
+    It numbers "##a", "##b", ... in the order of a hash table, and breaks ties between merges by these numbers
+    (https://github.com/huggingface/tokenizers/issues/1794). Here they are numbered beforehand, as if they were special
+    tokens; the tokenizer that is returned takes nothing but the vocabulary.
+    """
+    documents = list(documents)
+    trainee = BertTokenizer().backend_tokenizer
+    frequencies = Counter()
+    for document in documents:
+        frequencies.update(trainee.normalizer.normalize_str(document))
+    ranking = sorted((c for c in frequencies if not c.isspace()), key=lambda c: (-frequencies[c], c))
+    alphabet = sorted(ranking[:_MAX_ALPHABET])
+    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens + [f"##{character}" for character in alphabet],
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        continuing_subword_prefix="##",
+        show_progress=False,  # it prints empty lines
+    )
+    trainee.train_from_iterator(documents, trainer)
+    vocab = trainee.get_vocab()
+    _check_size(vocab, vocab_size)
+    return BertTokenizer(vocab=vocab, **options)
+
+
+def _train_bpe(
+    documents: Iterable[str], vocab_size: int, is_causal: bool, **options
+) -> GPT2Tokenizer | RobertaTokenizer:
+    """Byte-level BPE: nothing is unknown to it."""
+    # GPT-2 has no padding token. One of its own is better than its end of text, which must be learnt.
+    # RoBERTa's stand in the order of its published vocabulary: the model's position numbers depend on <pad> being 1.
+    special_tokens = ["<|endoftext|>", "<|pad|>"] if is_causal else ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainee = Tokenizer(models.BPE())
+    trainee.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trainee.train_from_iterator(documents, trainer)
+    vocab = trainee.get_vocab()
+    _check_size(vocab, vocab_size)
+    merges = [tuple(merge) for merge in json.loads(trainee.to_str())["model"]["merges"]]
+    if is_causal:
+        return GPT2Tokenizer(vocab=vocab, merges=merges, pad_token="<|pad|>", **options)
+    return RobertaTokenizer(vocab=vocab, merges=merges, **options)
+
+
+def _check_size(vocab: dict[str, int], vocab_size: int) -> None:
+    if len(vocab) < vocab_size:
+        raise _wrong_size(vocab_size, "large", f"at most {len(vocab)}")
+    if len(vocab) > vocab_size:
+        raise _wrong_size(vocab_size, "small", f"{len(vocab)} or more")
+
+
+def _wrong_size(vocab_size: int, what: str, bound: str) -> UserError:
+    return UserError(f"--vocab_size {vocab_size} is too {what} for this text: pass {bound}")

@@ -1,0 +1,137 @@
+"""An auxiliary peer: it lends its bandwidth to the trainers' averaging and contributes no gradients.
+
+DeDLOC and CALM had such peers. A monitor runs one with --assist_in_averaging.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from hivemind.utils import get_logger
+
+from arguments import (
+    AveragerArguments,
+    BaseTrainingArguments,
+    HyperparameterArguments,
+    OptimizerArguments,
+    ProgressTrackerArguments,
+    TrainingMonitorArguments,
+)
+from lib.averaging.coordinator import Outcome, RoundCoordinator
+from lib.averaging.optimizer import describe_round, make_round_log
+from lib.averaging.progress import ProgressTracker
+from lib.averaging.rounds import RoundAverager
+from lib.common.processes import StopSignal
+from lib.training.ban_list import BanList
+from lib.training.optimizer import build_auxiliary
+from lib.training.session import watched
+from utils import Peer, announce_public_ip, start_peer
+
+logger = get_logger(__name__)
+
+
+class Assistant(threading.Thread):
+    """Takes part in each round of averaging, until `stop` is called.
+
+    :param folder: where it keeps its log of rounds and its ban list
+    :param period: seconds between two looks at whether a step is due
+    """
+
+    def __init__(
+        self,
+        tracker: ProgressTracker,
+        averager: RoundAverager,
+        folder: Path,
+        args: OptimizerArguments,
+        period: float = 0.1,
+    ):
+        super().__init__(name="Assistant", daemon=True)
+        self.tracker, self.averager, self.period = tracker, averager, period
+        self.coordinator = RoundCoordinator(tracker, averager, args.matchmaking_time, args.averaging_timeout)
+        self.bans, self.round_log = BanList(folder, averager), make_round_log(folder)
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        self.tracker.start()
+        while not self._stopped.wait(self.period):
+            try:
+                self.coordinator.look_ahead()
+                if self.coordinator.has_group or (self._is_needed() and self.tracker.seconds_to_step <= 0):
+                    self._assist(self.tracker.next_step)
+                self.bans.save()
+            except Exception as error:
+                logger.warning(f"Could not assist in averaging ({error!r}); trying again at the next step")
+
+    def _is_needed(self) -> bool:
+        return self.tracker.num_expected(self.tracker.next_step) > 0
+
+    def _assist(self, step: int) -> None:
+        self.tracker.begin_step(step, contributed=0)
+        outcome, result = self.coordinator.average(step, weight=0.0, parameter_weight=0.0)
+        if outcome == Outcome.STOPPED:
+            return
+        self.round_log.write({"time": time.time(), "step": step, "outcome": outcome.value, **describe_round(result)})
+        if outcome == Outcome.AVERAGED:
+            logger.info(f"Assisted {len(result.members) - 1} peers in averaging step #{step}")
+        self.tracker.complete_step(step, 0)
+
+    def stop(self, seconds: float = 5.0) -> None:
+        """End the thread, which may be in a round with trainers that have gone."""
+        self._stopped.set()
+        self.coordinator.stop()
+        self.join(seconds)
+        self.tracker.shutdown(1.0)
+
+
+@contextlib.contextmanager
+def running_assistant(
+    model: torch.nn.Module,
+    monitor: Peer,
+    monitor_args: TrainingMonitorArguments,
+    peer_args: BaseTrainingArguments,
+    hyperparameters: HyperparameterArguments,
+    optimizer_args: OptimizerArguments,
+    averager_args: AveragerArguments,
+    tracker_args: ProgressTrackerArguments,
+    stop: StopSignal,
+) -> Iterator[None]:
+    """Let an assistant work beside a monitor. Call it in the main thread.
+
+    It is a peer of its own, with its own port: the monitor's answers for checkpoints under the same name.
+
+    :param model: of the run; its values are not used
+    """
+    args = dataclasses.replace(
+        peer_args,
+        initial_peers=[str(maddr) for maddr in monitor.dht.get_visible_maddrs()],
+        use_ipfs=False,
+        host_maddrs=monitor_args.assistant_maddrs,
+        announce_maddrs=[],
+        identity_path=None,
+        invitation=monitor_args.assistant_invitation,
+        tunnel="none",
+        announce_tunnel=None,
+    )
+    if monitor_args.use_google_dns:
+        announce_public_ip(args, monitor_args.public_ip_service)
+    with contextlib.ExitStack() as stack:
+        # In a folder of its own: an invitation's key goes beside it, and the monitor has one, too.
+        folder = Path(monitor_args.output_dir) / "assistant"
+        peer = start_peer(args, folder / "identity.key", client_mode=False, should_stop=stop.event)
+        stack.callback(peer.dht.shutdown)
+        tracker, averager = build_auxiliary(
+            model, peer, args.run_id, hyperparameters, optimizer_args, averager_args, tracker_args
+        )
+        stack.callback(averager.shutdown)
+        children = {"assistant's DHT": peer.dht, "assistant's averager": averager}
+        stack.enter_context(watched(children, seconds=12.0, exit_code=0))
+        assistant = Assistant(tracker, averager, folder, optimizer_args)
+        assistant.start()
+        stack.callback(assistant.stop)
+        maddrs = " ".join(str(maddr) for maddr in peer.dht.get_visible_maddrs())
+        logger.info(f"Assisting in averaging; trainers must be able to reach {maddrs}")
+        yield

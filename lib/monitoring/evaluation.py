@@ -1,0 +1,207 @@
+"""Evaluation on the split that nobody trains on: loss, accuracy and perplexity of a model, the same samples and the
+same masks each time."""
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import datasets
+import torch
+from hivemind.utils import get_dht_time, get_logger
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+import utils
+from arguments import EvaluatorArguments
+from lib.averaging.state import TrainingStateAverager
+from lib.common.backoff import Backoff
+from lib.monitoring.aggregation import MetricsAggregator
+from lib.monitoring.trackers import Reporter, describe_evaluation, evaluation_values
+from utils import Evaluation, Peer
+
+logger = get_logger(__name__)
+
+MAX_PAUSE = 60.0  # seconds between two tries to download a state
+MAX_LIFETIME = 43_200.0  # seconds; half of what utils.LimitValidator lets pass
+
+
+@dataclass
+class Tally:
+    """A mean over predictions, from sums over batches."""
+
+    loss: float = 0.0
+    correct: int = 0
+    count: int = 0
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """:param logits: [..., classes]; :param labels: [...], -100 where there is nothing to predict"""
+        logits, labels = logits.flatten(end_dim=-2), labels.flatten()
+        logits, labels = logits[labels != -100].float(), labels[labels != -100]
+        self.loss += cross_entropy(logits, labels, reduction="sum").item()
+        self.correct += int((logits.argmax(dim=-1) == labels).sum())
+        self.count += len(labels)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(1, self.count)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / max(1, self.count)
+
+
+@dataclass
+class Tallies:
+    """`tokens`: of the language model, masked or causal; `order`: of ALBERT's sentence order."""
+
+    tokens: Tally = field(default_factory=Tally)
+    order: Tally = field(default_factory=Tally)
+
+
+class Evaluator:
+    """Evaluates models on the first samples of a dataset.
+
+    :param dataset: the split "validation"
+    :param collator: makes batches of instances, see data.make_collator
+    :param should_stop: asked after each batch
+    """
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        collator: Callable,
+        args: EvaluatorArguments,
+        should_stop: Callable[[], bool],
+    ):
+        self.dataset = dataset.select(range(min(len(dataset), args.max_eval_samples or len(dataset))))
+        self.collator, self.args, self.should_stop = collator, args, should_stop
+        self.device = torch.device("cuda:0" if torch.cuda.is_available() and not args.use_cpu else "cpu")
+
+    def evaluate(self, model: PreTrainedModel, objective: str, step: int) -> Evaluation | None:
+        """The evaluation of a model, which is left as it is; None if it was told to stop.
+
+        The loss is a mean over the predicted tokens, with mlm_sop plus a mean over the samples: what trainers report,
+        but for their weighting of micro-batches.
+        """
+        model = copy.deepcopy(model).to(self.device).eval()
+        indices = range(len(self.dataset))
+        loader = DataLoader(indices, self.args.per_device_eval_batch_size, collate_fn=self._make_batch)
+        tallies = Tallies()
+        bar = tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=self.args.disable_tqdm or None)
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            for batch in bar:
+                if self.should_stop():
+                    return None
+                batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+                _add(tallies, model(**batch), batch, objective)
+        return _summarize(tallies, objective, step, samples=len(self.dataset))
+
+    def _make_batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        """Collate samples. Which tokens of a sample are masked depends on its index only, not on its batch."""
+        samples = []
+        for index in indices:
+            torch.manual_seed(index)
+            samples.append(self.collator([self.dataset[index]]))
+        length = max(sample["input_ids"].shape[1] for sample in samples)
+        padding = {"input_ids": self.collator.tokenizer.pad_token_id, "labels": -100}
+        return {name: torch.cat([_pad(sample[name], length, padding.get(name, 0)) for sample in samples])
+                for name in samples[0]}  # fmt: skip
+
+
+def _pad(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    """Pad [1, tokens] on the right; what is one value a sample stays as it is."""
+    return values if values.ndim == 1 else pad(values, (0, length - values.shape[1]), value=value)
+
+
+def _add(tallies: Tallies, outputs, batch: dict[str, torch.Tensor], objective: str) -> None:
+    if objective == "mlm_sop":
+        tallies.tokens.add(outputs.prediction_logits, batch["labels"])
+        tallies.order.add(outputs.sop_logits, batch["sentence_order_label"])
+    elif objective == "mlm":
+        tallies.tokens.add(outputs.logits, batch["labels"])
+    else:
+        tallies.tokens.add(outputs.logits[:, :-1], batch["labels"][:, 1:])  # each token predicts the next
+
+
+def _summarize(tallies: Tallies, objective: str, step: int, samples: int) -> Evaluation:
+    loss = tallies.tokens.mean_loss + (tallies.order.mean_loss if objective == "mlm_sop" else 0.0)
+    return Evaluation(
+        step=step,
+        samples=samples,
+        loss=min(loss, 1e9),
+        perplexity=math.exp(min(tallies.tokens.mean_loss, 20.0)) if objective == "clm" else None,
+        mlm_accuracy=None if objective == "clm" else tallies.tokens.accuracy,
+        sop_accuracy=tallies.order.accuracy if objective == "mlm_sop" else None,
+    )
+
+
+class EvaluationLoop:
+    """Downloads the collaboration's state now and then, evaluates it, and tells of it.
+
+    :param averager: that of an observer, around `model`; it offers no state and joins no group
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        run_id: str,
+        averager: TrainingStateAverager,
+        model: PreTrainedModel,
+        objective: str,
+        evaluator: Evaluator,
+        reporter: Reporter,
+        args: EvaluatorArguments,
+    ):
+        self.peer, self.run_id, self.averager, self.model, self.objective = peer, run_id, averager, model, objective
+        self.evaluator, self.reporter, self.args = evaluator, reporter, args
+        self.aggregator = MetricsAggregator()
+        self.evaluated_step = 0  # the initial weights are not worth it
+        self._next_time = float("-inf")
+        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
+
+    def refresh(self) -> None:
+        """Look at the trainers' metrics, and evaluate if it is time to."""
+        metrics, progress = (
+            utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}") for name in ("metrics", "training_progress")
+        )
+        self.aggregator.update(get_dht_time(), metrics, progress=progress)
+        if self._is_due(self.aggregator.run_step or 0) and self._backoff.is_over:
+            self._evaluate()
+
+    @property
+    def is_done(self) -> bool:
+        return self.args.max_global_steps is not None and self.evaluated_step >= self.args.max_global_steps
+
+    def _is_due(self, step: int) -> bool:
+        is_last = self.args.max_global_steps is not None and step >= self.args.max_global_steps
+        if self.args.evaluation_steps is not None:
+            return step >= self.evaluated_step + self.args.evaluation_steps or (is_last and step > self.evaluated_step)
+        return step > self.evaluated_step and (time.monotonic() >= self._next_time or is_last)
+
+    def _evaluate(self) -> None:
+        started = time.monotonic()
+        downloaded = self.averager.download_state(min_epoch=self.evaluated_step + 1)
+        if downloaded is None:
+            pause = self._backoff.fail()
+            logger.warning(f"No trainer offers its state; trying again in {pause:.0f} seconds")
+            return
+        self._backoff.reset()
+        donor, metadata, tensors = downloaded
+        self.averager.restore(metadata, tensors)
+        evaluation = self.evaluator.evaluate(self.model, self.objective, self.averager.local_epoch)
+        if evaluation is None:
+            return
+        self.evaluated_step = evaluation.step
+        self._next_time = started + self.args.evaluation_interval
+        values = evaluation_values(evaluation)
+        logger.info(
+            f"{describe_evaluation(evaluation.step, values)}\t({time.monotonic() - started:.1f} s, from {donor})"
+        )
+        self.reporter.report_evaluation(evaluation.step, values)
+        lifetime = min(MAX_LIFETIME, 4 * self.args.evaluation_interval + 600)
+        key = f"{self.run_id}_evaluation"
+        utils.store_record(self.peer.dht, key, self.peer.public_key, evaluation.dict(), lifetime)

@@ -1,0 +1,217 @@
+"""Uploads the monitor's newest checkpoint to the Hugging Face Hub now and then, with a model card.
+
+Nothing here waits for the network: each upload is a separate process (hub_worker.py). The monitor starts it, checks it
+at each refresh, and ends it if it takes too long or the monitor stops. It uploads hard links to the checkpoint's
+files, so that the checkpoint itself may be removed meanwhile.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from hivemind.utils import get_logger
+from transformers import PretrainedConfig
+
+from arguments import TrainingMonitorArguments
+from lib.common.atomic_files import temporary_folder
+from lib.common.backoff import Backoff
+from lib.common.errors import UserError, describe
+from lib.monitoring import hub_worker
+from lib.monitoring.contributors import Contributors
+from lib.monitoring.model_card import CardFacts, make_card, make_metadata, read_curve
+from lib.training.checkpoints import STATE_FILE, list_checkpoints
+from lib.training.model import get_model_class, get_objective
+
+logger = get_logger(__name__)
+
+CHECK_TIMEOUT = 30.0  # seconds that the Hub has at the start to say whether we may write
+UPLOAD_TIMEOUT = 2 * 3600.0  # seconds for one upload
+CLOSE_TIMEOUT = 2.0  # seconds that an upload is given when the monitor stops; the next start repeats it
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0  # seconds between attempts; each failure doubles the pause
+
+# The training state is as large as the model and twice that again, and tells where it came from.
+_STATE_FILES = (STATE_FILE, "collaboration.json")
+
+
+def make_facts(args: TrainingMonitorArguments, run_id: str, config: PretrainedConfig) -> CardFacts:
+    return CardFacts(
+        repo_id=args.repo_id,
+        run_id=run_id,
+        model_type=config.model_type,
+        model_class=get_model_class(config).__name__,
+        objective=get_objective(config),
+        license=args.license,
+        language=args.language,
+    )
+
+
+def check_repo(args: TrainingMonitorArguments, facts: CardFacts) -> None:
+    """See to it that the repository is there and may be written to. A Hub that cannot be reached is only a warning.
+
+    :raises UserError: if there is no token, or it may not write, or the Hub refuses the card's metadata
+    """
+    command = [*_command(args), f"--metadata={make_metadata(facts).to_yaml()}"]
+    try:
+        result = subprocess.run(command, env=_environment(), capture_output=True, timeout=CHECK_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        code, reason = hub_worker.EXIT_TRY_LATER, f"the Hub did not answer within {CHECK_TIMEOUT:.0f} seconds"
+    else:
+        code, reason = result.returncode, _last_line(result.stderr)
+    if code == 1:
+        raise UserError(f"--repo_id: {reason}")
+    if code != 0:
+        logger.warning(f"Cannot check whether '{args.repo_id}' may be written to: {reason}. Uploads will be tried")
+
+
+def _command(args: TrainingMonitorArguments) -> list[str]:
+    command = [sys.executable, "-W", "ignore", "-m", hub_worker.__name__, args.repo_id, f"--parent={os.getpid()}"]
+    return [*command, "--private"] if args.private_repo else command
+
+
+def _environment() -> dict[str, str]:
+    root = Path(__file__).parents[2]
+    return {**os.environ, "PYTHONPATH": str(root), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
+
+
+def _last_line(output: bytes) -> str:
+    """What hub_worker.py says of its end, without its name."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return lines[-1].split(" error: ", 1)[-1][:400] if lines else "no reason was given"
+
+
+@dataclass
+class _Upload:
+    """An upload under way. `resources`: the folder that is uploaded and the process's output."""
+
+    checkpoint: Path
+    process: subprocess.Popen
+    output: BinaryIO
+    started: float
+    resources: ExitStack
+
+
+class HubUploader:
+    """Keeps a repository on the Hub up to date with the newest checkpoint. Failures are one line each and never raise.
+
+    :param facts: see `make_facts`
+    :param initial_peers: addresses through which newcomers join over the internet; none if they cannot
+    """
+
+    def __init__(
+        self,
+        args: TrainingMonitorArguments,
+        facts: CardFacts,
+        contributors: Contributors,
+        initial_peers: Sequence[str] = (),
+    ):
+        self.args, self.facts, self.contributors, self.initial_peers = args, facts, contributors, initial_peers
+        self.folder = Path(args.output_dir)
+        self.uploaded: str | None = None  # the checkpoint's name
+        self._upload: _Upload | None = None
+        self._due_at = float("-inf")
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+
+    def update(self, run_is_over: bool = False) -> None:
+        """Look after the upload under way, and start the next one when it is due.
+
+        :param run_is_over: the last checkpoint need not wait for the interval
+        """
+        try:
+            self._look_after()
+            now = time.monotonic()
+            is_due = now >= self._due_at or run_is_over
+            newest = next(iter(list_checkpoints(self.folder)), None)
+            if newest is None or newest.name == self.uploaded or self._upload is not None:
+                return
+            if is_due and self._backoff.is_over:
+                self._start(newest)
+        except Exception as error:
+            self._fail(describe(error))
+
+    def close(self) -> None:
+        """Give the upload under way a moment, then end it."""
+        if self._upload is None:
+            return
+        try:
+            self._upload.process.wait(CLOSE_TIMEOUT)
+            self._look_after()
+        except subprocess.TimeoutExpired:
+            logger.warning(f"Ended the upload of {self._upload.checkpoint.name}: the next start repeats it")
+            self._end()
+        except Exception as error:
+            logger.warning(f"Could not finish the upload: {describe(error)}")
+
+    def _start(self, checkpoint: Path) -> None:
+        step = int(checkpoint.name.rsplit("-", 1)[-1])
+        with ExitStack() as stack:
+            folder = stack.enter_context(temporary_folder(self.folder / "upload"))
+            try:
+                self._fill(folder, checkpoint, step)
+            except FileNotFoundError:
+                logger.debug(f"{checkpoint} was removed before it could be uploaded")  # a newer one is there
+                return
+            output = stack.enter_context(tempfile.TemporaryFile())
+            message = f"Step {step} of {' '.join(self.facts.run_id.split())}"
+            command = [*_command(self.args), f"--folder={folder}", f"--message={message}", f"--tag=step-{step}"]
+            process = subprocess.Popen(
+                command, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output
+            )
+            self._upload = _Upload(checkpoint, process, output, time.monotonic(), stack.pop_all())
+
+    def _fill(self, folder: Path, checkpoint: Path, step: int) -> None:
+        """Put what goes up into a folder."""
+        left_out = {"README.md"} if self.args.upload_training_state else {"README.md", *_STATE_FILES}
+        for path in checkpoint.iterdir():  # one that was downloaded from the Hub has its card and a hidden folder
+            if path.name not in left_out and not path.is_dir():
+                _link(path, folder / path.name)
+        curve = read_curve(self.folder / "metrics.jsonl", step)
+        make_card(self.facts, step, curve, self.contributors, self.initial_peers).save(folder / "README.md")
+
+    def _look_after(self) -> None:
+        """See whether the upload under way has ended; end it if it takes too long."""
+        upload = self._upload
+        if upload is None:
+            return
+        code = upload.process.poll()
+        if code is None and time.monotonic() < upload.started + UPLOAD_TIMEOUT:
+            return
+        upload.output.seek(0)
+        reason = _last_line(upload.output.read())
+        self._end()
+        if code is None:
+            self._fail(f"not done after {UPLOAD_TIMEOUT / 60:.0f} minutes")
+        elif code != 0:
+            self._fail(reason)
+        else:
+            self.uploaded = upload.checkpoint.name
+            self._backoff.reset()
+            self._due_at = upload.started + self.args.upload_interval
+            logger.info(f"Uploaded {upload.checkpoint.name} to {self.args.repo_id}")
+
+    def _end(self) -> None:
+        upload, self._upload = self._upload, None
+        if upload.process.poll() is None:
+            upload.process.kill()
+            upload.process.wait()
+        upload.resources.close()
+
+    def _fail(self, reason: str) -> None:
+        pause = self._backoff.fail()
+        logger.warning(f"Could not upload to {self.args.repo_id}: {reason}; trying again in {pause:.0f} seconds")
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)

@@ -1,0 +1,173 @@
+"""The model card that goes up with a checkpoint: what it is, how it came about, who helped, how to load it and join.
+
+Strangers choose names and report numbers; nothing of theirs is anything but text on the page.
+"""
+
+import itertools
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from lib.monitoring.contributors import Contributor, Contributors
+
+CURVE_ROWS = 12
+TABLE_ROWS = 100
+_BAR_LENGTH = 20
+
+_PIPELINE_TAGS = {"mlm_sop": "fill-mask", "mlm": "fill-mask", "clm": "text-generation"}
+_OBJECTIVE_NAMES = {
+    "mlm_sop": "masked language modelling and sentence order",
+    "mlm": "masked language modelling",
+    "clm": "causal language modelling",
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What does not change while a run goes on.
+
+    `model_class`: the class of transformers that loads it.
+    """
+
+    repo_id: str
+    run_id: str
+    model_type: str
+    model_class: str
+    objective: str
+    license: str | None = None
+    language: str | None = None
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Some steps in a row and the mean of their losses."""
+
+    first_step: int
+    last_step: int
+    loss: float
+
+
+def make_metadata(facts: CardFacts) -> ModelCardData:
+    """What the Hub's search goes by."""
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag=_PIPELINE_TAGS[facts.objective],
+        language=facts.language,
+        license=facts.license,
+        tags=["hivemind", "collaborative-training", facts.model_type],
+    )
+
+
+def make_card(
+    facts: CardFacts, step: int, curve: list[CurvePoint], contributors: Contributors, initial_peers: Sequence[str]
+) -> ModelCard:
+    """:param initial_peers: addresses through which newcomers join over the internet; none if they cannot"""
+    sections = [
+        _introduction(facts, step),
+        _usage(facts, step),
+        _curve_table(curve),
+        _contributor_table(contributors),
+        _join(facts, initial_peers),
+    ]
+    body = "\n\n".join(section for section in sections if section)
+    return ModelCard(f"---\n{make_metadata(facts).to_yaml()}\n---\n\n{body}\n")
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown and HTML show as it is: all that is not a letter, a digit or a space becomes an entity.
+
+    Backslashes would not do: they stop neither HTML nor addresses that turn into links by themselves.
+    """
+    return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
+
+
+def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[CurvePoint]:
+    """The losses up to a step in metrics.jsonl, as at most so many means over steps in a row. Skips what it cannot
+    read."""
+    losses: dict[int, float] = {}
+    if path.exists():
+        with open(path, "rb") as file:
+            for line in file:
+                try:
+                    record = json.loads(line)
+                    step, loss = record["step"], record["loss"]
+                except (ValueError, KeyError, TypeError):
+                    continue
+                if type(step) is int and type(loss) in (int, float) and step <= last_step:
+                    losses[step] = loss
+    steps = sorted(losses)
+    bounds = [round(row * len(steps) / rows) for row in range(rows + 1)]
+    groups = [steps[start:end] for start, end in itertools.pairwise(bounds) if start < end]
+    return [CurvePoint(group[0], group[-1], sum(map(losses.get, group)) / len(group)) for group in groups]
+
+
+def _introduction(facts: CardFacts, step: int) -> str:
+    return (
+        f"# {escape_markdown(facts.repo_id.split('/')[-1])}\n\n"
+        f"Trained by volunteers on their own machines, together, over the internet, with "
+        f"[hivemind](https://github.com/learning-at-home/hivemind). This is step {step:,} of the run "
+        f"<b>{escape_markdown(facts.run_id)}</b>: a model of type {facts.model_type}, trained for "
+        f"{_OBJECTIVE_NAMES[facts.objective]}."
+    )
+
+
+def _usage(facts: CardFacts, step: int) -> str:
+    return (
+        "## How to load it\n\n"
+        "```python\n"
+        f"from transformers import {facts.model_class}, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{facts.repo_id}")\n'
+        f'model = {facts.model_class}.from_pretrained("{facts.repo_id}")\n'
+        "```\n\n"
+        f'Each upload has a tag: `revision="step-{step}"` is this one, whatever comes after it.'
+    )
+
+
+def _curve_table(curve: list[CurvePoint]) -> str:
+    if not curve:
+        return ""
+    lowest, highest = min(point.loss for point in curve), max(point.loss for point in curve)
+    rows = ["## Loss\n", "| steps | mean loss | |", "|---|---|---|"]
+    for point in curve:
+        steps = f"{point.first_step:,}" if point.first_step == point.last_step else (
+            f"{point.first_step:,} to {point.last_step:,}"
+        )  # fmt: skip
+        # From the lowest to the highest of them: a loss that falls from 11 to 2 takes most of its time at the end
+        length = 1 + round((_BAR_LENGTH - 1) * (point.loss - lowest) / (highest - lowest or 1.0))
+        rows.append(f"| {steps} | {point.loss:.4f} | {'█' * length} |")
+    return "\n".join(rows)
+
+
+def _contributor_table(contributors: Contributors) -> str:
+    leaders = contributors.top(TABLE_ROWS)
+    if not leaders:
+        return ""
+    number = f"{len(contributors):,} contributor{'' if len(contributors) == 1 else 's'}"
+    counted = f"{contributors.total_samples:,} samples came from {number}"
+    shown = "" if len(leaders) == len(contributors) else f"; the first {len(leaders)} are"
+    rows = ["## Contributors\n", f"{counted}{shown}:\n", "| | name | key | samples | steps |", "|---|---|---|---|---|"]
+    rows += [_contributor_row(place, leader) for place, leader in enumerate(leaders, 1)]
+    return "\n".join(rows)
+
+
+def _contributor_row(place: int, leader: Contributor) -> str:
+    return (
+        f"| {place} | {escape_markdown(leader.name)} | {escape_markdown(leader.key[:8])} | {leader.samples:,} "
+        f"| {leader.steps:,} |"
+    )
+
+
+def _join(facts: CardFacts, initial_peers: Sequence[str]) -> str:
+    if not initial_peers:
+        return ""
+    command = shlex.join(["./run_trainer.py", "--run_id", facts.run_id, "--initial_peers", *initial_peers])
+    return (
+        "## How to join\n\n"
+        "With the software and the prepared data of this run, and any GPU:\n\n"
+        f"```bash\n{command}\n```\n\n"
+        "Add `--username YOUR_NAME` to be listed above."
+    )

@@ -1,0 +1,232 @@
+"""What the training monitor does: turns the trainers' records into one report a step, and keeps checkpoints."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from hivemind.utils import get_dht_time, get_logger
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import utils
+from arguments import HyperparameterArguments, TrainingMonitorArguments
+from lib.averaging.state import TrainingStateAverager
+from lib.common.backoff import Backoff
+from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport, parse_usernames
+from lib.monitoring.contributors import Contributors, format_leaderboard, make_curves
+from lib.monitoring.hub_upload import HubUploader
+from lib.monitoring.trackers import Reporter, describe_evaluation, evaluation_values
+from lib.training import checkpoints
+from lib.training.checkpoints import TrainingState
+from lib.training.session import running_observer
+from utils import ClientModeAlarm, Evaluation, MonitorStatus, Peer
+
+logger = get_logger(__name__)
+
+MAX_PAUSE = 300.0  # seconds between two tries to save a checkpoint
+# Steps that a downloaded state may be ahead of the reports, which are a refresh period and a download late. The
+# monitor offers what it has saved for good: a state of a step that was made up would draw all trainers to it.
+MAX_LEAD = MAX_JUMP
+
+
+class CheckpointKeeper:
+    """Downloads the state from trainers, writes checkpoints, and offers the newest to trainers that join.
+
+    Trainers take the state of the highest step that is offered, hence the checkpoint only if no trainer has a newer
+    one: all of them were killed, or cannot be reached. A run survives a night without trainers so, and loses the steps
+    since the checkpoint.
+
+    Downloads take as long as the network does, so they run in a thread.
+    """
+
+    def __init__(
+        self,
+        averager: TrainingStateAverager,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        run_id: str,
+        args: TrainingMonitorArguments,
+    ):
+        self.averager, self.model, self.tokenizer = averager, model, tokenizer
+        self.run_id, self.args = run_id, args
+        self.folder = Path(args.output_dir)
+        self.saved_step = self._reported_step = -1
+        averager.credible_epoch = self._credible_epoch
+        # A step that was made up has no state, and each try costs the trainers bandwidth.
+        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
+        self._pending: Future | None = None
+
+    def restore(self) -> None:
+        """Offer the newest checkpoint that can be read."""
+        state = checkpoints.restore_newest(self.folder, self.run_id, self.averager)
+        if state is not None:
+            self._offer(state.step)
+            logger.info(f"Offering the checkpoint of step #{state.step} to trainers that join")
+
+    def _offer(self, step: int) -> None:
+        """Offer the state that was saved, which the averager has."""
+        self.saved_step = step
+        # Priorities are steps. Of two donors with the same step, peers ask the trainer first: it has the faster line.
+        self.averager.offer(priority=step - 0.5)
+
+    def _credible_epoch(self) -> int | None:
+        return self._reported_step if self._reported_step >= 0 else None
+
+    def update(self, step: int, trainers_are_leaving: bool) -> None:
+        """Called after each look at the metrics: `step` is the newest that trainers reported, -1 if none."""
+        self._reported_step = step
+        interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
+        next_step = max(self.saved_step, 0) + interval
+        is_idle = self._pending is None or self._pending.done()
+        if step >= next_step and is_idle and self._backoff.is_over:
+            # Not of `step` or later: a step is easily claimed, and a revived run is behind what was reported before.
+            self._pending = self._executor.submit(self._save, next_step, step + MAX_LEAD)
+
+    def _save(self, min_step: int, max_step: int) -> None:
+        try:
+            downloaded = self.averager.download_state(min_epoch=min_step)
+            if downloaded is None:
+                self._backoff.fail()
+                logger.warning(f"No trainer offers the state of step #{min_step} or later yet; trying again")
+                return
+            donor, metadata, tensors = downloaded
+            if metadata["epoch"] > max_step:
+                self._backoff.fail()
+                logger.warning(f"Refused the state of {donor}: step #{metadata['epoch']}, which nobody has reported")
+                return
+            self.averager.restore(metadata, tensors)
+            state = TrainingState(self.run_id, *self.averager.snapshot())
+            info = {"time": time.time(), "donor": donor}
+            path = checkpoints.save_checkpoint(self.folder, self.model, self.tokenizer, state, info)
+            self._offer(state.step)
+            logger.info(f"Saved {path}")
+            checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)
+            self._backoff.reset()
+        except Exception as error:
+            self._backoff.fail()
+            logger.error(f"Could not save a checkpoint of step #{min_step} or later ({error}); trying again later")
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def running_keeper(
+    peer: Peer,
+    run_id: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    hyperparameters: HyperparameterArguments,
+    args: TrainingMonitorArguments,
+    load_state_timeout: float,
+) -> Iterator[CheckpointKeeper]:
+    """A keeper that offers the newest checkpoint in its folder, if there is one. Call it in the main thread."""
+    with running_observer(model, peer, run_id, hyperparameters, load_state_timeout) as averager:
+        keeper = CheckpointKeeper(averager, model, tokenizer, run_id, args)
+        with contextlib.closing(keeper):
+            keeper.restore()
+            yield keeper
+
+
+class TrainingMonitor:
+    """Watches a run: one report for each global step.
+
+    :param keeper: keeps checkpoints, None to keep none
+    :param uploader: uploads them, None to keep them here
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        run_id: str,
+        aggregator: MetricsAggregator,
+        reporter: Reporter,
+        contributors: Contributors,
+        keeper: CheckpointKeeper | None,
+        uploader: HubUploader | None,
+        args: TrainingMonitorArguments,
+    ):
+        self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
+        self.contributors, self.keeper, self.uploader, self.args = contributors, keeper, uploader, args
+        self._refused_logged_at = float("-inf")
+        self._client_mode_alarm = ClientModeAlarm()
+        self._evaluated: dict[bytes, int] = {}  # an evaluator's public key -> its newest step that was reported
+        self._leaders_shown_at = contributors.step
+
+    def refresh(self) -> None:
+        """Look at the DHT once: report the steps that are complete, and see to the checkpoints."""
+        views = [self._read(name) for name in ("metrics", "history", "training_progress")]
+        before = self.aggregator.last_reported_step
+        peers = self._read("peers")
+        self.contributors.note_names(parse_usernames(peers))
+        self._report(self.aggregator.update(get_dht_time(), *views, peers))
+        if self.aggregator.last_reported_step < before:
+            logger.warning(f"Most trainers stand far behind step #{before}, which was reported: following them")
+        self._log_refused()
+        self._client_mode_alarm.check(self.aggregator.alive_peers, self.aggregator.alive_clients)
+        self._report_evaluations()
+        leaving = [info.value["leaving"] for info in peers.values()]
+        if self.keeper is not None:
+            self.keeper.update(self.aggregator.last_reported_step, any(leaving))
+        if self.uploader is not None:
+            self.uploader.update(run_is_over=bool(leaving) and all(leaving))
+        self._publish_status()
+
+    def flush(self) -> None:
+        """Report what is still incomplete, before the monitor ends."""
+        self._report(self.aggregator.flush(get_dht_time()))
+
+    def _read(self, name: str) -> dict:
+        return utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}")
+
+    def _report(self, reports: list[StepReport]) -> None:
+        for report in reports:
+            loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
+            logger.info(
+                f"Step #{report.step}\tloss = {loss}\talive peers = {report.alive_peers}\t"
+                f"samples = {report.samples}\tperformance = {report.performance:.2f} samples/s"
+            )
+            self.contributors.add(report)
+            self.reporter.report(report, self._leaderboard(report.step))
+        if reports:
+            self.contributors.save()
+
+    def _leaderboard(self, step: int) -> dict[str, int]:
+        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves."""
+        if step < self._leaders_shown_at + self.args.save_checkpoint_step_interval or not len(self.contributors):
+            return {}
+        self._leaders_shown_at = step
+        logger.info(format_leaderboard(self.contributors))
+        return make_curves(self.contributors)
+
+    def _report_evaluations(self) -> None:
+        """Report what evaluators published since the last look. Of steps that trainers have not reported there is
+        nothing to be known."""
+        records = {owner: Evaluation(**record.value) for owner, record in self._read("evaluation").items()}
+        for owner, evaluation in records.items():
+            if self._evaluated.get(owner, -1) < evaluation.step <= self.aggregator.last_reported_step:
+                values = evaluation_values(evaluation)
+                logger.info(describe_evaluation(evaluation.step, values))
+                self.reporter.report_evaluation(evaluation.step, values)
+                self._evaluated[owner] = evaluation.step
+        self._evaluated = {owner: step for owner, step in self._evaluated.items() if owner in records}
+
+    def _log_refused(self) -> None:
+        """Say what was refused, at most once a minute: anybody can write to the DHT."""
+        now = time.monotonic()
+        if self.aggregator.refused and now >= self._refused_logged_at + 60:
+            self._refused_logged_at = now
+            reasons = ", ".join(f"{number} x {reason}" for reason, number in self.aggregator.refused.most_common(5))
+            logger.warning(f"Refused records: {reasons}")
+
+    def _publish_status(self) -> None:
+        status = MonitorStatus(
+            stores_checkpoints=self.keeper is not None,
+            checkpoint_step=-1 if self.keeper is None else self.keeper.saved_step,
+        )
+        lifetime = 4 * self.args.refresh_period + 60
+        utils.store_record(
+            self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime=lifetime
+        )

@@ -1,0 +1,276 @@
+"""A tunnel that makes a peer reachable which is itself behind a firewall or NAT: ngrok's, or one that the user runs.
+
+Enter `open_tunnel` before the peer starts. The tunnel's address is announced beside the local ones, so that peers of
+the same network still find the short way.
+"""
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from ipaddress import ip_address
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+from hivemind.utils import get_logger
+
+from arguments import BaseTrainingArguments
+from lib.common.cli import endpoint_to_maddrs
+from lib.common.errors import UserError
+from utils import fix_tcp_port
+
+logger = get_logger(__name__)
+
+NGROK_INSTALL = "pip install ngrok==1.4.0"  # the version that was tested
+NGROK_TIMEOUT = 30.0  # seconds for opening a tunnel; the SDK itself sets no limit
+_TOKEN_PAGE = "https://dashboard.ngrok.com/get-started/your-authtoken"
+_ANOTHER = "or run another tunnel and pass --announce_tunnel HOST:PORT"
+_WRONG_TOKEN = f"does not accept the authtoken in {{source}}: copy it again from {_TOKEN_PAGE}"
+# What ngrok's error codes mean for somebody who wants a tunnel; any other is shown with ngrok's own words.
+_NGROK_ERRORS = {
+    "ERR_NGROK_102": "has suspended this account for a failed payment: see https://dashboard.ngrok.com/billing",
+    "ERR_NGROK_103": "has suspended this account: write to support@ngrok.com",
+    "ERR_NGROK_105": _WRONG_TOKEN,
+    "ERR_NGROK_106": _WRONG_TOKEN,
+    "ERR_NGROK_107": _WRONG_TOKEN,
+    "ERR_NGROK_108": "allows this account no further session: end another one (https://dashboard.ngrok.com/agents), "
+    f"{_ANOTHER}",
+    "ERR_NGROK_120": "no longer supports this version of its SDK: pip install --upgrade ngrok",
+    "ERR_NGROK_121": "no longer supports this version of its SDK: pip install --upgrade ngrok",
+    "ERR_NGROK_123": "wants this account's e-mail address verified: https://dashboard.ngrok.com/user/settings",
+    "ERR_NGROK_4018": _WRONG_TOKEN,
+    "ERR_NGROK_8013": "opens TCP tunnels only to accounts with a payment card, which it does not charge: add one at "
+    f"https://dashboard.ngrok.com/settings#id-verification, {_ANOTHER}",
+}
+
+
+@contextlib.contextmanager
+def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
+    """Make the peer that is about to start reachable through a tunnel while the block runs, if --tunnel or
+    --announce_tunnel ask for it. `args` then listen on a port that is known, and announce the tunnel.
+
+    :raises UserError: if there is no tunnel to be had
+    """
+    with contextlib.ExitStack() as stack:
+        if args.tunnel != "none" or args.announce_tunnel is not None:
+            args.host_maddrs, port = fix_tcp_port(args.host_maddrs)
+            local = find_local_endpoint(args.host_maddrs, port)
+            if args.tunnel == "ngrok":
+                endpoint = stack.enter_context(ngrok_tunnel(local))
+                remedy = "ngrok connects again by itself after a short break; after a longer one start this peer again"
+            else:
+                endpoint = args.announce_tunnel
+                remedy = f"check that your tunnel runs and leads to {local} (some routers never answer from inside)"
+            # hivemind announces nothing but these: what a peer without a tunnel would announce is added.
+            args.announce_maddrs = [
+                *endpoint_to_maddrs("--announce_tunnel", endpoint),
+                *(args.announce_maddrs or find_local_maddrs(args.host_maddrs)),
+            ]
+            watch = TunnelWatch(endpoint, local, remedy)
+            watch.start()
+            stack.callback(watch.stop)
+        yield
+
+
+def find_local_endpoint(host_maddrs: list[str], port: int) -> str:
+    """HOST:PORT under which this machine itself reaches the peer: where the tunnel must lead."""
+    _, version, host, *_ = next(maddr for maddr in host_maddrs if f"/tcp/{port}/" in f"{maddr}/").split("/")
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if version == "ip6" else f"{host}:{port}"
+
+
+def find_local_maddrs(host_maddrs: list[str]) -> list[str]:
+    """What a peer that listens on these is reached under in its own network: "all interfaces" become their addresses,
+    the loopback if there is no other."""
+    families = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
+    interfaces = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    found = []
+    for maddr in host_maddrs:
+        _, version, host, *rest = maddr.split("/")
+        if version not in families or not ip_address(host).is_unspecified:
+            found.append(maddr)
+            continue
+        hosts = [address.address for address in interfaces if address.family == families[version]]
+        hosts = [host for host in hosts if "%" not in host]  # IPv6 addresses that only hold on one cable
+        outside = [host for host in hosts if not ip_address(host).is_loopback]
+        found += ["/".join(("", version, host, *rest)) for host in outside or hosts]
+    return found
+
+
+# ngrok
+
+
+@contextlib.contextmanager
+def ngrok_tunnel(local: str) -> Iterator[str]:
+    """Yield the public HOST:PORT of a TCP tunnel of ngrok that leads to `local`, and close it afterwards.
+
+    ngrok's SDK gets a process of its own: its threads abort an interpreter that is about to end, and each process that
+    is forked later would hold on to its connections.
+
+    :raises UserError: if ngrok is not installed, has no token, refuses, or does not answer in time
+    """
+    token, source = find_ngrok_token()
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=_hold_ngrok_tunnel, args=(token, source, local, theirs), name="ngrok", daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        url = _receive_url(ours)
+        logger.info(f"Ngrok tunnel created: {url}")
+        try:
+            yield url.removeprefix("tcp://")
+        finally:
+            with contextlib.suppress(OSError):  # it may have died
+                ours.send("close")
+            process.join(5)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _receive_url(connection: Connection) -> str:
+    if not connection.poll(NGROK_TIMEOUT):
+        raise UserError(_unreachable(f"no answer within {NGROK_TIMEOUT:.0f} seconds"))
+    try:
+        url, complaint = connection.recv()
+    except EOFError:
+        raise UserError(f"--tunnel ngrok: the SDK of ngrok has crashed; install it anew: {NGROK_INSTALL}") from None
+    if complaint:
+        raise UserError(complaint)
+    return url
+
+
+def _hold_ngrok_tunnel(token: str, source: str, local: str, parent: Connection) -> None:
+    """In a process of its own: open a tunnel, tell the parent (URL, complaint), and close it when the parent asks."""
+    try:
+        ngrok = _import_ngrok()
+        session, listener = asyncio.run(_connect(ngrok, token, local))
+    except UserError as error:
+        return parent.send(("", str(error)))
+    except ValueError as error:  # the SDK knows no other: (what failed, what ngrok said[, code])
+        return parent.send(("", _explain_refusal(error, token, source)))
+    parent.send((listener.url(), ""))
+    with contextlib.suppress(EOFError):
+        parent.recv()
+    asyncio.run(_disconnect(session, listener))
+
+
+def _import_ngrok() -> ModuleType:
+    try:
+        import ngrok
+    except ImportError:
+        raise UserError(f"--tunnel ngrok needs the SDK of ngrok: {NGROK_INSTALL}") from None
+    if not hasattr(ngrok, "SessionBuilder"):
+        raise UserError(f"--tunnel ngrok needs a newer SDK of ngrok than the one installed: {NGROK_INSTALL}")
+    logging.getLogger("ngrok").setLevel(logging.WARNING)
+    return ngrok
+
+
+def find_ngrok_token() -> tuple[str, str]:
+    """The account's token and where it was found: the environment, or a file that `ngrok config add-authtoken` wrote.
+
+    :raises UserError: if there is none
+    """
+    import yaml
+
+    if token := os.environ.get("NGROK_AUTHTOKEN", "").strip():
+        return token, "NGROK_AUTHTOKEN"
+    home = Path.home()
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+    for path in (config_home / "ngrok" / "ngrok.yml", home / ".ngrok2" / "ngrok.yml"):
+        try:
+            config = yaml.safe_load(path.read_text()) if path.is_file() else None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            # not what the parser says: it quotes the line, which may be the one with the token
+            raise UserError(f"--tunnel ngrok: '{path}' cannot be read; mend it, or set NGROK_AUTHTOKEN") from None
+        agent = config.get("agent") if isinstance(config, dict) else None
+        for section in (agent, config):  # since version 3 of the file, and before
+            token = section.get("authtoken") if isinstance(section, dict) else None
+            if isinstance(token, str) and token.strip():
+                return token.strip(), f"'{path}'"
+    raise UserError(
+        f"--tunnel ngrok needs the authtoken of an ngrok account: copy it from {_TOKEN_PAGE} and "
+        f"`export NGROK_AUTHTOKEN=...`, or let `ngrok config add-authtoken` keep it"
+    )
+
+
+async def _connect(ngrok: ModuleType, token: str, local: str) -> tuple:
+    session = await ngrok.SessionBuilder().authtoken(token).connect()
+    return session, await session.tcp_endpoint().listen_and_forward(f"tcp://{local}")
+
+
+async def _disconnect(session, listener) -> None:
+    """Free the address at once; ngrok may not answer any more."""
+    for part in (listener, session):
+        with contextlib.suppress(TimeoutError, ValueError):
+            await asyncio.wait_for(part.close(), 2.0)
+
+
+def _unreachable(reason: str) -> str:
+    return (
+        f"--tunnel ngrok: ngrok cannot be reached ({reason}). Check that this machine may connect to "
+        f"connect.ngrok-agent.com:443, {_ANOTHER}"
+    )
+
+
+def _explain_refusal(error: ValueError, token: str, source: str) -> str:
+    text = str(error.args[1] if len(error.args) > 1 else error)
+    code = error.args[2] if len(error.args) > 2 else ""
+    if not code:
+        return _unreachable(text)
+    if code in _NGROK_ERRORS:
+        return f"--tunnel ngrok: ngrok {_NGROK_ERRORS[code].format(source=source)} ({code})"
+    text = " ".join(text.split()).replace(token, "...")  # ngrok repeats the token that it does not like
+    return f"--tunnel ngrok: ngrok refuses: {text} ({code}, see https://ngrok.com/docs/errors/{code.lower()})"
+
+
+# Whether it works
+
+
+def probe(endpoint: str, timeout: float = 10.0) -> str:
+    """Why no peer can be reached under HOST:PORT from here; empty if one can. libp2p greets whoever connects."""
+    host, port = endpoint.rsplit(":", 1)
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
+            greeting = connection.recv(64)
+    except OSError as error:
+        return (error.strerror or str(error) or type(error).__name__).lower()
+    return "" if b"/multistream/" in greeting else "no peer at its other end"
+
+
+class TunnelWatch(threading.Thread):
+    """Says when a tunnel no longer leads to this peer, and when it does again.
+
+    :param endpoint: HOST:PORT of the tunnel's public end
+    :param local: HOST:PORT where it leads; while the peer itself does not answer there, nothing is said
+    :param remedy: what to do about a tunnel that is broken
+    """
+
+    def __init__(self, endpoint: str, local: str, remedy: str, period: float = 30.0):
+        super().__init__(name="TunnelWatch", daemon=True)
+        self.endpoint, self.local, self.remedy, self.period = endpoint, local, remedy, period
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        failures = 0
+        while not self.stopped.wait(self.period):
+            if probe(self.local):
+                continue
+            reason = probe(self.endpoint)
+            if self.stopped.is_set():
+                return
+            if not reason and failures >= 2:
+                logger.info(f"Peers can join through the tunnel {self.endpoint} again")
+            failures = failures + 1 if reason else 0
+            if failures == 2:  # one lost packet is not worth a warning
+                logger.warning(f"Nobody can join through the tunnel {self.endpoint} ({reason}): {self.remedy}")
+
+    def stop(self) -> None:
+        self.stopped.set()

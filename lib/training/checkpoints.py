@@ -1,0 +1,140 @@
+"""Checkpoints of the collaboration on disk. A reader never sees half of one, and a writer never loses the one before.
+
+A checkpoint is a folder `checkpoint-STEP` that `from_pretrained` opens (config, model.safetensors, tokenizer) with the
+training state beside it: the parameters and the optimizer's statistics as peers exchange them, in a file that
+`torch.load(weights_only=True)` opens.
+"""
+
+import contextlib
+import fcntl
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hivemind.utils import get_logger
+
+from lib.averaging.state import StateLoadError, TrainingStateAverager
+from lib.common.atomic_files import new_file, new_folder
+from lib.common.errors import UserError
+
+logger = get_logger(__name__)
+
+STATE_FILE = "training_state.pt"
+_FORMAT = 1
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass
+class TrainingState:
+    """The state that peers exchange.
+
+    `metadata`: `epoch` (the global step) and `optimizer_metadata`, plain numbers and indices into `tensors`;
+    `tensors`: the parameters in the order of the param groups, then the optimizer's statistics.
+    """
+
+    run_id: str
+    metadata: dict
+    tensors: list[torch.Tensor]
+
+    @property
+    def step(self) -> int:
+        return self.metadata["epoch"]
+
+
+def save_training_state(path: Path, state: TrainingState) -> None:
+    content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata, "tensors": state.tensors}
+    with new_file(path) as temporary:
+        torch.save(content, temporary)
+
+
+def load_training_state(path: Path, run_id: str) -> TrainingState:
+    """Read a training state.
+
+    :raises ValueError: if the file is cut off, foreign, or of another run; the message says which
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "")[:100]
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {reason})") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a training state of this version")
+    if content.get("run_id") != run_id:
+        raise ValueError(f"{path} belongs to the run '{content.get('run_id')}', not to '{run_id}'")
+    return TrainingState(run_id, content["metadata"], content["tensors"])
+
+
+def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: dict) -> Path:
+    """Write `checkpoint-STEP` into a folder: model, tokenizer, training state, and `info` as collaboration.json.
+
+    :returns: the path of the checkpoint
+    """
+
+    path = folder / f"checkpoint-{state.step}"
+    with new_folder(path, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        save_training_state(temporary / STATE_FILE, state)
+        description = {"run_id": state.run_id, "step": state.step, **info}
+        (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n")
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest step first. By the step in the name: a folder's times say little."""
+    steps = {
+        path: int(match[1])
+        for path in folder.glob("checkpoint-*")
+        if path.is_dir() and (match := _CHECKPOINT_NAME.fullmatch(path.name))
+    }
+    return sorted(steps, key=steps.get, reverse=True)
+
+
+def iterate_training_states(folder: Path, run_id: str) -> Iterator[TrainingState]:
+    """The training states of the checkpoints that can be read, newest first; what cannot is skipped with a message."""
+    for path in list_checkpoints(folder):
+        try:
+            yield load_training_state(path / STATE_FILE, run_id)
+        except ValueError as error:
+            logger.warning(f"Skipping a checkpoint: {error}")
+
+
+def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> TrainingState | None:
+    """Load the newest checkpoint that can be read and that fits; None if there is none."""
+    for state in iterate_training_states(folder, run_id):
+        try:
+            averager.restore(state.metadata, state.tensors)
+        except StateLoadError as error:
+            logger.warning(f"Skipping the checkpoint of step #{state.step}, which does not fit the model: {error}")
+        else:
+            return state
+    return None
+
+
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    for path in list_checkpoints(folder)[keep:]:
+        # Renamed first: a folder that is half removed must not look like a checkpoint.
+        hidden = path.with_name(f".{path.name}.removed")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, flag: str) -> Iterator[None]:
+    """Keep a second process from writing to the same folder.
+
+    :raises UserError: if another process has it
+    """
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass another folder to this one") from None
+        yield

@@ -1,0 +1,185 @@
+"""What is trained: tokenizer, configuration and model.
+
+Trainer, monitor and evaluator build them here and nowhere else, or the states that they exchange would not fit.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AlbertForPreTraining,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.albert.modeling_albert import AlbertLayer
+from transformers.utils.logging import disable_progress_bar
+
+from arguments import ModelArguments
+from lib.common.errors import UserError
+
+disable_progress_bar()  # of reading and writing weights, which takes a second
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+# model type -> the objective that its data must have been prepared for (see loading.py), and the class to train
+OBJECTIVES = {"albert": "mlm_sop", "bert": "mlm", "roberta": "mlm", "distilbert": "mlm", "gpt2": "clm"}
+_MODEL_CLASSES = {"mlm_sop": AlbertForPreTraining, "mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM}
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from anything that prints the same everywhere. Python's `hash` is salted in each process."""
+    digest = hashlib.sha256("\n".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder.
+
+    :raises UserError: if there is none, or it cannot be read
+    """
+    if not Path(path).is_dir():
+        raise UserError(
+            f"--tokenizer_path: there is no folder '{path}'; run ./tokenize_wikitext103.py, or copy the folder from "
+            f"the machine that ran it"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # else it asks a person at the terminal
+    except Exception as error:
+        raise UserError(
+            f"--tokenizer_path: '{path}' holds no tokenizer that can be read ({_first_line(error)})"
+        ) from None
+
+
+def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The model's configuration, with the tokenizer's vocabulary and special tokens.
+
+    :raises UserError: if there is none at `args.model_name_or_path`, or the model family is not supported
+    """
+    name = args.model_name_or_path
+    path = CONFIGS / f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else Path(name)
+    try:
+        if path.is_file():
+            fields = json.loads(path.read_text())
+            config = AutoConfig.for_model(**fields)
+        else:
+            config = AutoConfig.from_pretrained(name, cache_dir=args.cache_dir)
+    except Exception as error:
+        raise UserError(
+            f"--model_name_or_path: no model configuration at '{name}' ({_first_line(error)}); pass a config.json, a "
+            f"folder that has one, or one of {', '.join(sorted(p.stem for p in CONFIGS.glob('*.json')))}"
+        ) from None
+    if config.model_type not in OBJECTIVES:
+        raise UserError(
+            f"--model_name_or_path: '{name}' is a {config.model_type} model; supported are {', '.join(OBJECTIVES)}"
+        )
+    if not args.from_pretrained:
+        config.vocab_size = len(tokenizer)
+    elif config.vocab_size < len(tokenizer):  # more is common: rounded up
+        raise UserError(
+            f"--from_pretrained: the model at '{name}' has a vocabulary of {config.vocab_size}, the tokenizer of "
+            f"{len(tokenizer)}: prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
+        )
+    for token in ("pad", "bos", "eos"):
+        setattr(config, f"{token}_token_id", getattr(tokenizer, f"{token}_token_id"))
+    return config
+
+
+def get_objective(config: PretrainedConfig) -> str:
+    return OBJECTIVES[config.model_type]
+
+
+def get_model_class(config: PretrainedConfig) -> type:
+    """The class that trains it, and that loads it from a checkpoint."""
+    return _MODEL_CLASSES[get_objective(config)]
+
+
+def check_sequence_length(config: PretrainedConfig, length: int) -> None:
+    """Raise UserError if the model has too few positions for sequences of this length."""
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", length)
+    if config.model_type == "roberta":
+        positions -= 2  # its first positions are reserved for padding
+    if length > positions:
+        raise UserError(
+            f"the sequences have {length} tokens, but the model has {positions} positions: prepare the data with "
+            f"--max_seq_length {positions}, or choose another --model_name_or_path"
+        )
+
+
+def make_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
+    """The model that a trainer begins with, from scratch or from pretrained weights."""
+    return load_pretrained_model(config, args, run_id) if args.from_pretrained else build_model(config, run_id)
+
+
+def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
+    """A model with initial weights that depend on the run's name alone, so that peers that start together start alike.
+
+    Its loss is a mean over the micro-batch.
+    """
+    with _seeded_by(run_id):
+        model_class = get_model_class(config)
+        build = model_class if model_class is AlbertForPreTraining else model_class.from_config
+        return _prepare(build(config))
+
+
+def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
+    """The model with the weights at `args.model_name_or_path`; layers that they lack begin as in `build_model`.
+
+    :raises UserError: if there are none, or they do not fit
+    """
+    name = args.model_name_or_path
+    if Path(name).is_file():
+        raise UserError(f"--from_pretrained: '{name}' is a configuration; pass the folder that has its weights too")
+    try:
+        with _seeded_by(run_id):
+            model_class = get_model_class(config)
+            return _prepare(model_class.from_pretrained(name, config=config, cache_dir=args.cache_dir))
+    except Exception as error:
+        raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({_first_line(error)})") from None
+
+
+class CheckpointedAlbertLayer(AlbertLayer):
+    """Keeps its input only and computes the rest again in the backward pass. transformers can do so for the other
+    families, but not for ALBERT."""
+
+    def forward(self, *args, **kwargs):
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Trade time for memory: recompute activations instead of keeping them."""
+    albert_layers = [module for module in model.modules() if type(module) is AlbertLayer]
+    for layer in albert_layers:
+        layer.__class__ = CheckpointedAlbertLayer  # not another `forward`, which DataParallel's replicas would share
+    if not albert_layers:
+        model.activation_checkpointing_enable()
+
+
+@contextlib.contextmanager
+def _seeded_by(run_id: str) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed("initial weights", run_id))
+        yield
+
+
+def _prepare(model: PreTrainedModel) -> PreTrainedModel:
+    # transformers believes that a `forward` with **kwargs divides its loss by the number of items in the accumulated
+    # batch, and does not divide by the accumulation steps itself. ALBERT's does not: loss and gradients came out
+    # multiplied by gradient_accumulation_steps.
+    model.accepts_loss_kwargs = False
+    return model.to(torch.float32)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

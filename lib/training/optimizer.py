@@ -1,0 +1,273 @@
+"""How the model is optimized: parameter groups, LAMB or AdamW, the learning-rate schedule, and hivemind around them.
+
+Peers exchange the optimizer's state by position, so each of them must build it here.
+"""
+
+from functools import partial
+
+import torch
+from hivemind.compression import (
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    Quantile8BitQuantization,
+    ScaledFloat16Compression,
+    Uniform8BitQuantization,
+)
+from torch_optimizer import Lamb
+from transformers import get_linear_schedule_with_warmup
+from transformers.trainer_pt_utils import get_parameter_names
+
+from arguments import (
+    AveragerArguments,
+    HyperparameterArguments,
+    OptimizerArguments,
+    ProgressTrackerArguments,
+)
+from lib.averaging.optimizer import Optimizer, max_weight
+from lib.averaging.progress import ProgressTracker
+from lib.averaging.rounds import RoundAverager
+from lib.averaging.state import TrainingStateAverager
+from lib.common.errors import UserError
+from utils import Peer
+
+# How many learning rates an element of one peer's parameters may be from another's: LAMB and AdamW move an element
+# by some three in their first steps.
+PARAMETER_STEPS = 10.0
+
+# Norms by class and by name: ALBERT's `full_layer_layer_norm` is missed by the customary "LayerNorm.weight".
+_NO_DECAY_CLASSES = [torch.nn.LayerNorm]
+_NO_DECAY_NAMES = [r"(^|\.)bias$", r"layer_?norm", r"(^|[._])norm($|\.)"]
+
+COMPRESSIONS: dict[str, type[CompressionBase]] = {
+    "none": NoCompression,
+    "float16": Float16Compression,
+    "scaled_float16": ScaledFloat16Compression,
+    "uniform8": Uniform8BitQuantization,
+    "quantile8": Quantile8BitQuantization,
+}
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, whose state tells the number of steps as a number.
+
+    torch keeps it in a tensor of float32, which hivemind would compress like the others when it sends the state: in
+    float16 steps above 2048 come out wrong and those above 65519 as infinity. torch takes numbers back.
+    """
+
+    def state_dict(self) -> dict:
+        state_dict = super().state_dict()
+        for index, statistics in state_dict["state"].items():
+            state_dict["state"][index] = {**statistics, "step": int(statistics["step"])}
+        return state_dict
+
+
+def make_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """Two groups: weights, which decay, and biases and norms, which do not."""
+    decayed = set(get_parameter_names(model, _NO_DECAY_CLASSES, _NO_DECAY_NAMES))
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for name, p in parameters if name in decayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
+    ]
+
+
+def make_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
+    """The local optimizer that `args.optimizer` names, with statistics of zero.
+
+    LAMB is that of its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction:
+    torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
+    does not: steps came out 0.32 of the paper's at the first step and 0.15 at the tenth.
+    """
+    common = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    if args.optimizer == "adamw":
+        optimizer = AdamW(param_groups, **common)
+    else:
+        optimizer = Lamb(param_groups, **common, clamp_value=args.clamp_value, debias=False)
+    initialize_statistics(optimizer)
+    return optimizer
+
+
+def initialize_statistics(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's statistics without moving a weight.
+
+    hivemind would run a real step with zero gradients at the full learning rate, at every start of every peer.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = learning_rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+        optimizer.state[parameter]["step"] *= 0  # a number, or AdamW's tensor
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
+    """Linear warm-up and decay over the collaboration's steps."""
+    return get_linear_schedule_with_warmup(
+        optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=args.total_steps
+    )
+
+
+def build_optimizer(
+    model: torch.nn.Module,
+    peer: Peer,
+    run_id: str,
+    batch_size_per_step: int,
+    max_grad_norm: float,
+    hyperparameters: HyperparameterArguments,
+    optimizer_args: OptimizerArguments,
+    averager_args: AveragerArguments,
+    tracker_args: ProgressTrackerArguments,
+) -> Optimizer:
+    """The collaborative optimizer around the local one and its schedule. Call it in the main thread.
+
+    :param batch_size_per_step: samples between two calls of its `step`
+    :raises UserError: if the target batch size is below the samples of one local step
+    """
+    args = optimizer_args
+    target_batch_size = args.target_batch_size - args.batch_size_lead
+    if target_batch_size < batch_size_per_step:
+        raise UserError(
+            f"--target_batch_size {args.target_batch_size} (less --batch_size_lead) is below {batch_size_per_step}, "
+            f"the samples of one local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
+        )
+    return Optimizer(
+        dht=peer.dht,
+        private_key=peer.private_key,
+        run_id=run_id,
+        target_batch_size=target_batch_size,
+        batch_size_per_step=batch_size_per_step,
+        params=make_param_groups(model, hyperparameters.weight_decay),
+        optimizer=partial(make_optimizer, args=hyperparameters),
+        scheduler=partial(make_scheduler, args=hyperparameters),
+        offload_optimizer=True,
+        delay_grad_averaging=args.delay_grad_averaging,
+        delay_optimizer_step=args.delay_optimizer_step,
+        client_mode=args.client_mode,
+        average_state_every=args.average_state_every,
+        matchmaking_time=args.matchmaking_time,
+        averaging_timeout=args.averaging_timeout,
+        next_chunk_timeout=_chunk_timeout(args),
+        load_state_compression=COMPRESSIONS[args.load_state_compression](),
+        performance_ema_alpha=tracker_args.performance_ema_alpha,
+        tracker_opts=_tracker_options(tracker_args),
+        round_opts={
+            "max_grad_norm": max_grad_norm,
+            "target_group_size": averager_args.target_group_size,
+            "bandwidth": args.bandwidth,
+            "parameter_step": PARAMETER_STEPS * hyperparameters.learning_rate,
+        },
+        state_opts={
+            "initialize_optimizer": False,  # see initialize_statistics
+            "download_timeout": args.load_state_timeout,
+            "donor_timeout": args.averaging_timeout,
+        },
+        **_averaging_compressions(args),
+        verbose=True,
+    )
+
+
+def build_auxiliary(
+    model: torch.nn.Module,
+    peer: Peer,
+    run_id: str,
+    hyperparameters: HyperparameterArguments,
+    optimizer_args: OptimizerArguments,
+    averager_args: AveragerArguments,
+    tracker_args: ProgressTrackerArguments,
+) -> tuple[ProgressTracker, RoundAverager]:
+    """What a peer needs that takes part in rounds and contributes no gradients. Call it in the main thread.
+
+    :param model: of the run; its values are not used
+    """
+    args = optimizer_args
+    tracker = ProgressTracker(
+        dht=peer.dht,
+        run_id=run_id,
+        target_batch_size=args.target_batch_size - args.batch_size_lead,
+        private_key=peer.private_key,
+        client_mode=False,
+        auxiliary=True,
+        performance_ema_alpha=tracker_args.performance_ema_alpha,
+        **_tracker_options(tracker_args),
+    )
+    groups = make_param_groups(model, hyperparameters.weight_decay)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    averager = RoundAverager(
+        parameters,
+        [parameter.detach().cpu().float().clone() for parameter in parameters],
+        dht=peer.dht,
+        prefix=f"{run_id}_round_averager",
+        auxiliary=True,
+        min_matchmaking_time=args.matchmaking_time,
+        allreduce_timeout=args.averaging_timeout,
+        next_chunk_timeout=_chunk_timeout(args),
+        average_parameters_every=args.average_state_every,
+        max_grad_norm=0.0,  # the bound is the trainers' own
+        max_weight=max_weight(args.target_batch_size),
+        target_group_size=averager_args.target_group_size,
+        bandwidth=args.bandwidth,
+        parameter_step=PARAMETER_STEPS * hyperparameters.learning_rate,
+        **_averaging_compressions(args),
+    )
+    return tracker, averager
+
+
+def _chunk_timeout(args: OptimizerArguments) -> float:
+    """Seconds of silence after which a peer is left out of a round. hivemind would take `matchmaking_time`, which
+    busy machines and slow lines exceed."""
+    return max(args.matchmaking_time, args.averaging_timeout / 4)
+
+
+def _averaging_compressions(args: OptimizerArguments) -> dict[str, CompressionBase]:
+    """Parameters in 8 bits would be worth less than those that the peers have: they are averaged in float16 then."""
+    parameter_compression = NoCompression if args.averaging_compression == "none" else Float16Compression
+    return {
+        "gradient_compression": COMPRESSIONS[args.averaging_compression](),
+        "parameter_compression": parameter_compression(),
+    }
+
+
+def _tracker_options(args: ProgressTrackerArguments) -> dict[str, float]:
+    return {
+        "min_refresh_period": args.min_refresh_period,
+        "max_refresh_period": args.max_refresh_period,
+        "default_refresh_period": args.default_refresh_period,
+        "expected_drift_peers": args.expected_drift_peers,
+        "expected_drift_rate": args.expected_drift_rate,
+        "metadata_expiration": args.metadata_expiration,
+    }
+
+
+def build_state_averager(
+    model: torch.nn.Module, peer: Peer, run_id: str, training_args: HyperparameterArguments, download_timeout: float
+) -> TrainingStateAverager:
+    """What a peer needs that watches but does not train: it downloads the state that trainers offer.
+
+    It never joins a group, since nobody calls its `step`, and offers nothing until `allow_state_sharing` is set.
+    """
+    return TrainingStateAverager(
+        dht=peer.dht,
+        prefix=f"{run_id}_state_averager",
+        params=make_param_groups(model, training_args.weight_decay),
+        optimizer=partial(make_optimizer, args=training_args),
+        scheduler=partial(make_scheduler, args=training_args),
+        initialize_optimizer=False,  # see initialize_statistics
+        offload_optimizer=False,
+        allow_state_sharing=False,
+        download_timeout=download_timeout,
+        donor_timeout=download_timeout / 2,
+        start=True,
+    )

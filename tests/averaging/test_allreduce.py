@@ -1,0 +1,197 @@
+"""What a reducer accepts from the senders of a round, and what they accept from it."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from hivemind.averaging.partition import AllreduceException, BannedException
+from hivemind.compression import CompressionInfo, TensorRole, deserialize_torch_tensor
+
+from lib.averaging.allreduce import (
+    AVERAGE_TOLERANCE,
+    MAX_RMS,
+    MIN_WEIGHT,
+    Bounds,
+    SafeTensorPartContainer,
+    SafeTensorPartReducer,
+)
+from lib.averaging.rounds import clip_norm
+from lib.training.optimizer import COMPRESSIONS
+
+OWN = torch.full((100,), 0.1)  # norm 1
+BOUNDS = Bounds(weight=256.0, gradient_norm=1.0, parameter_step=0.01)
+
+
+def info(role: TensorRole) -> CompressionInfo:
+    return CompressionInfo.from_tensor(OWN, key=0, role=role)
+
+
+GRADIENT, PARAMETER = info(TensorRole.GRADIENT), info(TensorRole.PARAMETER)
+
+
+@pytest.mark.parametrize(
+    ("part_info", "part", "weight"),
+    [
+        (GRADIENT, OWN, 256.0),
+        (GRADIENT, -OWN, 1.0),
+        (GRADIENT, 1.05 * OWN, 1.0),  # compression
+        (GRADIENT, 0 * OWN, MIN_WEIGHT),
+        (PARAMETER, OWN, 64.0),
+        (PARAMETER, 1.4 * OWN, 64.0),
+        (PARAMETER, 100 * OWN, MIN_WEIGHT),  # it lacks updates, and counts for nothing
+    ],
+)
+def test_honest_parts_are_accepted(part_info, part, weight):
+    assert BOUNDS.find_violation(part_info, part, OWN, weight) is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38])
+@pytest.mark.parametrize("part_info", [GRADIENT, PARAMETER], ids=["gradient", "parameter"])
+def test_parts_that_are_not_finite_are_refused(part_info, value):
+    part = OWN.clone()
+    part[3:5] = value
+    assert BOUNDS.find_violation(part_info, part, OWN, 1.0) is not None
+
+
+@pytest.mark.parametrize("weight", [257.0, 1e30, float("inf"), float("nan"), -1.0, 0.0, MIN_WEIGHT / 2])
+def test_weights_out_of_bounds_are_refused(weight):
+    assert "weight" in BOUNDS.find_violation(GRADIENT, OWN, OWN, weight)
+
+
+@pytest.mark.parametrize("scale", [1.2, 1e10, 1e20])
+def test_huge_gradients_are_refused(scale):
+    assert "gradient of norm" in BOUNDS.find_violation(GRADIENT, scale * OWN, OWN, 1.0)
+    without_clipping = Bounds(weight=256.0)
+    assert (without_clipping.find_violation(GRADIENT, scale * OWN, OWN, 1.0) is None) == (scale < 1e12)
+
+
+@pytest.mark.parametrize("part", [3 * OWN, -OWN, OWN + 0.2, 1e22 * OWN])
+def test_parameters_far_from_ours_are_refused(part):
+    assert "parameters" in BOUNDS.find_violation(PARAMETER, part, OWN, 1.0)
+
+
+def test_reducer_without_parameters_of_its_own_bounds_their_size():
+    bounds = Bounds(weight=256.0, gradient_norm=1.0, parameter_step=None)
+    assert bounds.find_violation(PARAMETER, 100 * OWN, OWN, 1.0) is None
+    assert bounds.find_violation(PARAMETER, torch.full((100,), 2 * MAX_RMS), OWN, 1.0) is not None
+
+
+def make_reducer(roles: list[TensorRole], num_senders: int) -> SafeTensorPartReducer:
+    """The reducer of sender 0."""
+    reducer = SafeTensorPartReducer([OWN.shape] * len(roles), num_senders)
+    reducer.check_parts([info(role) for role in roles], [OWN] * len(roles), BOUNDS, own_index=0)
+    return reducer
+
+
+def test_sender_that_violates_the_bounds_is_left_out_of_the_round():
+    async def scenario():
+        reducer = make_reducer([TensorRole.GRADIENT, TensorRole.PARAMETER], 3)
+
+        async def honest(sender: int, value: float) -> list[torch.Tensor]:
+            return [await reducer.accumulate_part(sender, part, torch.full((100,), value), 2.0) for part in range(2)]
+
+        async def lying() -> None:
+            with pytest.raises(BannedException, match="norm"):
+                await reducer.accumulate_part(1, 0, 1e20 * OWN, 2.0)
+            reducer.on_sender_failed(1)  # as the runner does
+
+        results = await asyncio.wait_for(asyncio.gather(honest(0, 0.1), honest(2, 0.08), lying()), 5)
+        for averages in results[:2]:
+            for average in averages:
+                assert torch.allclose(average, torch.full((100,), 0.09))
+        assert list(reducer.violations) == [1] and reducer.weights == {0: 2.0, 2: 2.0}
+
+    asyncio.run(scenario())
+
+
+def test_gradients_and_parameters_have_weights_of_their_own():
+    """A peer that lacks an update gives its gradients and receives the parameters."""
+
+    async def scenario():
+        reducer = make_reducer([TensorRole.GRADIENT, TensorRole.PARAMETER], 2)
+
+        async def send(sender: int, value: float, weights: list[float]) -> list[torch.Tensor]:
+            part = torch.full((100,), value)
+            return [await reducer.accumulate_part(sender, index, part, weight) for index, weight in enumerate(weights)]
+
+        results = await asyncio.gather(send(0, 0.1, [1.0, 1.0]), send(1, 0.0, [3.0, MIN_WEIGHT]))
+        for gradient, parameter in results:
+            assert torch.allclose(gradient, torch.full((100,), 0.025))
+            assert torch.allclose(parameter, torch.full((100,), 0.1), atol=1e-5)
+
+    asyncio.run(scenario())
+
+
+def test_part_of_another_shape_is_refused():
+    async def scenario():
+        reducer = make_reducer([TensorRole.GRADIENT], 2)
+        with pytest.raises(BannedException, match="shape"):
+            await reducer.accumulate_part(1, 0, torch.zeros(99), 1.0)
+
+    asyncio.run(scenario())
+
+
+def make_container(tensor: torch.Tensor = OWN) -> SafeTensorPartContainer:
+    """That of peer 1, which reduces the second of two gradients."""
+    infos = [CompressionInfo.from_tensor(tensor, key=key, role=TensorRole.GRADIENT) for key in range(2)]
+    container = SafeTensorPartContainer([tensor, tensor], [0.5, 0.5], tensor_infos=infos)
+    container.bounds, container.own_index = replace(BOUNDS, gradient_norm=AVERAGE_TOLERANCE), 1
+    return container
+
+
+NOT_FINITE = torch.full((100,), float("nan"))
+
+
+@pytest.mark.parametrize(
+    "difference", [NOT_FINITE, 1e20 * OWN, 6 * OWN, torch.zeros(99)], ids=["nan", "1e20", "norm 6", "shape"]
+)
+def test_average_that_violates_the_bounds_is_refused_and_its_reducer_has_failed(difference):
+    async def scenario():
+        container = make_container()
+        container.register_processed_part(1, 0, NOT_FINITE)  # our own: others check it
+        with pytest.raises(AllreduceException):
+            container.register_processed_part(0, 0, difference)
+        container.register_failed_reducer(0)
+        assert list(container.violations) == [0] and container.failed_size == 100
+        averages = [average async for average in container.iterate_output_tensors()]
+        assert not averages[0].any(), "our own values stay"
+
+    asyncio.run(scenario())
+
+
+def test_reducer_may_fail_whatever_our_own_values_are():
+    async def scenario():
+        container = make_container(1e20 * OWN)
+        container.register_failed_reducer(0)
+        assert container.failed_size == 100 and not container.violations
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_average_of_honest_parts_is_taken_whatever_the_compression(name):
+    """One element is most of the part, which 8 bits distort most."""
+
+    async def scenario():
+        compression = COMPRESSIONS[name]()
+        own = torch.cat([torch.full((1,), 1000.0), torch.randn(1000, generator=torch.Generator().manual_seed(0))])
+        own /= own.norm()
+
+        def transmit(tensor: torch.Tensor) -> torch.Tensor:
+            info = CompressionInfo.from_tensor(tensor, key=0, role=TensorRole.GRADIENT)
+            return deserialize_torch_tensor(compression.compress(tensor, info))
+
+        container = make_container(own)
+        sent = transmit(own)
+        container.register_processed_part(0, 0, transmit((own + sent) / 2 - sent))
+        assert container.violations == {}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("max_norm", "after"), [(0.5, 0.5), (10.0, 5.0), (0.0, 5.0)])
+def test_norm_is_that_of_all_tensors(max_norm, after):
+    tensors = [torch.tensor([3.0]), torch.tensor([[0.0, 4.0]])]
+    assert clip_norm(tensors, max_norm) == pytest.approx(5.0)
+    assert float(torch.nn.utils.get_total_norm(tensors)) == pytest.approx(after, rel=1e-4)

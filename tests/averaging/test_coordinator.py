@@ -1,0 +1,251 @@
+"""How the round of a step ends, whatever the other peers do: no processes."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from hivemind.averaging.control import AveragingStage
+
+from lib.averaging import coordinator as coordinator_module
+from lib.averaging.coordinator import Outcome, RoundCoordinator, RoundLog
+from tests.support.peers import wait_until
+
+
+class FakeControl:
+    """The handle of a round that looks for a group until it is told otherwise."""
+
+    def __init__(self, number: int):
+        self.number, self.stage = number, AveragingStage.LOOKING_FOR_GROUP
+        self.weight = self.parameter_weight = None
+        self.is_called_off = self.has_group = False
+        self._finished, self._result = threading.Event(), None
+
+    def allow_allreduce(self) -> None:
+        self.is_triggered = True
+
+    def finish(self, result: object) -> None:
+        self._result = result
+        self._finished.set()
+
+    def done(self) -> bool:
+        return self._finished.is_set() or self.is_called_off
+
+    def result(self, timeout: float):
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    def call_off(self) -> None:
+        self.is_called_off = True
+
+
+class FakeAverager:
+    def __init__(self):
+        self.controls: list[FakeControl] = []
+        self.rosters: list[tuple] = []
+        self.requested_number = SimpleNamespace(value=-1)
+
+    def banned_peers(self) -> dict:
+        return {}
+
+    def schedule_round(self, number: int, timeout: float) -> FakeControl:
+        self.controls.append(FakeControl(number))
+        return self.controls[-1]
+
+    def set_roster(self, entries, finished_number: int) -> None:
+        self.rosters.append((tuple(entries), finished_number))
+
+
+class FakeTracker:
+    """Knows of `others` trainers that have not completed the step, and of `done` ones that have."""
+
+    def __init__(self):
+        self.others, self.done, self.step, self.seconds_to_step = 2, 0, 5, 0.0
+        self.num_looks = 0
+
+    @property
+    def next_step(self) -> int:
+        return self.step
+
+    def num_expected(self, _step: int) -> int:
+        return self.others
+
+    def is_done_elsewhere(self, _step: int) -> bool:
+        return self.done > self.others
+
+    def roster(self, step: int) -> list:
+        return [step, self.others]
+
+    def look_in(self, _seconds: float) -> None:
+        self.num_looks += 1
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    monkeypatch.setattr(coordinator_module, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(coordinator_module, "LOOK_SECONDS", 0.1)
+    tracker, averager = FakeTracker(), FakeAverager()
+    coordinator = RoundCoordinator(tracker, averager, matchmaking_time=5.0, averaging_timeout=60.0)
+    with ThreadPoolExecutor(1) as pool:
+        yield coordinator, tracker, averager, pool
+        coordinator.stop()
+
+
+def begin(parts, number: int = 5):
+    """Begin the round of a step in a thread; return what it will return, and the newest handle."""
+    coordinator, _, averager, pool = parts
+    future = pool.submit(coordinator.average, number, 8.0, 4.0)
+    wait_until(lambda: averager.controls or future.done(), 5, "a search")
+    return future, averager.controls[-1] if averager.controls else None
+
+
+def test_round_that_succeeds(parts):
+    future, control = begin(parts)
+    assert (control.number, control.weight, control.parameter_weight, control.is_triggered) == (5, 8.0, 4.0, True)
+    control.stage = AveragingStage.RUNNING_ALLREDUCE
+    control.finish("result")
+    assert future.result(5) == (Outcome.AVERAGED, "result")
+
+
+def test_search_is_given_up_soon_after_the_others_have_completed_the_step(parts):
+    _, tracker, _, _ = parts
+    future, control = begin(parts)
+    tracker.others, tracker.done = 0, 2
+    started = time.monotonic()
+    assert future.result(5)[0] == Outcome.MISSED
+    assert time.monotonic() - started < 2 and control.is_called_off
+    assert tracker.num_looks > 0, "it keeps looking at the reports"
+
+
+def test_report_that_is_taken_back_does_not_end_the_search(parts):
+    _, tracker, _, _ = parts
+    future, control = begin(parts)
+    for _ in range(4):
+        tracker.done = 3
+        time.sleep(0.1)
+        tracker.done = 0
+        time.sleep(0.06)
+    assert not future.done()
+    control.finish("result")
+    assert future.result(5)[0] == Outcome.AVERAGED
+
+
+def test_all_reduce_under_way_is_not_given_up(parts):
+    _, tracker, _, _ = parts
+    future, control = begin(parts)
+    control.stage = AveragingStage.RUNNING_ALLREDUCE
+    tracker.others, tracker.done = 0, 2
+    time.sleep(0.5)
+    assert not future.done()
+    control.finish("result")
+    assert future.result(5)[0] == Outcome.AVERAGED
+
+
+def test_peer_whose_others_have_left_goes_on_alone(parts):
+    _, tracker, _, _ = parts
+    future, control = begin(parts)
+    tracker.others = 0
+    assert future.result(5)[0] == Outcome.ALONE and control.is_called_off
+
+
+def test_lone_peer_looks_for_nobody(parts):
+    coordinator, tracker, averager, _ = parts
+    tracker.others = 0
+    coordinator.look_ahead()
+    assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.ALONE
+    assert not averager.controls
+
+
+def test_failed_round_is_tried_again_for_the_same_step(parts):
+    coordinator, _, averager, _ = parts
+    future, control = begin(parts)
+    control.finish(RuntimeError("a member left"))
+    wait_until(lambda: len(averager.controls) == 2, 5, "another search")
+    assert averager.controls[1].number == 5
+    averager.controls[1].finish("result")
+    assert future.result(5) == (Outcome.AVERAGED, "result")
+    assert coordinator.num_attempts == 2 and "a member left" in coordinator.last_error
+
+
+def test_round_that_never_succeeds_fails_after_its_time_and_sooner_from_then_on(parts):
+    coordinator, *_ = parts
+    coordinator.averaging_timeout = coordinator._timeout = 1.0
+    coordinator.matchmaking_time = 0.1
+    for seconds in (1.0, 0.5, 0.25):
+        started = time.monotonic()
+        assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.FAILED
+        assert seconds - 0.1 < time.monotonic() - started < seconds + 1.5
+    future, _ = begin(parts)
+    wait_until(lambda: not parts[2].controls[-1].done(), 5, "the next search")
+    parts[2].controls[-1].finish("result")
+    assert future.result(5)[0] == Outcome.AVERAGED
+    assert coordinator._timeout == 1.0
+
+
+def test_stop_ends_a_round_at_once(parts):
+    coordinator, *_ = parts
+    future, control = begin(parts)
+    coordinator.stop()
+    assert future.result(2)[0] == Outcome.STOPPED and control.is_called_off
+
+
+def test_group_is_looked_for_ahead_of_time_and_used_for_its_step(parts):
+    coordinator, tracker, averager, _ = parts
+    tracker.seconds_to_step = 6.0
+    coordinator.look_ahead()
+    assert not averager.controls, "too early"
+    tracker.seconds_to_step = 4.0
+    coordinator.look_ahead()
+    coordinator.look_ahead()
+    assert [control.number for control in averager.controls] == [5]
+    assert not coordinator.has_group
+    averager.controls[0].has_group = True
+    assert coordinator.has_group
+    future, control = begin(parts)
+    assert control is averager.controls[0]
+    control.finish("result")
+    assert future.result(5)[0] == Outcome.AVERAGED
+
+
+def test_search_for_a_step_that_is_not_the_next_any_more_is_called_off(parts):
+    coordinator, tracker, averager, _ = parts
+    coordinator.look_ahead()
+    tracker.step = 7
+    coordinator.look_ahead()
+    assert averager.controls[0].is_called_off
+    assert [control.number for control in averager.controls] == [5, 7]
+
+
+def test_request_of_another_peer_makes_us_look_at_the_reports(parts):
+    coordinator, tracker, averager, _ = parts
+    tracker.seconds_to_step = 100.0
+    coordinator.look_ahead()
+    assert tracker.num_looks == 0
+    averager.requested_number.value = 5
+    coordinator.look_ahead()
+    assert tracker.num_looks == 1 and not averager.controls
+
+
+def test_averager_hears_of_changes_of_the_roster_only(parts):
+    coordinator, tracker, averager, _ = parts
+    for _ in range(3):
+        coordinator.update_roster()
+    assert averager.rosters == [((5, 2), 4)]
+    tracker.others = 3
+    coordinator.update_roster()
+    assert len(averager.rosters) == 2
+
+
+def test_log_has_a_line_for_each_round(tmp_path):
+    path = tmp_path / "output" / "rounds.jsonl"
+    for step in (1, 2):
+        RoundLog(path).write({"step": step, "outcome": Outcome.AVERAGED.value})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_log_that_cannot_be_written_stops_nothing(tmp_path):
+    (tmp_path / "rounds.jsonl").mkdir()
+    RoundLog(tmp_path / "rounds.jsonl").write({"step": 1})

@@ -1,0 +1,325 @@
+"""Rounds of real peers: what a swarm computes is what one process computes from the same samples."""
+
+import asyncio
+import gc
+import signal
+import threading
+import time
+from types import SimpleNamespace
+from typing import AsyncIterator  # noqa: UP035, hivemind reads the annotations and knows this one only
+
+import pytest
+import torch
+from hivemind.averaging.control import AveragingStage
+from hivemind.proto.averaging_pb2 import AVERAGED_PART, BAD_GROUP_ID, AveragingData
+from hivemind.utils import MPFuture
+from hivemind.utils.asyncio import as_aiter
+
+from lib.averaging.base import SafeAverager
+from lib.averaging.rounds import RoundAverager
+from lib.training.optimizer import COMPRESSIONS
+from tests.support.peers import wait_until
+from tests.support.swarm import Replay, flat
+
+
+@pytest.mark.parametrize("are_delayed", [True, False], ids=["delayed", "not delayed"])
+def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
+    """Three trainers, one of them in client mode, and an auxiliary peer. Clipping bites. Then one trainer restarts,
+    and another joins."""
+    max_grad_norm = 0.5
+    swarm = build_swarm(
+        max_grad_norm=max_grad_norm, delay_grad_averaging=are_delayed, delay_optimizer_step=are_delayed
+    )
+    replay = Replay(max_grad_norm)
+    swarm.add_several(False, True)
+    leaving = swarm.add(identity="restarting")
+    assistant = swarm.add_assistant()
+
+    def take_step(*sizes: int) -> None:
+        expected = replay.step(swarm.global_step(*sizes))
+        for trainer in swarm.trainers:
+            assert trainer.entry["outcome"] == "averaged" and trainer.entry["received"] == 1.0
+            assert set(trainer.entry["group"]) == {str(assistant.averager.peer_id), *(t.name for t in swarm.trainers)}
+            assert (trainer.parameters - expected).abs().max() < 1e-6
+        assert (expected - replay.parameters(-2)).abs().max() > 1e-3
+
+    take_step(2, 3, 7)
+    take_step(6, 5, 1)
+    swarm.remove(leaving)
+    swarm.add(identity="restarting").join()
+    swarm.add().join()
+    take_step(1, 2, 4, 5)
+    take_step(3, 6, 2, 1)
+    assert min(replay.norms) > max_grad_norm
+    for trainer in swarm.trainers:
+        trainer.optimizer.finish_pending_update()
+        assert torch.equal(trainer.model_parameters, trainer.parameters)
+    assert [entry["outcome"] for entry in assistant.round_log.entries] == ["averaged"] * 4
+
+
+@pytest.mark.parametrize(
+    ("compression", "tolerance"),
+    [("none", 1e-6), ("float16", 5e-3), ("scaled_float16", 5e-3), ("uniform8", 0.05), ("quantile8", 0.2)],
+)
+def test_every_compression_takes_about_the_steps_of_one_process(build_swarm, compression, tolerance):
+    """Errors are relative to the norm of all updates so far."""
+    assert set(COMPRESSIONS) == {"none", "float16", "scaled_float16", "uniform8", "quantile8"}
+    swarm, replay = build_swarm(averaging_compression=compression), Replay()
+    swarm.add_several(False, True, False)
+    for sizes in ((2, 3, 7), (6, 5, 1)):
+        expected = replay.step(swarm.global_step(*sizes))
+        change = (expected - replay.parameters(0)).norm()
+        assert change > 1
+        for trainer in swarm.trainers:
+            assert trainer.entry["received"] == 1.0 and len(trainer.entry["group"]) == 3
+            assert (trainer.parameters - expected).norm() < tolerance * change
+            assert (trainer.parameters - swarm.trainers[0].parameters).norm() < tolerance * change
+
+
+def test_clipping_bounds_what_a_peer_contributes(build_swarm):
+    swarm = build_swarm(target_batch_size=8, max_grad_norm=0.25)
+    trainer = swarm.add()
+    trainer.local_step(swarm.take(8))
+    own = flat([parameter.grad for parameter in trainer.optimizer.state_averager.main_parameters])
+    trainer.wait_for(1)
+    contributed = flat(trainer.averager.gradients)
+    assert own.norm() > 0.25
+    assert contributed.norm().item() == pytest.approx(0.25, rel=1e-4)
+    assert torch.allclose(contributed / contributed.norm(), own / own.norm(), atol=1e-5)
+
+
+# One round, from its search to its end
+
+
+def fill(trainer, value: float) -> None:
+    """What a trainer sends as its gradient in a bare round, in all elements."""
+    for gradient in trainer.averager.gradients:
+        gradient.fill_(value)
+
+
+async def collect_garbage(self) -> None:
+    """Runs in the averager's process."""
+    gc.collect()
+
+
+def test_rounds_that_wait_survive_the_garbage_collector(build_swarm, monkeypatch):
+    """One waits for the peer that it follows to begin, then one that has a group for its trigger."""
+    monkeypatch.setattr(RoundAverager, "collect_garbage", collect_garbage, raising=False)
+    swarm = build_swarm(target_batch_size=1000)
+    trainers = swarm.add_several(False, False)
+    rounds = swarm.schedule_rounds(step=1)
+    leader, follower = (rounds[number] for number in swarm.in_order(step=1))
+
+    def collect() -> None:
+        for trainer in trainers:
+            trainer.averager._outer_pipe.send(("collect_garbage", [], {}))
+
+    collect()
+    leader.allow_allreduce()
+    wait_until(lambda: follower.has_group, 60, "the group")
+    collect()
+    follower.allow_allreduce()
+    assert [len(control.result(30).members) for control in rounds] == [2, 2]
+
+
+async def end_another_round(self) -> None:
+    """Runs in the averager's process. hivemind takes it for the news that a peer's part waits for."""
+    self._wake_waiting_streams()
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["leader first", "follower first"])
+def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(build_swarm, monkeypatch, first):
+    monkeypatch.setattr(RoundAverager, "end_another_round", end_another_round, raising=False)
+    swarm = build_swarm(target_batch_size=1000, averaging_timeout=60.0)
+    swarm.add_several(False, False)
+    rounds = swarm.schedule_rounds(step=1)
+    order = swarm.in_order(step=1)
+    early, late = order[first], order[1 - first]
+    fill(swarm.trainers[early], 0.0)
+    fill(swarm.trainers[late], 1.0)
+    rounds[early].allow_allreduce()
+    time.sleep(3.5)
+    swarm.trainers[late].averager._outer_pipe.send(("end_another_round", [], {}))
+    time.sleep(3.5)  # in all less than a quarter of the timeout, and more than the matchmaking time
+    rounds[late].allow_allreduce()
+    for trainer, control in zip(swarm.trainers, rounds, strict=True):
+        assert control.result(20).received == 1.0
+        assert all((gradient == 0.5).all() for gradient in trainer.averager.averaged_gradients)
+
+
+def test_round_that_is_called_off_keeps_nobody_waiting(build_swarm):
+    swarm = build_swarm(target_batch_size=1000, averaging_timeout=120.0)
+    swarm.add_several(False, False)
+    rounds = swarm.schedule_rounds(step=1)
+    leader, follower = (rounds[number] for number in swarm.in_order(step=1))
+    leader.allow_allreduce()
+    wait_until(lambda: follower.has_group, 60, "the group")
+    follower.call_off()
+    leader.result(15)  # a silent peer is waited for 30 seconds
+
+
+def test_catching_up_keeps_nobody_waiting(build_swarm):
+    swarm = build_swarm(target_batch_size=1000, averaging_timeout=120.0)
+    swarm.add_several(False, False)
+    rounds = swarm.schedule_rounds(step=1)
+    leader, follower = swarm.in_order(step=1)
+    optimizer = swarm.trainers[follower].optimizer
+    with optimizer.frozen_state():  # or its thread would call the round off: the step is not due soon
+        optimizer.coordinator._control = rounds[follower]
+        rounds[leader].allow_allreduce()
+        wait_until(lambda: optimizer.coordinator.has_group, 60, "the group")
+        assert not optimizer.load_state_from_peers(), "nobody offers a state"
+        rounds[leader].result(15)  # a silent peer is waited for 30 seconds
+
+
+def is_averaging(trainer) -> bool:
+    control = trainer.optimizer.coordinator._control
+    return control is not None and control.stage == AveragingStage.RUNNING_ALLREDUCE
+
+
+async def be_slow(self, *args, **kwargs) -> None:
+    await asyncio.sleep(60)
+
+
+def test_optimizer_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd):
+    monkeypatch.setattr(RoundAverager, "_average_in_group", be_slow)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's keeps what it prints
+    swarm = build_swarm(averaging_timeout=60.0)
+    trainers = swarm.add_several(False, False)
+    swarm.compute(6, 6)
+    wait_until(lambda: all(map(is_averaging, trainers)), 60, "the round")
+    started = time.monotonic()
+    for trainer in trainers:
+        trainer.optimizer.shutdown()
+        assert not trainer.optimizer._thread.is_alive() and trainer.completed == 0
+    assert time.monotonic() - started < 15
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_optimizer_ends_after_a_round_that_was_called_off(build_swarm, capfd):
+    trainer = build_swarm().add()
+    control = trainer.averager.schedule_round(1, timeout=30.0)
+    control.call_off()
+    trainer.optimizer.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_building_an_optimizer_leaves_sigint_to_its_caller(build_swarm):
+    """hivemind would ignore SIGINT in the whole process."""
+    before = signal.getsignal(signal.SIGINT)
+    build_swarm().add()
+    assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
+
+
+async def count_streams(self, future: MPFuture) -> None:
+    """Runs in the averager's process: the number of members that it still exchanges parts with."""
+    names = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
+    future.set_result(names.count("_communicate_with_peer"))
+
+
+def has_open_streams(trainer) -> bool:
+    future = MPFuture()
+    trainer.averager._outer_pipe.send(("count_streams", [], {"future": future}))
+    return future.result(10) > 0
+
+
+def test_callers_close_the_stream_once_they_have_all(build_swarm, monkeypatch):
+    """They would keep it until the others do, and so many of them from round to round."""
+    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 60.0)
+    monkeypatch.setattr(RoundAverager, "count_streams", count_streams, raising=False)
+    swarm = build_swarm(averaging_timeout=120.0)
+    swarm.add_several(False, True)
+    for _ in range(2):
+        swarm.global_step(6, 6)
+        for trainer in swarm.trainers:
+            assert trainer.entry["outcome"] == "averaged" and trainer.entry["seconds"]["round"] < 30
+    for trainer in swarm.trainers:
+        wait_until(lambda trainer=trainer: not has_open_streams(trainer), 20, "the end of the streams")
+
+
+# The parts that others send to a round that has not begun yet, or has ended
+
+
+class StandInRound:
+    """A round of all-reduce, as far as a peer that sends its part can tell."""
+
+    async def rpc_aggregate_part(self, stream, context):
+        async for _ in stream:
+            yield AveragingData(code=AVERAGED_PART)
+
+
+class LateAverager(RoundAverager):
+    """Has no process. Another round has just ended, which hivemind takes for the news that a part waits for."""
+
+    def __init__(self):
+        self._running_groups, self._finished_groups, self._refused, self._num_waiting = {}, [], [], 0
+        self._matchmaking = SimpleNamespace(
+            is_called_off=lambda group_id: group_id == b"called off",
+            knows=lambda group_id: group_id != b"unknown",
+            request_timeout=0.5,
+        )
+        self.allreduce_kwargs = {"reducer_timeout": 5.0}
+        self._pending_groups_registered = asyncio.Event()
+        self._pending_groups_registered.set()
+
+    def __del__(self):
+        pass
+
+    async def answer(self, group_id: bytes = b"group") -> AsyncIterator[AveragingData]:
+        """Answer a part of a round that begins in a moment."""
+        loop = asyncio.get_running_loop()
+        current_round = loop.create_future()
+        current_round.set_result(StandInRound())
+        loop.call_later(0.3, self._running_groups.update, {b"group": current_round})
+        return self.rpc_aggregate_part(as_aiter(AveragingData(group_id=group_id)), SimpleNamespace(remote_id=None))
+
+    async def first_answer(self, group_id: bytes = b"group") -> AveragingData:
+        return await anext(await self.answer(group_id))
+
+    async def ends_by_itself(self, seconds: float) -> bool:
+        """Whether it ends `seconds` after its last answer, before the caller closes the stream."""
+        answers = await self.answer()
+        await anext(answers)
+        try:
+            await asyncio.wait_for(anext(answers), seconds)
+        except StopAsyncIteration:
+            return True
+        except TimeoutError:
+            return False
+
+
+@pytest.mark.parametrize("group_id", [b"finished", b"called off"])
+def test_part_for_a_round_that_has_ended_is_refused_at_once(group_id):
+    averager = LateAverager()
+    averager._finished_groups.append(b"finished")
+    started = time.monotonic()
+    assert asyncio.run(averager.first_answer(group_id)).code == BAD_GROUP_ID
+    assert time.monotonic() - started < 1
+    assert averager._refused == [(group_id, None)]
+
+
+@pytest.mark.parametrize("group_id", [b"unknown", b"known, but never triggered"])
+def test_part_for_a_round_that_never_begins_is_refused_in_time(group_id):
+    averager = LateAverager()
+    averager.allreduce_kwargs = {"reducer_timeout": 5.0 if group_id == b"unknown" else 0.5}
+    started = time.monotonic()
+    assert asyncio.run(averager.first_answer(group_id)).code == BAD_GROUP_ID
+    assert time.monotonic() - started < 4
+
+
+def test_number_of_parts_that_wait_for_a_round_is_bounded(monkeypatch):
+    monkeypatch.setattr("lib.averaging.rounds.MAX_WAITING_STREAMS", 0)
+    started = time.monotonic()
+    assert asyncio.run(LateAverager().first_answer(b"unknown")).code == BAD_GROUP_ID
+    assert time.monotonic() - started < 0.4
+
+
+def test_part_for_a_round_that_begins_later_is_taken():
+    assert asyncio.run(LateAverager().first_answer()).code == AVERAGED_PART
+
+
+def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_answers(monkeypatch):
+    """libp2p's daemon may discard what it has not passed on yet when the one that answers closes first."""
+    assert not asyncio.run(LateAverager().ends_by_itself(1.0))
+    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 0.5)
+    assert asyncio.run(LateAverager().ends_by_itself(5.0))

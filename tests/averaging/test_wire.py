@@ -1,0 +1,123 @@
+"""What other peers send is checked before it is deserialized."""
+
+import pytest
+import torch
+from hivemind.compression import deserialize_torch_tensor
+from hivemind.proto import runtime_pb2
+from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT, FLOAT16, NONE
+from hivemind.utils.streaming import split_for_streaming
+
+from lib.averaging.wire import SCALAR, TensorAssembler, TensorSpec, check_tensor
+from lib.training.optimizer import COMPRESSIONS
+
+
+def serialize(tensor: torch.Tensor, compression: str = "none") -> runtime_pb2.Tensor:
+    return COMPRESSIONS[compression]().compress(tensor, info=None)
+
+
+def changed(message: runtime_pb2.Tensor, **fields) -> runtime_pb2.Tensor:
+    copy = runtime_pb2.Tensor()
+    copy.CopyFrom(message)
+    for name, value in fields.items():
+        if name == "size":
+            del copy.size[:]
+            copy.size.extend(value)
+        else:
+            setattr(copy, name, value)
+    return copy
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("shape", [(5,), (300, 7), (2, 3, 4)])
+def test_honest_tensors_pass(compression, shape):
+    message = serialize(torch.randn(shape), compression)
+    check_tensor(message, TensorSpec(shape))
+    assert deserialize_torch_tensor(message).shape == shape
+
+
+@pytest.mark.parametrize("compression", ["none", "float16"])
+@pytest.mark.parametrize("tensor", [torch.tensor(1.5), torch.zeros(0), torch.zeros(3, 0)])
+def test_scalars_and_empty_tensors_pass(compression, tensor):
+    check_tensor(serialize(tensor, compression), TensorSpec(tuple(tensor.shape)))
+
+
+def test_scalar_of_any_number_dtype_passes():
+    for dtype in (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64):
+        check_tensor(serialize(torch.tensor(3, dtype=dtype)), SCALAR)
+    with pytest.raises(ValueError, match="shape"):
+        check_tensor(serialize(torch.ones(2)), SCALAR)
+
+
+@pytest.mark.parametrize("compression", ["none", "float16"])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"dtype": "U50000"}, "dtype"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"dtype": ""}, "dtype"),
+        ({"dtype": "V" * 10_000_000}, "dtype"),
+        ({"size": (20, 50)}, "shape"),
+        ({"size": (1000, 1000)}, "shape"),
+        ({"size": ()}, "shape"),
+        ({"size": (2**32 - 1,) * 4}, "shape"),
+        ({"compression": BLOCKWISE_8BIT}, "compression"),
+        ({"compression": 77}, "compression"),
+        ({"buffer": b""}, "bytes"),
+        ({"buffer": b"1" * 5000}, "bytes"),
+    ],
+)
+def test_other_tensors_than_expected_are_refused(compression, fields, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        check_tensor(changed(serialize(torch.ones(50, 20), compression), **fields), TensorSpec((50, 20)))
+    assert len(str(caught.value)) < 200
+
+
+def test_only_the_agreed_compression_passes():
+    spec = TensorSpec((4,), compressions={FLOAT16})
+    check_tensor(serialize(torch.ones(4), "float16"), spec)
+    with pytest.raises(ValueError, match="compression"):
+        check_tensor(serialize(torch.ones(4)), spec)
+
+
+TENSORS = [torch.randn(300, 200), torch.tensor(2.5), torch.zeros(0), torch.randn(5)]
+SPECS = [TensorSpec((300, 200)), SCALAR, TensorSpec((0,)), TensorSpec((5,))]
+
+
+def chunks(tensor: torch.Tensor) -> list[runtime_pb2.Tensor]:
+    return list(split_for_streaming(serialize(tensor)))
+
+
+def test_chunks_come_together():
+    assembler, fractions = TensorAssembler(SPECS), [0.0]
+    for chunk in (chunk for tensor in TENSORS for chunk in chunks(tensor)):
+        assert not assembler.is_complete
+        assembler.add(chunk)
+        fractions.append(assembler.fraction)
+    assert assembler.is_complete and assembler.fraction == 1.0
+    assert fractions == sorted(fractions) and len(fractions) > 6
+    assert all(torch.equal(*pair) for pair in zip(assembler.tensors, TENSORS, strict=True))
+    with pytest.raises(ValueError, match="more tensors"):
+        assembler.add(chunks(TENSORS[0])[0])
+
+
+def test_assembler_holds_no_more_than_it_expects():
+    first, second, *_ = chunks(TENSORS[0])
+    assembler = TensorAssembler(SPECS)
+    with pytest.raises(ValueError, match="dtype"):
+        assembler.add(changed(first, dtype="U50000"))
+    assembler.add(first)
+    with pytest.raises(ValueError, match="empty"):
+        assembler.add(runtime_pb2.Tensor())
+    with pytest.raises(ValueError, match="more than 240000 bytes"):
+        for _ in range(10):
+            assembler.add(second)
+    assert len(assembler._buffer) <= 240_000 and not assembler.tensors
+
+
+def test_dtype_of_a_later_chunk_is_not_looked_at():
+    first, *rest = chunks(TENSORS[0])
+    assembler = TensorAssembler(SPECS[:1])
+    for chunk in (first, *(changed(chunk, dtype="U50000", compression=NONE, size=(9,)) for chunk in rest)):
+        assembler.add(chunk)
+    assert torch.equal(assembler.tensors[0], TENSORS[0])

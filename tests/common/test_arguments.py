@@ -1,0 +1,313 @@
+"""Command lines: those of the older examples, wrong ones, and --help."""
+
+import subprocess
+import sys
+
+import pytest
+
+import run_custom_trainer
+import run_evaluator
+import run_trainer
+import run_training_monitor
+from arguments import (
+    ArgumentsError,
+    InvitationArguments,
+    RevocationArguments,
+    TokenizationArguments,
+    parse_arguments,
+)
+from lib.common.cli import ArgumentParser, endpoint_to_maddrs, translate_old_names
+from tests.support.peers import ROOT
+
+PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+PEER = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
+FIXED = "--host_maddrs /ip4/0.0.0.0/tcp/31337"
+SCRIPTS = {
+    "run_trainer.py": run_trainer.ARGUMENTS,
+    "run_custom_trainer.py": run_custom_trainer.ARGUMENTS,
+    "run_training_monitor.py": run_training_monitor.ARGUMENTS,
+    "run_evaluator.py": run_evaluator.ARGUMENTS,
+    "invite.py": (InvitationArguments,),
+    "invite.py revoke": (RevocationArguments,),
+    "tokenize_wikitext103.py": (TokenizationArguments,),
+}
+
+
+def parse(script: str, command: str):
+    return parse_arguments(SCRIPTS[script], "a script", command.split())
+
+
+# Every command line of the documents that this project continues, with addresses in the place of their placeholders.
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("tokenize_wikitext103.py", ""),
+        ("run_training_monitor.py", "--wandb_project YOUR_WANDB_PROJECT"),
+        ("run_trainer.py", ""),
+        ("run_trainer.py", f"--initial_peers {PEER} --per_device_train_batch_size 4"),
+        ("run_trainer.py", f"--initial_peers /dns4/x.tcp.ngrok.io/tcp/12345/p2p/{PEER_ID}"),
+        (
+            "run_training_monitor.py",
+            "--dht_listen_on [::]:* --experiment_prefix NAME_YOUR_EXPERIMENT --wandb_project WANDB_PROJECT_HERE",
+        ),
+        (
+            "run_training_monitor.py",
+            "--dht_listen_on [::]:* --experiment_prefix my-albert-v1 --wandb_project Demo-run",
+        ),
+        (
+            "run_trainer.py",
+            f"--experiment_prefix SAME_AS_IN_RUN_TRAINING_MONITOR --initial_peers {PEER} --seed 42 "
+            "--logging_first_step --logging_steps 100 --output_dir ./outputs --overwrite_output_dir "
+            "--logging_dir ./logs",
+        ),
+        ("run_trainer.py", "--dataset_path ./path/to/unpacked/data --tokenizer ./path/to/tokenizer/config"),
+        (
+            "run_trainer.py",
+            f"--client_mode --initial_peers {PEER} --averaging_expiration 10 --batch_size_lead 300 "
+            "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --logging_first_step --logging_steps 100 "
+            "--output_dir ./outputs --overwrite_output_dir --logging_dir ./logs "
+            "--experiment_prefix EXPERIMENT_NAME_HERE --seed 42",
+        ),
+        (
+            "run_trainer.py",
+            f"--client_mode --initial_peers {PEER} --averaging_expiration 10 --statistics_expiration 120 "
+            "--batch_size_lead 200 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 "
+            "--logging_first_step --logging_steps 100 --output_dir ./outputs --overwrite_output_dir "
+            "--logging_dir ./logs --experiment_prefix albert-wikitext-v11 --seed 42",
+        ),
+        ("run_training_monitor.py", "--listen_on [::]:1337"),  # run_first_peer.py is the monitor now
+        (
+            "run_trainer.py",
+            "--output_dir ./outputs --overwrite_output_dir --logging_dir ./logs --logging_first_step "
+            f"--logging_steps 100 --initial_peers {PEER} --seed 0",
+        ),
+        ("run_trainer.py", "--model_name_or_path=bert-base-uncased"),
+        (
+            "run_training_monitor.py",
+            "--store_checkpoints --repo_url https://huggingface.co/me/my-albert --upload_interval 43200",
+        ),
+    ],
+)
+def test_command_lines_of_older_documents_parse(script, command):
+    assert parse(script, command)
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        ("--initial_peers 18.224.82.24:31337", "/ip4/18.224.82.24/tcp/31337/p2p/PEER_ID"),
+        ("--initial_peers 123.123.123.123:1337", "/ip4/123.123.123.123/tcp/1337/p2p/PEER_ID"),
+        ("--initial_peers COORDINATOR_IP:1337", "p2p/PEER_ID"),
+        ("--initial_peers ONE_OR_MORE_PEERS", "not a multiaddress"),
+        ("--initial_peers /dns4/x.tcp.ngrok.io/tcp/12345/p2p/ABCDE", "not a peer ID"),
+        ("--max_steps 100", "--max_global_steps"),
+    ],
+)
+def test_old_values_that_cannot_be_translated_are_refused_with_what_to_write(command, remedy, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse("run_trainer.py", command)
+    assert exit_info.value.code == 2
+    message = capsys.readouterr().err.strip()
+    assert remedy in message and "\n" not in message
+
+
+def test_old_names_are_translated_with_one_warning_each(capsys):
+    command = "--experiment_prefix=x --averaging_expiration 10 --dht_listen_on [::]:31337 --logging_dir logs"
+    _, _, collaboration, *_ = parse("run_trainer.py", command)
+    assert collaboration.run_id == "x"
+    assert collaboration.matchmaking_time == 10
+    assert collaboration.host_maddrs == ["/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337"]
+    warnings = capsys.readouterr().err.strip().splitlines()
+    assert len(warnings) == 4 and all(line.startswith("warning: --") for line in warnings)
+
+
+@pytest.mark.parametrize(
+    "value", ["me/my-albert", "https://huggingface.co/me/my-albert", "https://hf.co/me/my-albert.git", "me/my-albert/"]
+)
+def test_repository_may_be_given_by_its_address(value):
+    monitor, *_ = parse("run_training_monitor.py", f"--repo_url {value}")
+    assert monitor.repo_id == "me/my-albert"
+
+
+def test_name_that_a_script_knows_itself_is_not_translated():
+    (args,) = parse("tokenize_wikitext103.py", "--tokenizer some/tokenizer")
+    assert args.tokenizer == "some/tokenizer"
+    assert translate_old_names(["--tokenizer", "x"], {"--tokenizer"}) == (["--tokenizer", "x"], [])
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "maddrs"),
+    [
+        ("[::]:*", ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]),
+        ("0.0.0.0:1337", ["/ip4/0.0.0.0/tcp/1337"]),
+        ("[::1]:7", ["/ip6/::1/tcp/7"]),
+        ("example.org:80", ["/dns4/example.org/tcp/80"]),
+    ],
+)
+def test_endpoints_become_multiaddresses(endpoint, maddrs):
+    assert endpoint_to_maddrs("--dht_listen_on", endpoint) == maddrs
+
+
+@pytest.mark.parametrize("endpoint", ["", "1337", "host", "host:", ":80x", "/ip4/1.2.3.4/tcp/5"])
+def test_what_is_no_endpoint_is_refused(endpoint):
+    with pytest.raises(ArgumentsError, match="--host_maddrs"):
+        endpoint_to_maddrs("--dht_listen_on", endpoint)
+
+
+@pytest.mark.parametrize(
+    ("script", "command", "culprit"),
+    [
+        ("run_trainer.py", "--nonsense", "--nonsense"),
+        ("run_trainer.py", "--learning_rat 1", "did you mean --learning_rate"),
+        ("run_trainer.py", "--run_id a.b", "--run_id"),
+        ("run_trainer.py", "--run_id ", "--run_id"),
+        ("run_trainer.py", "--per_device_train_batch_size 0", "--per_device_train_batch_size"),
+        ("run_trainer.py", "--per_device_train_batch_size four", "--per_device_train_batch_size"),
+        ("run_trainer.py", "--gradient_accumulation_steps -1", "--gradient_accumulation_steps"),
+        ("run_trainer.py", "--target_batch_size -5", "--target_batch_size"),
+        ("run_trainer.py", "--batch_size_lead 5000", "--batch_size_lead"),
+        ("run_trainer.py", "--matchmaking_time 2", "--matchmaking_time"),
+        ("run_trainer.py", "--warmup_steps 10 --total_steps 5", "--warmup_steps"),
+        ("run_trainer.py", "--learning_rate 0", "--learning_rate"),
+        ("run_trainer.py", "--adam_beta1 1.0", "--adam_beta1"),
+        ("run_trainer.py", "--mlm_probability 2", "--mlm_probability"),
+        ("run_trainer.py", "--fp16 --bf16", "--fp16"),
+        ("run_trainer.py", "--averaging_compression zip", "--averaging_compression"),
+        ("run_trainer.py", "--no_delay_optimizer_step", "--no_delay_grad_averaging"),
+        ("run_trainer.py", "--target_group_size 1", "--target_group_size"),
+        ("run_trainer.py", "--min_refresh_period 9 --max_refresh_period 3", "--min_refresh_period"),
+        ("run_trainer.py", "--host_maddrs 0.0.0.0:80", "--host_maddrs"),
+        ("run_trainer.py", "--host_maddrs /ip4/999.0.0.1/tcp/80", "999.0.0.1"),
+        ("run_trainer.py", "--host_maddrs /ip4/0.0.0.0/tcp/99999", "99999"),
+        ("run_trainer.py", "--host_maddrs /ip4/0.0.0.0/tcp", "'tcp'"),
+        ("run_trainer.py", "--announce_maddrs /ip4/203.0.113.1/tcp/0", "--announce_maddrs"),
+        ("run_trainer.py", "--tunnel bore", "--tunnel"),
+        ("run_trainer.py", "--tunnel ngrok --client_mode", "--client_mode"),
+        ("run_trainer.py", "--tunnel ngrok --announce_tunnel bore.pub:7", "--announce_tunnel"),
+        ("run_trainer.py", "--tunnel ngrok --host_maddrs /ip4/0.0.0.0/udp/80/quic", "--host_maddrs"),
+        ("run_trainer.py", "--announce_tunnel bore.pub:7", "--host_maddrs /ip4/0.0.0.0/tcp/PORT"),
+        ("run_trainer.py", f"--announce_tunnel bore.pub:7 {FIXED} --client_mode", "--client_mode"),
+        ("run_trainer.py", f"--announce_tunnel bore.pub {FIXED}", "'bore.pub' is not HOST:PORT"),
+        ("run_trainer.py", f"--announce_tunnel /dns4/bore.pub/tcp/7 {FIXED}", "is not HOST:PORT"),
+        ("run_trainer.py", f"--announce_tunnel bore.pub:0 {FIXED}", "public end"),
+        ("run_trainer.py", f"--announce_tunnel bore.pub:70000 {FIXED}", "public end"),
+        ("run_trainer.py", f"--announce_tunnel 0.0.0.0:7 {FIXED}", "0.0.0.0"),
+        ("run_trainer.py", f"--announce_tunnel 203.0.113:7 {FIXED}", "203.0.113"),
+        ("run_trainer.py", f"--announce_tunnel ::1:7 {FIXED}", "is not HOST:PORT"),
+        ("run_trainer.py", f"--announce_tunnel b*re.pub:7 {FIXED}", "b*re.pub"),
+        ("run_trainer.py", f"--initial_peers /ip4/203.0.113.1/tcp/80/p2p/{PEER_ID}!", "--initial_peers"),
+        ("run_trainer.py", "--initial_peers /ip4/203.0.113.1/tcp/80", "PEER_ID"),
+        ("run_trainer.py", f"--use_ipfs --initial_peers {PEER}", "--use_ipfs"),
+        ("run_trainer.py", "--dataset_url ftp://example.org/data.tar.gz", "--dataset_url"),
+        ("run_trainer.py", "--dataset_url data.tar.gz", "https://"),
+        ("run_trainer.py", "--dataset_url https:///data.tar.gz", "--dataset_url"),
+        ("run_trainer.py", "--dataset_url https://example.org:99999/data.tar.gz", "--dataset_url"),
+        ("run_trainer.py", f"--dataset_sha256 {'0' * 64}", "--dataset_url"),
+        ("run_trainer.py", f"--dataset_url https://example.org/data.tar.gz --dataset_sha256 {'0' * 63}", "64 hex"),
+        ("run_trainer.py", "--dataset_url https://example.org/x --tokenizer_path d/t --dataset_path d", "each other"),
+        ("run_trainer.py", f"--trusted_relays {PEER}", "--use_auto_relay"),
+        ("run_trainer.py", "--use_auto_relay --trusted_relays /ip4/203.0.113.1/tcp/80", "--trusted_relays"),
+        ("run_trainer.py", "--use_auto_relay --no_use_relay", "--no_use_relay"),
+        ("run_trainer.py", "--use_auto_relay --client_mode", "--client_mode"),
+        ("run_training_monitor.py", "--refresh_period 0", "--refresh_period"),
+        ("run_training_monitor.py", "--assistant_maddrs 0.0.0.0:31338", "--assistant_maddrs"),
+        ("run_trainer.py", "--optimizer sgd", "--optimizer"),
+        ("run_custom_trainer.py", "--per_device_train_batch_size 0", "--per_device_train_batch_size"),
+        ("run_evaluator.py", "--evaluation_interval 0", "--evaluation_interval"),
+        ("run_evaluator.py", "--evaluation_steps -1", "--evaluation_steps"),
+        ("run_evaluator.py", "--invitation a --identity_path b", "--identity_path"),
+        ("invite.py", "--username alice", "--output"),
+        ("invite.py", "--username alice --output a --days 0", "--days"),
+        ("invite.py revoke", "--authority authority.key", "--username"),
+        ("invite.py revoke", "--username alice --invitation alice.invitation", "either"),
+        ("run_trainer.py", "--revocations authority.revoked", "--invitation"),
+        ("run_training_monitor.py", "--report_to tensorboard", "--report_to"),
+        ("run_training_monitor.py", "--repo_id my-albert", "NAME/MODEL"),
+        ("run_training_monitor.py", "--repo_id me/my--albert", "--repo_id"),
+        ("run_training_monitor.py", "--repo_id me/../albert", "--repo_id"),
+        ("run_training_monitor.py", "--repo_url https://gitlab.example/me/my-albert", "--repo_id"),
+        ("run_training_monitor.py", "--repo_id me/my-albert --no_store_checkpoints", "--no_store_checkpoints"),
+        ("run_training_monitor.py", "--repo_id me/my-albert --upload_interval -1", "--upload_interval"),
+        ("run_training_monitor.py", "--wandb_project x --report_to trackio", "--wandb_project"),
+        ("tokenize_wikitext103.py", "--train_file /no/such/file", "/no/such/file"),
+        ("tokenize_wikitext103.py", "--sample --train_file README.md", "--sample"),
+        ("tokenize_wikitext103.py", "--max_seq_length 2", "--max_seq_length"),
+        ("tokenize_wikitext103.py", "--archive data.zip", "--archive"),
+        ("tokenize_wikitext103.py", "--validation_share 1", "--validation_share"),
+    ],
+)
+def test_wrong_use_gets_one_line_that_names_the_culprit(script, command, culprit, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_arguments(SCRIPTS[script], "a script", command.split(" "))
+    assert exit_info.value.code == 2
+    message = capsys.readouterr().err.strip()
+    assert culprit in message and "error:" in message
+    assert "\n" not in message
+
+
+def test_checksums_are_compared_in_lower_case():
+    flags = f"--dataset_url https://example.org/data.tar.gz --dataset_sha256 {'AB' * 32}"
+    assert parse("run_trainer.py", flags)[1].dataset_sha256 == "ab" * 32
+
+
+def test_initial_peers_may_be_separated_by_commas_as_before():
+    _, _, collaboration, *_ = parse("run_trainer.py", f"--initial_peers {PEER},{PEER}")
+    assert collaboration.initial_peers == [PEER, PEER]
+
+
+def test_initial_peers_are_the_relays_unless_told_otherwise():
+    for flags, relays in (
+        (f"--use_auto_relay --initial_peers {PEER}", [PEER]),
+        (f"--use_auto_relay --initial_peers {PEER} --trusted_relays {PEER.replace('.1/', '.2/')}",
+         [PEER.replace(".1/", ".2/")]),
+        (f"--initial_peers {PEER}", []),
+    ):  # fmt: skip
+        _, _, collaboration, *_ = parse("run_trainer.py", flags)
+        assert collaboration.trusted_relays == relays
+
+
+def test_defaults_are_those_of_the_albert_example():
+    training, dataset, collaboration, averager, tracker = parse("run_trainer.py", "")
+    assert (training.learning_rate, training.warmup_steps, training.total_steps) == (0.00176, 5000, 125_000)
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 2)
+    assert (training.weight_decay, training.adam_epsilon, training.clamp_value) == (0.01, 1e-6, 10000.0)
+    assert (dataset.dataset_path, dataset.tokenizer_path) == ("data/albert_tokenized_wikitext", "data/tokenizer")
+    assert (collaboration.run_id, collaboration.target_batch_size, collaboration.client_mode) == (
+        "albert",
+        4096,
+        False,
+    )
+    assert (collaboration.averaging_timeout, collaboration.matchmaking_time) == (60, 5)
+    assert (collaboration.statistics_expiration, collaboration.backup_every_steps) == (600, 10)
+    assert (averager.target_group_size, tracker.metadata_expiration) == (256, 120)
+
+
+def test_batch_size_per_step_counts_the_devices_that_are_used():
+    training, *_ = parse("run_trainer.py", "--per_device_train_batch_size 3 --gradient_accumulation_steps 5")
+    assert [training.batch_size_per_step(devices) for devices in (0, 1, 2)] == [15, 15, 30]
+
+
+def test_wandb_project_implies_reporting_to_wandb():
+    monitor, *_ = parse("run_training_monitor.py", "--wandb_project x")
+    assert monitor.report_to == "wandb"
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("*.py") if path.stat().st_mode & 0o100))
+def test_help_imports_nothing_heavy(script):
+    code = (
+        f"import runpy, sys; sys.argv = ['{script}', '--help']\n"
+        f"try: runpy.run_path('{script}', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "print(sorted({'torch', 'hivemind', 'datasets', 'wandb', 'trackio', 'pandas'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert result.stdout.strip().endswith("[]"), result.stdout[-200:] + result.stderr
+    assert "usage:" in result.stdout
+
+
+def test_each_flag_has_a_help_text():
+    for arguments in SCRIPTS.values():
+        parser = ArgumentParser(arguments, "a script")
+        assert [action.dest for action in parser._actions if not action.help] == []

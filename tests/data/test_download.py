@@ -1,0 +1,835 @@
+"""Data from a web server: one that serves well, one that breaks off, lies, changes its mind, or means harm."""
+
+import errno
+import gzip
+import io
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from arguments import DatasetArguments, TokenizationArguments
+from lib.common.errors import UserError, describe
+from lib.data import archive
+from lib.data import download as fetch
+from lib.data.archive import DATASET, TOKENIZER, file_sha256, unpack_archive, write_archive
+from lib.data.download import fetch_data, public_address
+from tests.support.peers import LOCAL, ROOT, Script, wait_until
+
+SECRET = "hunter2"
+
+
+class Host(ThreadingHTTPServer):
+    """A web server on this machine. `script`: how the next requests for the archive are answered; then, well."""
+
+    daemon_threads = True
+
+    def __init__(self, content: bytes, digest: str | None):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.content, self.digest, self.etag = content, digest, '"1"'
+        self.script: list[Callable[[Answer], None]] = []
+        self.requests: list[SimpleNamespace] = []
+        self.closing = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/data.tar.gz"
+
+    @property
+    def asked(self) -> list[str | None]:
+        """The ranges that were asked for."""
+        return [request.range for request in self.requests if request.path == "/data.tar.gz"]
+
+    @property
+    def sent(self) -> int:
+        return sum(request.sent for request in self.requests if request.path == "/data.tar.gz")
+
+    def handle_error(self, *_) -> None:
+        pass  # a client that goes away
+
+
+class Answer(BaseHTTPRequestHandler):
+    """One request. The methods below are what a script of a Host consists of."""
+
+    protocol_version = "HTTP/1.1"
+    server: Host
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path, _, self.query = self.path.partition("?")
+        self.request_log = SimpleNamespace(path=path, query=self.query, range=self.headers.get("Range"), sent=0)
+        self.server.requests.append(self.request_log)
+        if path.endswith(".sha256"):
+            self.send_sha256()
+        elif self.server.script:
+            self.server.script.pop(0)(self)
+        else:
+            self.serve()
+
+    def send_sha256(self) -> None:
+        text = f"{self.server.digest}  data.tar.gz\n".encode()
+        self.send_response(404 if self.server.digest is None else 200)
+        self.send_header("Content-Length", "0" if self.server.digest is None else str(len(text)))
+        self.end_headers()
+        self.wfile.write(b"" if self.server.digest is None else text)
+
+    def send(self, content: bytes) -> None:
+        self.wfile.write(content)
+        self.request_log.sent += len(content)
+
+    def break_off(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def start(self, if_range: bool = True, length_error: int = 0, etag: bool = True, ranges: bool = True) -> bytes:
+        """Send the headers; return the body that is to follow."""
+        content, position = self.server.content, 0
+        is_same = not if_range or self.headers.get("If-Range") == self.server.etag
+        if ranges and self.headers.get("Range") and is_same:
+            position = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            if position >= len(content):
+                self.reply(416)
+                return b""
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {position}-{len(content) - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        self.send_header("Content-Length", str(len(content) - position + length_error))
+        if etag:
+            self.send_header("ETag", self.server.etag)
+        self.end_headers()
+        return content[position:]
+
+    def reply(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": "0", **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+
+    def serve(self, **options) -> None:
+        self.send(self.start(**options))
+
+    def break_after(self, num_bytes: int, **options) -> None:
+        self.send(self.start(**options)[:num_bytes])
+        self.break_off()
+
+    def lie_about_length(self, error: int) -> None:
+        self.send(self.start(length_error=error))
+        self.break_off()
+
+    def stall_after(self, num_bytes: int) -> None:
+        self.send(self.start()[:num_bytes])
+        self.server.closing.wait(60)
+        self.break_off()
+
+    def drip(self) -> None:
+        for byte in self.start():
+            self.send(bytes([byte]))
+            if self.server.closing.wait(0.02):
+                return
+
+    def serve_chunked(self, keep: int | None = None) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("ETag", self.server.etag)
+        self.end_headers()
+        content = self.server.content[:keep]
+        self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
+        if keep is None:
+            self.wfile.write(b"0\r\n\r\n")
+        else:
+            self.break_off()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """What looks like prepared data."""
+    folder = tmp_path_factory.mktemp("prepared")
+    files = {
+        DATASET: {"manifest.json": b"{}", "dataset_dict.json": b"{}", "train/state.json": b"{}",
+                  "train/data-00000-of-00001.arrow": random.Random(0).randbytes(300_000),
+                  "validation/data-00000-of-00001.arrow": b"v"},
+        TOKENIZER: {"tokenizer_config.json": b"{}", "tokenizer.json": b"{}", "spiece.model": b"s"},
+    }  # fmt: skip
+    for name, contents in files.items():
+        for file, content in contents.items():
+            path = folder / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    return {name: folder / name for name in files}
+
+
+@pytest.fixture(scope="module")
+def packed(folders, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("packed") / "data.tar.gz"
+    write_archive(path, folders)
+    return path
+
+
+@pytest.fixture
+def host(packed, monkeypatch) -> Iterator[Host]:
+    monkeypatch.setattr(fetch, "PATIENCE", fetch.PATIENCE.new(backoff_factor=0, backoff_jitter=0, total=2))
+    with Host(packed.read_bytes(), file_sha256(packed)) as host:
+        thread = threading.Thread(target=partial(host.serve_forever, poll_interval=0.02))
+        thread.start()
+        yield host
+        host.closing.set()
+        host.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def args(tmp_path, host) -> DatasetArguments:
+    return arguments(tmp_path, host.url)
+
+
+def arguments(folder: Path, url: str, **flags: str) -> DatasetArguments:
+    paths = {"dataset_path": str(folder / "data/dataset"), "tokenizer_path": str(folder / "data/tokenizer")}
+    return DatasetArguments(dataset_url=url, **paths, **flags)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def assert_fetched(args: DatasetArguments, folders: dict[str, Path]) -> None:
+    found = contents(Path(args.dataset_path))
+    assert len(found.pop(fetch.RECEIPT)) == 65
+    assert found == contents(folders[DATASET])
+    assert contents(Path(args.tokenizer_path)) == contents(folders[TOKENIZER])
+    assert sorted(os.listdir(Path(args.dataset_path).parent)) == ["dataset", "tokenizer"]
+
+
+def names(args: DatasetArguments) -> set[str]:
+    """What a failure has left, but for the lock."""
+    return set(os.listdir(Path(args.dataset_path).parent)) - {".dataset.lock"}
+
+
+# What stays of a transfer that broke off, and is completed the next time.
+PARTIAL = {".dataset.download", ".dataset.download.json"}
+
+
+def fail(args: DatasetArguments) -> str:
+    """The one line that a person sees."""
+    with pytest.raises(UserError) as error_info:
+        fetch_data(args)
+    message = str(error_info.value)
+    assert "\n" not in message and SECRET not in message
+    return message
+
+
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+def test_names_in_the_archive_are_where_trainers_look():
+    defaults = DatasetArguments()
+    assert (defaults.dataset_path, defaults.tokenizer_path) == (DATASET, TOKENIZER)
+    assert (TokenizationArguments().output_path, TokenizationArguments().tokenizer_path) == (DATASET, TOKENIZER)
+
+
+def test_a_host_that_serves_well(args, host, folders):
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None] and host.sent == len(host.content)
+    fetch_data(args)  # it is there: nobody is asked
+    fetch_data(arguments(Path(args.dataset_path).parent.parent, "http://127.0.0.1:9/", dataset_sha256=host.digest))
+    assert len(host.requests) == 2
+
+
+def test_without_the_flag_nothing_is_done(tmp_path):
+    fetch_data(DatasetArguments(dataset_path=str(tmp_path / "dataset"), tokenizer_path=str(tmp_path / "tokenizer")))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_transfer_that_breaks_off_goes_on(args, host, folders):
+    host.script = [partial(Answer.break_after, num_bytes=100_000)] * 2
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None, "bytes=100000-", "bytes=200000-"]
+    assert host.sent == len(host.content)
+
+
+def test_a_transfer_goes_on_in_the_next_run(args, host, folders):
+    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
+    message = fail(args)
+    assert "503" in message and "--dataset_url" in message and "goes on where it stopped" in message
+    assert names(args) == PARTIAL
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked[-1] == "bytes=100000-" and host.sent == len(host.content)
+
+
+def test_many_breaks_are_no_failure_as_long_as_something_comes(args, host, folders):
+    host.script = [partial(Answer.break_after, num_bytes=20_000)] * 12
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert len(host.asked) == 13 and host.sent == len(host.content)
+
+
+def test_tries_are_limited_even_if_each_brings_something(args, host, monkeypatch):
+    monkeypatch.setattr(fetch, "MAX_TRIES", 5)
+    host.script = [partial(Answer.break_after, num_bytes=1000)] * 9
+    assert "broke off" in fail(args)
+    assert len(host.asked) == 5
+
+
+def test_breaking_at_the_same_place_is_a_failure(args, host):
+    host.script = [partial(Answer.break_after, num_bytes=1000, ranges=False)] * 9
+    assert "broke off" in fail(args)
+    assert len(host.asked) == 3  # the one that brought something, and two that brought no more
+    assert names(args) == PARTIAL
+
+
+def test_a_host_that_ignores_ranges(args, host, folders):
+    host.script = [partial(Answer.break_after, num_bytes=100_000), partial(Answer.serve, ranges=False)]
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None, "bytes=100000-"]
+
+
+def test_without_etag_or_date_a_transfer_begins_again(args, host, folders):
+    host.script = [partial(Answer.break_after, num_bytes=100_000, etag=False)]
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None, None]
+
+
+def test_a_weak_etag_is_not_relied_on(args, host, folders):
+    host.etag = 'W/"1"'
+    host.script = [partial(Answer.break_after, num_bytes=100_000)]
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None, None]
+
+
+@pytest.mark.parametrize("if_range", [True, False])
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_a_file_that_changes_is_not_glued_together(args, host, folders, tmp_path, if_range, has_checksum):
+    """Also where the server knows Range but not If-Range: it sends the rest of another file then."""
+    good, host.content = host.content, b"x" * len(host.content)
+    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
+    fail(args)
+    host.content, host.etag = good, '"2"'
+    host.digest = host.digest if has_checksum else None
+    host.script = [partial(Answer.serve, if_range=if_range)]
+    fetch_data(args)
+    assert_fetched(args, folders)
+
+
+def test_what_fits_the_etag_but_not_the_checksum_is_downloaded_again(args, host, folders):
+    """A server whose ETags do not change with the file."""
+    good, host.content = host.content, b"x" * len(host.content)
+    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
+    fail(args)
+    host.content = good
+    fetch_data(args)
+    assert_fetched(args, folders)
+
+
+def test_another_address_begins_anew(args, host, folders, tmp_path):
+    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
+    fail(arguments(tmp_path, host.url + f"?token={SECRET}"))
+    assert SECRET.encode() not in b"".join(contents(tmp_path).values())
+    fetch_data(arguments(tmp_path, host.url + "?token=of-today"))  # the same file, signed again
+    assert host.asked[-1] == "bytes=100000-" and host.requests[-1].query == "token=of-today"
+    assert_fetched(args, folders)
+
+    shutil.rmtree(args.dataset_path)
+    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
+    fail(args)
+    fetch_data(arguments(tmp_path, host.url.replace("127.0.0.1", "localhost")))
+    assert host.asked[-1] is None
+
+
+@pytest.mark.parametrize("has_checksum", [True, False])
+@pytest.mark.parametrize("error", [1000, -1000])
+def test_a_host_that_lies_about_the_length(args, host, error, has_checksum):
+    host.digest = host.digest if has_checksum else None
+    host.script = [partial(Answer.lie_about_length, error=error)] * 9
+    message = fail(args)
+    if error > 0:
+        assert "cannot be downloaded" in message
+    else:
+        assert ("SHA-256" if has_checksum else "damaged") in message
+    assert names(args) <= PARTIAL
+
+
+def test_a_host_that_does_not_tell_the_length(args, host, folders):
+    host.script = [partial(Answer.serve_chunked, keep=100_000), Answer.serve_chunked]
+    fetch_data(args)
+    assert_fetched(args, folders)
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_passing_trouble_of_the_server(args, host, folders, status, caplog):
+    host.script = [partial(Answer.reply, status=status)] * 2
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert f"status {status}; trying again" in caplog.text
+
+
+@pytest.mark.parametrize("pause", ["1", "nonsense"])
+def test_a_server_that_says_when(args, host, folders, pause):
+    host.script = [partial(Answer.reply, status=429, Retry_After=pause)]
+    started = time.monotonic()
+    fetch_data(args)
+    assert pause != "1" or time.monotonic() - started > 1
+    assert_fetched(args, folders)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_a_server_that_refuses_is_not_asked_again(args, host, status):
+    host.script = [partial(Answer.reply, status=status)]
+    message = fail(args)
+    assert f"status {status}" in message and host.url in message
+    assert len(host.asked) == 1 and names(args) == set()
+
+
+def test_a_server_that_is_not_there(args, host):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        args.dataset_url = f"http://127.0.0.1:{probe.getsockname()[1]}/data.tar.gz?token={SECRET}"
+    assert "Connection refused" in fail(args)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host.invalid/data.tar.gz", "https://127.0.0.1:{port}/data.tar.gz", "http://.../data.tar.gz"]
+)
+def test_addresses_that_cannot_work(args, host, url):
+    args.dataset_url = url.format(port=host.server_port) + f"?token={SECRET}"
+    assert "--dataset_url" in fail(args)
+
+
+def test_endless_redirects(args, host):
+    host.script = [partial(Answer.reply, status=302, Location="/data.tar.gz")] * 30
+    assert "TooManyRedirects" in fail(args)
+
+
+def test_a_redirection_keeps_the_range(args, host, folders):
+    host.script = [
+        partial(Answer.break_after, num_bytes=100_000),
+        partial(Answer.reply, status=302, Location="/data.tar.gz"),
+    ]
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None, "bytes=100000-", "bytes=100000-"] and host.sent == len(host.content)
+
+
+def patient_from_now_on(answer: Answer, method: Callable[[Answer], None], name: str) -> None:
+    """Answer by a method. The client's limit `fetch.NAME`, short so far, is a minute for the requests that follow."""
+    setattr(fetch, name, 60.0)
+    method(answer)
+
+
+def test_a_server_that_falls_silent(args, host, folders, monkeypatch):
+    monkeypatch.setattr(fetch, "READ_TIMEOUT", 2.0)
+    stall = partial(Answer.stall_after, num_bytes=100_000)
+    host.script = [partial(patient_from_now_on, method=stall, name="READ_TIMEOUT")]
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None, "bytes=100000-"]
+
+
+def test_a_server_that_never_speaks(args, host, monkeypatch):
+    monkeypatch.setattr(fetch, "READ_TIMEOUT", 0.2)
+    host.script = [lambda answer: answer.server.closing.wait(60)] * 9
+    assert "silent" in fail(args)
+    assert len(host.asked) == 3
+
+
+def test_a_server_that_drips(args, host, folders, monkeypatch, caplog):
+    monkeypatch.setattr(fetch, "SPEED_WINDOW", 0.3)
+    host.script = [Answer.drip, partial(patient_from_now_on, method=Answer.serve, name="SPEED_WINDOW")]
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert "fewer than 1,000 bytes a second" in caplog.text
+    assert host.sent < len(host.content) + 1000
+
+
+# --- checksums -------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_checksum(args, host):
+    host.digest = "0" * 64
+    message = fail(args)
+    assert "0" * 64 in message and "ask the organiser" in message
+    assert names(args) == set() and len(host.asked) == 1
+
+
+def test_the_flag_goes_before_the_file(args, host, folders):
+    args.dataset_sha256, host.digest = host.digest, "0" * 64
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert [request.path for request in host.requests] == ["/data.tar.gz"]
+
+
+@pytest.mark.parametrize("answer", [None, "<html>not found</html>"])
+def test_no_checksum_anywhere_is_told(args, host, folders, packed, caplog, answer):
+    host.digest = answer
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert "Nothing tells whether this is the right archive" in caplog.text and file_sha256(packed) in caplog.text
+
+
+def test_the_data_of_another_archive_is_there(args, host):
+    fetch_data(args)
+    args.dataset_sha256 = "0" * 64
+    message = fail(args)
+    assert "--dataset_sha256" in message and host.digest in message and args.dataset_path in message
+
+
+def test_secrets_stay_secret(args, host, folders, caplog):
+    caplog.set_level(logging.DEBUG, "lib.data.download")
+    caplog.set_level(logging.WARNING, "urllib3")  # as setup_logging does, with --debug too
+    host.script = [Answer.break_off, partial(Answer.break_after, num_bytes=1000), partial(Answer.reply, status=500)]
+    args.dataset_url = host.url.replace("//", f"//user:{SECRET}@") + f"?token={SECRET}#{SECRET}"
+    host.digest = None
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert all(request.query == f"token={SECRET}" for request in host.requests)
+    assert host.requests[0].path == "/data.tar.gz.sha256"
+    assert "trying again" in caplog.text and SECRET not in caplog.text
+    assert public_address(args.dataset_url) == host.url
+
+
+# --- what is there already -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", ["dataset", "tokenizer"])
+def test_what_is_there_stays(args, host, folders, kept):
+    fetch_data(args)
+    missing = {"dataset": args.tokenizer_path, "tokenizer": args.dataset_path}[kept]
+    shutil.rmtree(missing)
+    mark = Path(args.dataset_path).parent / kept / "mark.json"
+    mark.write_text("mine")
+    fetch_data(args)
+    assert mark.read_text() == "mine"
+    mark.unlink()
+    assert_fetched(args, folders)
+
+
+@pytest.mark.parametrize("flag", ["dataset_path", "tokenizer_path"])
+def test_something_else_is_in_the_way(args, host, flag):
+    path = Path(getattr(args, flag))
+    path.mkdir(parents=True)
+    (path / "thesis.txt").write_text("years of work")
+    message = fail(args)
+    assert f"--{flag}" in message and "choose another path" in message
+    assert contents(path.parent) == {f"{path.name}/thesis.txt": b"years of work"} and host.requests == []
+
+
+def test_an_empty_folder_is_not_in_the_way(args, host, folders):
+    Path(args.dataset_path).mkdir(parents=True)
+    fetch_data(args)
+    assert_fetched(args, folders)
+
+
+# --- archives that mean harm -----------------------------------------------------------------------------------------
+
+
+def entry(name: str, content: bytes = b"", **attributes) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for key, value in attributes.items():
+        setattr(info, key, value)
+    return info, content
+
+
+def pack(*entries: tuple[tarfile.TarInfo, bytes], format: int = tarfile.PAX_FORMAT) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(mode="w:gz", fileobj=buffer, format=format) as file:
+        for info, content in entries:
+            file.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+GOOD = (
+    entry(f"{DATASET}/manifest.json", b"{}"),
+    entry(f"{DATASET}/dataset_dict.json", b"{}"),
+    entry(f"{TOKENIZER}/tokenizer_config.json", b"{}"),
+)
+ARROW = f"{DATASET}/train/data.arrow"
+NEITHER = "neither a file nor a folder"
+FOREIGN = "no part of the prepared data"
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (entry("../evil.json", b"x"), FOREIGN),
+        (entry(f"{DATASET}/../../../evil.json", b"x"), FOREIGN),
+        (entry(f"{DATASET}/train/../../evil.json", b"x"), FOREIGN),
+        (entry(f"{TOKENIZER}/..", b"x"), FOREIGN),
+        (entry("/tmp/evil.json", b"x"), FOREIGN),
+        (entry(f"/{DATASET}/train/data.arrow", b"x"), FOREIGN),
+        (entry("evil.json", b"x"), FOREIGN),
+        (entry(f"{DATASET}/.hidden.json", b"x"), FOREIGN),
+        (entry(f"{DATASET}/train/deep/data.arrow", b"x"), FOREIGN),
+        (entry(f"{TOKENIZER}/tokenization.py", b"x"), FOREIGN),
+        (entry(f"{TOKENIZER}/a\nb.json", b"x"), FOREIGN),
+        (entry(f"{TOKENIZER}/a.json\n", b"x"), FOREIGN),
+        (entry(f"{TOKENIZER}/\x1b[31m.json", b"x"), FOREIGN),
+        (entry(f"{TOKENIZER}/{'n' * 300}/x.json", b"x"), FOREIGN),  # a name in a header of its own
+        (entry(ARROW, type=tarfile.SYMTYPE, linkname="/etc/passwd"), NEITHER),
+        (entry(f"{DATASET}/train", type=tarfile.SYMTYPE, linkname="../../.."), NEITHER),
+        (entry(ARROW, type=tarfile.LNKTYPE, linkname=f"{DATASET}/manifest.json"), NEITHER),
+        (entry(ARROW, type=tarfile.CHRTYPE, devmajor=1, devminor=3), NEITHER),
+        (entry(ARROW, type=tarfile.BLKTYPE), NEITHER),
+        (entry(ARROW, type=tarfile.FIFOTYPE), NEITHER),
+        (entry(ARROW, b"x" * 600, type=tarfile.GNUTYPE_SPARSE), NEITHER),
+        (entry(ARROW, pax_headers={"GNU.sparse.map": "0,1", "GNU.sparse.size": "9" * 12}), "impossible size"),
+        (entry(ARROW, pax_headers={"comment": "x" * 10**6}), "header of a size"),
+        (entry(ARROW, pax_headers={"size": str(10**15)}), "unpacks to more than"),
+        (entry(ARROW, pax_headers={"size": "-1024"}), "impossible size"),
+    ],
+)
+def test_archives_that_mean_harm(args, host, tmp_path, bad, reason):
+    host.content, host.digest = pack(*GOOD, bad), None
+    message = fail(args)
+    assert reason in message and message.isprintable()
+    assert names(args) == set()
+    assert os.listdir(tmp_path) == ["data"] and not Path("/tmp/evil.json").exists()
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_archives_that_a_person_has_packed(args, host, format):
+    folder = entry(f"./{DATASET}", type=tarfile.DIRTYPE, mode=0)
+    host.content = pack(folder, *GOOD, entry(f"./{TOKENIZER}/vocab.txt", b"a", mode=0o6777), format=format)
+    host.digest = None
+    fetch_data(args)
+    assert (Path(args.tokenizer_path) / "vocab.txt").stat().st_mode & 0o7111 == 0
+
+
+def test_a_small_archive_that_unpacks_to_much(args, host, monkeypatch):
+    """It is refused at the header that announces too much, in whichever order."""
+    monkeypatch.setattr(archive, "MIN_LIMIT", 10**6)
+    host.content, host.digest = pack(*GOOD, entry(ARROW, bytes(3 * 10**6))), None
+    assert "unpacks to more than 1 MB" in fail(args)
+    assert names(args) == set()
+    host.content = pack(*GOOD, *[entry(ARROW, bytes(3 * 10**5)) for _ in range(4)])
+    assert "unpacks to more than 1 MB" in fail(args)
+    assert names(args) == set()
+
+
+def test_an_archive_of_too_many_files(args, host, monkeypatch):
+    monkeypatch.setattr(archive, "MAX_MEMBERS", 50)
+    entries = [entry(f"{DATASET}/train/{number}.json") for number in range(51)]
+    host.content, host.digest = pack(*GOOD, *entries), None
+    assert "50 files" in fail(args)
+    assert names(args) == set()
+
+
+@pytest.mark.parametrize("left_out", range(len(GOOD)))
+def test_an_archive_that_lacks_something(args, host, left_out):
+    host.content, host.digest = pack(*GOOD[:left_out], *GOOD[left_out + 1 :]), None
+    name = GOOD[left_out][0].name
+    if name.endswith("dataset_dict.json"):  # found out when the dataset is read
+        fetch_data(args)
+        assert contents(Path(args.dataset_path)).keys() == {"manifest.json", fetch.RECEIPT}
+        return
+    assert f"lacks {name}" in fail(args)
+    assert names(args) == set()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"<html>Sign in to download</html>",
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-4],
+        lambda content: content[:150_000] + b"\0\0" + content[150_002:],
+        lambda content: content[:-8] + b"abcd" + content[-4:],
+        lambda content: gzip.compress(b"not a tar" * 1000),
+    ],
+)
+def test_damaged_archives(args, host, damage):
+    host.content, host.digest = damage(host.content), None
+    assert "damaged, or no .tar.gz" in fail(args)
+    assert names(args) == set()
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------
+
+
+class FullDisk:
+    """Stands for a file that takes `room` bytes."""
+
+    def __init__(self, path: Path, mode: str, room: int = 100_000):
+        self.file, self.room = open(path, mode), room  # noqa: SIM115
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+    def write(self, block: bytes) -> None:
+        self.file.write(block[: self.room])
+        self.room -= len(block)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_disk_is_full_while_downloading(args, host, folders, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "open", FullDisk, raising=False)
+        with pytest.raises(OSError) as error_info:
+            fetch_data(args)
+    folder = Path(args.dataset_path).parent
+    assert describe(error_info.value) == f"{folder}: the disk is full: free some space or choose another folder"
+    assert names(args) == PARTIAL
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None, "bytes=100000-"]
+
+
+def test_the_disk_is_full_while_unpacking(args, host, folders, monkeypatch):
+    def fill(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile, "copyfileobj", fill)
+        with pytest.raises(OSError, match="No space left"):
+            fetch_data(args)
+    assert names(args) == PARTIAL
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert len(host.asked) == 1  # what was downloaded is still good
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_too_little_room_is_found_out_before(args, host, monkeypatch, left):
+    """`left`: how often there is enough."""
+    free = [10**9] * left
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop() if free else 10**5))
+    message = fail(args)
+    assert "free some space or choose another folder" in message
+    assert names(args) == (PARTIAL if left else {".dataset.download.json"})
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+# What run_trainer.py does, without the seconds of its other imports.
+PROCESS = """
+import logging, sys
+from arguments import DatasetArguments
+from lib.common.errors import run_script
+from lib.data.download import fetch_data
+from lib.common.processes import StopSignal
+logging.basicConfig(level=logging.INFO)
+def main():
+    with StopSignal():
+        fetch_data(DatasetArguments(dataset_path=sys.argv[1], tokenizer_path=sys.argv[2], dataset_url=sys.argv[3]))
+run_script(main)
+"""
+
+
+class Process:
+    """`fetch_data` in a process of its own."""
+
+    def __init__(self, args: DatasetArguments):
+        command = [sys.executable, "-c", PROCESS, args.dataset_path, args.tokenizer_path, args.dataset_url]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def wait(self) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output
+
+
+def test_two_at_once(args, host, folders):
+    host.script = [partial(Answer.stall_after, num_bytes=100_000)]
+    with Process(args) as first:
+        wait_until(lambda: host.sent >= 100_000, 120, "the first begins to download")
+        with Process(args) as second:
+            assert any("Another process downloads the data; waiting" in line for line in second.process.stdout)
+            host.closing.set()  # ends the stall: the first goes on
+            assert second.wait()[0] == 0
+        assert first.wait()[0] == 0
+    assert_fetched(args, folders)
+    assert host.asked == [None, "bytes=100000-"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopped_while_downloading(args, host, folders, number):
+    host.script = [partial(Answer.stall_after, num_bytes=100_000)]
+    partial_file = Path(args.dataset_path).parent / ".dataset.download"
+    with Process(args) as process:
+        wait_until(lambda: partial_file.exists() and partial_file.stat().st_size > 90_000, 120, "a part of the file")
+        process.process.send_signal(number)
+        code, output = process.wait()
+    assert code == (-number if number == signal.SIGKILL else 0)
+    assert "Traceback" not in output
+    assert names(args) == PARTIAL
+    size = partial_file.stat().st_size
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.asked == [None, f"bytes={size}-"]
+
+
+def trainer(folder: Path, *flags: object) -> Script:
+    return Script("run_trainer.py", "--host_maddrs", LOCAL, "--output_dir", folder / "out", *flags,
+                  log=folder / "trainer.log")  # fmt: skip
+
+
+@pytest.mark.peers
+def test_a_trainer_with_a_wrong_checksum(args, host, tmp_path):
+    script = trainer(
+        tmp_path, "--dataset_url", f"{host.url}?token={SECRET}", "--dataset_sha256", "0" * 64, "--dataset_path",
+        args.dataset_path, "--tokenizer_path", args.tokenizer_path,
+    )  # fmt: skip
+    try:
+        assert script.wait() == 1
+    finally:
+        script.kill_all()
+    errors = [line for line in script.output.splitlines() if "error: " in line]
+    assert len(errors) == 1 and "0" * 64 in errors[0] and "--dataset_url" in errors[0]
+    assert "Traceback" not in script.output and SECRET not in script.output
+    assert names(args) == set()
+
+
+@pytest.mark.peers
+def test_a_trainer_fetches_and_trains(args, host, tmp_path, data):
+    host.digest = write_archive(tmp_path / "real.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
+    host.content = (tmp_path / "real.tar.gz").read_bytes()
+    script = trainer(
+        tmp_path, "--dataset_url", host.url, "--dataset_path", args.dataset_path, "--tokenizer_path",
+        args.tokenizer_path, "--model_name_or_path", data / "config.json",
+    )  # fmt: skip
+    try:
+        script.wait_for("--initial_peers /ip4")
+        assert script.stop() == 0
+        script.assert_nothing_left()
+    finally:
+        script.kill_all()
+    assert host.asked == [None]
+
+
+def test_unpacking_leaves_out_what_is_there(packed, folders, tmp_path):
+    unpack_archive(packed, {TOKENIZER: tmp_path})
+    assert contents(tmp_path) == contents(folders[TOKENIZER])

@@ -1,0 +1,307 @@
+"""From text to instances: nothing is lost, nothing is mixed up, and the seed alone decides."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.data import packing as preprocessing
+from lib.data.corpus import _sample_rows
+from lib.data.packing import (
+    SCHEMAS,
+    Recipe,
+    encode,
+    group_documents,
+    hold_out,
+    make_instances,
+    pack_contiguous,
+    pack_full_sequences,
+    pack_pairs,
+    split_documents,
+    split_sentences,
+)
+from lib.data.tokenizers import train_tokenizer
+
+CLS, SEP = 2, 3
+
+WIKITEXT = """
+ = Valkyria = 
+
+ Valkyria is a game . It is long .
+
+ = = Gameplay = =
+
+ = = = Battles = = =
+
+ There are battles .
+
+ = Constant k filter =
+
+ The prototype has a frequency of
+ = 1 henry and capacitance C =
+ 1 farad .
+
+"""
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[str]:
+    return list(split_documents(_sample_rows()))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(documents):
+    return train_tokenizer(documents, "sentencepiece", "mlm_sop", vocab_size=1000, max_seq_length=64)
+
+
+def pack(sentences, max_seq_length=16, seed=0):
+    return list(pack_pairs(sentences, max_seq_length, CLS, SEP, np.random.default_rng(seed)))
+
+
+def segments(instance) -> tuple[list[int], list[int]]:
+    """A and B in the order of the text."""
+    ids = instance["input_ids"]
+    first_sep = int(np.flatnonzero(instance["special_tokens_mask"])[1])
+    a, b = ids[1:first_sep].tolist(), ids[first_sep + 1 : -1].tolist()
+    return (b, a) if instance["sentence_order_label"] else (a, b)
+
+
+# --- documents -------------------------------------------------------------------------------------------------------
+
+
+def test_articles_begin_at_titles_but_not_at_sections_or_formulas():
+    articles = list(split_documents(WIKITEXT.split("\n")))
+    assert [article.split("\n")[0] for article in articles] == ["= Valkyria =", "= Constant k filter ="]
+    assert "\n".join(articles).split("\n") == [line.strip() for line in WIKITEXT.split("\n") if line.strip()]
+
+
+def test_documents_end_at_blank_lines():
+    assert list(split_documents(["", "One.", "Two.", " ", "", "= Three =", "", "Four."])) == [
+        "One.\nTwo.", "= Three =", "Four."
+    ]  # fmt: skip
+
+
+def test_a_row_of_several_lines_is_a_document():
+    assert list(split_documents(["One.", "Two.\n\nThree.\n", "Four."])) == ["One.", "Two.\nThree.", "Four."]
+
+
+def test_rows_without_marks_form_documents_of_bounded_size(monkeypatch):
+    monkeypatch.setattr(preprocessing, "MAX_DOCUMENT_CHARS", 100)
+    rows = [f"this is sentence number {number} ." for number in range(50)]  # as in BookCorpus
+    documents = list(split_documents(rows))
+    assert all(len(document) <= 100 for document in documents)
+    assert len(documents) == 17  # 3 rows fit into 100 characters
+    assert "\n".join(documents).split("\n") == rows
+
+
+@pytest.mark.parametrize("space", [" ", ""])
+def test_an_endless_line_is_cut_into_pieces(monkeypatch, space):
+    monkeypatch.setattr(preprocessing, "MAX_LINE_CHARS", 50)
+    line = space.join(f"word{number}" for number in range(100))
+    pieces = "\n".join(split_documents([line])).split("\n")
+    assert all(0 < len(piece) <= 50 for piece in pieces)
+    assert space.join(pieces) == line
+
+
+def test_text_without_words_has_no_documents():
+    assert list(split_documents([])) == list(split_documents(["", " \t", "\n"])) == []
+
+
+def test_hold_out_takes_a_share_and_leaves_the_rest():
+    train, validation = hold_out(200, 0.05, seed=1)
+    assert len(validation) == 10 and sorted([*train, *validation]) == list(range(200))
+    assert not np.array_equal(validation, hold_out(200, 0.05, seed=2)[1])
+    assert [len(part) for part in hold_out(2, 0.99, seed=0)] == [1, 1]
+    with pytest.raises(ValueError, match="two documents"):
+        hold_out(1, 0.5, seed=0)
+
+
+@given(st.lists(st.integers(1, 50), max_size=30))
+def test_groups_are_runs_of_all_documents(lengths):
+    groups = group_documents(lengths, group_chars=60)
+    assert list(itertools.chain.from_iterable(range(*group) for group in groups)) == list(range(len(lengths)))
+    assert all(sum(lengths[start:stop]) >= 60 for start, stop in groups[:-1])
+
+
+# --- sentences and tokens --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("Dr. Smith left at 5 p.m. today. Did he? Yes!", ["Dr. Smith left at 5 p.m. today.", "Did he?", "Yes!"]),
+        ("He ran 3 @.@ 5 miles . Then he slept .", ["He ran 3 @.@ 5 miles .", "Then he slept ."]),
+        ("A line\nanother line", ["A line", "another line"]),
+    ],
+)
+def test_sentences_of_plain_and_of_tokenized_text(text, sentences):
+    assert split_sentences(text) == sentences
+
+
+def test_no_character_is_lost_between_sentences(documents):
+    for document in documents:
+        assert "".join("".join(split_sentences(document)).split()) == "".join(document.split())
+
+
+def test_text_that_spells_a_special_token_is_text(tokenizer):
+    (ids,) = encode(["the [SEP] and [MASK] tokens"], tokenizer)
+    assert not {tokenizer.sep_token_id, tokenizer.mask_token_id} & set(ids)
+    assert encode(["the <unk> token"], tokenizer)[0].count(tokenizer.unk_token_id) == 1
+
+
+# --- mlm_sop ---------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_by_hand():
+    document = [[10, 11], [12, 13, 14]]
+    by_label = {}
+    for seed in range(20):
+        (instance,) = pack(document, seed=seed)
+        by_label[instance["sentence_order_label"]] = {
+            name: np.asarray(value).tolist() for name, value in instance.items()
+        }
+    assert by_label[0] == {
+        "input_ids": [CLS, 10, 11, SEP, 12, 13, 14, SEP],
+        "token_type_ids": [0, 0, 0, 0, 1, 1, 1, 1],
+        "attention_mask": [1] * 8,
+        "special_tokens_mask": [1, 0, 0, 1, 0, 0, 0, 1],
+        "sentence_order_label": 0,
+    }
+    assert by_label[1] == {
+        "input_ids": [CLS, 12, 13, 14, SEP, 10, 11, SEP],
+        "token_type_ids": [0, 0, 0, 0, 0, 1, 1, 1],
+        "attention_mask": [1] * 8,
+        "special_tokens_mask": [1, 0, 0, 0, 1, 0, 0, 1],
+        "sentence_order_label": 1,
+    }
+
+
+def test_the_rest_of_a_sentence_begins_the_next_instance():
+    # 5 tokens of text fit into 8. The second sentence is cut in two; 3 and 2 tokens are left for the last instances.
+    instances = pack([[10, 11, 12], [13, 14, 15, 16], [17, 18, 19]], max_seq_length=8)
+    assert [segments(instance)[0] + segments(instance)[1] for instance in instances] == [
+        [10, 11, 12, 13, 14],
+        [15, 16, 17, 18, 19],
+    ]
+    assert segments(instances[0])[0] == [10, 11, 12]  # split where a sentence begins
+    assert segments(instances[1])[0] == [15, 16]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), max_size=25),
+    max_seq_length=st.integers(8, 40),
+    seed=st.integers(0, 1000),
+)
+def test_pairs_hold_the_document_and_nothing_else(lengths, max_seq_length, seed):
+    tokens = itertools.count(10)
+    sentences = [[next(tokens) for _ in range(length)] for length in lengths]
+    document = list(itertools.chain.from_iterable(sentences))
+    beginnings = {sentence[0] for sentence in sentences if sentence}
+    instances = pack(sentences, max_seq_length, seed)
+
+    pairs = [segments(instance) for instance in instances]
+    assert list(itertools.chain.from_iterable(a + b for a, b in pairs)) == (document if len(document) > 1 else [])
+    assert len(instances) == (-(-len(document) // (max_seq_length - 3)) if len(document) > 1 else 0)
+    for number, (instance, (a, b)) in enumerate(zip(instances, pairs, strict=True)):
+        assert a and b
+        length = len(instance["input_ids"])
+        assert length <= max_seq_length and (length == max_seq_length or number >= len(instances) - 2)
+        assert all(len(instance[name]) == length for name in SCHEMAS["mlm_sop"].names[:-1])
+        assert b[0] in beginnings or not beginnings & set((a + b)[1:])  # a random token only where there is no choice
+        special = instance["input_ids"][instance["special_tokens_mask"] == 1].tolist()
+        assert special == [CLS, SEP, SEP] and instance["attention_mask"].all()
+
+
+def test_half_of_the_pairs_are_swapped_and_splits_vary():
+    document = [[token] * 3 for token in range(10, 30_000)]
+    instances = pack(document, max_seq_length=33)
+    assert len(instances) > 2900
+    assert 0.47 < np.mean([instance["sentence_order_label"] for instance in instances]) < 0.53
+    positions = Counter(len(segments(instance)[0]) // 3 for instance in instances)
+    assert set(positions) == set(range(1, 10))  # 10 sentences in each
+    assert min(positions.values()) > 0.7 * max(positions.values())
+
+
+# --- mlm and clm -----------------------------------------------------------------------------------------------------
+
+
+def test_full_sequences_by_hand():
+    instances = list(pack_full_sequences([[10, 11], [], [12, 13, 14], [15]], max_seq_length=6, cls_id=CLS, sep_id=SEP))
+    assert [instance["input_ids"].tolist() for instance in instances] == [
+        [CLS, 10, 11, SEP, 12, SEP],
+        [CLS, 13, 14, SEP, 15, SEP],
+    ]
+    assert [instance["special_tokens_mask"].tolist() for instance in instances] == [[1, 0, 0, 1, 0, 1]] * 2
+    # No separator at the start of an instance, where it would separate nothing.
+    instances = list(pack_full_sequences([[10, 11, 12, 13], [14]], max_seq_length=6, cls_id=CLS, sep_id=SEP))
+    assert [instance["input_ids"].tolist() for instance in instances] == [[CLS, 10, 11, 12, 13, SEP], [CLS, 14, SEP]]
+
+
+def test_contiguous_blocks_by_hand():
+    instances = list(pack_contiguous([[10, 11], [12, 13, 14]], max_seq_length=4, eos_id=0))
+    assert [instance["input_ids"].tolist() for instance in instances] == [[10, 11, 0, 12], [13, 14, 0]]
+
+
+@given(st.lists(st.lists(st.integers(10, 99), max_size=40), max_size=12), st.integers(8, 20))
+def test_blocks_hold_every_token(documents, max_seq_length):
+    text = list(itertools.chain.from_iterable(documents))
+
+    sequences = list(pack_full_sequences(documents, max_seq_length, CLS, SEP))
+    ids = [token for instance in sequences for token in instance["input_ids"][instance["special_tokens_mask"] == 0]]
+    assert ids == text
+    assert all(len(instance["input_ids"]) == max_seq_length for instance in sequences[:-1])
+    assert all(instance["input_ids"][0] == CLS and instance["input_ids"][-1] == SEP for instance in sequences)
+
+    blocks = list(pack_contiguous(documents, max_seq_length, eos_id=0))
+    ids = [token for instance in blocks for token in instance["input_ids"]]
+    stream = [token for document in documents if document for token in (*document, 0)]
+    assert ids in (stream, stream[:-1])  # a single token left over predicts nothing
+    assert all(len(instance["input_ids"]) == max_seq_length for instance in blocks[:-1])
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+
+
+def test_instances_of_a_document_do_not_depend_on_the_others(documents, tokenizer):
+    recipe = Recipe(max_seq_length=64)
+    together, counts = make_instances(documents[:20], range(20), "train", tokenizer, recipe)
+    one_by_one = [
+        make_instances([documents[number]], [number], "train", tokenizer, recipe)[0].to_pylist()
+        for number in range(20)
+    ]  # fmt: skip
+    assert together.to_pylist() == list(itertools.chain.from_iterable(one_by_one))
+    assert together.schema == SCHEMAS["mlm_sop"]
+    assert counts.instances == len(together) and counts.documents == 20 and counts.dropped_tokens == 0
+    assert counts.swapped_instances == sum(together["sentence_order_label"].to_pylist())
+    assert counts.tokens == sum(map(len, together["input_ids"].to_pylist()))
+
+
+def test_the_seed_decides(documents, tokenizer):
+    def make(seed=0, split="train"):
+        return make_instances(documents[:5], range(5), split, tokenizer, Recipe(max_seq_length=64, seed=seed))[0]
+
+    assert make().equals(make())
+    assert not make().equals(make(seed=1))
+    assert not make().equals(make(split="validation"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(texts=st.lists(st.text(max_size=200), min_size=1, max_size=4), objective=st.sampled_from(sorted(SCHEMAS)))
+def test_any_text_is_kept_or_counted(tokenizer, texts, objective):
+    table, counts = make_instances(texts, range(len(texts)), "train", tokenizer, Recipe(objective, max_seq_length=16))
+    assert all(len(ids) <= 16 for ids in table["input_ids"].to_pylist())
+    special = {"mlm_sop": 3 * counts.instances, "mlm": 2 * counts.instances, "clm": 0}[objective]
+    texts_to_encode = [split_sentences(text) for text in texts] if objective == "mlm_sop" else [[t] for t in texts]
+    lengths = [sum(map(len, encode(parts, tokenizer))) if parts else 0 for parts in texts_to_encode]
+    kept = counts.tokens - special
+    separators = {"mlm_sop": 0, "mlm": len(lengths), "clm": len(lengths)}[objective]
+    assert sum(lengths) <= kept + counts.dropped_tokens <= sum(lengths) + separators
+
+
+def test_counts_of_what_is_dropped(tokenizer):
+    _, counts = make_instances(["", "the", "One sentence. Another."], range(3), "train", tokenizer, Recipe())
+    assert counts.documents == 3 and counts.dropped_documents == 2 and counts.instances == 1
+    assert counts.dropped_tokens == len(encode(["the"], tokenizer)[0]) == 1

@@ -1,0 +1,538 @@
+"""The data-preparation script, what it leaves on disk, and what trainers make of that."""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import AlbertConfig, AlbertForPreTraining, AutoTokenizer, BertConfig, set_seed
+
+import tokenize_wikitext103
+from arguments import DatasetArguments, LocalTrainingArguments, TokenizationArguments
+from lib.common.atomic_files import new_file, new_folder, temporary_folder
+from lib.common.errors import UserError, describe
+from lib.data import corpus
+from lib.data import packing as preprocessing
+from lib.data.archive import write_archive
+from lib.data.loading import Manifest, load_datasets, load_training_data, make_collator, tokenizer_sha256
+from lib.data.packing import SCHEMAS
+from lib.data.tokenizers import load_tokenizer, train_tokenizer
+from tests.support.peers import ROOT
+
+SCRIPT = ROOT / "tokenize_wikitext103.py"
+
+
+def arguments(folder: Path, **flags) -> TokenizationArguments:
+    """Flags of a small run in a folder."""
+    defaults = {
+        "sample": not {"train_file", "dataset_name"} & set(flags),
+        "train_tokenizer": "tokenizer" not in flags,
+        "vocab_size": 1000,
+        "max_seq_length": 64,
+        "num_proc": 1,
+        "output_path": str(folder / "dataset"),
+        "tokenizer_path": str(folder / "tokenizer"),
+        "cache_dir": str(folder / "cache"),
+    }
+    return TokenizationArguments(**(defaults | flags))
+
+
+def run(*flags: str, cwd: Path, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *flags]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, **options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A folder with a dataset for ALBERT, made of the sample text, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("prepared")
+    tokenize_wikitext103.prepare(arguments(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small_text(tmp_path_factory) -> str:
+    """A text file of 20 documents."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    paragraph = "The quick brown fox jumps over the lazy dog. It was not amused, and said so: woof! Number {}."
+    path.write_text("\n\n".join("\n".join(paragraph.format(10 * i + j) for j in range(10)) for i in range(20)))
+    return str(path)
+
+
+# --- the dataset -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "kind", "tokenizer_class", "special_ids"),
+    [
+        ("mlm_sop", None, "AlbertTokenizer", {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}),
+        ("mlm", None, "BertTokenizer", {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}),
+        ("mlm", "bpe", "RobertaTokenizer", {"bos": 0, "cls": 0, "pad": 1, "eos": 2, "sep": 2, "unk": 3, "mask": 4}),
+        ("clm", None, "GPT2Tokenizer", {"bos": 0, "eos": 0, "pad": 1}),
+    ],
+)
+def test_each_model_family(tmp_path, objective, kind, tokenizer_class, special_ids):
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, objective=objective, tokenizer_type=kind))
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert type(tokenizer).__name__ == tokenizer_class == manifest.tokenizer_class
+    assert {name: getattr(tokenizer, f"{name}_token_id") for name in special_ids} == special_ids
+    assert len(tokenizer) == manifest.vocab_size == 1000
+    text = "the value of an expression or of a name"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]).split() == text.split()
+
+    assert Manifest.load(tmp_path / "dataset") == manifest
+    manifest.check_tokenizer(tokenizer)
+    splits = load_datasets(tmp_path / "dataset")
+    for split in ("train", "validation"):
+        assert splits[split].features.arrow_schema.remove_metadata() == SCHEMAS[objective]
+        assert len(splits[split]) == manifest.splits[split]["instances"]
+        assert max(map(len, splits[split]["input_ids"])) == 64
+    batch = make_collator(objective, tokenizer)([splits["train"][i] for i in range(4)])
+    assert {tuple(value.shape) for value in batch.values()} <= {(4, 64), (4,)}
+    assert {value.dtype for value in batch.values()} == {torch.int64}
+    assert os.listdir(tmp_path / "cache") == []  # work in hand is removed
+
+
+def test_all_text_arrives(prepared):
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    splits = load_datasets(prepared / "dataset")
+    special = {tokenizer.cls_token_id, tokenizer.sep_token_id}
+    num_tokens = sum(len(ids) for split in splits.values() for ids in split["input_ids"])
+    documents = list(preprocessing.split_documents(corpus._sample_rows()))
+    expected = sum(
+        len(ids) for document in documents
+        for ids in preprocessing.encode(preprocessing.split_sentences(document), tokenizer)
+    )  # fmt: skip
+    assert num_tokens - 3 * sum(map(len, splits.values())) == expected
+    assert sum(
+        token in special for split in splits.values() for ids in split["input_ids"] for token in ids
+    ) == 3 * sum(map(len, splits.values()))
+
+
+def test_only_the_seed_decides(tmp_path, monkeypatch):
+    # Several groups of documents even in this small text, so that there is something to divide.
+    monkeypatch.setattr(preprocessing, "group_documents", partial(preprocessing.group_documents, group_chars=40_000))
+    for name, flags in {"one": {"num_proc": 1}, "two": {"num_proc": 2}, "other": {"seed": 1}}.items():
+        tokenize_wikitext103.prepare(arguments(tmp_path / name, **flags))
+    one, two, other = (contents(tmp_path / name) for name in ("one", "two", "other"))
+    assert one == two  # byte for byte, tokenizer and manifest included
+    rows = [load_datasets(tmp_path / name / "dataset")["train"]["input_ids"][:] for name in ("one", "other")]
+    assert rows[0] != rows[1]
+    assert not set(one) ^ set(other)
+
+
+@pytest.mark.parametrize(("blank_rows", "num_documents"), [(True, 200), (False, 8)])
+def test_hub_datasets_with_and_without_blank_rows(tmp_path, monkeypatch, blank_rows, num_documents):
+    """BookCorpus has a sentence a row and no blank rows."""
+    rows = []
+    for number in range(1400):
+        rows.append(f"sentence {number} of the book .")
+        if blank_rows and number % 7 == 6:
+            rows.append("")
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append(args)
+        return datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": rows})})
+
+    monkeypatch.setattr(corpus, "go_offline_if_needed", lambda: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(preprocessing, "MAX_DOCUMENT_CHARS", 5000)
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name="some/books", vocab_size=60))
+    assert calls == [("some/books", None)] and manifest.source == "some/books"
+    assert sum(split["documents"] for split in manifest.splits.values()) == num_documents
+    assert sum(split["sentences"] for split in manifest.splits.values()) == 1400
+
+
+def test_wikitext_is_the_default():
+    args = TokenizationArguments()
+    assert (args.dataset_name, args.dataset_config_name) == ("Salesforce/wikitext", "wikitext-103-v1")
+    assert (args.tokenizer, args.objective, args.max_seq_length) == ("albert-large-v2", "mlm_sop", 512)
+
+
+def test_a_validation_file_is_used_whole(tmp_path, small_text):
+    manifest = tokenize_wikitext103.prepare(
+        arguments(tmp_path, train_file=small_text, validation_file=small_text, vocab_size=60)
+    )
+    assert manifest.splits["train"]["documents"] == manifest.splits["validation"]["documents"] == 20
+    assert manifest.source == "text.txt, text.txt"  # not where they are
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
+def test_the_same_text_gives_the_same_tokenizer(kind):
+    documents = list(preprocessing.split_documents(corpus._sample_rows()))[:30]
+    sha256 = {tokenizer_sha256(train_tokenizer(iter(documents), kind, "mlm", 1000, 64)) for _ in range(3)}
+    assert len(sha256) == 1
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
+@pytest.mark.parametrize(("size", "message"), [(100_000, "too large.* at most"), (8, "too small.* or more")])
+def test_a_vocabulary_that_cannot_be_says_what_can(kind, size, message):
+    documents = list(preprocessing.split_documents(corpus._sample_rows()))[:10]
+    with pytest.raises(UserError, match=message) as error:
+        train_tokenizer(documents, kind, "mlm", size, 64)
+    possible = next(int(word) for word in str(error.value).split("pass ")[1].split() if word.isdigit())
+    assert len(train_tokenizer(documents, kind, "mlm", possible, 64)) == possible
+
+
+def test_a_tokenizer_that_is_there_is_used_again(tmp_path, prepared):
+    before = contents(prepared / "tokenizer")
+    manifest = tokenize_wikitext103.prepare(
+        arguments(tmp_path, tokenizer=str(prepared / "tokenizer"), tokenizer_path=str(prepared / "tokenizer"))
+    )
+    assert manifest.tokenizer == "tokenizer"  # a folder's place is not published
+    assert contents(prepared / "tokenizer") == before
+    with pytest.raises(UserError, match=r"--objective clm needs .* eos"):
+        train = partial(arguments, tmp_path / "clm", objective="clm")
+        tokenize_wikitext103.prepare(train(tokenizer_type="wordpiece"))
+    assert not (tmp_path / "clm" / "tokenizer").exists()
+
+
+# --- what trainers use -----------------------------------------------------------------------------------------------
+
+
+def test_manifest_checks(prepared, tmp_path):
+    manifest = Manifest.load(prepared / "dataset")
+    manifest.check_objective("mlm_sop")
+    manifest.check_seq_length(None)
+    manifest.check_seq_length(64)
+    with pytest.raises(UserError, match=r"--model_name_or_path: .* clm, .* for mlm_sop"):
+        manifest.check_objective("clm")
+    with pytest.raises(UserError, match=r"--seq_length 128: .* 64 tokens"):
+        manifest.check_seq_length(128)
+    other = train_tokenizer(["a b c d e f " * 20, "d e f g"], "bpe", "mlm", 265, 64)
+    with pytest.raises(UserError, match=r"--tokenizer_path: .*265 tokens.*AlbertTokenizer, 1000 tokens"):
+        manifest.check_tokenizer(other)
+
+
+def test_training_data_goes_with_the_model(prepared):
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    load = partial(
+        load_training_data,
+        DatasetArguments(dataset_path=str(prepared / "dataset")),
+        LocalTrainingArguments(mlm_probability=0.5),
+        tokenizer,
+    )
+    dataset, collator = load(AlbertConfig(max_position_embeddings=64))
+    assert len(dataset) == Manifest.load(prepared / "dataset").splits["train"]["instances"]
+    assert (collator([dataset[0]])["labels"] != -100).float().mean() > 0.3
+    with pytest.raises(UserError, match="63 positions"):
+        load(AlbertConfig(max_position_embeddings=63))
+    with pytest.raises(UserError, match=r"--model_name_or_path.*--objective mlm$"):
+        load(BertConfig())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no manifest.json"),
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        ('{"format_version": 2}', "has format 2, this version reads 1"),
+        ('{"format_version": 1}', "is not as it should be"),
+    ],
+)
+def test_a_broken_manifest_is_explained(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=message) as error:
+        Manifest.load(tmp_path)
+    assert "./tokenize_wikitext103.py" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_damaged_dataset_is_explained(prepared, tmp_path):
+    with pytest.raises(UserError, match=r"there is no folder .*tokenize_wikitext103\.py"):
+        load_datasets(tmp_path / "nothing")
+    for name, content in contents(prepared / "dataset").items():
+        path = tmp_path / "cut" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content[: len(content) // 2] if name.endswith(".arrow") else content)
+    with pytest.raises(UserError, match=r"cannot be read|is damaged"):
+        load_datasets(tmp_path / "cut")
+
+
+def test_collator_masks_text_only(prepared):
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    train = load_datasets(prepared / "dataset")["train"]
+    instances = sorted(train, key=lambda instance: len(instance["input_ids"]))  # short ones first: there is padding
+    torch.manual_seed(0)
+    batch = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(instances)
+    assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels", "sentence_order_label"}
+    assert batch["input_ids"].shape == (len(train), 64)
+    assert batch["sentence_order_label"].tolist() == [instance["sentence_order_label"] for instance in instances]
+
+    chosen = batch["labels"] != -100
+    for row, instance in enumerate(instances):
+        length = len(instance["input_ids"])
+        assert batch["attention_mask"][row].tolist() == [1] * length + [0] * (64 - length)
+        assert batch["token_type_ids"][row, :length].tolist() == instance["token_type_ids"]
+        special = torch.tensor(instance["special_tokens_mask"] + [1] * (64 - length), dtype=torch.bool)
+        assert not (chosen[row] & special).any()
+        original = torch.tensor(instance["input_ids"])
+        assert torch.equal(batch["labels"][row][chosen[row]], original[chosen[row, :length]])
+        assert torch.equal(batch["input_ids"][row, :length][~chosen[row, :length]], original[~chosen[row, :length]])
+    num_text = sum(instance["special_tokens_mask"].count(0) for instance in instances)
+    assert chosen.sum().item() / num_text == pytest.approx(0.15, abs=0.01)
+    assert (batch["input_ids"] == tokenizer.mask_token_id)[chosen].float().mean().item() == pytest.approx(
+        0.8, abs=0.02
+    )
+
+    torch.manual_seed(0)
+    again = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(instances)
+    assert torch.equal(batch["input_ids"], again["input_ids"])
+
+
+def test_causal_collator_teaches_the_end_of_text():
+    tokenizer = train_tokenizer(["a b c d e f " * 20], "bpe", "clm", 260, 64)
+    tokenizer.pad_token = None  # as in GPT-2's own
+    instances = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 6, 0, 7], [8, 0])]
+    batch = make_collator("clm", tokenizer)(instances)
+    assert batch["labels"].tolist() == [[5, 6, 0, 7, *[-100] * 4], [8, 0, *[-100] * 6]]
+    assert batch["attention_mask"].sum().item() == 6
+
+
+def test_loss_of_a_fresh_model(prepared):
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    train = load_datasets(prepared / "dataset")["train"]
+    set_seed(0)
+    config = AlbertConfig(
+        vocab_size=len(tokenizer), embedding_size=32, hidden_size=64, intermediate_size=128, num_attention_heads=2,
+        num_hidden_layers=2, max_position_embeddings=64,
+    )  # fmt: skip
+    batch = make_collator("mlm_sop", tokenizer)([train[i] for i in range(64)])
+    loss = AlbertForPreTraining(config).eval()(**batch).loss.item()
+    assert loss == pytest.approx(math.log(len(tokenizer)) + math.log(2), rel=0.03)
+
+
+# --- complete or not there -------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_is_replaced_only_on_demand_and_only_when_complete(tmp_path, prepared, monkeypatch, small_text):
+    flags = {"train_file": small_text, "vocab_size": 60}
+    tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=r"is there already; pass --overwrite"):
+        tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
+
+    def fill_the_disk(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "save", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            tokenize_wikitext103.prepare(arguments(tmp_path, overwrite=True, seed=1, **flags))
+    assert contents(tmp_path) == before
+
+    tokenize_wikitext103.prepare(arguments(tmp_path, overwrite=True, seed=1, **flags))
+    assert Manifest.load(tmp_path / "dataset").seed == 1
+    assert sorted(os.listdir(tmp_path)) == ["cache", "dataset", "tokenizer"]
+
+
+def test_what_is_not_a_dataset_is_never_replaced(tmp_path):
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match=r"--output_path: .* holds something else"):
+        tokenize_wikitext103.prepare(arguments(tmp_path, overwrite=True))
+    assert contents(tmp_path) == {"dataset/thesis.txt": b"years of work"}
+
+
+def test_what_a_killed_run_leaves_is_invisible_and_removed(tmp_path):
+    code = (
+        "import pathlib, sys, time; from atomic import new_folder\n"
+        "with new_folder(pathlib.Path(sys.argv[1]), '--flag') as folder:\n"
+        "    (folder / 'half').write_text('x'); print('ready', flush=True); time.sleep(60)"
+    )
+    target = tmp_path / "target"
+    writer = subprocess.Popen([sys.executable, "-c", code, str(target)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert writer.stdout.readline() == b"ready\n"
+    with temporary_folder(target):
+        assert len(list(tmp_path.glob(".target.*.new"))) == 2  # the other is alive, its folder stays
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+    assert not target.exists() and len(os.listdir(tmp_path)) == 1
+
+    with new_folder(target, "--flag") as folder:
+        (folder / "whole").write_text("x")
+    assert contents(tmp_path) == {"target/whole": b"x"}
+
+
+def test_a_replacement_that_was_cut_short_is_undone(tmp_path):
+    (tmp_path / f".target.{'0' * 12}.old").mkdir()
+    (tmp_path / f".target.{'0' * 12}.old" / "whole").write_text("x")
+    with temporary_folder(tmp_path / "target"):
+        assert (tmp_path / "target" / "whole").is_file()
+
+
+def test_a_replacement_that_fails_half_way_leaves_the_one_before(tmp_path, monkeypatch):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mark").write_text("before")
+    rename = Path.rename
+
+    def fail_for_new(path, target):
+        if path.suffix == ".new":
+            raise OSError(errno.EIO, "broken disk")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_for_new)
+    with (
+        pytest.raises(OSError, match="broken disk"),
+        new_folder(tmp_path / "target", "--flag", overwrite=True, replaceable=("mark",)) as folder,
+    ):
+        (folder / "mark").write_text("after")
+    assert contents(tmp_path) == {"target/mark": b"before"}
+
+
+def test_a_failed_file_leaves_the_one_before(tmp_path):
+    (tmp_path / "file").write_text("before")
+    with pytest.raises(ZeroDivisionError), new_file(tmp_path / "file") as path:
+        path.write_text("half")
+        1 / 0  # noqa: B018
+    assert contents(tmp_path) == {"file": b"before"}
+
+
+def test_archive_is_the_same_each_time_and_unpacks(prepared, tmp_path):
+    folders = {"data/albert": prepared / "dataset", "data/tokenizer": prepared / "tokenizer"}
+    digests = []
+    for name in ("a.tar.gz", "b.tar.gz"):
+        for file in prepared.rglob("*"):
+            os.utime(file, (1, 1))
+        digests.append(write_archive(tmp_path / name, folders))
+        digests.append(hashlib.sha256((tmp_path / name).read_bytes()).hexdigest())
+    assert len(set(digests)) == 1
+    subprocess.run(["sha256sum", "--check", "a.tar.gz.sha256"], cwd=tmp_path, check=True, capture_output=True)
+
+    with tarfile.open(tmp_path / "a.tar.gz") as archive:
+        assert archive.getnames() == sorted(archive.getnames())
+        assert {(entry.mtime, entry.uid, entry.uname) for entry in archive} == {(0, 0, "")}
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert contents(tmp_path / "unpacked" / "data" / "albert") == contents(prepared / "dataset")
+    assert len(load_datasets(tmp_path / "unpacked" / "data" / "albert")["train"])
+
+
+# --- as a person runs it ---------------------------------------------------------------------------------------------
+
+
+def test_the_whole_script(tmp_path, small_text):
+    result = run(
+        "--train_file", small_text, "--train_tokenizer", "--vocab_size", "60", "--max_seq_length", "64",
+        "--archive", "data.tar.gz", cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert len(load_datasets(tmp_path / "data/albert_tokenized_wikitext")["validation"])
+    rows = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()}
+    assert rows["documents"] == ["19", "1"]
+    assert rows["dropped tokens"] == ["0", "0"]
+    digest = (tmp_path / "data.tar.gz.sha256").read_text().split()[0]
+    assert f"SHA-256 {digest}" in result.stdout
+    with tarfile.open(tmp_path / "data.tar.gz") as archive:
+        assert {"/".join(name.split("/")[:2]) for name in archive.getnames()} == {
+            "data/albert_tokenized_wikitext",
+            "data/tokenizer",
+        }
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        (b"", ["--train_tokenizer"], "there is no text"),
+        (b"PK\x03\x04\0\0", ["--train_tokenizer"], "is not text: line 1 has a zero byte"),
+        (b"fine\ncaf\xe9 au lait\n", ["--train_tokenizer"], "is not UTF-8 text .byte 0xe9 near line"),
+        (b"just one line", ["--train_tokenizer"], "is a single document"),
+        (b"one\n\ntwo\n", ["--train_tokenizer", "--output_path", "text.txt/data"], "is not a folder"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, content, flags, message):
+    (tmp_path / "text.txt").write_bytes(content)
+    result = run("--train_file", "text.txt", *flags, cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("tokenize_wikitext103.py: error: ")
+    assert re.search(message, result.stderr), result.stderr
+    assert [name for name in contents(tmp_path) if name != "text.txt"] == []
+
+
+def test_no_permission_is_one_line():
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is in one that only root may enter
+        Path(folder).chmod(0o755)
+        locked = Path(folder, "locked")
+        locked.mkdir(mode=0o555)
+        is_root = os.geteuid() == 0
+        if is_root:  # whom permissions do not stop
+            os.seteuid(65534)
+        try:
+            with pytest.raises(OSError) as error, new_folder(locked / "data", "--output_path"):
+                pass
+        finally:
+            if is_root:
+                os.seteuid(0)
+    assert Path(error.value.filename).parent == locked.resolve() and error.value.filename.endswith(".new")
+    assert "no permission: choose a path that you may write to" in describe(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "--dataset_name: 'Salesforce/wikitext wikitext-103-v1' .* pass --train_file or --sample"),
+        ({"dataset_name": "no/such"}, "--dataset_name: 'no/such' .* pass --train_file or --sample"),
+    ],
+)
+def test_an_unreachable_hub_is_explained(tmp_path, monkeypatch, flags, message):
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("Couldn't reach it\nfor these reasons")
+
+    monkeypatch.setattr(corpus, "go_offline_if_needed", lambda: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    args = TokenizationArguments(output_path=str(tmp_path / "o"), cache_dir=str(tmp_path / "c"), **flags)
+    with pytest.raises(UserError, match=message):
+        tokenize_wikitext103.prepare(args)
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_tokenizer_that_is_nowhere_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"--tokenizer 'no-such': neither a folder here nor on the Hub; .*go online"):
+        load_tokenizer("no-such", cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"--tokenizer: there is no folder '\./missing'"):
+        load_tokenizer("./missing", cache_dir=None)
+    with pytest.raises(UserError, match="the folder holds no tokenizer"):
+        load_tokenizer(str(tmp_path), cache_dir=None)
+
+
+def test_help_is_fast():
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = [sys.argv[1], '--help']\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as exit:\n    assert exit.code == 0\n"
+        "print('LOADED', sorted({'torch', 'datasets', 'pyarrow', 'hivemind'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(SCRIPT)], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "LOADED []", result.stdout + result.stderr
+    assert "--train_tokenizer" in result.stdout
+
+
+def test_the_manifest_is_plain_json(prepared):
+    content = json.loads((prepared / "dataset" / "manifest.json").read_text())
+    assert content["format_version"] == 1 and content["objective"] == "mlm_sop"
+    assert str(prepared) not in json.dumps(content)

@@ -1,0 +1,354 @@
+"""The notebooks: as they are committed, and run from the first cell to the last. The GPU is a stand-in."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from importlib.metadata import version
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+import run_trainer
+from arguments import parse_arguments
+from deploy import join
+from deploy.join import Gpu, choose_batch_size, find_gpus, trainer_command
+from lib.common.errors import UserError
+from tests.support.peers import LOCAL, ROOT, wait_until
+
+NOTEBOOKS = sorted((ROOT / "deploy").glob("*.ipynb"))
+ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"
+DATA = "http://127.0.0.1:9/data.tar.gz"
+SECRETS = r"\bhf_\w{20}|\bAKIA[0-9A-Z]{12}|\bgh[a-z]_\w{20}|\bsk-\w{20}|PRIVATE KEY|aws_secret|\b[0-9a-f]{40}\b"
+
+
+def fill_in(notebook: nbformat.NotebookNode, **values: object) -> nbformat.NotebookNode:
+    """Set the variables of the first cells, as a user does."""
+    for name, value in values.items():
+        cells = [cell for cell in notebook.cells if re.search(rf"^{name} = ", cell.source, re.MULTILINE)]
+        assert len(cells) == 1, f"{name} is assigned {len(cells)} times"
+        cells[0].source = re.sub(rf"^{name} = .*$", lambda _: f"{name} = {value!r}", cells[0].source, flags=re.M)  # noqa: B023
+    return notebook
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 120) -> str:
+    """Run all cells in a folder; return what they printed."""
+    NotebookClient(
+        notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": folder}}
+    ).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output.get("text", "") for output in outputs)
+
+
+@pytest.fixture(autouse=True)
+def jupyter_folders(monkeypatch, tmp_path):
+    """Kernels leave a history and connection files."""
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "jupyter"))
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch, tmp_path):
+    """Put a driver with these GPUs (name, MiB) into PATH."""
+
+    def install(*gpus: tuple[str, int], exit_code: int = 0) -> None:
+        lines = "\n".join(f"{name}, {memory}" for name, memory in gpus)
+        write_program(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\ncat <<EOF\n{lines}\nEOF\nexit {exit_code}\n")
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    return install
+
+
+# --- as committed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+class TestCommitted:
+    def test_valid_and_stripped(self, path):
+        notebook = nbformat.read(path, nbformat.NO_CONVERT)
+        nbformat.validate(notebook)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                assert cell.outputs == [] and cell.execution_count is None
+
+    def test_cells_are_short(self, path):
+        for cell in nbformat.read(path, nbformat.NO_CONVERT).cells:
+            limit = 15 if cell.cell_type == "code" else 40
+            assert len(cell.source.splitlines()) <= limit, cell.source
+
+    def test_no_secrets(self, path):
+        assert re.findall(SECRETS, path.read_text()) == []
+
+
+def test_what_counts_as_a_secret():
+    for secret in ("hf_" + "a1B2" * 8, "AKIA" + "ABCD1234" * 2, "-----BEGIN RSA PRIVATE KEY-----"):
+        assert re.search(SECRETS, f'TOKEN = "{secret}"')
+
+
+def test_three_values_to_fill_in_come_first():
+    cells = nbformat.read(ROOT / "deploy" / "join_collaboration.ipynb", nbformat.NO_CONVERT).cells
+    first = next(cell.source for cell in cells if cell.cell_type == "code")
+    fields = re.findall(r'^(\w+) = ""  # @param {type:"string"}$', first, re.MULTILINE)
+    assert fields == ["INITIAL_PEERS", "DATASET_URL", "USERNAME"]
+    assert "rules" in cells[0].source
+
+
+# --- the parts of joining --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "batch_size"), [(2, 1), (4, 2), (8, 4), (11.2, 8), (14.75, 8), (16, 8), (22.5, 16), (40, 32), (140, 64)]
+)
+def test_batch_size_by_memory(memory, batch_size):
+    assert choose_batch_size([Gpu("x", memory)]) == batch_size
+
+
+def test_batch_size_by_the_smallest_gpu():
+    assert choose_batch_size([Gpu("large", 80), Gpu("small", 6)]) == 4
+
+
+def test_gpus_are_found(nvidia_smi):
+    nvidia_smi(("Tesla T4", 15360), ("NVIDIA A100-SXM4-40GB, the second", 40960))
+    assert find_gpus() == [Gpu("Tesla T4", 15.0), Gpu("NVIDIA A100-SXM4-40GB, the second", 40.0)]
+
+
+def test_no_gpu(nvidia_smi, monkeypatch):
+    nvidia_smi(("NVIDIA-SMI has failed", 0), exit_code=9)
+    with pytest.raises(UserError, match="there is no GPU here"):
+        find_gpus()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="there is no GPU here"):
+        find_gpus()
+
+
+class TestCommand:
+    def test_the_trainer_understands_it(self):
+        command = trainer_command(
+            f" --initial_peers {ADDRESS}, {ADDRESS} ", f" {DATA}\n", " Ann O'Nym ", 8, "my-run", "0" * 64,
+            "--target_batch_size 512 --per_device_train_batch_size 2",
+        )  # fmt: skip
+        training, dataset, collaboration, *_ = parse_arguments(run_trainer.ARGUMENTS, "-", command[2:])
+        assert command[1] == "run_trainer.py"
+        assert collaboration.client_mode and collaboration.initial_peers == [ADDRESS, ADDRESS]
+        assert (collaboration.run_id, collaboration.username) == ("my-run", "Ann O'Nym")
+        assert (dataset.dataset_url, dataset.dataset_sha256) == (DATA, "0" * 64)
+        assert training.per_device_train_batch_size == 2, "the organiser's flags come last"
+        assert collaboration.target_batch_size == 512
+
+    def test_what_may_stay_empty(self):
+        command = trainer_command(ADDRESS, DATA, "", 4)
+        assert "--username" not in command and "--dataset_sha256" not in command
+
+    @pytest.mark.parametrize(
+        ("peers", "url", "message"),
+        [
+            ("  ", DATA, "INITIAL_PEERS is empty"),
+            ("--initial_peers", DATA, "INITIAL_PEERS"),
+            (ADDRESS, "", "DATASET_"),
+        ],
+    )
+    def test_what_must_be_filled_in(self, peers, url, message):
+        with pytest.raises(UserError, match=message):
+            trainer_command(peers, url, "", 4)
+
+
+class TestInstall:
+    @pytest.fixture
+    def installed(self, monkeypatch, tmp_path):
+        """What pip was told to install, with a torch that works or does not, before and after."""
+
+        def install(*torch_works: bool, exit_code: int = 0) -> list[str]:
+            answers, commands = iter(torch_works), []
+            monkeypatch.setattr(join, "torch_works", lambda: next(answers))
+
+            def run(command, **_):
+                commands.append(command)
+                return subprocess.CompletedProcess(command, exit_code)
+
+            monkeypatch.setattr(join.subprocess, "run", run)
+            (tmp_path / "requirements.txt").write_text("# pins\nnumpy==2.3.5\ntorch==2.13.0\ntorch-optimizer==0.3.0\n")
+            join.install(tmp_path)
+            return [word for word in commands[0] if "==" in word]
+
+        return install
+
+    def test_a_torch_that_works_stays(self, installed):
+        assert installed(True) == ["numpy==2.3.5", "torch-optimizer==0.3.0"]
+
+    def test_else_ours_comes(self, installed):
+        assert installed(False, True) == ["numpy==2.3.5", "torch==2.13.0", "torch-optimizer==0.3.0"]
+
+    def test_failures(self, installed):
+        with pytest.raises(UserError, match="torch does not see the GPU"):
+            installed(False, False)
+        with pytest.raises(UserError, match="pip could not install"):
+            installed(True, exit_code=1)
+
+    def test_torch_is_really_tried(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert not join.torch_works()
+        for number, works in (("2.5.1+cu124", False), ("2.8.0+cu126", True)):
+            write_torch(tmp_path, number)
+            monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+            assert join.torch_works() == works
+
+
+def write_torch(folder: Path, number: str) -> None:
+    """A torch of some version that sees a GPU."""
+    (folder / "torch.py").write_text(
+        f"__version__ = {number!r}\nclass Tensor:\n    def sum(self): return 64.0\n"
+        "def ones(*size, device):\n    assert device == 'cuda'\n    return Tensor()\n"
+    )
+
+
+def test_real_trainer_joins_another_and_stops_when_interrupted(scripts, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    public = scripts.trainer("public", "--target_batch_size", 512)
+    flags = {
+        "tokenizer_path": scripts.data / "tokenizer", "dataset_path": scripts.data / "dataset", "learning_rate": 0.03,
+        "model_name_or_path": scripts.data / "config.json", "output_dir": tmp_path / "client", "host_maddrs": LOCAL,
+        "target_batch_size": 512, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0,
+        "warmup_steps": 0, "target_group_size": 2, "averaging_timeout": 8,
+    }  # fmt: skip
+    more_flags = " ".join(f"--{name} {value}" for name, value in flags.items())
+    command = trainer_command(public.address, DATA, "volunteer", 16, more_flags=more_flags)
+    children = []
+
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        log = tmp_path / "trainer.log"
+
+        def is_time() -> bool:
+            return ended.is_set() or (log.exists() and "Your current contribution" in log.read_text())
+
+        try:
+            wait_until(is_time, 240, "a step")
+            family = psutil.Process().children(recursive=True)
+            children.extend(child for child in family if str(tmp_path / "client") in child.cmdline())
+        finally:
+            if not ended.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def raise_if_running(number: int, frame) -> None:
+        if not ended.is_set():  # or the exception would end pytest
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, raise_if_running)
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    try:
+        join.run(command, ROOT)
+        ended.set()
+    except KeyboardInterrupt:
+        pytest.fail("interrupted when the trainer had ended by itself")
+    finally:
+        ended.set()
+        watcher.join()
+        signal.signal(signal.SIGINT, previous)
+    printed = capsys.readouterr().out
+    assert re.search(r"Joined the collaboration at step #\d+", printed)
+    assert "Stopping: the trainer saves a checkpoint" in printed and "The trainer has ended" in printed
+    assert list((tmp_path / "client").glob("checkpoint-*")), printed
+    assert children
+    wait_until(lambda: not any(child.is_running() for child in children), 15, "the end of its processes")
+
+
+def test_a_failure_of_the_trainer_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="the trainer ended with exit code 2"):
+        join.run(trainer_command("1.2.3.4:31337", DATA, "", 4), ROOT)
+    assert "lacks the peer ID" in capsys.readouterr().out
+
+
+# --- the whole notebook ----------------------------------------------------------------------------------------------
+
+# What a trainer does as far as the notebook sees it; run_trainer.py itself runs in the test above.
+TRAINER = """
+import json, os, signal, sys, time
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+print("ARGUMENTS", json.dumps(sys.argv[1:]), flush=True)
+with open("notebook.pid", "w") as file:
+    file.write(str(os.getppid()))
+while "--endless" in sys.argv and not stopped:
+    time.sleep(0.05)
+print("saved a checkpoint", flush=True)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch, nvidia_smi) -> Path:
+    """A project to clone, on a machine with a T4 and a torch that goes with it."""
+    nvidia_smi(("Tesla T4", 15360))
+    (tmp_path / "site").mkdir()
+    write_torch(tmp_path / "site", "2.8.0+cu126")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return make_repository(tmp_path / "repository", TRAINER)
+
+
+def make_repository(folder: Path, trainer: str) -> Path:
+    for name in ("lib/__init__.py", "lib/common/__init__.py", "lib/common/errors.py", "lib/common/processes.py",
+                 "deploy/join.py"):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "run_trainer.py").write_text(trainer)
+    (folder / "requirements.txt").write_text(f"psutil=={version('psutil')}\ntorch==0.0.1  # does not exist\n")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "init.defaultBranch=main", "-C", folder]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    return folder
+
+
+def join_notebook(repository: Path, **values: object) -> nbformat.NotebookNode:
+    notebook = nbformat.read(ROOT / "deploy" / "join_collaboration.ipynb", nbformat.NO_CONVERT)
+    values = {"INITIAL_PEERS": ADDRESS, "DATASET_URL": DATA, "USERNAME": "ann", "REPO_URL": str(repository), **values}
+    return fill_in(notebook, **values)
+
+
+def test_join_notebook(repository, tmp_path):
+    folder = tmp_path / "content"
+    folder.mkdir()
+    printed = execute(join_notebook(repository), folder)
+    assert "Tesla T4 with 15 GiB: 8 samples at a time" in printed
+    arguments = json.loads(re.search(r"ARGUMENTS (.*)", printed)[1])
+    assert arguments == trainer_command(ADDRESS, DATA, "ann", 8)[2:]
+    assert "saved a checkpoint" in printed and "The trainer has ended" in printed
+    assert (folder / "collaborative-training" / "trainer.log").is_file()
+
+
+def test_join_notebook_inside_the_project_and_interrupted(repository):
+    notebook = join_notebook(repository, REPO_URL="", MORE_FLAGS="--endless")
+    pid = repository / "notebook.pid"
+
+    def interrupt() -> None:  # as Jupyter does
+        wait_until(lambda: pid.exists() and pid.read_text(), 120, "the trainer")
+        os.killpg(os.getpgid(int(pid.read_text())), signal.SIGINT)
+
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    printed = execute(notebook, repository / "deploy")
+    watcher.join()
+    assert re.search(r"Stopping: .*\n(.*\n)?saved a checkpoint\nThe trainer has ended", printed), printed
+    assert not (repository / "deploy" / "collaborative-training").exists()
+
+
+def test_join_notebook_says_what_is_missing(repository):
+    with pytest.raises(CellExecutionError) as raised:
+        execute(join_notebook(repository, INITIAL_PEERS=""), repository)
+    assert "error: INITIAL_PEERS is empty" in str(raised.value)
+    assert "Traceback" not in str(raised.value)

@@ -1,0 +1,762 @@
+"""The monitor's aggregation: which steps are reported, once each, and what strangers' records cannot do to them."""
+
+import math
+import time
+import tracemalloc
+from collections import namedtuple
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lib.monitoring.aggregation import (
+    HISTORY_LENGTH,
+    LONE_JUMP_FACTOR,
+    MAX_JUMP,
+    MAX_OVERSHOOT,
+    MAX_PENDING_STEPS,
+    MetricsAggregator,
+    PeerProgress,
+    PeerStep,
+    parse_history,
+    parse_metrics,
+    parse_progress,
+)
+
+ValueWithExpiration = namedtuple("ValueWithExpiration", "value expiration_time")
+START = 1_700_000_000.0  # some DHT time
+SETTLE = 30.0
+ALIVE = 120.0
+
+
+def metric(step, loss=10.0, mini_steps=2, samples=32, speed=1.5):
+    return {"step": step, "samples_per_second": speed, "samples_accumulated": samples, "loss": loss,
+            "mini_steps": mini_steps}  # fmt: skip
+
+
+def entries(*records):
+    """Records of `metric` in the shape of a history."""
+    names = ("step", "samples_per_second", "samples_accumulated", "loss", "mini_steps")
+    return [[record[name] for name in names] for record in records]
+
+
+def heartbeat(now, epoch, peer_id=b"peer", samples=0):
+    return {"peer_id": peer_id, "epoch": epoch, "samples_accumulated": samples, "samples_per_second": 2.5,
+            "time": now, "client_mode": False}  # fmt: skip
+
+
+def make_aggregator(**options):
+    return MetricsAggregator(**({"alive_timeout": ALIVE, "settle_time": SETTLE} | options))
+
+
+def steps_of(reports):
+    return [report.step for report in reports]
+
+
+# Parsing
+
+
+def test_reads_what_the_dht_returns():
+    tagged = b"\x00[owner:ssh-rsa AAAA]tail"
+    raw = ValueWithExpiration({tagged: ValueWithExpiration(metric(3, loss=7.5), 99.0)}, 99.0)
+    assert parse_metrics(raw) == ([PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 7.5, 2)], {})
+    assert parse_metrics({tagged: metric(3)})[0] == [PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 10.0, 2)]
+
+    steps, refused = parse_history({tagged: entries(metric(1), metric(2))})
+    assert steps_of(steps) == [1, 2] and not refused
+    assert steps_of(parse_history({tagged: entries(metric(1), metric(2))}, after_step=1)[0]) == [2]
+
+    heartbeats, refused = parse_progress({tagged: heartbeat(5.0, 3), b"gone": None})
+    assert heartbeats == [
+        PeerProgress(b"ssh-rsa AAAA", b"peer", 3, 0, 2.5, 5.0, False),
+        PeerProgress(b"gone", goodbye=True),
+    ]
+    assert not refused
+
+
+def test_nothing_there():
+    for parse in (parse_metrics, parse_history, parse_progress):
+        assert parse(None) == parse({}) == ([], {})
+    aggregator = make_aggregator()
+    assert aggregator.update(START, None, None, None) == aggregator.update(START + 1, {}, {}, {}) == []
+    assert aggregator.flush(START + 2) == [] and aggregator.alive_peers == 0 and aggregator.run_step is None
+
+
+@pytest.mark.parametrize(
+    "value, reason",
+    [
+        (None, "not a dictionary"),
+        ([1, 2.0, 3, 4.0, 5], "not a dictionary"),
+        ({}, "wrong fields"),
+        (metric(1) | {"extra": 1}, "wrong fields"),
+        (metric(True), "not a whole number"),
+        (metric(1.0), "not a whole number"),
+        (metric("1"), "not a whole number"),
+        (metric(-1), "out of bounds"),
+        (metric(2**31), "out of bounds"),
+        (metric(1, samples=10**9 + 1), "out of bounds"),
+        (metric(1, mini_steps=-1), "out of bounds"),
+        (metric(1, loss=math.nan), "NaN"),
+        (metric(1, loss=math.inf), "out of bounds"),
+        (metric(1, loss=-math.inf), "out of bounds"),
+        (metric(1, loss=10**400), "out of bounds"),
+        (metric(1, loss=True), "not a number"),
+        (metric(1, speed=-1.0), "out of bounds"),
+        (metric(1, speed=math.nan), "NaN"),
+        (metric(1, speed=None), "not a number"),
+    ],
+)
+def test_refused_metrics(value, reason):
+    assert parse_metrics({b"peer": value, b"good": metric(1)}) == (
+        [PeerStep(b"good", 1, 1.5, 32, 10.0, 2)],
+        {reason: 1},
+    )
+    if isinstance(value, dict) and len(value) == 5:
+        steps, refused = parse_history({b"peer": entries(value, metric(2))})
+        assert steps_of(steps) == [2] and refused == {reason: 1}
+
+
+@pytest.mark.parametrize("raw", [0, "text", b"bytes", [1], math.nan, object()])
+def test_refused_dictionaries(raw):
+    for parse in (parse_metrics, parse_history, parse_progress):
+        assert parse(raw) == ([], {"not a dictionary": 1})
+
+
+@pytest.mark.parametrize("subkey", ["text", 1, None, b"", b"x" * 5000, ("a",)])
+def test_refused_subkeys(subkey):
+    assert parse_metrics({subkey: metric(1)}) == ([], {"bad subkey": 1})
+
+
+@pytest.mark.parametrize(
+    "value, reason",
+    [
+        (metric(1), "not a list"),
+        (entries(metric(1)) * (HISTORY_LENGTH + 1), "history too long"),
+        ([1, 2], "wrong fields"),
+        ([[1, 2.0, 3]], "wrong fields"),
+        ([None], "wrong fields"),
+        ([[[], {}, None, b"", "x"]], "not a whole number"),
+    ],
+)
+def test_refused_histories(value, reason):
+    steps, refused = parse_history({b"peer": value})
+    assert not steps and set(refused) == {reason}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"peer_id": "text"}, "wrong fields"),
+        ({"peer_id": b""}, "wrong fields"),
+        ({"peer_id": b"x" * 1000}, "wrong fields"),
+        ({"client_mode": 1}, "wrong fields"),
+        ({"epoch": -1}, "out of bounds"),
+        ({"epoch": True}, "not a whole number"),
+        ({"samples_per_second": math.inf}, "out of bounds"),
+        ({"time": math.nan}, "NaN"),
+        ({"time": math.inf}, "out of bounds"),
+        ({"time": None}, "not a number"),
+    ],
+)
+def test_refused_heartbeats(change, reason):
+    assert parse_progress({b"peer": heartbeat(1.0, 1) | change}) == ([], {reason: 1})
+
+
+# What a report says
+
+
+def test_loss_is_weighted_by_samples():
+    metrics = {
+        b"a": metric(1, loss=20.0, mini_steps=2, samples=100, speed=3.0),  # mean 10
+        b"b": metric(1, loss=28.0, mini_steps=7, samples=300, speed=4.0),  # mean 4
+    }
+    (report,) = make_aggregator().update(START, metrics)
+    assert (report.step, report.samples, report.contributors, report.mini_steps) == (1, 400, 2, 9)
+    assert report.loss == pytest.approx((100 * 10 + 300 * 4) / 400)
+    assert (report.alive_peers, report.performance, report.time) == (2, 7.0, START)
+    assert {record.peer for record in report.contributions} == {b"a", b"b"}
+
+
+def test_steps_are_not_mixed():
+    aggregator = make_aggregator(last_reported_step=4)
+    metrics = {b"a": metric(6, loss=2.0), b"b": metric(6, loss=4.0), b"c": metric(5, loss=1000.0)}
+    reports = aggregator.update(START, metrics)
+    assert steps_of(reports) == [5] and reports[0].loss == 500.0 and reports[0].contributors == 1
+    (report,) = aggregator.update(START + SETTLE, metrics)
+    assert (report.step, report.loss, report.samples) == (6, 1.5, 64)
+
+
+@pytest.mark.parametrize("nothing", [{"mini_steps": 0, "loss": 0.0}, {"samples": 0}])
+def test_without_mini_steps_or_samples_there_is_no_loss(nothing):
+    (report,) = make_aggregator().update(START, {b"a": metric(1, **nothing)})
+    assert report.loss is None and report.alive_peers == 1
+    (report,) = make_aggregator().update(START, {b"a": metric(1, **nothing), b"b": metric(1, loss=6.0)})
+    assert report.loss == 3.0 and report.alive_peers == 2
+
+
+def test_absurd_samples_do_not_swamp_the_loss():
+    metrics = {b"a": metric(1, loss=4.0, samples=60), b"b": metric(1, loss=4.0, samples=40)}
+    liar = {b"liar": metric(1, loss=200.0, samples=10**9)}
+    (report,) = make_aggregator(target_batch_size=100).update(START, metrics | liar)
+    assert report.samples == 100 + MAX_OVERSHOOT * 100
+    assert report.loss == pytest.approx((100 * 2 + 400 * 100) / 500)
+    (report,) = make_aggregator(target_batch_size=100).update(START, {b"a": metric(1, samples=150)})
+    assert report.samples == 150  # an honest peer that overshoots loses nothing
+
+
+def info(target=None):
+    """What a peer tells of itself."""
+    return {"username": "", "leaving": False} | ({} if target is None else {"target_batch_size": target})
+
+
+def believed_samples(told: dict, **options) -> int:
+    """Of one of three peers that claims a billion samples; the others tell of 50 each."""
+    aggregator = make_aggregator(**options)
+    metrics = {b"a": metric(1, samples=50), b"b": metric(1, samples=50), b"liar": metric(1, samples=10**9)}
+    (report,) = aggregator.update(START, metrics, peers={peer: info(target) for peer, target in told.items()})
+    return report.samples - 100
+
+
+def test_target_batch_size_is_that_of_most_peers():
+    bound = MAX_OVERSHOOT * 100
+    assert believed_samples({b"a": 100, b"b": 100, b"liar": 100}) == bound
+    assert believed_samples({b"a": 100, b"b": 100, b"liar": 10**9}) == bound
+    assert believed_samples({b"a": 100, b"b": 100}) == bound
+    assert believed_samples({b"a": 100, b"b": 100, b"liar": 1}, target_batch_size=10**6) == bound
+    no_majority = [{}, {b"liar": 1}, {b"a": 100, b"liar": 10**8}, {b"a": 100}, {b"a": None, b"b": None, b"liar": 1}]
+    for told in no_majority:
+        assert believed_samples(told) == 10**9, "nobody knows a bound"
+        assert believed_samples(told, target_batch_size=100) == bound, "the one before holds"
+
+
+def test_peers_that_are_not_there_do_not_vote_on_the_target_batch_size():
+    told = {b"a": 100, b"b": 100, b"liar": 1} | {b"[owner:%d]" % number: 1 for number in range(50)}
+    assert believed_samples(told) == MAX_OVERSHOOT * 100
+
+
+@pytest.mark.parametrize("target", ["100", 100.0, True, 0, -1, 10**10, math.nan, [100]])
+def test_target_batch_size_that_makes_no_sense_is_no_vote(target):
+    assert (
+        believed_samples({b"a": target, b"b": target, b"liar": target}, target_batch_size=100) == MAX_OVERSHOOT * 100
+    )
+    assert believed_samples(dict.fromkeys((b"a", b"b", b"liar"), target)) == 10**9
+
+
+def test_nan_is_refused_and_counted():
+    aggregator = make_aggregator()
+    (report,) = aggregator.update(START, {b"a": metric(1, loss=math.nan), b"b": metric(1, loss=6.0)})
+    assert report.loss == 3.0 and report.contributors == 1 and aggregator.refused == {"NaN": 1}
+
+
+# Who is alive
+
+
+def test_restarted_peer_counts_once():
+    aggregator = make_aggregator()
+    aggregator.update(START, {b"old": metric(1)}, {}, {b"old": heartbeat(START, 1, b"id")})
+    metrics = {b"old": metric(1), b"new": metric(2, speed=7.0)}
+    progress = {b"old": heartbeat(START, 1, b"id"), b"new": heartbeat(START + 20, 2, b"id")}
+    (report,) = aggregator.update(START + 20, metrics, {}, progress)
+    assert (report.step, report.alive_peers, report.performance) == (2, 1, 7.0)  # and nobody waits for the old key
+
+
+def test_peers_without_heartbeat_in_their_records_are_different_peers():
+    (report,) = make_aggregator().update(START, {b"a": metric(1), b"b": metric(1)})
+    assert report.alive_peers == 2
+
+
+def test_goodbye_counts_at_once():
+    aggregator = make_aggregator()
+    metrics = {b"a": metric(1), b"b": metric(1)}
+    progress = {b"a": heartbeat(START, 1, b"A"), b"b": heartbeat(START, 1, b"B")}
+    assert aggregator.update(START, metrics, {}, progress)[0].alive_peers == 2
+    metrics = {b"a": metric(2), b"b": metric(1)}
+    progress = {b"a": heartbeat(START + 5, 2, b"A"), b"b": None}
+    (report,) = aggregator.update(START + 5, metrics, {}, progress)
+    assert (report.step, report.alive_peers) == (2, 1)
+    aggregator.update(START + 10, metrics | {b"b": metric(2)}, {}, progress)  # its last metrics, found late
+    assert aggregator.alive_peers == 1
+    # The same identity starts again
+    aggregator.update(START + 20, metrics, {}, progress | {b"b": heartbeat(START + 20, 2, b"B")})
+    assert aggregator.alive_peers == 2
+
+
+def test_last_step_of_a_peer_that_left_is_reported():
+    aggregator = make_aggregator()
+    aggregator.update(START, {b"a": metric(1)}, {}, {b"a": heartbeat(START, 1)})
+    (report,) = aggregator.update(START + 5, {b"a": metric(2)}, {}, {b"a": None})
+    assert (report.step, report.alive_peers, report.loss) == (2, 0, 5.0)
+
+
+def test_who_left_after_a_step_still_votes_for_it():
+    """The slowest of three, which others leave behind at the end of their run, may never take that step."""
+    aggregator = make_aggregator()
+    peers = {b"a": b"A", b"b": b"B", b"slow": b"S"}
+    start = {key: heartbeat(START, 1, peer_id) for key, peer_id in peers.items()}
+    aggregator.update(START, dict.fromkeys(peers, metric(1)), {}, start)
+    metrics = {b"a": metric(2), b"b": metric(2), b"slow": metric(1)}
+    reported = {}
+    for second in range(5, 300, 5):
+        progress = {b"a": None, b"b": None, b"slow": heartbeat(START + second, 1, b"S", samples=second)}
+        reports = aggregator.update(START + second, metrics, {}, progress)
+        reported |= {report.step: (second, report.contributors, report.alive_peers) for report in reports}
+    assert reported == {2: (5 + SETTLE, 2, 1)}
+
+
+def test_who_left_and_came_back_votes_once():
+    aggregator = make_aggregator()
+    progress = {b"a": heartbeat(START, 1, b"A"), b"b": heartbeat(START, 1, b"B")}
+    aggregator.update(START, {b"a": metric(1), b"b": metric(1)}, {}, progress)
+    metrics = {b"a": metric(2), b"b": metric(1), b"a2": metric(1)}
+    for second in range(5, 300, 5):
+        now = START + second
+        progress = {b"a": None, b"a2": heartbeat(now, 1, b"A", second), b"b": heartbeat(now, 1, b"B", second)}
+        assert aggregator.update(now, metrics, {}, progress) == []
+
+
+def test_silent_peer_is_gone_after_the_timeout():
+    aggregator = make_aggregator()
+    metrics, progress = {b"a": metric(1)}, {b"a": heartbeat(START, 1)}
+    aggregator.update(START, metrics, {}, progress)
+    aggregator.update(START + ALIVE, metrics, {}, progress)
+    assert aggregator.alive_peers == 1
+    aggregator.update(START + ALIVE + 1, metrics, {}, progress)
+    assert aggregator.alive_peers == 0
+
+
+def test_heartbeat_from_the_future_lives_no_longer():
+    aggregator = make_aggregator()
+    progress = {b"a": heartbeat(START + 10**6, 1)}
+    aggregator.update(START, {}, {}, progress)
+    assert aggregator.alive_peers == 1
+    aggregator.update(START + ALIVE + 1, {}, {}, progress)
+    assert aggregator.alive_peers == 0
+
+
+def test_records_of_the_dead_do_not_count_after_the_monitor_restarts():
+    aggregator = make_aggregator(last_reported_step=9)
+    metrics = {b"dead": metric(8), b"a": metric(10)}
+    (report,) = aggregator.update(START, metrics, {}, {b"a": heartbeat(START, 10)})
+    assert report.alive_peers == 1
+
+
+def test_peer_without_metrics_yet_counts_with_its_heartbeat():
+    aggregator = make_aggregator()
+    metrics = {b"a": metric(1, speed=1.0), b"b": metric(1, speed=1.0)}
+    progress = {key: heartbeat(START, 1, key) for key in (b"a", b"b", b"joined")}
+    assert aggregator.update(START, metrics, {}, progress) == []  # it may be about to report step 1 as well
+    (report,) = aggregator.update(START + SETTLE, metrics, {}, progress)
+    assert (report.alive_peers, report.performance, report.contributors) == (3, 4.5, 2)
+
+
+# Each step once, none lost
+
+
+def test_steps_between_two_refreshes_come_from_the_history():
+    aggregator = make_aggregator()
+    assert steps_of(aggregator.update(START, {b"a": metric(1), b"b": metric(1)})) == [1]
+    history = {
+        b"a": entries(*(metric(step, loss=2.0 * step) for step in range(1, 6))),
+        b"b": entries(*(metric(step, loss=4.0 * step) for step in range(1, 6))),
+    }
+    reports = aggregator.update(START + 30, {b"a": metric(5, loss=10.0), b"b": metric(5, loss=20.0)}, history)
+    assert steps_of(reports) == [2, 3, 4, 5]
+    assert [report.loss for report in reports] == [1.5 * step for step in range(2, 6)]
+    assert all(report.contributors == 2 for report in reports)
+    assert aggregator.update(START + 60, {b"a": metric(5), b"b": metric(5)}, history) == []
+
+
+def test_restarted_monitor_repeats_nothing():
+    history = {b"a": entries(*map(metric, range(1, 21)))}
+    aggregator = make_aggregator(last_reported_step=17)
+    assert steps_of(aggregator.update(START, {b"a": metric(20)}, history)) == [18, 19, 20]
+    assert make_aggregator(last_reported_step=20).update(START, {b"a": metric(20)}, history) == []
+
+
+def test_stragglers_are_waited_for_but_not_for_ever():
+    aggregator = make_aggregator()
+    peers = {key: metric(1) for key in (b"a", b"b", b"c")}
+    assert steps_of(aggregator.update(START, peers)) == [1]
+    peers |= {b"a": metric(2), b"b": metric(2)}
+    assert aggregator.update(START + 10, peers) == []
+    assert aggregator.update(START + 10 + SETTLE - 1, peers) == []
+    (report,) = aggregator.update(START + 10 + SETTLE, peers)
+    assert (report.step, report.contributors) == (2, 2)
+    peers[b"c"] = metric(2)  # too late, and not repeated
+    assert aggregator.update(START + 50, peers) == [] and aggregator.refused == {"late": 1}
+    peers = {key: metric(3) for key in peers}
+    assert steps_of(aggregator.update(START + 60, peers)) == [3]
+
+
+def test_straggler_that_arrives_in_time_is_counted():
+    aggregator = make_aggregator()
+    assert aggregator.update(START, {b"a": metric(2), b"b": metric(2), b"c": metric(1)})[0].step == 1
+    (report,) = aggregator.update(START + 1, {key: metric(2) for key in (b"a", b"b", b"c")})
+    assert (report.step, report.contributors) == (2, 3)
+
+
+def test_one_of_two_stragglers_does_not_hold_up_the_other():
+    aggregator = make_aggregator()
+    aggregator.update(START, {b"a": metric(1), b"b": metric(1)})
+    assert aggregator.update(START + 1, {b"a": metric(2), b"b": metric(1)}) == []
+    assert steps_of(aggregator.update(START + 1 + SETTLE, {b"a": metric(2), b"b": metric(1)})) == [2]
+
+
+def test_hung_peers_whose_heartbeat_goes_on_are_not_waited_for():
+    """A trainer that hangs still has a thread that says that it is alive; its number of samples stands still."""
+    aggregator = make_aggregator()
+    now, reported = START, []
+    for round_ in range(60):
+        now = START + 10 * round_
+        step = 1 + round_ // 3
+        metrics = {b"a": metric(step), b"h1": metric(1), b"h2": metric(1)}
+        history = {b"a": entries(*map(metric, range(1, step + 1)))}
+        progress = {
+            b"a": heartbeat(now, step, b"A", samples=round_),
+            b"h1": heartbeat(now, 1, b"H1", samples=5),
+            b"h2": heartbeat(now, 1, b"H2", samples=5),
+        }
+        reported += steps_of(aggregator.update(now, metrics, history, progress))
+    assert reported == list(range(1, 21)) and aggregator.alive_peers == 3
+
+
+def test_flush_reports_what_is_pending():
+    aggregator = make_aggregator()
+    peers = {b"a": metric(2), b"b": metric(2), b"c": metric(1)}
+    assert steps_of(aggregator.update(START, peers)) == [1]
+    assert steps_of(aggregator.flush(START + 1)) == [2]
+    assert aggregator.flush(START + 2) == []
+
+
+def test_flush_does_not_report_a_lone_claim():
+    aggregator = make_aggregator()
+    aggregator.update(START, {b"a": metric(1), b"b": metric(1)})
+    aggregator.update(START + 1, {b"a": metric(1), b"b": metric(2)})
+    assert aggregator.flush(START + 2) == []
+
+
+# Where the run is
+
+
+@pytest.mark.parametrize("step, at_once", [(0, True), (1, True), (40, False), (4000, False)])
+def test_lone_peer_is_believed(step, at_once):
+    aggregator = make_aggregator()
+    assert steps_of(aggregator.update(START, {b"a": metric(step)})) == ([step] if at_once else [])
+    later = START + SETTLE * LONE_JUMP_FACTOR
+    assert aggregator.update(later - 60, {b"a": metric(step)}) == []
+    assert steps_of(aggregator.update(later, {b"a": metric(step)})) == ([] if at_once else [step])
+    assert steps_of(aggregator.update(later + 5, {b"a": metric(step + 1)})) == [step + 1]
+
+
+def test_monitor_that_was_away_for_a_day_catches_up():
+    aggregator = make_aggregator(last_reported_step=900)
+    peers = {b"a": metric(5000), b"b": metric(5000), b"c": metric(4999)}
+    assert aggregator.update(START, peers) == []  # a jump must stand first
+    assert steps_of(aggregator.update(START + SETTLE, peers)) == [4999, 5000]
+
+
+@pytest.mark.parametrize("honest", [1, 2, 3, 10])
+@pytest.mark.parametrize("claim", [10**9, 10_000, 51 + MAX_JUMP])
+@pytest.mark.parametrize("last_reported_step", [-1, 48])
+def test_lone_outlier_neither_moves_nor_stops_the_run(honest, claim, last_reported_step):
+    aggregator = make_aggregator(last_reported_step=last_reported_step)
+    reported = []
+    for second in range(0, 2000, 10):
+        step = 50 + second // 50
+        metrics = {b"liar": metric(claim + second, loss=-1e9)}
+        metrics |= {b"honest%d" % peer: metric(step) for peer in range(honest)}
+        history = {b"liar": entries(*(metric(claim + second - back, loss=-1e9) for back in range(40)))}
+        reports = aggregator.update(START + second, metrics, history)
+        reported += reports
+    assert steps_of(reported) == list(range(50, 90))
+    assert all(report.loss == 5.0 for report in reported)
+    assert aggregator.run_step == 89
+
+
+def test_outlier_that_stays_when_the_others_leave_is_not_followed():
+    aggregator = make_aggregator(last_reported_step=6)
+    liar = {b"liar": metric(10**9)}
+    honest = {b"a": metric(7), b"b": metric(7)}
+    progress = {b"a": heartbeat(START, 7, b"A"), b"b": heartbeat(START, 7, b"B")}
+    aggregator.update(START, honest | liar, {}, progress)
+    for second in range(10, 5000, 10):
+        liar = {b"liar": metric(10**9 + second)}
+        assert aggregator.update(START + second, honest | liar, {}, {b"a": None, b"b": None}) == []
+    honest = {b"a": metric(8), b"b": metric(8)}
+    now = START + 5000
+    progress = {b"a": heartbeat(now, 8, b"A"), b"b": heartbeat(now, 8, b"B")}
+    assert steps_of(aggregator.update(now, honest | liar, {}, progress)) == [8]
+
+
+def test_peer_in_a_run_of_its_own_is_ignored():
+    """A trainer that could not load the state begins again at step 0 and goes on alone."""
+    aggregator = make_aggregator(last_reported_step=4999)
+    reported = []
+    for second in range(0, 500, 10):
+        metrics = {b"a": metric(5000 + second // 10), b"alone": metric(second // 10)}
+        reported += steps_of(aggregator.update(START + second, metrics))
+    assert reported == list(range(5000, 5050))
+
+
+@pytest.mark.parametrize("honest", [1, 2, 5])
+@pytest.mark.parametrize("claim", [10**6, MAX_JUMP + 2])
+@pytest.mark.parametrize("last_reported_step, first_step", [(-1, 1), (-1, 3000), (48, 49)])
+def test_liar_that_is_there_first_does_not_end_the_reports(honest, claim, last_reported_step, first_step):
+    aggregator = make_aggregator(last_reported_step=last_reported_step)
+    claim += first_step
+    for second in range(0, 300, 10):
+        aggregator.update(START + second, {b"liar": metric(claim, loss=1e9, samples=second)})
+    assert aggregator.last_reported_step == claim, "there is nobody to contradict"
+    reported, back_at = [], None
+    for second in range(0, 600, 10):
+        step = first_step + second // 20
+        metrics = {b"liar": metric(claim, loss=1e9, samples=second)}
+        metrics |= {b"honest%d" % peer: metric(step) for peer in range(honest)}
+        history = {key: entries(*map(metric, range(first_step, step + 1))) for key in metrics if key != b"liar"}
+        before = aggregator.last_reported_step
+        reported += steps_of(aggregator.update(START + 300 + second, metrics, history))
+        back_at = second if aggregator.last_reported_step < before else back_at
+    assert reported == list(range(first_step, first_step + 30)), "none is lost"
+    assert back_at <= 2 * 20 + SETTLE + 20
+
+
+def test_run_that_begins_again_is_followed():
+    aggregator = make_aggregator(last_reported_step=5000)
+    reported = []
+    for second in range(0, 300, 10):
+        metrics = {b"a": metric(4900 + second // 10), b"b": metric(4900 + second // 10)}
+        reported += steps_of(aggregator.update(START + second, metrics))
+    assert reported[0] < 4910 and reported[-1] == 4929
+
+
+def revive(lost: int, number: int, seconds: int) -> list[tuple[int, int]]:
+    """Three trainers are killed at step 100. A minute later others begin `lost` steps before, a step each `seconds`.
+
+    :returns: the seconds since the end of the first three, and the step, of each report
+    """
+    aggregator = make_aggregator(last_reported_step=99)
+    killed = {b"old%d" % peer: metric(100) for peer in range(3)}
+    last_heartbeats = {key: heartbeat(START, 100, key) for key in killed}
+    assert steps_of(aggregator.update(START, killed, {}, last_heartbeats)) == [100]
+    reported = []
+    for second in range(60, 3000, 10):
+        step = 100 - lost + (second - 60) // seconds
+        metrics = {b"new%d" % peer: metric(step) for peer in range(number)}
+        history = {key: entries(*map(metric, range(100 - lost + 1, step + 1))) for key in metrics}
+        progress = {key: heartbeat(START + second, step, key, samples=second) for key in metrics}
+        metrics |= killed if second < 600 else {}
+        progress |= last_heartbeats if second < ALIVE else {}
+        reported += [(second, report.step) for report in aggregator.update(START + second, metrics, history, progress)]
+    return reported
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 5])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("seconds", [20, 120])
+def test_revived_run_is_reported_from_its_first_new_step(lost, number, seconds):
+    reported = revive(lost, number, seconds)
+    steps = [step for _, step in reported]
+    assert steps == list(range(101, steps[-1] + 1)), "none lost, none repeated"
+    first_new = 60 + (lost + 1) * seconds
+    assert reported[0][0] <= max(first_new, ALIVE) + 10, "the votes of the killed hold until they count as gone"
+
+
+@pytest.mark.parametrize("lost", [40, 90])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("seconds", [20, 120])
+def test_run_that_is_revived_far_back_is_not_silent_until_it_has_caught_up(lost, number, seconds):
+    reported = revive(lost, number, seconds)
+    steps = [step for _, step in reported]
+    assert steps == list(range(steps[0], steps[-1] + 1)), "none lost, none repeated in turn"
+    assert steps[0] <= 100 - lost + 5 and reported[0][0] <= max(60 + 2 * seconds, ALIVE) + SETTLE + seconds
+
+
+def test_stragglers_do_not_pull_the_run_back():
+    """One of two that is left behind for a while, and newcomers that stand at step 0 while they load the state."""
+    aggregator = make_aggregator(last_reported_step=99)
+    reported = []
+    for second in range(0, 1000, 10):
+        step = 100 + second // 10
+        metrics = {b"a": metric(step), b"b": metric(step - 20)}
+        progress = {b"new%d" % number: heartbeat(START + second, 0, b"N%d" % number) for number in range(5)}
+        progress |= {key: heartbeat(START + second, value["step"], key) for key, value in metrics.items()}
+        reported += steps_of(aggregator.update(START + second, metrics, {}, progress))
+    assert reported == list(range(100, 200))
+
+
+def test_majority_of_liars_decides():
+    """The documented limit: two against one."""
+    aggregator = make_aggregator(last_reported_step=49)
+    metrics = {b"a": metric(50), b"liar1": metric(10**6), b"liar2": metric(10**6)}
+    assert steps_of(aggregator.update(START, metrics)) == [50]
+    for second in range(10, 2000, 10):
+        metrics = {b"a": metric(50), b"liar1": metric(10**6 - second), b"liar2": metric(10**6 - second)}
+        assert aggregator.update(START + second, metrics) == []  # ... within what is possible in the time
+    for second in range(10, 200, 10):
+        metrics = {b"a": metric(51), b"liar1": metric(80), b"liar2": metric(80)}
+        aggregator.update(START + 2000 + second, metrics)
+    assert aggregator.last_reported_step == 80
+
+
+def test_thousands_of_peers_are_fast_and_bounded():
+    def view(step, peers):
+        keys = [b"[owner:key%d]" % peer for peer in range(peers)]
+        history = entries(*map(metric, range(max(0, step - HISTORY_LENGTH + 1), step + 1)))
+        progress = {key: heartbeat(START + step, step, key[7:-1], samples=step) for key in keys}
+        return dict.fromkeys(keys, metric(step)), dict.fromkeys(keys, history), progress
+
+    aggregator = make_aggregator(max_peers=1500)
+    started = time.thread_time()
+    reports = aggregator.update(START, *view(HISTORY_LENGTH - 1, 1000))
+    assert len(reports) == HISTORY_LENGTH and reports[-1].contributors == 1000
+    assert time.thread_time() - started < 1.0  # 0.15 s on an idle core
+
+    flood = view(2**30, 4000)
+    tracemalloc.start()
+    started = time.thread_time()
+    for second in range(2):
+        aggregator.update(START + 200 + second, *flood)
+    seconds = time.thread_time() - started
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(aggregator._peers) == 1500 and aggregator.refused["too many records"] == 3 * 2500
+    assert seconds < 10.0 and peak < 200e6  # tracemalloc makes it several times slower
+
+
+def test_memory_does_not_grow_over_a_long_run():
+    aggregator = make_aggregator()
+    for step in range(3000):
+        now = START + 5 * step
+        key = b"peer%d" % (step // 10)  # a volunteer comes, stays for ten steps, and leaves
+        aggregator.update(now, {b"stays": metric(step), key: metric(step)}, {}, {})
+    assert aggregator.last_reported_step > 2990  # who left without a word is waited for
+    assert len(aggregator._peers) < 20 and len(aggregator._reached) < 20
+    assert sum(len(peer.pending) for peer in aggregator._peers.values()) < 20
+
+
+def test_unreported_steps_of_a_peer_are_bounded():
+    aggregator, refused = make_aggregator(), 0
+    for step in range(100, 1000):  # another step each time, all of which the run has passed
+        peers = {b"a": metric(2000), b"b": metric(2000), b"liar": metric(2000)}
+        aggregator.update(START, peers, {b"liar": entries(metric(step))})
+        refused += aggregator.refused["too many unreported steps"]
+    assert len(aggregator._peers[b"liar"].pending) == MAX_PENDING_STEPS
+    assert refused == 900 + 1 - MAX_PENDING_STEPS  # step 2000 is one of them
+
+
+def test_steps_told_of_before_the_run_is_there_are_not_kept():
+    aggregator = make_aggregator()
+    peers = {b"a": metric(1), b"b": metric(1), b"liar": metric(20, loss=1e9)}
+    aggregator.update(START, peers, {b"liar": entries(*(metric(step, loss=1e9) for step in range(1, 21)))})
+    assert aggregator.refused == {"ahead of the run": 17}  # the metrics and the entries of steps 5 to 20
+    peers = {b"a": metric(10), b"b": metric(10), b"liar": metric(10**9)}
+    reports = aggregator.update(START + 10, peers)
+    assert steps_of(reports) == [2, 3, 4, 10] and reports[-1].loss == 5.0
+
+
+def test_known_peers_go_before_unknown_ones():
+    aggregator = make_aggregator(max_peers=10)
+    aggregator.update(START, {b"honest": metric(1)})
+    fakes = {b"fake%d" % number: metric(2**30) for number in range(100)}
+    aggregator.update(START + 1, fakes | {b"honest": metric(2)})
+    assert aggregator._peers[b"honest"].newest.step == 2 and len(aggregator._peers) == 10
+
+
+@pytest.mark.parametrize("options", [{"settle_time": 0}, {"alive_timeout": -1.0}, {"max_peers": 0}])
+def test_senseless_options(options):
+    with pytest.raises(ValueError, match="above zero"):
+        make_aggregator(**options)
+
+
+# Anything at all
+
+keys = st.sampled_from([b"a", b"b", b"c", b"[owner:a]", b"x[owner:b]y"])
+numbers = st.one_of(st.integers(-2, 200), st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=2))
+good_metrics = st.builds(
+    metric,
+    step=st.integers(0, 120) | st.just(10**9),
+    loss=st.floats(-1e9, 1e9),
+    mini_steps=st.integers(0, 5),
+    samples=st.integers(0, 10**9),
+    speed=st.floats(0, 1e9),
+)
+any_metrics = good_metrics | st.dictionaries(st.sampled_from(list(metric(0))), numbers) | numbers
+any_history = st.lists(good_metrics, max_size=4).map(lambda records: entries(*records)) | st.lists(
+    st.lists(numbers, max_size=6) | numbers, max_size=3
+)
+any_heartbeat = st.none() | st.builds(
+    lambda base, change: base | change,
+    st.builds(heartbeat, st.floats(0, 1000), st.integers(0, 120), st.sampled_from([b"A", b"B"]), st.integers(0, 9)),
+    st.dictionaries(st.sampled_from(list(heartbeat(0, 0))), numbers, max_size=1),
+)
+
+
+def any_dictionary(values):
+    return st.dictionaries(keys | st.binary(max_size=3) | st.text(max_size=2), values, max_size=5) | numbers
+
+
+views = st.tuples(
+    st.floats(-10, 400), any_dictionary(any_metrics), any_dictionary(any_history), any_dictionary(any_heartbeat)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(views, max_size=8), st.integers(-1, 50))
+def test_any_records(sequence, last_reported_step):
+    aggregator = make_aggregator(last_reported_step=last_reported_step, max_peers=4)
+    reports, now = [], 0.0
+    for elapsed, *records in sequence:
+        now += elapsed
+        reports += aggregator.update(now, *records)
+    reports += aggregator.flush(now + 100)
+    steps = steps_of(reports)
+    assert steps == sorted(set(steps)) and all(step > last_reported_step for step in steps)
+    for report in reports:
+        means = [c.loss / c.mini_steps for c in report.contributions if c.mini_steps and c.samples_accumulated]
+        assert (report.loss is None) == (not means)
+        if means:
+            assert min(means) <= report.loss <= max(means)
+        assert all(record.step == report.step for record in report.contributions)
+        assert math.isfinite(report.performance) and report.alive_peers <= 4 and report.samples >= 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    honest=st.integers(1, 4),
+    has_liar=st.booleans(),
+    first_step=st.sampled_from([1, 3000]),
+    refresh=st.integers(1, 60),
+)
+def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, first_step, refresh):
+    """Peers publish each step within `settle_time`; the monitor looks when it likes. A minority says what it likes."""
+    random = Random(seed)
+    steps, has_liar = 20, has_liar and honest >= 2
+    peers = [b"p%d" % number for number in range(honest)]
+    published = [
+        (START + 40 * index + random.uniform(0, SETTLE - 1), peer, metric(first_step + index, loss=random.random()))
+        for index in range(steps)
+        for peer in peers
+    ]
+    aggregator, now, reports = make_aggregator(), START, []
+    while now < START + 40 * steps + 3 * (refresh + SETTLE):
+        known = {peer: [record for at, owner, record in published if owner == peer and at <= now] for peer in peers}
+        metrics = {peer: records[-1] for peer, records in known.items() if records}
+        history = {peer: entries(*records) for peer, records in known.items() if records}
+        progress = {
+            peer: heartbeat(now, records[-1]["step"] if records else first_step - 1, peer, samples=int(now - START))
+            for peer, records in known.items()
+        }
+        if has_liar:
+            metrics[b"liar"] = metric(random.choice([0, max(0, first_step + random.randint(-5, 40)), 10**9]), loss=1e9)
+        reports += aggregator.update(now, metrics, history, progress)
+        now += refresh
+    reports += aggregator.flush(now)
+    expected = list(range(first_step, first_step + steps))
+    if not has_liar:
+        assert steps_of(reports) == expected
+    reports = [report for report in reports if report.step in expected]
+    assert steps_of(reports) == expected
+    for report in reports:
+        assert {record.peer for record in report.contributions} >= set(peers)

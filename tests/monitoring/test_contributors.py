@@ -1,0 +1,155 @@
+"""Who contributed how much: once per key and step, across restarts, whatever strangers call themselves."""
+
+import errno
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+import utils
+from arguments import TrainingMonitorArguments
+from lib.monitoring import contributors
+from lib.monitoring.aggregation import MetricsAggregator, PeerStep, StepReport, parse_usernames
+from lib.monitoring.contributors import Contributors, clean_name, format_leaderboard
+from lib.monitoring.monitor import TrainingMonitor
+
+
+def make_report(step: int, **samples: int) -> StepReport:
+    """A step to which keys contributed so many samples."""
+    steps = tuple(PeerStep(key.encode(), step, 1.0, number, 1.0, 1) for key, number in samples.items())
+    return StepReport(step, 1.0, 2, sum(samples.values()), 1.0, 2, 2, 0.0, steps)
+
+
+def count(folder, *reports: StepReport, names: dict[bytes, str] | None = None) -> Contributors:
+    counted = Contributors(folder, "run")
+    counted.note_names(names or {})
+    for report in reports:
+        counted.add(report)
+    counted.save()
+    return counted
+
+
+def table(counted: Contributors) -> list[tuple[str, int, int]]:
+    return [(leader.name, leader.samples, leader.steps) for leader in counted.top(10)]
+
+
+def test_samples_add_up_by_key_and_two_of_one_name_stay_two(tmp_path):
+    names = {b"a": "alice", b"b": "bob", b"c": "alice"}
+    counted = count(tmp_path, make_report(1, a=10, b=5, c=1), make_report(2, a=10, b=30, idle=0), names=names)
+    assert table(counted) == [("bob", 35, 2), ("alice", 20, 2), ("alice", 1, 1)]
+    assert (counted.total_samples, len(counted)) == (56, 3)
+
+
+def test_restarted_monitor_goes_on_counting_and_counts_no_step_twice(tmp_path):
+    count(tmp_path, make_report(1, a=10), make_report(2, a=10), names={b"a": "alice"})
+    restarted = count(tmp_path, make_report(2, a=10), make_report(3, a=5, b=7))
+    assert table(restarted) == [("alice", 25, 3), ("anonymous", 7, 1)]
+    restarted.note_names({b"b": "bob", b"a": ""})
+    assert table(restarted) == [("alice", 25, 3), ("bob", 7, 1)]
+
+
+def test_name_may_come_before_the_first_sample_and_vanish(tmp_path):
+    counted = count(tmp_path, names={b"a": "alice"})
+    counted.note_names({})
+    counted.add(make_report(1, a=1))
+    assert table(counted) == [("alice", 1, 1)]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "run", "step": 1, "contributors": [{"hostile": 1}]}'])
+def test_file_that_cannot_be_read_is_kept_aside(tmp_path, content, caplog):
+    (tmp_path / "contributors.json").write_text(content)
+    assert table(count(tmp_path, make_report(1, a=10))) == [("anonymous", 10, 1)]
+    assert (tmp_path / "contributors.json.old").read_text() == content
+    assert len(caplog.records) == 1
+
+
+def test_another_run_in_the_same_folder_starts_at_nothing(tmp_path, caplog):
+    count(tmp_path, make_report(9, a=10))
+    other = Contributors(tmp_path, "another")
+    assert len(other) == 0 and other.step == -1 and "'run'" in caplog.text
+
+
+def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
+    monkeypatch.setattr(contributors, "MAX_CONTRIBUTORS", 10)
+    flood = {f"k{number}": 1 for number in range(50)}
+    counted = count(
+        tmp_path, make_report(1, honest=100), make_report(2, **flood), names={b"%d" % n: "x" for n in range(50)}
+    )
+    assert len(counted) == 10 and counted.top(1)[0].samples == 100
+    counted.note_names({})
+    assert len(counted._names) == 0
+
+
+def test_full_disk_is_one_warning_and_nothing_is_lost(tmp_path, monkeypatch, caplog):
+    counted = count(tmp_path, make_report(1, a=10))
+
+    def fail(_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(contributors, "new_file", fail)
+        for step in (2, 3):
+            counted.add(make_report(step, a=10))
+            counted.save()
+    assert len(caplog.records) == 1 and "disk is full" in caplog.text
+    counted.save()
+    assert table(Contributors(tmp_path, "run")) == [("anonymous", 30, 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("alice", "alice"),
+        ("  a\n\tb \r\n c ", "a b c"),
+        ("\x1b[31mred\x07", "[31mred"),
+        ("a\u202eb\u200b\u2066c", "abc"),
+        ("\u2028x\u0085y", "x y"),
+        ("e\u0301", "é"),
+        ("x" * 100, "x" * 64),
+        ("\u202e \n", ""),
+    ],
+)
+def test_names_are_made_harmless_for_the_log(name, clean):
+    assert clean_name(name) == clean
+
+
+def test_names_are_read_from_what_the_dht_returns():
+    good = SimpleNamespace(value={"username": "alice", "leaving": False})
+    raw = {b"[owner:ssh-rsa AAAA]": good, b"b": {"username": 7}, b"c": None, b"d": "x", "e": {"username": "eve"}}
+    assert parse_usernames(raw) == {b"ssh-rsa AAAA": "alice"}
+    assert parse_usernames(None) == {}
+
+
+def test_leaderboard_names_the_first_few_and_counts_the_rest(tmp_path):
+    counted = count(tmp_path, make_report(1, a=3000, b=20, c=1), names={b"a": "alice"})
+    line = format_leaderboard(counted, number=2)
+    assert "alice" in line and "3,000" in line and "anonymous" in line and "3 in all" in line and "\n" not in line
+
+
+class FakeReporter:
+    def __init__(self):
+        self.extras: list[dict] = []
+
+    def report(self, step_report, extra=None):
+        self.extras.append(extra)
+
+
+def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path, monkeypatch, caplog):
+    views: dict = {}
+    monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key: views.get(key, {}))
+    monkeypatch.setattr(utils, "store_record", lambda *_args, **_options: None)
+    args = TrainingMonitorArguments(output_dir=str(tmp_path), save_checkpoint_step_interval=2)
+    reporter, counted = FakeReporter(), Contributors(tmp_path, "run")
+    peer = SimpleNamespace(dht=None, public_key=b"monitor")
+    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, counted, None, None, args)
+    views["run_peers"] = {b"[owner:a]": SimpleNamespace(value={"username": "al\ni/<c>e", "leaving": False})}
+    for step in range(1, 5):
+        metric = {"step": step, "samples_per_second": 1.0, "samples_accumulated": 8, "loss": 2.0, "mini_steps": 1}
+        views["run_metrics"] = {b"[owner:a]": metric}
+        with caplog.at_level("INFO"):
+            monitor.refresh()
+    key = counted.top(1)[0].key[:8]
+    assert reporter.extras == [{f"contribution/al i__c_e {key}": 8}, {}, {f"contribution/al i__c_e {key}": 24}, {}]
+    assert caplog.text.count("Contributors, by samples: al i/<c>e") == 2
+    assert json.loads((tmp_path / "contributors.json").read_text())["contributors"][0]["samples"] == 32

@@ -1,0 +1,114 @@
+"""The evaluator: right numbers, and a peer that helps nobody and slows nobody down."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from arguments import DatasetArguments, EvaluatorArguments
+from lib.data.loading import load_validation_data
+from lib.monitoring.evaluation import Evaluator, Tallies, _add, _summarize
+from lib.training.model import OBJECTIVES, build_model, load_config, load_tokenizer
+from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
+from tests.training.test_model import make_batch
+
+
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_loss_is_that_of_the_model(family):
+    config = AutoConfig.for_model(**TINY_CONFIGS[family], vocab_size=1000)
+    model, objective = build_model(config, "run").eval(), OBJECTIVES[family]
+    batch = make_batch(length=16)
+    if objective != "mlm_sop":
+        del batch["sentence_order_label"]
+    with torch.inference_mode():
+        outputs = model(**batch)
+    tallies = Tallies()
+    _add(tallies, outputs, batch, objective)
+    evaluation = _summarize(tallies, objective, step=3, samples=8)
+    assert evaluation.loss == pytest.approx(outputs.loss.item(), rel=1e-5)
+    assert evaluation.perplexity == (pytest.approx(math.exp(outputs.loss.item())) if objective == "clm" else None)
+    assert (evaluation.mlm_accuracy is None) == (objective == "clm")
+    assert (evaluation.sop_accuracy is None) == (objective != "mlm_sop")
+
+
+def test_accuracy_counts_what_is_to_be_predicted():
+    logits = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])  # predicts 1, 0, 1
+    tallies = Tallies()
+    outputs = SimpleNamespace(prediction_logits=logits, sop_logits=torch.tensor([[0.0, 1.0]]))
+    batch = {"labels": torch.tensor([[1, -100, 0]]), "sentence_order_label": torch.tensor([1])}
+    _add(tallies, outputs, batch, "mlm_sop")
+    evaluation = _summarize(tallies, "mlm_sop", step=1, samples=1)
+    assert (evaluation.mlm_accuracy, evaluation.sop_accuracy) == (0.5, 1.0)
+
+
+@pytest.fixture
+def evaluate(data):
+    """A function that evaluates fresh models on the prepared data."""
+    dataset_args = DatasetArguments(
+        model_name_or_path=str(data / "config.json"),
+        tokenizer_path=str(data / "tokenizer"),
+        dataset_path=str(data / "dataset"),
+    )
+    tokenizer = load_tokenizer(dataset_args.tokenizer_path)
+    config = load_config(dataset_args, tokenizer)
+    dataset, collator = load_validation_data(dataset_args, 0.15, tokenizer, config)
+    model = build_model(config, "run")
+
+    def evaluate(should_stop=lambda: False, **options):
+        evaluator = Evaluator(dataset, collator, EvaluatorArguments(use_cpu=True, **options), should_stop)
+        return evaluator.evaluate(model, "mlm_sop", step=1), model
+
+    return evaluate
+
+
+def test_the_same_each_time_whatever_the_batch_size(evaluate):
+    (one, model), (again, _) = evaluate(), evaluate()
+    assert one == again
+    for batch_size in (1, 7, 64):
+        other, _ = evaluate(per_device_eval_batch_size=batch_size)
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert (other.mlm_accuracy, other.sop_accuracy) == (one.mlm_accuracy, one.sop_accuracy)
+    assert model.training and one.samples > 100
+    assert one.loss == pytest.approx(math.log(500) + math.log(2), rel=0.03)
+    assert one.sop_accuracy == pytest.approx(0.5, abs=0.2) and one.mlm_accuracy < 0.1
+    assert evaluate(max_eval_samples=10)[0].samples == 10
+    assert evaluate(should_stop=lambda: True)[0] is None
+
+
+def test_evaluator_tells_monitor_and_slows_nobody_down(scripts):
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
+    common = ("--initial_peers", monitor.address, *LONG_STEPS)
+    trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
+    evaluator = scripts.start(
+        "run_evaluator.py", "--initial_peers", monitor.address, "--tokenizer_path", scripts.data / "tokenizer",
+        "--dataset_path", scripts.data / "dataset", "--model_name_or_path", scripts.data / "config.json",
+        "--output_dir", scripts.folder / "evaluator", "--evaluation_steps", 1, "--refresh_period", 0.5,
+        "--max_eval_samples", 64, log="evaluator",
+    )  # fmt: skip
+    join_together(*trainers)
+    seen = scripts.folder / "monitor" / "evaluations.jsonl"
+    own = scripts.folder / "evaluator" / "evaluations.jsonl"
+    wait_until(lambda: len(read_jsonl(seen)) >= 3, 240, "three evaluations at the monitor")
+    for script in (evaluator, *trainers, monitor):
+        assert script.stop() == 0, script.output
+        script.assert_nothing_left()
+    assert "Traceback" not in evaluator.output + monitor.output
+
+    evaluations = read_jsonl(own)
+    steps = [evaluation["step"] for evaluation in evaluations]
+    assert steps == sorted(set(steps)) and len(steps) >= 2
+    assert evaluations[-1]["validation loss"] < evaluations[0]["validation loss"] < 8
+    assert {"step", "validation loss", "mlm accuracy", "sop accuracy", "time"} == evaluations[0].keys()
+    values = {evaluation["step"]: evaluation["validation loss"] for evaluation in evaluations}
+    assert all(values[record["step"]] == pytest.approx(record["validation loss"]) for record in read_jsonl(seen))
+    assert re.search(r"Step #\d+\tvalidation loss = [\d.]+\tmlm accuracy", monitor.output)
+
+    # an observer only: groups are of the two trainers, and nobody asks it for a state
+    peer_id = re.search(r"This evaluator is (\w+)", evaluator.output)[1]
+    for trainer in trainers:
+        assert "Averaged gradients with 2 peers" in trainer.output
+        assert "with 3 peers" not in trainer.output
+    assert all(peer_id not in script.output for script in (monitor, *trainers))

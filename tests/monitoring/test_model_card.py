@@ -1,0 +1,189 @@
+"""The model card: what the Hub reads of it, what people see of it, and that strangers' names stay text."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from transformers import AutoConfig, AutoTokenizer
+
+from arguments import TrainingMonitorArguments
+from lib.monitoring.aggregation import PeerStep, StepReport
+from lib.monitoring.contributors import Contributor, Contributors
+from lib.monitoring.hub_upload import make_facts
+from lib.monitoring.model_card import CardFacts, CurvePoint, escape_markdown, make_card, read_curve
+from lib.training.model import build_model
+from tests.support.peers import TINY_ALBERT
+
+FACTS = CardFacts("me/model", "my run", "albert", "AlbertForPreTraining", "mlm_sop", "apache-2.0", "en")
+SMALL = {
+    "albert": TINY_ALBERT,
+    "bert": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2},
+}
+HOSTILE_NAMES = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "[click](javascript:alert(1))",
+    "![](http://evil.example/x.png)",
+    "a | b | c",
+    "x |\n|---|\n# heading",
+    "`code` **bold** _it_ ~~no~~ $x$",
+    "&lt;b&gt; &amp;",
+    "\\| \\<b>",
+    "http://evil.example www.evil.example me@evil.example @someone #1",
+    "</td></tr></table><h1>x",
+    "---\nlicense: evil\n---",
+    "{{ token }} {% raw %}",
+    "Zoë Ångström 張三 😀",
+]
+
+
+def contributed(folder: Path, names: list[str]) -> Contributors:
+    contributors = Contributors(folder, "run")
+    contributors.note_names({b"%d" % number: name for number, name in enumerate(names)})
+    steps = tuple(PeerStep(b"%d" % number, 1, 1.0, 1000 - number, 1.0, 1) for number in range(len(names)))
+    contributors.add(StepReport(1, 1.0, 1, 1, 1.0, 1, 1, 0.0, steps))
+    return contributors
+
+
+class Page(HTMLParser):
+    """A rendered card: its tags, and the text of its table cells."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: set[str] = set()
+        self.cells: list[str] = []
+        self.links: list[str] = []
+        self._in_cell = False
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.links += [value for name, value in attrs if name in ("href", "src")]
+        if tag == "td":
+            self.cells.append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag):
+        self._in_cell = self._in_cell and tag != "td"
+
+    def handle_data(self, data):
+        if self._in_cell:
+            self.cells[-1] += data
+
+
+def render(card: ModelCard) -> Page:
+    return Page(MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(card.text))
+
+
+def test_card_is_read_back_as_the_hub_reads_it(tmp_path):
+    make_card(FACTS, 12_345, [], contributed(tmp_path, ["alice"]), []).save(tmp_path / "README.md")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "fill-mask",
+        "language": "en",
+        "license": "apache-2.0",
+        "tags": ["hivemind", "collaborative-training", "albert"],
+    }
+    assert "step 12,345" in card.text and "my run" in card.text
+    assert "--initial_peers" not in card.text, "nobody can join through an address that is good on one machine"
+
+
+def test_license_and_language_are_left_out_if_not_given(tmp_path):
+    facts = CardFacts("me/model", "run", "gpt2", "AutoModelForCausalLM", "clm")
+    metadata = make_card(facts, 1, [], Contributors(tmp_path, "run"), []).data.to_dict()
+    assert "license" not in metadata and "language" not in metadata and metadata["pipeline_tag"] == "text-generation"
+
+
+def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
+    contributors = contributed(tmp_path, HOSTILE_NAMES)
+    card = make_card(FACTS, 1, [CurvePoint(1, 1, 9.0)], contributors, ["/ip4/1.1.1.1/tcp/1/p2p/Qm"])
+    page = render(card)
+    rows = [page.cells[start : start + 5] for start in range(3, len(page.cells), 5)]
+    assert [row[1] for row in rows] == [leader.name for leader in contributors.top(100)]
+    assert page.tags == {"h1", "h2", "p", "b", "a", "table", "thead", "tbody", "tr", "th", "td", "pre", "code"}
+    assert page.links == ["https://github.com/learning-at-home/hivemind"]
+    assert card.data.license == "apache-2.0"
+    table = card.text.split("## Contributors")[1].split("## How")[0]
+    assert not any(text in table for text in ("://", "www.", "@", "<", "`", "$", "{{")), "nothing that links by itself"
+
+
+def test_run_id_is_quoted_for_markdown_and_for_the_shell(tmp_path):
+    facts = CardFacts("me/model", "my <i>run</i>; rm -rf", "albert", "AlbertForPreTraining", "mlm_sop")
+    card = make_card(facts, 1, [], Contributors(tmp_path, "run"), ["/ip4/1.1.1.1/tcp/1/p2p/Qm", "/p2p/Qn"])
+    assert "--run_id 'my <i>run</i>; rm -rf' --initial_peers /ip4/1.1.1.1/tcp/1/p2p/Qm /p2p/Qn\n" in card.text
+    assert "i" not in render(card).tags
+
+
+def test_table_is_cut_but_counts_all(tmp_path):
+    text = make_card(FACTS, 1, [], contributed(tmp_path, ["x"] * 150), []).text
+    assert text.count("| x |") == 100 and "150 contributors; the first 100 are" in text
+
+
+def test_escape_leaves_letters_of_any_language():
+    assert escape_markdown("Zoë 張三 9") == "Zoë 張三 9"
+    assert escape_markdown("a|b\n") == "a&#124;b&#10;"
+
+
+# The loss
+
+
+def write_metrics(path: Path, steps, loss=lambda step: 10.0 - step / 100) -> Path:
+    path.write_text("".join(json.dumps({"step": step, "loss": loss(step)}) + "\n" for step in steps))
+    return path
+
+
+def test_curve_has_means_of_steps_in_a_row(tmp_path):
+    path = write_metrics(tmp_path / "metrics.jsonl", range(1, 121))
+    curve = read_curve(path, last_step=100, rows=10)
+    assert [(point.first_step, point.last_step) for point in curve][:2] == [(1, 10), (11, 20)]
+    assert curve[-1].last_step == 100 and len(curve) == 10
+    assert curve[0].loss == pytest.approx(10.0 - 0.055)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 11, 12, 13, 100])
+def test_curve_covers_each_step_once(tmp_path, steps):
+    curve = read_curve(write_metrics(tmp_path / "metrics.jsonl", range(steps)), last_step=10**6)
+    assert len(curve) == min(steps, 12)
+    assert sum(point.last_step - point.first_step + 1 for point in curve) == steps
+
+
+def test_lines_that_cannot_be_read_are_skipped(tmp_path):
+    lines = ["{", "7", "null", '{"step": 1}', '{"step": 2, "loss": null}', '{"step": 3, "loss": 4.5}', '{"step": "4"}']
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
+    assert read_curve(tmp_path / "metrics.jsonl", 10) == [CurvePoint(3, 3, 4.5)]
+    assert read_curve(tmp_path / "none.jsonl", 10) == []
+
+
+@pytest.mark.parametrize("losses", [[9.0, 4.5], [0.0, 0.0], [-1.0, -2.0], [1e9, 1.0]])
+def test_bars_of_any_losses_can_be_drawn(tmp_path, losses):
+    curve = [CurvePoint(step, step, loss) for step, loss in enumerate(losses)]
+    page = render(make_card(FACTS, 1, curve, Contributors(tmp_path, "run"), []))
+    assert page.cells[1::3] == [f"{loss:.4f}" for loss in losses]
+    assert page.cells[2::3] == ["█" * (20 if loss == max(losses) > min(losses) else 1) for loss in losses]
+
+
+# Loading
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_snippet_loads_the_model(tmp_path, data, model_type):
+    config = AutoConfig.for_model(**{"model_type": model_type, **SMALL[model_type]}, vocab_size=500)
+    model = build_model(config, "run")
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(tmp_path)
+    facts = make_facts(TrainingMonitorArguments(repo_id="me/model"), "run", config)
+    card = make_card(facts, 1, [], Contributors(tmp_path, "run"), [])
+    namespace: dict = {}
+    exec(card.text.split("```python\n")[1].split("```")[0].replace("me/model", str(tmp_path)), namespace)
+    assert type(namespace["model"]) is type(model) and len(namespace["tokenizer"]) == 500
+    for name, tensor in namespace["model"].state_dict().items():
+        assert tensor.equal(model.state_dict()[name]), name
+
+
+def test_contributor_without_a_name_is_anonymous():
+    assert Contributor("0123456789abcdef").name == "anonymous"

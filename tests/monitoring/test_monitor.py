@@ -1,0 +1,48 @@
+"""What the monitor reads of the trainers' records, and what trainers tell it."""
+
+from types import SimpleNamespace
+
+import pytest
+from hivemind.utils import get_dht_time
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+import utils
+from arguments import TrainingMonitorArguments
+from lib.monitoring.aggregation import MAX_OVERSHOOT, MetricsAggregator
+from lib.monitoring.contributors import Contributors
+from lib.monitoring.monitor import TrainingMonitor
+from tests.training.test_checkpoints import make_callback
+
+
+@pytest.fixture
+def stored(monkeypatch) -> dict:
+    """Key -> subkey -> record: what is in the DHT."""
+    records = {}
+
+    def store(_dht, key, public_key, value, lifetime) -> None:
+        records.setdefault(key, {})[public_key] = ValueWithExpiration(value, get_dht_time() + lifetime)
+
+    monkeypatch.setattr(utils, "store_record", store)
+    monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key, timeout=10.0: records.get(key, {}))
+    return records
+
+
+def test_monitor_bounds_a_peer_by_the_target_batch_size_that_trainers_tell_of(tmp_path, stored):
+    """`introduce` of each trainer, and a record of a step in which one of three claims a billion samples."""
+    for name, samples in ((b"a", 50), (b"b", 50), (b"liar", 10**9)):
+        callback = make_callback(tmp_path / name.decode(), offered=None)
+        callback.peer = SimpleNamespace(dht=None, public_key=name)
+        callback.args.target_batch_size = 10**9 if name == b"liar" else 100
+        callback.introduce(leaving=False)
+        callback.publish(
+            utils.LocalMetrics(step=1, samples_per_second=1.0, samples_accumulated=samples, loss=2.0, mini_steps=1)
+        )
+        callback.close()
+    reports = []
+    monitor = TrainingMonitor(
+        SimpleNamespace(dht=None, public_key=b"monitor"), "run", MetricsAggregator(),
+        SimpleNamespace(report=lambda report, extra: reports.append(report)), Contributors(tmp_path, "run"),
+        keeper=None, uploader=None, args=TrainingMonitorArguments(output_dir=str(tmp_path)),
+    )  # fmt: skip
+    monitor.refresh()
+    assert [(report.step, report.samples) for report in reports] == [(1, 100 + MAX_OVERSHOOT * 100)]

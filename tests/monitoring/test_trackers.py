@@ -1,0 +1,430 @@
+"""Where steps go: metrics.jsonl loses none, and no dashboard can hold up or end the monitor."""
+
+import errno
+import json
+import logging
+import os
+import pty
+import re
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arguments import TrainingMonitorArguments
+from lib.monitoring import trackers as reporting
+from lib.monitoring.aggregation import StepReport
+from lib.monitoring.trackers import MetricsFile, Reporters, TrackioReporter, make_reporters, to_record
+
+REPOSITORY = Path(__file__).parents[2]
+# Reports steps FIRST to LAST to the dashboard in a process of its own, then says what it left behind.
+PROGRAM = """
+import json, logging, sys, threading, time
+import psutil
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
+from lib.monitoring import trackers as reporting
+from arguments import TrainingMonitorArguments
+from lib.monitoring.aggregation import StepReport
+dashboard, folder, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+if dashboard == "wandb":
+    import wandb  # takes seconds, which are not to count
+started = time.monotonic()
+reporting.CONNECT_TIMEOUT = reporting.FINISH_TIMEOUT = 2.0
+reporters = reporting.make_reporters(TrainingMonitorArguments(output_dir=folder, report_to=dashboard), "my run")
+print("DASHBOARD", type(reporters.dashboard).__name__)
+for step in range(first, last + 1):
+    loss = None if step == 1 else 10.0 - step
+    extra = {"validation loss": 9.5} if step == 2 else None
+    reporters.report(StepReport(step, loss, 2, 64, 3.5, 2, 4, 1e9 + step), extra)
+reporters.close()
+reporters.close()
+print("SECONDS", time.monotonic() - started)
+print("THREADS", [thread.name for thread in threading.enumerate()])
+print("CHILDREN", [child.name() for child in psutil.Process().children(recursive=True)])
+if dashboard == "trackio":
+    from trackio.sqlite_storage import SQLiteStorage
+    print("LOGS", json.dumps(SQLiteStorage.get_logs("my run", "monitor")))
+"""
+
+
+def make_report(step, loss=5.0, **changes):
+    values = {"alive_peers": 2, "samples": 64, "performance": 3.5, "contributors": 2, "mini_steps": 4, "time": 1e9}
+    return StepReport(step, loss, **(values | changes))
+
+
+def read_lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_in(folder):
+    return [line["step"] for line in read_lines(folder)]
+
+
+# What is written
+
+
+def test_record_has_the_names_of_hiveminds_example():
+    assert to_record(make_report(7)) == {
+        "step": 7,
+        "loss": 5.0,
+        "alive peers": 2,
+        "samples": 64,
+        "performance": 3.5,
+    }
+
+
+def test_extra_values_are_plain_and_replace_nothing():
+    extra = {"step": 99, "validation loss": 4.5, "nan": float("nan"), "text": "x", "odd": [1], "array": FloatLike()}
+    record = to_record(make_report(7), extra)
+    assert record["step"] == 7 and record["validation loss"] == 4.5 and record["nan"] is None
+    assert (record["text"], record["odd"], record["array"]) == ("x", "[1]", 2.5)
+
+
+class FloatLike:
+    """Like a tensor or a NumPy scalar."""
+
+    def __float__(self):
+        return 2.5
+
+
+def test_metrics_file(tmp_path):
+    file = MetricsFile(tmp_path / "new" / "folder")
+    assert file.last_step() == -1
+    file.report(make_report(3))
+    file.report(make_report(4, loss=None), {"validation loss": float("inf")})
+    file.close()
+    assert read_lines(tmp_path / "new" / "folder") == [
+        {"step": 3, "loss": 5.0, "alive peers": 2, "samples": 64, "performance": 3.5, "contributors": 2,
+         "mini_steps": 4, "time": 1e9},
+        {"step": 4, "loss": None, "alive peers": 2, "samples": 64, "performance": 3.5, "validation loss": None,
+         "contributors": 2, "mini_steps": 4, "time": 1e9},
+    ]  # fmt: skip
+    assert file.last_step() == MetricsFile(tmp_path / "new" / "folder").last_step() == 4
+
+
+def test_restarted_monitor_appends(tmp_path):
+    MetricsFile(tmp_path).report(make_report(1))
+    MetricsFile(tmp_path).report(make_report(2))
+    assert steps_in(tmp_path) == [1, 2]
+
+
+# After a crash
+
+
+@settings(max_examples=100, deadline=None)
+@given(cut=st.integers(0, 500))
+def test_file_that_was_cut_anywhere_is_repaired(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("cut")
+    file = MetricsFile(folder)
+    for step in range(3):
+        file.report(make_report(step))
+    content = file.path.read_bytes()[:cut]
+    file.path.write_bytes(content)
+    file = MetricsFile(folder)
+    assert file.last_step() == content.count(b"\n") - 1
+    for step in range(file.last_step() + 1, 5):
+        file.report(make_report(step))
+    assert steps_in(folder) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (b"", -1),
+        (b"\n\n", -1),
+        (b"no newline at all", -1),
+        (b'{"step": 5}\n{"step": 6', 5),
+        (b'{"step": 5}\n\0\0\0\0\n', 5),
+        (b'{"step": 5}\n\xff\xfe\n[]\n{"step": true}\n{"loss": 1}\n', 5),
+        (b'{"step": 5}\n' + b"x" * 200_000, 5),
+        (b'{"step": 5, "text": "' + b"x" * 200_000 + b'"}\n', 5),
+    ],
+)
+def test_last_step_of_damaged_files(tmp_path, content, expected):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    file = MetricsFile(tmp_path)
+    assert file.last_step() == expected
+    assert path.read_bytes() == b"" or path.read_bytes().endswith(b"\n")
+
+
+def test_last_step_does_not_read_the_whole_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(4 * 2**30)  # a hole: takes no room on the disk, but seconds to read
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"step": 8}\n')
+    before = psutil.Process().io_counters().read_chars
+    assert MetricsFile(tmp_path).last_step() == 8
+    assert psutil.Process().io_counters().read_chars - before < 10 * 2**20
+
+
+# A full disk
+
+
+class FullDisk:
+    """Stands for os.write: takes `room` bytes, then refuses."""
+
+    def __init__(self, room):
+        self.room, self.write = room, os.write
+
+    def __call__(self, descriptor, data):
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.write(descriptor, data[: self.room])
+        self.room -= written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 20, 150])
+def test_full_disk_loses_nothing(tmp_path, monkeypatch, caplog, room):
+    caplog.set_level(logging.INFO)
+    file = MetricsFile(tmp_path)
+    file.report(make_report(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(reporting.os, "write", FullDisk(room))
+        for step in range(2, 6):
+            file.report(make_report(step))
+    complete = steps_in(tmp_path)  # no torn line, whatever went through
+    assert complete == ([1, 2] if room == 150 else [1])  # a line has about 130 bytes
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "the disk is full" in warnings[0].getMessage()
+    file.report(make_report(6))
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert "can be written again" in caplog.text
+    file.close()
+
+
+def test_steps_that_wait_are_written_when_the_monitor_ends(tmp_path, monkeypatch):
+    file = MetricsFile(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(reporting.os, "fsync", lambda descriptor: FullDisk(0)(descriptor, b""))
+        file.report(make_report(1))
+    assert steps_in(tmp_path) == []
+    file.close()
+    assert steps_in(tmp_path) == [1]
+
+
+def test_real_limit_on_the_file_size(tmp_path):
+    """The kernel takes a part of the line and refuses the rest, as it does on a full disk."""
+    file = MetricsFile(tmp_path)
+    file.report(make_report(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.path.stat().st_size + 50, before[1]))
+    try:
+        file.report(make_report(2))
+        file.report(make_report(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert steps_in(tmp_path) == [1]
+    file.report(make_report(4))
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_folder_that_vanished_and_came_back(tmp_path):
+    folder = tmp_path / "folder"
+    file = MetricsFile(folder)
+    folder.rename(tmp_path / "away")
+    file.report(make_report(1))
+    (tmp_path / "away").rename(folder)
+    file.report(make_report(2))
+    assert steps_in(folder) == [1, 2]
+
+
+def test_waiting_steps_are_bounded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(reporting, "MAX_WAITING_LINES", 3)
+    file = MetricsFile(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(reporting.os, "write", FullDisk(0))
+        for step in range(5):
+            file.report(make_report(step))
+        file.close()
+    assert "3 steps could not be written" in caplog.text and "the oldest of them is lost" in caplog.text
+    file.close()
+    assert steps_in(tmp_path) == [2, 3, 4]
+
+
+# Dashboards in general
+
+
+class BrokenDashboard:
+    def report(self, step_report, extra=None):
+        raise ConnectionResetError("gone")
+
+    def close(self):
+        raise ConnectionResetError("gone")
+
+
+def test_dashboard_that_fails_is_one_warning(tmp_path, caplog):
+    reporters = Reporters(MetricsFile(tmp_path), MetricsFile(tmp_path, "evaluations.jsonl"), BrokenDashboard())
+    for step in range(3):
+        reporters.report(make_report(step))
+    reporters.close()
+    assert steps_in(tmp_path) == [0, 1, 2] and reporters.last_step() == 2
+    assert len(caplog.records) == 1 and "gone" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_dashboard_that_is_not_installed_is_one_warning(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    reporters = make_reporters(TrainingMonitorArguments(output_dir=str(tmp_path), report_to=name), "run")
+    reporters.report(make_report(1))
+    reporters.close()
+    assert steps_in(tmp_path) == [1]
+    assert len(caplog.records) == 1 and name in caplog.text
+
+
+def test_none_needs_no_dashboard(tmp_path):
+    reporters = make_reporters(TrainingMonitorArguments(output_dir=str(tmp_path)), "run")
+    assert reporters.dashboard is None
+    reporters.report(make_report(1), {"validation loss": 2.0})
+    reporters.close()
+    assert read_lines(tmp_path)[0]["validation loss"] == 2.0
+
+
+# The real ones, each in a process of its own
+
+
+def run_program(tmp_path, dashboard, first=0, last=4, **environment):
+    """Run PROGRAM without any account or network, on a terminal (where wandb would ask for a key).
+
+    :returns: what it printed
+    """
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "TRACKIO", "HF_"))}
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    clean |= {"HOME": str(home), "NETRC": str(home / "netrc"), "XDG_CONFIG_HOME": str(home), "TERM": "xterm",
+              "PYTHONPATH": str(REPOSITORY)} | environment  # fmt: skip
+    terminal, side = pty.openpty()
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-c", PROGRAM, dashboard, str(tmp_path / "out"), str(first), str(last)],
+            env=clean, stdin=side, stderr=side, stdout=subprocess.PIPE, text=True, timeout=120,
+        )  # fmt: skip
+        output = finished.stdout
+        if finished.returncode != 0:
+            os.set_blocking(terminal, False)
+            pytest.fail(f"{output}\n{os.read(terminal, 65536).decode()}")
+    finally:
+        os.close(terminal)
+        os.close(side)
+    return output
+
+
+def assert_nothing_left(output):
+    assert "THREADS ['MainThread']" in output and "CHILDREN []" in output and "WARNING" not in output
+
+
+def find_wandb_files(tmp_path):
+    return sorted((tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_wandb_without_login_records_offline(tmp_path):
+    output = run_program(tmp_path, "wandb")
+    assert "DASHBOARD WandbReporter" in output and "wandb login, then wandb sync" in output
+    assert "(no login found)" in output
+    assert_nothing_left(output)
+    (file,) = find_wandb_files(tmp_path)
+    content = file.read_bytes()
+    assert str(file.parent) in output
+    assert content.count(b"alive peers") >= 5 and content.count(b"validation loss") >= 1 and b"my run" in content
+    assert steps_in(tmp_path / "out") == [0, 1, 2, 3, 4]
+
+    run_program(tmp_path, "wandb", 5, 6)
+    first, second = find_wandb_files(tmp_path)  # the same run goes on
+    wandb_id = (tmp_path / "out" / "wandb_run_id").read_text().strip()
+    assert first.name == second.name == f"run-{wandb_id}.wandb"
+
+
+def test_wandb_that_cannot_be_reached_records_offline(tmp_path):
+    output = run_program(tmp_path, "wandb", WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
+    assert float(re.search(r"SECONDS ([\d.]+)", output)[1]) < 30
+    assert "wandb records offline (Failed to" in output and len(find_wandb_files(tmp_path)) == 1
+    assert_nothing_left(output)
+
+
+def test_wandb_with_a_malformed_key_records_offline(tmp_path):
+    output = run_program(tmp_path, "wandb", WANDB_API_KEY="short")
+    assert "wandb records offline (WANDB_API_KEY invalid" in output and len(find_wandb_files(tmp_path)) == 1
+    assert_nothing_left(output)
+
+
+def test_wandb_that_was_switched_off_stays_off(tmp_path):
+    output = run_program(tmp_path, "wandb", WANDB_MODE="disabled")
+    assert "DASHBOARD WandbReporter" in output and "offline" not in output
+    assert not find_wandb_files(tmp_path) and steps_in(tmp_path / "out") == [0, 1, 2, 3, 4]
+    assert_nothing_left(output)
+
+
+def test_trackio_keeps_a_local_dashboard(tmp_path):
+    run_program(tmp_path, "trackio", 0, 2)
+    output = run_program(tmp_path, "trackio", 3, 4)
+    folder = tmp_path / "out" / "trackio"
+    assert f"TRACKIO_DIR={folder} trackio show --project 'my run'" in output
+    assert_nothing_left(output)
+    assert list(folder.glob("*.db")) and not (tmp_path / "home" / ".cache" / "huggingface" / "trackio").exists()
+    logs = json.loads(output.split("LOGS ")[1].splitlines()[0])
+    assert [log["step"] for log in logs] == [0, 1, 2, 3, 4]
+    assert [log.get("loss") for log in logs] == [10.0, None, 8.0, 7.0, 6.0]
+    assert logs[2]["validation loss"] == 9.5 and logs[0]["alive peers"] == 2 and logs[0]["samples"] == 64
+
+
+class HangingTrackio:
+    """Stands for the package: `init` hangs until `answer` is set, as it does when the Hub does not answer."""
+
+    def __init__(self, folder):
+        self.TRACKIO_DIR = folder
+        self.context_vars = SimpleNamespace(current_project=SimpleNamespace(set=lambda project: None))
+        self.answer = threading.Event()
+        self.logged, self.finished = [], 0
+
+    def init(self, project, **options):
+        self.answer.wait(30)
+        return self
+
+    def log(self, values, step):
+        self.logged.append(step)
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def hanging_trackio(tmp_path, monkeypatch):
+    trackio = HangingTrackio(tmp_path)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setattr(reporting, "CONNECT_TIMEOUT", 0.5)
+    yield trackio
+    trackio.answer.set()
+
+
+def test_trackio_that_hangs_does_not_hold_up_the_monitor(tmp_path, hanging_trackio):
+    reporter = TrackioReporter(tmp_path, "run")
+    reporter.report(make_report(1))
+    assert hanging_trackio.logged == []
+    hanging_trackio.answer.set()
+    reporter._connection.join()
+    reporter.report(make_report(2))
+    assert hanging_trackio.logged == [1, 2]
+    reporter.close()
+    reporter.close()
+    assert hanging_trackio.finished == 1
+
+
+def test_trackio_that_never_starts_is_one_warning(tmp_path, hanging_trackio, caplog):
+    reporters = make_reporters(TrainingMonitorArguments(output_dir=str(tmp_path), report_to="trackio"), "run")
+    reporters.report(make_report(1))
+    reporters.close()
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "trackio did not start, 1 steps" in caplog.text
+    assert steps_in(tmp_path) == [1]

@@ -1,0 +1,333 @@
+"""A run with invitations: a peer that has one takes part, and no service answers any other."""
+
+import asyncio
+import copy
+import re
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+
+import run_training_monitor
+from arguments import parse_arguments
+from lib.common.errors import UserError
+from lib.peer.admission import Admission, NotAdmittedError, load_admission
+from lib.peer.invitations import (
+    SECONDS_A_DAY,
+    load_invitation,
+    make_invitation,
+    write_private_key,
+)
+from lib.peer.organiser import revoke_invitations
+from lib.peer.revocations import Revocations
+from tests.support.peers import (
+    LOCAL,
+    LONG_STEPS,
+    ROOT,
+    Script,
+    invite,
+    join_together,
+    local_optimizer,
+    local_peer,
+    wait_until,
+)
+from tests.support.visitor import call_services, visitor
+
+
+@pytest.fixture(scope="module")
+def authority() -> RSAPrivateKey:
+    return RSAPrivateKey()
+
+
+def test_invited_peers_share_records_and_nobody_else_does(tmp_path, authority):
+    organiser = invite(authority, tmp_path / "organiser.invitation")
+    guest = invite(authority, tmp_path / "guest.invitation")
+    stranger = invite(RSAPrivateKey(), tmp_path / "stranger.invitation")
+    with local_peer(tmp_path / "one", "run", invitation=organiser) as first:
+        address = str(first.dht.get_visible_maddrs()[0])
+        with local_peer(tmp_path / "two", "run", (address,), invitation=guest) as second:
+            assert second.dht.store("run_note", "hello", get_dht_time() + 60, subkey=b"second")
+            records = wait_until(lambda: first.dht.get("run_note", latest=True), 120, "the record").value
+            assert records[b"second"].value == "hello"
+        for number, invitation in enumerate((None, stranger)):
+            with (
+                pytest.raises(UserError, match="that you pass the --invitation of the run if it needs one"),
+                local_peer(tmp_path / f"other{number}", "run", (address,), invitation=invitation, bootstrap_timeout=6),
+            ):
+                pass
+
+
+async def visit(address: str, *args, **kwargs) -> dict[str, str]:
+    async with visitor(address, *args, **kwargs) as p2p:
+        return await call_services(p2p, address, "run")
+
+
+def list_answered(outcomes: dict[str, str]) -> list[str]:
+    return [service for service, outcome in outcomes.items() if outcome.startswith("answered")]
+
+
+def is_refusal(outcome: str) -> bool:
+    return "has not shown a valid invitation" in outcome or "is revoked" in outcome
+
+
+def assert_refused(*strangers: dict[str, str]) -> None:
+    """No service has answered a stranger, and each has said why to one of them at least.
+
+    The reason may be lost on the way: libp2p may close the stream before its caller has read the error.
+    """
+    for outcomes in strangers:
+        assert len(outcomes) == 9
+        assert list_answered(outcomes) == []
+        assert all(is_refusal(text) or text == "StopAsyncIteration()" for text in outcomes.values()), outcomes
+    for service in strangers[0]:
+        assert any(is_refusal(outcomes[service]) for outcomes in strangers), (service, strangers)
+
+
+def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authority):
+    organiser = invite(authority, tmp_path / "organiser.invitation")
+    guest, expired = make_invitation(authority, "guest", days=1), make_invitation(authority, "late", days=-1)
+    foreign = make_invitation(RSAPrivateKey(), "foreign", days=1)
+    options = {"run_id": "run", "target_batch_size": 8, "averaging_timeout": 8.0}
+    with (
+        local_peer(tmp_path / "peer", "run", invitation=organiser) as peer,
+        local_optimizer(torch.nn.Linear(2, 2), peer, 4, **options) as optimizer,
+    ):
+        optimizer.share_state()
+        address = str(peer.dht.get_visible_maddrs()[0])
+        assert_refused(
+            asyncio.run(visit(address)),
+            asyncio.run(visit(address, expired.private_key, expired.token)),
+            asyncio.run(visit(address, foreign.private_key, foreign.token)),
+            asyncio.run(visit(address, RSAPrivateKey(), guest.token)),  # seen on the wire
+            asyncio.run(visit(address, is_silent=True)),
+        )
+        outcomes = asyncio.run(visit(address, guest.private_key, guest.token))
+        assert len(list_answered(outcomes)) == 8, outcomes
+        assert outcomes["round_averager.rpc_download_state"] == "StopAsyncIteration()"  # it has nothing to share
+
+
+def test_invitation_that_expires_ends_the_membership(tmp_path, authority):
+    organiser = invite(authority, tmp_path / "organiser.invitation")
+    guest = make_invitation(authority, "guest", days=20 / SECONDS_A_DAY)
+
+    async def stay(address: str) -> dict[str, str]:
+        async with visitor(address, guest.private_key, guest.token) as p2p:
+            assert "rpc_ping" in list_answered(await call_services(p2p, address, "run", timeout=5))
+            assert get_dht_time() < guest.expiration_time
+            await asyncio.sleep(guest.expiration_time - get_dht_time() + 0.1)
+            return await call_services(p2p, address, "run")
+
+    with (
+        local_peer(tmp_path / "peer", "run", invitation=organiser) as peer,
+        local_optimizer(torch.nn.Linear(2, 2), peer, 4, run_id="run", target_batch_size=8),
+    ):
+        assert_refused(asyncio.run(stay(str(peer.dht.get_visible_maddrs()[0]))))
+
+
+def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkeypatch):
+    """Within a period of the exchange, those that are connected already included; it is known after a restart, too."""
+    monkeypatch.setattr(Admission, "REFRESH_PERIOD", 1.0)
+    write_private_key(authority, tmp_path / "authority.key")
+    organiser = invite(authority, tmp_path / "organiser.invitation")
+    member = invite(authority, tmp_path / "member.invitation")
+    guest, other = (make_invitation(authority, name, days=1) for name in ("guest", "other"))
+
+    async def stay(address: str) -> None:
+        async with (
+            visitor(address, guest.private_key, guest.token) as p2p,
+            visitor(address, other.private_key, other.token) as neighbour,
+        ):
+            assert "rpc_ping" in list_answered(await call_services(p2p, address, "run", timeout=5))
+            revoke_invitations(
+                {guest.peer_id.to_base58(): guest.expiration_time}, authority, tmp_path / "authority.key"
+            )
+            deadline = time.monotonic() + 60
+            outcomes = {}
+            while not outcomes or not all(map(is_refusal, outcomes.values())):
+                assert time.monotonic() < deadline, outcomes
+                outcomes = await call_services(p2p, address, "run", timeout=5)
+            assert_refused(outcomes)
+            assert "rpc_ping" in list_answered(await call_services(neighbour, address, "run", timeout=5))
+
+    with local_peer(
+        tmp_path / "first", "run", invitation=organiser, revocations=str(tmp_path / "authority.revoked")
+    ) as first:
+        address = str(first.dht.get_visible_maddrs()[0])
+        with (
+            local_peer(tmp_path / "second", "run", (address,), invitation=member) as second,
+            local_optimizer(torch.nn.Linear(2, 2), second, 4, run_id="run", target_batch_size=8),
+        ):
+            asyncio.run(stay(str(second.dht.get_visible_maddrs()[0])))
+    with local_peer(tmp_path / "second", "run", invitation=member) as second:
+        outcomes = asyncio.run(visit(str(second.dht.get_visible_maddrs()[0]), guest.private_key, guest.token))
+        assert "revoked" in outcomes["rpc_ping"]
+
+
+class Exchange:
+    """Stands in for P2P: takes a question to the other process's Admission, and counts it."""
+
+    def __init__(self, caller: PeerID, answer):
+        self.caller, self.answer, self.num_calls = caller, answer, 0
+        self._client = self
+
+    async def call_unary_handler(self, _peer: PeerID, _protocol: str, request: bytes) -> bytes:
+        self.num_calls += 1
+        await asyncio.sleep(0.01)
+        return await self.answer(request, self.caller)
+
+
+class NoHandlers:
+    _client = SimpleNamespace(add_unary_handler=lambda *_: asyncio.sleep(0))
+
+
+@pytest.fixture
+def two_admissions(tmp_path, authority) -> list[Admission]:
+    admissions = []
+    for name in ("alice", "bob"):
+        invite(authority, tmp_path / name)
+        (tmp_path / f"{name}-folder").mkdir()
+        admissions.append(load_admission(tmp_path / name, None, tmp_path / f"{name}-folder"))
+    return admissions
+
+
+def test_peer_is_asked_once_and_strangers_once_a_second(two_admissions):
+    alice, bob = two_admissions
+
+    async def run() -> None:
+        to_bob = Exchange(alice.invitation.peer_id, bob._answer)
+        await asyncio.gather(*(alice.check_caller(to_bob, bob.invitation.peer_id) for _ in range(10)))
+        await alice.check_callee(to_bob, bob.invitation.peer_id)
+        assert to_bob.num_calls == 1
+        stranger = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
+        for _ in range(10):
+            with pytest.raises(NotAdmittedError, match="another peer's"):
+                await alice.check_caller(to_bob, stranger)  # shows bob's token
+        assert to_bob.num_calls == 2
+
+    asyncio.run(run())
+
+
+def test_peer_without_an_answer_costs_bounded_time(two_admissions, monkeypatch):
+    monkeypatch.setattr(Admission, "TIMEOUT", 0.1)
+
+    async def run() -> None:
+        silent = Exchange(two_admissions[0].invitation.peer_id, lambda *_: asyncio.Future())
+        with pytest.raises(NotAdmittedError, match="TimeoutError"):
+            await asyncio.wait_for(two_admissions[0].check_caller(silent, two_admissions[1].invitation.peer_id), 5)
+
+    asyncio.run(run())
+
+
+def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
+    """Else two peers that ask each other equally often might never exchange it in the direction that matters."""
+    alice, bob = two_admissions
+    mallory = make_invitation(authority, "mallory", days=1).peer_id
+
+    async def run() -> None:
+        for admission in two_admissions:
+            await admission.serve(NoHandlers)
+        alice.revocations.adopt(Revocations().extend({str(mallory): get_dht_time() + 60}).sign(authority))
+        to_bob, to_alice = (
+            Exchange(caller.invitation.peer_id, callee._answer) for caller, callee in ((alice, bob), (bob, alice))
+        )
+        await alice.check_callee(to_bob, bob.invitation.peer_id)
+        assert mallory not in bob.revocations.newest
+        await bob.check_caller(to_alice, alice.invitation.peer_id)
+        await asyncio.gather(*bob._questions.values())
+        assert mallory in bob.revocations.newest
+        with pytest.raises(NotAdmittedError, match="is revoked"):
+            bob._admitted[mallory] = bob._admitted[alice.invitation.peer_id]
+            await bob.check_caller(to_alice, mallory)
+
+    asyncio.run(run())
+
+
+def take_steps(optimizer, num_steps: int) -> list[float]:
+    """Train until so many global steps are done; return the seconds that each took."""
+    seconds, started, epoch = [], time.monotonic(), 0
+    while epoch < num_steps:
+        for parameter in optimizer.state_averager.main_parameters:
+            parameter.grad = torch.full_like(parameter, 0.1)
+        optimizer.step()
+        if optimizer.local_epoch > epoch:
+            seconds.append(time.monotonic() - started)
+            started, epoch = time.monotonic(), optimizer.local_epoch
+        time.sleep(0.2)
+    return seconds
+
+
+def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
+    """A round that waited for a stranger, one of which never answers, would take `Admission.TIMEOUT` or longer."""
+    files = [invite(authority, tmp_path / f"{number}.invitation") for number in range(2)]
+    with ExitStack() as stack:
+        first = stack.enter_context(local_peer(tmp_path / "first", "run", invitation=files[0]))
+        address = str(first.dht.get_visible_maddrs()[0])
+        second = stack.enter_context(local_peer(tmp_path / "second", "run", (address,), invitation=files[1]))
+        options = {"run_id": "run", "target_batch_size": 64}
+        model = torch.nn.Linear(2, 2)
+        optimizers = [
+            stack.enter_context(local_optimizer(copy.deepcopy(model), peer, 4, **options)) for peer in (first, second)
+        ]
+        strangers = Script(
+            "tests/support/visitor.py", "run", address, log=tmp_path / "log", env={"PYTHONPATH": str(ROOT)}
+        )
+        stack.callback(strangers.kill_all)
+        strangers.wait_for("one lap of calls")
+        executor = stack.enter_context(ThreadPoolExecutor(2))
+        for taken in [executor.submit(take_steps, optimizer, 4) for optimizer in optimizers]:
+            assert max(taken.result()) < Admission.TIMEOUT
+        assert [optimizer.last_group_size for optimizer in optimizers] == [2, 2]
+        assert set(re.findall("one lap of calls, answered: (.*)", strangers.output)) == {"[]"}
+
+
+def test_scripts_average_while_strangers_call(scripts, authority):
+    """The monitor, its assistant, a trainer and one in client mode, while others call all services of two of them."""
+    names = ("monitor", "assistant", "public", "client")
+    files = {name: invite(authority, scripts.folder / f"{name}.invitation") for name in names}
+    together = ("--target_group_size", 3, "--matchmaking_time", 10, "--averaging_timeout", 60)
+    monitor = scripts.monitor(
+        "--invitation", files["monitor"], "--assist_in_averaging", "--assistant_maddrs", LOCAL,
+        "--assistant_invitation", files["assistant"], *LONG_STEPS[:2], *together, "--run_id", "run",
+    )  # fmt: skip
+    common = ("--initial_peers", monitor.address, "--run_id", "run", *LONG_STEPS, *together)
+    public = scripts.trainer("public", *common, "--invitation", files["public"])
+    client = scripts.trainer("client", *common, "--client_mode", "--invitation", files["client"])
+    strangers = [
+        scripts.start(
+            "tests/support/visitor.py", "run", script.address, log=f"at-{name}", env={"PYTHONPATH": str(ROOT)}
+        )
+        for name, script in (("monitor", monitor), ("trainer", public))
+    ]
+    join_together(public, client)
+    for trainer in (public, client):
+        trainer.wait_for("Averaged gradients with 3 peers", 120)
+    monitor.wait_for("Assisted 2 peers in averaging step", 120)
+    for stranger in strangers:
+        stranger.wait_for("one lap of calls")
+        assert set(re.findall("one lap of calls, answered: (.*)", stranger.output)) == {"[]"}
+    for script in (public, client, monitor):
+        assert script.stop() == 0, script.output
+        assert "Traceback" not in script.output, script.output
+
+
+def test_identity_is_that_of_the_invitation(tmp_path, authority):
+    path = invite(authority, tmp_path / "guest.invitation")
+    for folder in ("home", "moved"):
+        with local_peer(tmp_path / folder, "run", invitation=path) as peer:
+            expected = load_invitation(tmp_path / "guest.invitation").private_key.get_public_key().to_bytes()
+            assert expected in peer.public_key
+            assert stat.S_IMODE((tmp_path / folder / "invited.key").stat().st_mode) == 0o600
+
+
+def test_assistant_needs_an_invitation_of_its_own(tmp_path, authority):
+    flags = ["--invitation", invite(authority, tmp_path / "monitor.invitation"), "--assist_in_averaging"]
+    arguments = parse_arguments(run_training_monitor.ARGUMENTS, "a script", flags)
+    with pytest.raises(UserError, match="--assistant_invitation"):
+        run_training_monitor.monitor(*arguments, stop=None)

@@ -1,0 +1,139 @@
+"""The files of invitations and of the organiser: who signed them, for whom, until when, and what is revoked."""
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+
+import invite as invite_script
+from arguments import InvitationArguments, RevocationArguments
+from lib.common.errors import UserError
+from lib.peer.invitations import (
+    SECONDS_A_DAY,
+    InvitationError,
+    check_token,
+    load_invitation,
+    make_invitation,
+    write_private_key,
+)
+from lib.peer.revocations import Revocations, RevocationStore
+from tests.support.peers import ROOT, invite
+
+
+@pytest.fixture(scope="module")
+def authority() -> RSAPrivateKey:
+    return RSAPrivateKey()
+
+
+def test_revocation_list_is_the_organisers_and_never_an_older_one(tmp_path, authority):
+    public_key, one_day = authority.get_public_key(), get_dht_time() + SECONDS_A_DAY
+    alice, bob = (make_invitation(authority, name, days=1).peer_id for name in ("alice", "bob"))
+    first = Revocations().extend({alice.to_base58(): one_day})
+    second = first.extend({bob.to_base58(): one_day})
+    store = RevocationStore(public_key, tmp_path / "revocations")
+    store.writes = True
+    store.adopt(second.sign(authority))
+    store.adopt(first.sign(authority))
+    assert alice in store.newest and bob in store.newest
+    forged = second.extend({})
+    for content in (forged.sign(RSAPrivateKey()), first.sign(authority).replace(b"revoked", b"Revoked"), b"", b"\n{}"):
+        with pytest.raises(InvitationError):
+            store.adopt(content)
+    assert store.newest == second
+    restarted = RevocationStore(public_key, tmp_path / "revocations")
+    restarted.refresh()
+    assert restarted.newest == second
+    with pytest.raises(ValueError, match="too long"):
+        first.extend({f"{alice}{number}": one_day for number in range(15_000)}).sign(authority)
+    assert alice not in first.extend({alice.to_base58(): get_dht_time() - 1})  # it has expired by itself
+
+
+def test_token_of_another_authority_or_time_is_not_valid(authority):
+    public_key = authority.get_public_key()
+    own, bob = make_invitation(authority, "alice", days=1), make_invitation(authority, "bob", days=1)
+    assert check_token(own.token, public_key) == (own.peer_id, own.expiration_time)
+    assert check_token(bob.token, public_key) == (bob.peer_id, bob.expiration_time)
+    with pytest.raises(InvitationError, match="not from the organiser"):
+        check_token(make_invitation(RSAPrivateKey(), "bob", days=1).token, public_key)
+    with pytest.raises(InvitationError, match="expired"):
+        check_token(make_invitation(authority, "bob", days=-1).token, public_key)
+    for field, value in (("username", "mallory"), ("expiration_time", str(get_dht_time() + 1e9)),
+                         ("expiration_time", "never"), ("public_key", b"another"),
+                         ("public_key", own.token.public_key)):  # fmt: skip
+        token = make_invitation(authority, "bob", days=1).token
+        setattr(token, field, value)
+        with pytest.raises(InvitationError):
+            check_token(token, public_key)
+
+
+def test_peer_id_is_the_one_that_libp2p_derives(tmp_path, authority):
+    invitation = make_invitation(authority, "alice", days=1)
+    write_private_key(invitation.private_key, tmp_path / "identity.key")
+    assert invitation.peer_id == PeerID.from_identity((tmp_path / "identity.key").read_bytes())
+
+
+def test_files_that_are_no_invitation(tmp_path, authority):
+    path = tmp_path / "guest.invitation"
+    with pytest.raises(UserError, match="there is no file"):
+        load_invitation(path)
+    for content in ("", "{}", "[1]", '{"authority": 1}', "\x00"):
+        path.write_text(content)
+        with pytest.raises(UserError, match="is no invitation"):
+            load_invitation(path)
+    invite(authority, path)
+    other = json.loads((tmp_path / "guest.invitation").read_text())
+    invite(authority, path)
+    path.write_text(json.dumps({**other, "token": json.loads(path.read_text())["token"]}))
+    with pytest.raises(UserError, match="was changed"):
+        load_invitation(path)
+    invite(authority, path, days=-2)
+    with pytest.raises(UserError, match=r"ended 2\.0 days ago"):
+        load_invitation(path)
+
+
+def test_script(tmp_path):
+    def run(*args):
+        command = [sys.executable, str(ROOT / "invite.py"), *args]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    first = run("--username", "alice", "--output", "alice.invitation")
+    assert first.returncode == 0 and "Made authority.key" in first.stdout and "Invited alice" in first.stdout
+    second = run("--username", "bob", "--output", "bob.invitation", "--days", "7")
+    assert second.returncode == 0 and "Made" not in second.stdout
+    alice, bob = (load_invitation(tmp_path / f"{name}.invitation") for name in ("alice", "bob"))
+    assert check_token(bob.token, alice.authority) == (bob.peer_id, bob.expiration_time)
+    assert alice.authority.to_bytes() == bob.authority.to_bytes()
+    for name in ("authority.key", "alice.invitation"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    revoked = run("revoke", "--username", "alice")
+    assert revoked.returncode == 0 and "Revoked 1 invitations: authority.revoked" in revoked.stdout, revoked.stderr
+    revocations = Revocations.parse((tmp_path / "authority.revoked").read_bytes(), alice.authority)
+    assert alice.peer_id in revocations and bob.peer_id not in revocations
+    again = run("--username", "alice", "--output", "alice.invitation")
+    assert again.returncode == 1 and "is there already" in again.stderr and "Traceback" not in again.stderr
+
+
+def test_invitations_are_revoked_by_name_or_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("alice-1", "alice-2", "bob"):
+        invite_script.invite(InvitationArguments(username=name[:5], output=f"{name}.invitation"))
+    alice_1, alice_2, bob = (load_invitation(Path(f"{name}.invitation")) for name in ("alice-1", "alice-2", "bob"))
+    invite_script.revoke(RevocationArguments(invitation="alice-1.invitation"))
+    first = Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
+    assert set(first.expirations) == {str(alice_1.peer_id)}
+    invite_script.revoke(RevocationArguments(username="alice"))
+    second = Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
+    assert set(second.expirations) == {str(alice_1.peer_id), str(alice_2.peer_id)} and second.serial > first.serial
+    with pytest.raises(UserError, match="no valid invitation of 'mallory'"):
+        invite_script.revoke(RevocationArguments(username="mallory"))
+    invite(RSAPrivateKey(), tmp_path / "foreign.invitation")
+    with pytest.raises(UserError, match=r"not signed by 'authority\.key'"):
+        invite_script.revoke(RevocationArguments(invitation="foreign.invitation"))
+    with pytest.raises(UserError, match="there is no file"):
+        invite_script.revoke(RevocationArguments(username="alice", authority="none.key"))

@@ -1,0 +1,133 @@
+"""The real scripts on hosts of their own: public ones, and two that routers hide from these and from each other."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lib.training.checkpoints import list_checkpoints
+from tests.support.namespaces import HOME_ADDRESS, Home, Host, Internet, Public, make_internet, why_unavailable
+from tests.support.peers import Script, Scripts, steps_of, wait_until
+
+WHY_SKIPPED = why_unavailable()
+pytestmark = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
+
+# They wait for each other longer than usual, since three of them share a machine; a group that is complete starts at
+# once.
+COLLABORATION = (
+    "--run_id", "nat", *steps_of(seconds=10, num_trainers=3), "--matchmaking_time", 10,
+    "--averaging_timeout", 60, "--average_state_every", 100, "--target_group_size", 3,
+)  # fmt: skip
+
+
+@pytest.fixture
+def internet() -> Iterator[Internet]:
+    with make_internet() as internet:
+        yield internet
+
+
+class Peers:
+    """Scripts on several hosts."""
+
+    def __init__(self, folder: Path, data: Path):
+        self.folder, self.data = folder, data
+        self._scripts: list[Scripts] = []
+
+    def on(self, host: Host) -> Scripts:
+        scripts = Scripts(self.folder, self.data, enter=host.enter)
+        self._scripts.append(scripts)
+        return scripts
+
+    def close(self) -> None:
+        for scripts in self._scripts:
+            scripts.close()
+
+
+@pytest.fixture
+def peers(internet, tmp_path, data) -> Iterator[Peers]:
+    peers = Peers(tmp_path, data)
+    yield peers
+    peers.close()
+
+
+def start_monitor(peers: Peers, public: Public) -> Script:
+    maddr = f"/ip4/{public.address}/tcp/31337"
+    monitor = peers.on(public.host).monitor(
+        "--run_id", "nat", "--host_maddrs", maddr, "--save_checkpoint_step_interval", 1
+    )
+    assert monitor.address.startswith(maddr)
+    return monitor
+
+
+def start_trainer(peers: Peers, monitor: Script, machine: Public | Home, name: str, *flags: object) -> Script:
+    """It listens on all addresses of its host and any port, which is the default."""
+    return peers.on(machine.host).trainer(
+        name, "--initial_peers", monitor.address, "--host_maddrs", "/ip4/0.0.0.0/tcp/0", *COLLABORATION, *flags
+    )
+
+
+def count_complete_rounds(output: str, num_peers: int) -> int:
+    """Rounds in which the gradients of all peers came through: hivemind warns if some did not, and goes on."""
+    results = re.findall(r"(received [\d.]+% )|Averaged gradients with (\d+) peers", output)
+    return sum(
+        number == str(num_peers) and not has_failed_before
+        for (has_failed_before, _), (_, number) in itertools.pairwise([("", ""), *results])
+    )
+
+
+def wait_for_rounds(trainers: list[Script], number: int) -> None:
+    """Wait until each trainer has averaged with all of them, several times."""
+
+    def are_there() -> bool:
+        for trainer in trainers:
+            assert trainer.process.poll() is None, trainer.output
+        return all(count_complete_rounds(trainer.output, len(trainers)) >= number for trainer in trainers)
+
+    try:
+        wait_until(are_there, 400, f"{number} complete rounds of {len(trainers)} peers")
+    except AssertionError as error:
+        raise AssertionError("\n\n".join([str(error), *(trainer.output for trainer in trainers)])) from None
+
+
+def assert_watched(monitor: Script, num_trainers: int) -> None:
+    """The monitor sees all trainers, and gets the state from one of them."""
+    monitor.wait_for(rf"Step #\d+\tloss = \S+\talive peers = {num_trainers}\b", 120)
+    monitor.wait_for(r"Saved \S+checkpoint-\d+", 120)
+    assert list_checkpoints(monitor.log.parent / "monitor")
+
+
+def test_routers_let_connections_out_and_none_in(internet):
+    public, home, other_home = internet.add_public(), internet.add_home(), internet.add_home()
+    for machine in (public, home, other_home):
+        machine.host.listen(5000)
+    assert home.host.can_connect(public.address, 5000)
+    assert home.router.can_connect(HOME_ADDRESS, 5000), "the host itself would accept connections"
+    assert not public.host.can_connect(home.public_address, 5000)
+    assert not other_home.host.can_connect(home.public_address, 5000)
+
+
+def test_clients_behind_nat_average_with_a_public_trainer(internet, peers):
+    public = internet.add_public()
+    monitor = start_monitor(peers, public)
+    trainers = [
+        start_trainer(peers, monitor, public, "public"),
+        start_trainer(peers, monitor, internet.add_home(), "first", "--client_mode"),
+        start_trainer(peers, monitor, internet.add_home(), "second", "--client_mode"),
+    ]
+    wait_for_rounds(trainers, 3)
+    assert_watched(monitor, num_trainers=3)
+
+
+@pytest.mark.long
+def test_trainers_behind_nat_reach_each_other_through_the_monitor(internet, peers):
+    """A relay passes on more than 128 KiB only once another public host has told it that it is public, too."""
+    monitor = start_monitor(peers, internet.add_public())
+    trainers = [
+        start_trainer(peers, monitor, internet.add_public(), "public"),
+        start_trainer(peers, monitor, internet.add_home(), "first", "--use_auto_relay"),
+        start_trainer(peers, monitor, internet.add_home(), "second", "--use_auto_relay"),
+    ]
+    wait_for_rounds(trainers, 3)
+    assert_watched(monitor, num_trainers=3)

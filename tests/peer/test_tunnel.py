@@ -1,0 +1,365 @@
+"""Tunnels: a peer that is only known by the address of one is joined and averaged with, and who opens one is told what
+is wrong. ngrok's SDK is the real one; its servers are not."""
+
+import contextlib
+import logging
+import re
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import ngrok
+import pytest
+import torch
+
+from arguments import BaseTrainingArguments
+from lib.common.errors import UserError
+from lib.peer.tunnel import (
+    NGROK_INSTALL,
+    TunnelWatch,
+    find_local_endpoint,
+    find_local_maddrs,
+    find_ngrok_token,
+    open_tunnel,
+    probe,
+)
+from tests.support.peers import ROOT, Scripts, local_peer, wait_until
+from tests.support.swarm import Network, Swarm
+from tests.support.tunnels import FakeNgrok, Forwarder
+from utils import get_free_port, log_visible_maddrs, start_peer
+
+SDK = ngrok.SessionBuilder
+TOKEN = "2abcdefghijklmnopqrstuvwxyz_SECRET"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch) -> Path:
+    """No token of whoever runs the tests."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Let the SDK connect to these servers instead of ngrok's."""
+
+    def use(servers: FakeNgrok) -> None:
+        monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
+        monkeypatch.setattr(
+            ngrok,
+            "SessionBuilder",
+            lambda: SDK().server_addr(f"localhost:{servers.port}").ca_cert(bytearray(servers.certificate)),
+        )
+
+    return use
+
+
+@contextlib.contextmanager
+def tunnelled_peer(folder: Path, **options) -> Iterator:
+    args = BaseTrainingArguments(run_id="run", bootstrap_timeout=60, **options)
+    with open_tunnel(args):
+        peer = start_peer(args, folder / "identity.key", False, threading.Event())
+        try:
+            yield peer
+        finally:
+            peer.dht.shutdown()
+
+
+def average(stack: contextlib.ExitStack, folder: Path, first, endpoint_maddr: str) -> torch.nn.Module:
+    """A second peer that only knows the tunnel joins the first through it; they take a step together.
+
+    :returns: the model of the first
+    """
+    address = f"{endpoint_maddr}/p2p/{first.dht.peer_id}"
+    second = stack.enter_context(local_peer(folder / "second", "run", (address,)))
+    swarm = Swarm(stack, Network(stack, folder), folder)
+    one, other = (swarm.add(peer=peer) for peer in (first, second))
+    swarm.global_step(6, 6)
+    assert [len(trainer.entry["group"]) for trainer in (one, other)] == [2, 2]
+    assert (one.parameters - other.parameters).abs().max() < 1e-6
+    return one.model
+
+
+def size(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.peers
+def test_peers_average_through_a_tunnel_of_the_users(tmp_path):
+    port = get_free_port()
+    with contextlib.ExitStack() as stack:
+        forwarder = stack.enter_context(Forwarder(port))
+        first = stack.enter_context(
+            tunnelled_peer(
+                tmp_path / "first",
+                host_maddrs=[f"/ip4/127.0.0.1/tcp/{port}"],
+                announce_tunnel=f"tcp://localhost:{forwarder.port}",
+            )
+        )
+        tunnel, local = f"/dns4/localhost/tcp/{forwarder.port}", f"/ip4/127.0.0.1/tcp/{port}"
+        assert [str(maddr) for maddr in first.dht.get_visible_maddrs()] == [
+            f"{maddr}/p2p/{first.dht.peer_id}" for maddr in (tunnel, local)
+        ]
+        model = average(stack, tmp_path, first, tunnel)
+        assert forwarder.bytes_passed > 2 * size(model)  # half of the gradients each way, then parameters
+
+
+@pytest.mark.peers
+def test_peers_average_through_the_sdk_of_ngrok(tmp_path, use, caplog):
+    caplog.set_level(logging.DEBUG)
+    with FakeNgrok() as servers:
+        use(servers)
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(
+                tunnelled_peer(tmp_path / "first", host_maddrs=["/ip4/127.0.0.1/tcp/0"], tunnel="ngrok")
+            )
+            assert f"Ngrok tunnel created: tcp://localhost:{servers.public_port}" in caplog.messages
+            assert servers.tokens == [TOKEN] and TOKEN not in caplog.text
+            model = average(stack, tmp_path, first, f"/dns4/localhost/tcp/{servers.public_port}")
+            assert servers.bytes_passed > 2 * size(model)
+        assert servers.was_told_to_close
+        wait_until(lambda: not servers.is_open, 30, "the end of the session")
+
+
+@pytest.mark.peers
+def test_monitor_closes_its_tunnel_when_it_is_stopped_and_when_it_is_killed(tmp_path):
+    with FakeNgrok() as servers, contextlib.closing(Scripts(tmp_path, tmp_path)) as scripts:
+        (tmp_path / "certificate.pem").write_bytes(servers.certificate)
+        env = {
+            "FAKE_NGROK": str(servers.port),
+            "FAKE_NGROK_CERTIFICATE": str(tmp_path / "certificate.pem"),
+            "NGROK_AUTHTOKEN": TOKEN,
+        }
+
+        def start(name: str):
+            peer = scripts.start(
+                "tests/support/ngrok_peer.py", "--no_store_checkpoints", "--host_maddrs", "/ip4/127.0.0.1/tcp/0",
+                "--tunnel", "ngrok", "--output_dir", tmp_path / "monitor", "--debug", log=name, env=env,
+            )  # fmt: skip
+            peer.wait_for(f"Ngrok tunnel created: tcp://localhost:{servers.public_port or '[0-9]+'}")
+            peer.wait_for(r"over the Internet, use .*--initial_peers /dns4/localhost/tcp/\d+/p2p/\w+")
+            peer.wait_for(r"same network may also use --initial_peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+")
+            assert probe(f"localhost:{servers.public_port}") == ""
+            return peer
+
+        peer = start("stopped")
+        assert peer.stop() == 0
+        peer.assert_nothing_left()
+        assert servers.was_told_to_close and not servers.is_open
+        assert TOKEN not in peer.output and "Traceback" not in peer.output
+
+        peer = start("killed")
+        assert peer.stop(signal.SIGKILL) == -signal.SIGKILL
+        peer.assert_nothing_left()
+        wait_until(lambda: not servers.is_open, 30, "the end of the session")
+
+
+def test_tunnel_is_closed_when_the_peer_does_not_start(use):
+    with FakeNgrok() as servers:
+        use(servers)
+        with pytest.raises(RuntimeError, match="peer"), open_tunnel(BaseTrainingArguments(tunnel="ngrok")):
+            assert servers.is_open
+            raise RuntimeError("the peer does not start")
+        assert servers.was_told_to_close
+        wait_until(lambda: not servers.is_open, 30, "the end of the session")
+
+
+def refusal(servers: FakeNgrok, use) -> str:
+    use(servers)
+    with pytest.raises(UserError) as error_info, open_tunnel(BaseTrainingArguments(tunnel="ngrok")):
+        pass
+    message = str(error_info.value)
+    assert message.startswith("--tunnel ngrok") and "\n" not in message and TOKEN not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        ("ERR_NGROK_105", "NGROK_AUTHTOKEN"),
+        ("ERR_NGROK_107", "dashboard.ngrok.com/get-started/your-authtoken"),
+        ("ERR_NGROK_108", "dashboard.ngrok.com/agents"),
+        ("ERR_NGROK_121", "pip install --upgrade ngrok"),
+        ("ERR_NGROK_4018", "copy it again"),
+        ("ERR_NGROK_999", "docs/errors/err_ngrok_999"),
+    ],
+)
+def test_refused_login_is_explained(code, remedy, use):
+    text = f"The authtoken you specified is properly formed, but it is invalid.\nYour authtoken: {TOKEN}\r\n\r\n{code}"
+    with FakeNgrok(refuse_login=text) as servers:
+        message = refusal(servers, use)
+        assert code in message and remedy in message
+        wait_until(lambda: not servers.is_open, 30, "the end of the session")
+
+
+def test_account_without_tcp_is_told_so(use):
+    with FakeNgrok(refuse_endpoint="You must add a credit or debit card\r\n\r\nERR_NGROK_8013\r\n") as servers:
+        message = refusal(servers, use)
+        assert "ERR_NGROK_8013" in message and "id-verification" in message and "--announce_tunnel" in message
+        wait_until(lambda: not servers.is_open, 30, "the end of the session")
+
+
+def test_ngrok_that_cannot_be_reached_is_explained(use):
+    with FakeNgrok() as servers:
+        servers.break_down()
+        message = refusal(servers, use)
+    assert "cannot be reached" in message and "connect.ngrok-agent.com:443" in message
+
+
+def test_wait_for_ngrok_is_bounded(use, monkeypatch):
+    monkeypatch.setattr("lib.peer.tunnel.NGROK_TIMEOUT", 0.5)
+    with FakeNgrok(silent=True) as servers:
+        message = refusal(servers, use)
+        assert "no answer" in message and "--announce_tunnel" in message
+        wait_until(lambda: not servers.is_open, 30, "the end of the session")
+
+
+def test_sdk_that_is_not_installed_is_named_with_the_command(monkeypatch):
+    monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
+    assert NGROK_INSTALL.split()[-1] in (ROOT / "requirements-dev.txt").read_text().split()
+    for module in (None, types.ModuleType("ngrok")):  # the second: older than SessionBuilder
+        monkeypatch.setitem(sys.modules, "ngrok", module)
+        with (
+            pytest.raises(UserError, match=re.escape(NGROK_INSTALL)),
+            open_tunnel(BaseTrainingArguments(tunnel="ngrok")),
+        ):
+            pass
+
+
+def test_missing_token_is_explained():
+    with pytest.raises(UserError, match=r"NGROK_AUTHTOKEN.*add-authtoken"):
+        find_ngrok_token()
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        (".config/ngrok/ngrok.yml", "version: 3\nagent:\n  authtoken: TOKEN\n"),
+        (".config/ngrok/ngrok.yml", 'version: "2"\nauthtoken: TOKEN\n'),
+        (".ngrok2/ngrok.yml", "authtoken: TOKEN\n"),
+    ],
+)
+def test_token_is_found_where_ngrok_keeps_it(home, path, content, monkeypatch):
+    (home / path).parent.mkdir(parents=True)
+    (home / path).write_text(content)
+    assert find_ngrok_token() == ("TOKEN", f"'{home / path}'")
+    monkeypatch.setenv("NGROK_AUTHTOKEN", "another\n")
+    assert find_ngrok_token() == ("another", "NGROK_AUTHTOKEN")
+
+
+@pytest.mark.parametrize("content", ["authtoken: [TOKEN", "\x00", "\t- TOKEN: :"])
+def test_broken_configuration_of_ngrok_is_named_but_not_shown(home, content):
+    path = home / ".ngrok2" / "ngrok.yml"
+    path.parent.mkdir()
+    path.write_text(content)
+    with pytest.raises(UserError, match=str(path)) as error_info:
+        find_ngrok_token()
+    assert "TOKEN:" not in str(error_info.value) and "[TOKEN" not in str(error_info.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "agent: 3", "agent:\n  authtoken: 12\n", "authtoken: ' '"])
+def test_configuration_without_a_token_is_a_missing_token(home, content):
+    path = home / ".config" / "ngrok" / "ngrok.yml"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(UserError, match="NGROK_AUTHTOKEN"):
+        find_ngrok_token()
+
+
+@pytest.mark.peers
+def test_tunnel_that_breaks_is_reported_once_and_so_is_its_return(tmp_path, caplog):
+    with local_peer(tmp_path, "run") as peer:
+        port = int(peer.dht.get_visible_maddrs()[0]["tcp"])
+        with Forwarder(port) as forwarder:
+            watch = TunnelWatch(f"localhost:{forwarder.port}", f"127.0.0.1:{port}", "mend it", period=0.05)
+            caplog.set_level(logging.INFO, logger="lib.peer.tunnel")
+            watch.start()
+            wait_until(lambda: forwarder.bytes_passed, 120, "a probe")
+            forwarder.break_down()
+            wait_until(lambda: "mend it" in caplog.text, 120, "a warning")
+            forwarder.repair()
+            wait_until(lambda: "again" in caplog.text, 120, "the good news")
+            forwarder.target_port = get_free_port()  # nothing is there
+            wait_until(lambda: caplog.text.count("mend it") == 2, 120, "another warning")
+            watch.stop()
+            watch.join(10)
+    assert [record.levelno for record in caplog.records if record.name == "lib.peer.tunnel"] == [
+        logging.WARNING, logging.INFO, logging.WARNING,
+    ]  # fmt: skip
+
+
+def test_tunnel_of_a_peer_that_is_not_there_is_not_judged(caplog):
+    watch = TunnelWatch(f"127.0.0.1:{get_free_port()}", f"127.0.0.1:{get_free_port()}", "mend it", period=0.01)
+    threading.Timer(0.3, watch.stop).start()
+    watch.run()
+    assert "mend it" not in caplog.text
+
+
+def test_tunnel_leads_to_where_the_peer_listens():
+    assert find_local_endpoint(["/ip4/0.0.0.0/tcp/8080", "/ip4/10.0.0.1/tcp/80"], 80) == "10.0.0.1:80"
+    assert find_local_endpoint(["/ip4/0.0.0.0/tcp/80"], 80) == "127.0.0.1:80"
+    assert find_local_endpoint(["/ip6/::/tcp/80"], 80) == "[::1]:80"
+
+
+def test_local_addresses_are_those_of_the_interfaces(monkeypatch):
+    interfaces = {
+        "lo": [(2, "127.0.0.1"), (10, "::1")],
+        "eth0": [(2, "192.168.1.5"), (10, "fd00::5"), (10, "fe80::5%eth0"), (17, "02:42:ac:11:00:02")],
+    }
+    monkeypatch.setattr(
+        "psutil.net_if_addrs",
+        lambda: {
+            name: [types.SimpleNamespace(family=family, address=address) for family, address in addresses]
+            for name, addresses in interfaces.items()
+        },
+    )
+    assert find_local_maddrs(["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/7"]) == [
+        "/ip4/192.168.1.5/tcp/7",
+        "/ip6/fd00::5/tcp/7",
+    ]
+    assert find_local_maddrs(["/ip4/10.0.0.1/tcp/7"]) == ["/ip4/10.0.0.1/tcp/7"]
+    del interfaces["eth0"]
+    assert find_local_maddrs(["/ip4/0.0.0.0/tcp/7"]) == ["/ip4/127.0.0.1/tcp/7"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "maddr"),
+    [
+        ("bore.pub:7", "/dns4/bore.pub/tcp/7"),
+        ("203.0.113.9:7", "/ip4/203.0.113.9/tcp/7"),
+        ("[2001:db8::1]:7", "/ip6/2001:db8::1/tcp/7"),
+    ],
+)
+def test_tunnel_is_announced_first_and_with_what_the_user_announces(endpoint, maddr):
+    others = ["/ip4/192.168.1.5/tcp/80"]
+    args = BaseTrainingArguments(announce_tunnel=endpoint, host_maddrs=["/ip4/0.0.0.0/tcp/80"], announce_maddrs=others)
+    with open_tunnel(args):
+        assert args.announce_maddrs == [maddr, *others]
+
+
+def test_nothing_is_changed_without_a_tunnel():
+    args = BaseTrainingArguments()
+    with open_tunnel(args):
+        assert args == BaseTrainingArguments()
+
+
+def test_both_ways_to_join_are_printed(caplog):
+    from hivemind.utils.multiaddr import Multiaddr
+
+    caplog.set_level(logging.INFO)
+    maddrs = [
+        "/dns4/0.tcp.ngrok.io/tcp/12345/p2p/ID",
+        "/ip4/192.168.1.5/tcp/80/p2p/ID",
+        "/ip4/127.0.0.1/tcp/80/p2p/ID",
+    ]
+    maddrs = [maddr.replace("ID", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N") for maddr in maddrs]
+    log_visible_maddrs([Multiaddr(maddr) for maddr in maddrs], only_p2p=False)
+    lines = [line for line in caplog.messages if "--initial_peers" in line]
+    assert len(lines) == 2
+    assert maddrs[0] in lines[0] and "over the Internet" in lines[0]
+    assert maddrs[1] in lines[1] and maddrs[2] not in lines[1]

@@ -1,0 +1,359 @@
+"""Records and their validators, identities and addresses."""
+
+import asyncio
+import dataclasses
+import http.server
+import multiprocessing
+import os
+import threading
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import CompositeValidator, DHTRecord
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from hivemind.utils.multiaddr import Multiaddr
+
+from arguments import BaseTrainingArguments
+from lib.common.errors import UserError
+from tests.support.hostile_peer import RAW, nest
+from utils import (
+    HISTORY_LENGTH,
+    LimitValidator,
+    PeerInfo,
+    _find_tcp_endpoint,
+    _redial,
+    announce_public_ip,
+    choose_maddrs,
+    fix_tcp_port,
+    get_dictionary,
+    get_free_port,
+    load_identity,
+    look_up_public_ip,
+    make_validators,
+    store_record,
+)
+
+GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
+KEY = RSAPrivateKey()
+FULL_HISTORY = [[2**31 - 1, 123.456789, 10**9, 123.456789, 10**9]] * HISTORY_LENGTH
+
+
+def is_accepted(name: str, value, subkey: bytes | None = None, signer: RSAPrivateKey = KEY, lifetime: float = 60):
+    """Whether a node of ours would store a record that `signer` signed."""
+    validators, own_subkey = make_validators("run", signer)
+    record = DHTRecord(
+        key=DHTID.generate(f"run_{name}").to_bytes(),
+        subkey=MSGPackSerializer.dumps(own_subkey if subkey is None else subkey),
+        value=MSGPackSerializer.dumps(value),
+        expiration_time=get_dht_time() + lifetime,
+    )
+    composite = CompositeValidator(validators)
+    return composite.validate(dataclasses.replace(record, value=composite.sign_value(record)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metrics", GOOD),
+        ("metrics", {**GOOD, "mini_steps": 0, "loss": 0.0}),
+        ("history", [list(GOOD.values())]),
+        ("history", FULL_HISTORY),
+        ("monitor", {"stores_checkpoints": True, "checkpoint_step": -1}),
+        ("peers", {"username": "", "leaving": False}),
+        ("peers", {"username": "", "leaving": False, "target_batch_size": 4096}),
+        ("peers", PeerInfo(username="", leaving=True, target_batch_size=4096).dict()),
+        ("training_progress", {"protocol": 2, "epoch": 3}),
+        ("training_progress", None),
+        ("state_averager.all_averagers", 12.0),
+        ("state_averager.all_averagers", 12),
+        ("state_averager.all_averagers", None),
+        ("a key of hivemind's", {"epoch": 3, "peer_id": b"id", "time": 1.5, "client_mode": False}),
+    ],
+)
+def test_good_records_are_accepted(name, value):
+    assert is_accepted(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metrics", {**GOOD, "step": -1}),
+        ("metrics", {**GOOD, "step": 10**18}),
+        ("metrics", {**GOOD, "step": 3.0}),
+        ("metrics", {**GOOD, "step": True}),
+        ("metrics", {**GOOD, "loss": float("nan")}),
+        ("metrics", {**GOOD, "loss": float("inf")}),
+        ("metrics", {**GOOD, "loss": 12}),
+        ("metrics", {**GOOD, "samples_per_second": -1.0}),
+        ("metrics", {**GOOD, "samples_accumulated": 10**12}),
+        ("metrics", {**GOOD, "extra": 1}),
+        ("metrics", {"step": 3}),
+        ("metrics", [1, 2, 3]),
+        ("metrics", "text"),
+        ("metrics", None),
+        ("history", FULL_HISTORY + FULL_HISTORY[:1]),
+        ("history", [[1, 2, 3]]),
+        ("history", [["1", 2.0, 3, 4.0, 5]]),
+        ("monitor", {"stores_checkpoints": 1, "checkpoint_step": 3}),
+        ("peers", {"username": "x" * 65, "leaving": False}),
+        ("peers", {"username": b"x", "leaving": False}),
+        ("peers", {"username": "", "leaving": False, "target_batch_size": 0}),
+        ("peers", {"username": "", "leaving": False, "target_batch_size": 4096.0}),
+        ("peers", {"username": "", "leaving": False, "another": 1}),
+        ("training_progress", True),
+        ("training_progress", [1]),
+        ("state_averager.all_averagers", True),
+        ("state_averager.all_averagers", "12"),
+        ("state_averager.all_averagers", float("inf")),
+        ("state_averager.all_averagers", float("nan")),
+        ("state_averager.all_averagers", -1),
+        ("state_averager.all_averagers", [1]),
+    ],
+)
+def test_malformed_records_are_refused(name, value):
+    assert not is_accepted(name, value)
+
+
+def test_records_of_others_are_refused():
+    other = RSASignatureValidator(RSAPrivateKey()).local_public_key
+    assert not is_accepted("metrics", GOOD, subkey=other), "signed by us in the name of another"
+    assert not is_accepted("metrics", GOOD, subkey=b"plain"), "not signed"
+    assert not is_accepted("metrics", GOOD, subkey=b"[owner:ssh-rsa garbage]"), "no public key"
+
+
+def test_large_and_long_lived_records_are_refused_under_any_key():
+    assert is_accepted("anything", "x" * 1000)
+    assert not is_accepted("anything", "x" * 9000)
+    assert not is_accepted("metrics", GOOD, lifetime=10 * 86400)
+
+
+def test_more_subkeys_than_a_run_has_peers_are_refused(monkeypatch):
+    now = get_dht_time()
+    monkeypatch.setattr("utils.get_dht_time", lambda: now)
+    validator = LimitValidator(max_subkeys=3)
+
+    def store(subkey: bytes, lifetime: float = 60.0) -> bool:
+        return validator.validate(DHTRecord(b"key", subkey, b"value", now + lifetime))
+
+    assert all(store(subkey) for subkey in (b"1", b"2"))
+    assert store(b"short", lifetime=0.2)
+    assert not store(b"4"), "a fourth"
+    assert store(b"1"), "a known one"
+    assert validator.validate(DHTRecord(b"another key", b"4", b"value", now + 60))
+    now += 0.3
+    assert store(b"4"), "there is room once another has expired"
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics", "training_progress", "round_averager.0b", "state_averager.all_averagers", "anything"]
+)
+@pytest.mark.parametrize(
+    "value",
+    [*RAW, b"\xff" * 100, b"\xdd\xff\xff\xff\xff", b"\xc7\x03\x63abc", nest(9)],
+    ids=lambda value: value[:6].hex(),
+)
+def test_values_that_cannot_be_read_back_are_refused_under_any_key(name, value):
+    validators, own_subkey = make_validators("run", KEY)
+    composite = CompositeValidator(validators)
+    for subkey in (own_subkey, b"12D3KooW"):
+        record = DHTRecord(
+            DHTID.generate(f"run_{name}").to_bytes(), MSGPackSerializer.dumps(subkey), value, get_dht_time() + 60
+        )
+        assert not composite.validate(dataclasses.replace(record, value=composite.sign_value(record)))
+
+
+@pytest.mark.parametrize("subkey", [b"", b"\xc0", b"\xc1", b"\x90", b"\x01"], ids=lambda subkey: subkey.hex())
+def test_records_without_a_proper_subkey_are_refused_under_any_key(subkey):
+    """hivemind's nodes would refuse all records with a subkey under the same key."""
+    composite = CompositeValidator(make_validators("run", KEY)[0])
+    record = DHTRecord(DHTID.generate("anything").to_bytes(), subkey, MSGPackSerializer.dumps(1), get_dht_time() + 60)
+    assert not composite.validate(record)
+
+
+def test_record_that_many_nodes_answer_with_is_checked_once(monkeypatch):
+    """With 16 peers the checks took 60 % of the DHT's time."""
+    (validator,), own_subkey = make_validators("run", KEY)
+    checked = []
+    verify = RSAPublicKey.verify
+    monkeypatch.setattr(RSAPublicKey, "verify", lambda *args: checked.append(args) or verify(*args))
+    key, expiration = DHTID.generate("run_metrics").to_bytes(), get_dht_time() + 60
+    record = DHTRecord(key, MSGPackSerializer.dumps(own_subkey), MSGPackSerializer.dumps(GOOD), expiration)
+    signed = dataclasses.replace(record, value=validator.sign_value(record))
+    assert all(validator.validate(signed) for _ in range(16)) and len(checked) == 1
+    forged = [
+        dataclasses.replace(signed, expiration_time=expiration + 1),
+        dataclasses.replace(signed, value=signed.value.replace(b"step", b"stop")),
+        dataclasses.replace(signed, key=DHTID.generate("run_peers").to_bytes()),
+    ]
+    assert not any(validator.validate(other) for other in forged for _ in range(2)), "none is remembered as valid"
+    assert len(checked) == 7
+
+
+def test_record_that_never_expires_is_refused():
+    assert not is_accepted("anything", 1, lifetime=float("nan")) and not is_accepted(
+        "anything", 1, lifetime=float("inf")
+    )
+
+
+def test_extension_types_inside_of_each_other_are_refused_and_do_not_end_the_process():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        MSGPackSerializer.loads(nest(1000, extension=True))
+    assert MSGPackSerializer.loads(nest(8, extension=True)), "the count starts anew"
+    assert MSGPackSerializer.loads(MSGPackSerializer.dumps((1, (2, (3,))))) == (1, (2, (3,)))
+
+
+def test_identity_is_written_once_and_for_its_owner_alone(tmp_path):
+    path = tmp_path / "new" / "identity.key"
+    first = load_identity(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_identity(path).get_public_key().to_bytes() == first.get_public_key().to_bytes()
+    assert [entry.name for entry in path.parent.iterdir()] == ["identity.key"]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x08\x00\x12\x04abcd"])
+def test_file_that_is_no_identity_is_named(tmp_path, content):
+    path = tmp_path / "identity.key"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"identity_path.*identity\.key"):
+        load_identity(path)
+    assert path.read_bytes() == content
+
+
+def test_addresses_that_reach_farthest_are_handed_out():
+    loopback, lan = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "/ip4/192.168.1.5/tcp/1"
+    public, name = "/ip4/8.8.8.8/tcp/1", "/dns4/0.tcp.example.org/tcp/5"
+    assert choose_maddrs([Multiaddr(loopback)]) == [loopback]
+    assert choose_maddrs([Multiaddr(loopback), Multiaddr(lan)]) == [lan]
+    assert choose_maddrs([Multiaddr(a) for a in (loopback, lan, public, name, public)]) == [public, name]
+    assert choose_maddrs([Multiaddr(loopback)], only_p2p=True) == ["/p2p/" + loopback.split("/")[-1]]
+    assert choose_maddrs([]) == []
+
+
+def test_port_is_fixed_before_it_is_announced():
+    maddrs, port = fix_tcp_port(["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])
+    assert port > 0 and maddrs == [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
+    assert fix_tcp_port(["/ip4/0.0.0.0/tcp/31337"]) == (["/ip4/0.0.0.0/tcp/31337"], 31337)
+
+
+class AddressService(http.server.BaseHTTPRequestHandler):
+    answer = ""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(self.answer.encode())
+
+    def log_message(self, *_args):
+        pass
+
+
+@contextmanager
+def address_service(answer: str):
+    handler = type("Handler", (AddressService,), {"answer": answer})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_public_address_is_announced_with_the_real_port():
+    args = BaseTrainingArguments()
+    with address_service("203.0.113.7\n") as url:
+        announce_public_ip(args, url)
+    port = Multiaddr(args.host_maddrs[0])["tcp"]
+    assert port != "0" and args.announce_maddrs == [f"/ip4/203.0.113.7/tcp/{port}"]
+
+
+def test_useless_answer_about_the_address_is_refused():
+    with address_service("<html>busy</html>") as url, pytest.raises(UserError, match="announce_maddrs"):
+        look_up_public_ip(url)
+    with pytest.raises(UserError, match="use_google_dns"):
+        look_up_public_ip("http://127.0.0.1:9/", timeout=1)
+
+
+@pytest.mark.peers
+def test_full_records_survive_the_pipe_and_the_dht(tmp_path):
+    """The largest record of ours is stored and read hundreds of times; hivemind's control pipe breaks above 16 KiB."""
+    from tests.support.peers import local_peer
+
+    with local_peer(tmp_path, "run") as peer:
+        for _ in range(200):
+            store_record(peer.dht, "run_history", peer.public_key, FULL_HISTORY, 60)
+        found = get_dictionary(peer.dht, "run_history")
+        assert [record.value for record in found.values()] == [FULL_HISTORY]
+        assert get_dictionary(peer.dht, "run_metrics") == {}
+
+
+def call_and_die(dht, number: int) -> None:
+    for _ in range(number):
+        dht.get("key", return_future=True)
+    os._exit(0)
+
+
+@pytest.mark.peers
+def test_dht_goes_on_at_once_after_calls_of_processes_that_have_died(tmp_path):
+    """As averagers do when they are shut down, or killed."""
+    from tests.support.peers import local_peer
+
+    with local_peer(tmp_path, "run") as peer:
+        process = psutil.Process(peer.dht.pid)
+        process.suspend()  # so that it does not read the calls before their callers are gone
+        caller = multiprocessing.Process(target=call_and_die, args=(peer.dht, 3))
+        caller.start()
+        caller.join()
+        process.resume()
+        started = time.monotonic()
+        peer.dht.get("key", return_future=True).result(30)
+        assert time.monotonic() - started < 5, "hivemind takes three seconds for each"
+
+
+class FakeNode:
+    """What is dialed through libp2p's daemon; all of it answers."""
+
+    def __init__(self):
+        self.dialed: list[str] = []
+        self.p2p = self.protocol = self._client = self
+
+    async def connect(self, peer_id, maddrs) -> None:
+        self.dialed.extend(map(str, maddrs))
+
+    async def call_ping(self, peer_id) -> str:
+        return "pong"
+
+
+def test_initial_peer_that_is_away_is_not_dialed_through_libp2p():
+    """Which would refuse to dial it for long after it is back."""
+
+    async def redial_while(listens: bool) -> tuple[bool, list[str]]:
+        node, port = FakeNode(), get_free_port()
+        address = f"/ip4/127.0.0.1/tcp/{port}"
+        server = await asyncio.start_server(
+            lambda _reader, writer: writer.close(), "127.0.0.1", port if listens else 0
+        )
+        async with server:
+            all_answer = await _redial(
+                None, node, [f"{address}/p2p/QmcH4MyH7czQHqJJb4A9y68eHv3yTSUc5uRpf8JXU6H7wu"], 5
+            )
+        return all_answer, [maddr.replace(address, "it") for maddr in node.dialed]
+
+    assert asyncio.run(redial_while(listens=False)) == (False, [])
+    assert asyncio.run(redial_while(listens=True)) == (True, ["it"])
+
+
+@pytest.mark.parametrize(
+    ("maddr", "expected"),
+    [
+        ("/ip4/192.0.2.1/tcp/31337/p2p/Qm", ("192.0.2.1", 31337)),
+        ("/ip6/2001:db8::1/tcp/31337", ("2001:db8::1", 31337)),
+        ("/dns4/x.example.org/tcp/12345", ("x.example.org", 12345)),
+        ("/ip4/192.0.2.1/udp/31337/quic", None),
+        ("/p2p/Qm", None),
+    ],
+)
+def test_tcp_endpoint_of_an_address(maddr, expected):
+    assert _find_tcp_endpoint(maddr) == expected

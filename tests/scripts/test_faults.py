@@ -1,0 +1,207 @@
+"""Harm done for real to running peers: signals, killed processes, restarts."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForPreTraining
+
+from lib.training.checkpoints import list_checkpoints
+from lib.training.hf_trainer import find_checkpoint
+from tests.support.pausing import IN_THE_MIDDLE
+from tests.support.peers import LONG_STEPS, read_jsonl, steps_of, wait_until
+
+# There is an "in the middle" to be hit.
+SLOW = steps_of(seconds=8, num_trainers=1)
+
+
+def steps(script) -> list[int]:
+    return [int(step) for step in re.findall(r"\bStep #(\d+)", script.output)]
+
+
+def metrics(folder) -> list[dict]:
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    mask = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("", signal.SIGTERM),  # while Python imports
+        ("Joining the collaboration", signal.SIGINT),  # while it looks for the others
+        ("Local step 1:", signal.SIGTERM),  # while it accumulates
+    ],
+)
+def test_signal_at_any_moment_ends_a_trainer_cleanly(scripts, moment, number):
+    monitor = scripts.monitor("--no_store_checkpoints")
+    if not moment:
+        scripts.launcher = None  # it imports
+    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, *SLOW)
+    if moment:
+        trainer.wait_for(moment)
+    else:
+        wait_until(lambda: catches(trainer.process.pid, number), 120, "the handler of the signal")
+    assert trainer.stop(number, timeout=15) == 0, trainer.output
+    trainer.assert_nothing_left()
+    assert "Traceback" not in trainer.output
+
+
+def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
+    monitor = scripts.monitor()
+    trainers = [scripts.trainer(name, "--initial_peers", monitor.address, *LONG_STEPS) for name in ("one", "two")]
+    for trainer in trainers:
+        trainer.wait_for("Beginning optimizer step", 120)
+        trainer.family()
+        os.killpg(trainer.process.pid, signal.SIGINT)  # as a terminal does
+    for trainer in trainers:
+        assert trainer.wait(20) == 0, trainer.output
+        trainer.assert_nothing_left()
+    monitor.family()
+    os.killpg(monitor.process.pid, signal.SIGINT)
+    assert monitor.wait(20) == 0
+    monitor.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_in_the_middle_of_saving(scripts, number):
+    """Trainer and monitor, each while a checkpoint is half written: what is there then is complete."""
+    pausing = ("tests/support/pausing.py",)
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 1, wrappers=pausing)
+    # Ten seconds of the trainer, in which there is a state that the monitor saves
+    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, "--save_steps", 40, wrappers=pausing)
+    for script in (monitor, trainer):
+        script.wait_for(IN_THE_MIDDLE)
+        folder = scripts.folder / script.log.stem
+        assert list(folder.glob(".checkpoint-*.new")) and not list_checkpoints(folder)
+        assert script.stop(number, timeout=15) == 0, script.output
+        script.assert_nothing_left()
+        assert "Traceback" not in script.output
+        assert not list(folder.glob(".checkpoint-*.new"))
+        assert list_checkpoints(folder)
+        for path in list_checkpoints(folder):
+            assert AutoModelForPreTraining.from_pretrained(path).config.vocab_size == 500
+    assert find_checkpoint(str(scripts.folder / "trainer")) == str(list_checkpoints(scripts.folder / "trainer")[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts, number):
+    script = scripts.start(
+        "tokenize_wikitext103.py", "--sample", "--train_tokenizer", "--vocab_size", 500, "--max_seq_length", 32,
+        "--output_path", scripts.folder / "dataset", "--tokenizer_path", scripts.folder / "tokenizer",
+        "--cache_dir", scripts.folder / "cache", log="tokenize",
+    )  # fmt: skip
+    wait_until(lambda: list(scripts.folder.glob("cache/.work.*.new")), 120, "work in hand")
+    assert script.stop(number, timeout=15) in (128 + number, 130)
+    script.assert_nothing_left()
+    assert "Traceback" not in script.output
+    assert not (scripts.folder / "dataset").exists() and not (scripts.folder / "tokenizer").exists()
+    assert not list(scripts.folder.rglob(".*.new")), "temporary files are removed"
+
+
+def test_second_signal_ends_at_once(scripts):
+    trainer = scripts.trainer("trainer", *SLOW)
+    trainer.wait_for("Local step 1:")
+    trainer.family()
+    trainer.process.send_signal(signal.SIGSTOP)  # so that both are there when it wakes up
+    trainer.process.send_signal(signal.SIGINT)
+    trainer.process.send_signal(signal.SIGTERM)
+    trainer.process.send_signal(signal.SIGCONT)
+    assert trainer.wait(3) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    trainer.assert_nothing_left()
+
+
+def test_children_end_when_their_parent_is_killed(scripts):
+    monitor = scripts.monitor()
+    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, "--dataloader_num_workers", 1)
+    trainer.wait_for(r"Step #1\b")
+    for script in (trainer, monitor):
+        assert len(script.family()) >= 4
+        script.process.send_signal(signal.SIGKILL)
+        script.wait()
+        script.assert_nothing_left(timeout=15)
+
+
+@pytest.mark.parametrize("victim", ["DHT", "state averager", "round averager", "p2p daemon"])
+def test_death_of_a_child_is_noticed(scripts, victim):
+    trainer = scripts.trainer("trainer", *SLOW)
+    trainer.wait_for("Local step 1:")
+    main = psutil.Process(trainer.process.pid)
+    daemon = next(process for process in main.children(recursive=True) if process.name().startswith("p2pd"))
+    children = [process for process in main.children() if "python" in process.name()]
+    children.sort(key=lambda process: (process.create_time(), process.pid))  # pids may begin anew
+    processes = dict(zip(("DHT", "state averager", "round averager"), children, strict=True))
+    {**processes, "p2p daemon": daemon}[victim].kill()
+    assert trainer.wait(15) == 1, trainer.output
+    assert re.search(rf"The {victim} process has died", trainer.output)
+    trainer.assert_nothing_left()
+
+
+def test_killed_trainer_comes_back_as_the_same_peer(scripts):
+    monitor = scripts.monitor()
+    common = ("--initial_peers", monitor.address, *LONG_STEPS)
+    stays = scripts.trainer("stays", *common)
+    restarts = scripts.trainer("restarts", *common)
+    restarts.wait_for("Averaged gradients with 2 peers", 120)
+    restarts.process.send_signal(signal.SIGKILL)
+    restarts.wait()
+    restarts.assert_nothing_left()
+    before = max(steps(stays))
+    again = scripts.trainer("restarts", *common)
+    again.wait_for(r"Joined the collaboration at step #\d+", 120)
+    joined_at = int(re.search(r"Joined the collaboration at step #(\d+)", again.output)[1])
+    assert joined_at >= before
+    again.wait_for(r"Averaged gradients with 2 peers[^#]*\n.*\bStep #", 120)
+    newest = max(steps(again))
+    wait_until(lambda: metrics(scripts.folder / "monitor")[-1]["step"] >= newest, 120, "the monitor's report")
+    records = metrics(scripts.folder / "monitor")
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, none repeated"
+    assert max(record["alive peers"] for record in records) == 2, "the restarted peer counts once"
+
+
+def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
+    address = monitor.address
+    common = ("--initial_peers", address, *steps_of(seconds=4, num_trainers=1))
+    trainer = scripts.trainer("trainer", *common)
+    trainer.wait_for(r"Step #2\b", 120)
+    monitor.process.send_signal(signal.SIGKILL)
+    monitor.wait()
+    monitor.assert_nothing_left()
+    missed = max(steps(trainer)) + 2
+    trainer.wait_for(rf"Step #{missed}\b", 120)
+
+    again = scripts.monitor("--host_maddrs", address.split("/p2p/")[0], "--save_checkpoint_step_interval", 2)
+    assert again.address == address
+    again.wait_for(rf"Step #{missed + 1}\b", 120)
+    newcomer = scripts.trainer("newcomer", *common)
+    newcomer.wait_for(r"Joined the collaboration at step #\d+", 120)
+    assert int(re.search(r"Joined the collaboration at step #(\d+)", newcomer.output)[1]) >= missed
+    recorded = [record["step"] for record in metrics(scripts.folder / "monitor")]
+    assert recorded == list(range(1, len(recorded) + 1)), "none lost, none repeated"
+    assert "Traceback" not in trainer.output and trainer.process.poll() is None
+
+
+def test_monitor_hands_its_checkpoint_to_the_first_trainer_of_a_run_that_has_lost_all(scripts):
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 1)
+    address = monitor.address
+    first = scripts.trainer("first", "--initial_peers", address, "--max_global_steps", 3)
+    assert first.wait(240) == 0, first.output
+    assert monitor.stop() == 0
+    assert list_checkpoints(scripts.folder / "monitor")[0].name == "checkpoint-3"
+
+    monitor = scripts.monitor("--host_maddrs", address.split("/p2p/")[0])
+    monitor.wait_for("Offering the checkpoint of step #3")
+    second = scripts.trainer("second", "--initial_peers", monitor.address, "--max_global_steps", 5)
+    assert second.wait(240) == 0, second.output
+    assert "Joined the collaboration at step #3" in second.output
+    assert steps(second) == [4, 5]
+    monitor.wait_for(r"Saved \S+checkpoint-5", 120)
+    assert [record["step"] for record in metrics(scripts.folder / "monitor")] == [1, 2, 3, 4, 5]

@@ -1,0 +1,96 @@
+"""Peers that send NaN, and peers that write what they like to the DHT."""
+
+import re
+
+import pytest
+import torch
+from hivemind.dht import DHT
+from hivemind.utils import get_dht_time
+from safetensors.torch import load_file
+
+from lib.training.checkpoints import list_checkpoints
+from tests.support.hostile_peer import KEYS_OF_AVERAGERS, RAW, RawValues
+from tests.support.peers import LOCAL, LONG_STEPS, join_together, local_peer, read_jsonl, steps_of, wait_until
+
+
+def metrics(folder) -> list[dict]:
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def test_peer_that_sends_nan_hurts_nobody_else(scripts):
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
+    steps = steps_of(seconds=10, num_trainers=3)
+    common = ("--initial_peers", monitor.address, *steps, "--target_group_size", 3)
+    honest = [scripts.trainer(name, *common, "--max_global_steps", 5) for name in ("one", "two")]
+    poisoner = scripts.trainer("poisoner", *common, name_of_script="tests/support/nan_peer.py")
+    join_together(*honest, poisoner)
+    for trainer in honest:
+        assert trainer.wait(300) == 0, trainer.output
+        weights = load_file(list_checkpoints(trainer.log.with_suffix(""))[0] / "model.safetensors")
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+        assert re.search(r"Averaged gradients with [23] peers", trainer.output)
+    noticed = [
+        trainer.output.partition("sent values that are not finite: not averaging with it")[2] for trainer in honest
+    ]
+    assert any(noticed)
+    # The round in which it was noticed may end later: the others are of the two honest ones.
+    assert any("2" in re.findall(r"Averaged gradients with (\d+) peers", rest)[1:] for rest in noticed)
+    wait_until(lambda: metrics(scripts.folder / "monitor")[-1]["step"] >= 5, 120, "the monitor's report of step 5")
+    losses = {record["step"]: record["loss"] for record in metrics(scripts.folder / "monitor")}
+    assert losses[5] < losses[1] - 0.05
+
+
+def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
+    """The hostile peer is there before any trainer is, when nobody can contradict it."""
+    monitor = scripts.monitor("--run_id", "target", "--save_checkpoint_step_interval", 2)
+    hostile = scripts.start("tests/support/hostile_peer.py", "target", monitor.address, 1500, log="hostile")
+    hostile.wait_for("hostile peer is up")
+    common = (
+        "--run_id", "target", "--initial_peers", monitor.address, *LONG_STEPS, "--max_global_steps", 6,
+        "--load_state_timeout", 20,
+    )  # fmt: skip
+    trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
+    join_together(*trainers)
+    for trainer in trainers:
+        assert trainer.wait(300) == 0, trainer.output
+        assert "Averaged gradients with 2 peers" in trainer.output
+        assert "Traceback" not in trainer.output
+    monitor.wait_for(r"Step #6\t", 120)
+    hostile.wait_for("one lap of hostile records", 120)
+    assert monitor.process.poll() is None and "Traceback" not in monitor.output
+    records = metrics(scripts.folder / "monitor")
+    records = [record for record in records if record["step"] < 1000]  # it may have believed the other for a while
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert all(5 < record["loss"] < 8 for record in records)
+    assert list_checkpoints(scripts.folder / "monitor")[0].name == "checkpoint-6"
+    assert 1 <= monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
+
+
+@pytest.mark.parametrize("attack", ["values that cannot be read", "a record without a subkey"])
+def test_hostile_records_under_the_averagers_keys_do_not_stop_their_readers(tmp_path, attack):
+    """A record without a subkey would keep others from storing theirs under one."""
+    keys = [f"run_{name}" for name in (*KEYS_OF_AVERAGERS, "key_without_a_schema")]
+    with local_peer(tmp_path / "one", "run") as first:
+        address = str(first.dht.get_visible_maddrs()[0])
+        hostile = DHT([address], start=True, host_maddrs=[LOCAL], record_validators=[RawValues()])
+        try:
+            with local_peer(tmp_path / "two", "run", (address,)) as second:
+                expiration, subkey = get_dht_time() + 300, hostile.peer_id.to_bytes()
+                for key in keys:
+                    if attack == "a record without a subkey":
+                        hostile.store(key, True, expiration)
+                        continue
+                    for raw in RAW:
+                        hostile.store(key, {"raw": raw}, expiration, subkey=subkey)
+                        expiration += 1  # each replaces the one before
+                values = {key: 3.0 if "all_averagers" in key else True for key in keys}
+                own = second.dht.peer_id.to_bytes()
+                for key, value in values.items():
+                    second.dht.store(key, value, get_dht_time() + 120, own, return_future=True).result(20)
+                for peer in (first, second):
+                    for key, value in values.items():
+                        found = peer.dht.get(key, latest=True, return_future=True).result(20).value
+                        assert {name: record.value for name, record in found.items()} == {own: value}, key
+                    assert peer.dht.is_alive()
+        finally:
+            hostile.shutdown()

@@ -1,0 +1,105 @@
+"""A run that has lost all its trainers resumes from the monitor's newest checkpoint."""
+
+import re
+import signal
+import threading
+
+import pytest
+import torch
+
+from arguments import HyperparameterArguments
+from lib.averaging.state import TrainingStateAverager
+from lib.training.checkpoints import TrainingState, list_checkpoints
+from lib.training.optimizer import build_state_averager
+from tests.support.peers import local_peer, read_jsonl, wait_until
+
+
+@pytest.mark.parametrize(
+    "reboot",
+    [pytest.param(False, id="monitor stays"), pytest.param(True, id="monitor is killed, too", marks=pytest.mark.long)],
+)
+def test_run_goes_on_after_all_its_trainers_were_killed(scripts, reboot):
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 2, "--metadata_expiration", 10)
+    address, folder = monitor.address, scripts.folder / "monitor"
+    common = ("--initial_peers", address, "--target_batch_size", 512, "--metadata_expiration", 10,
+              "--statistics_expiration", 20)  # fmt: skip
+    trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
+    monitor.wait_for(r"Saved \S+checkpoint-", 120)
+    wait_until(lambda: read_steps(folder)[-1] > newest_checkpoint(folder), 120, "a step after the checkpoint")
+    for script in (*trainers, monitor) if reboot else trainers:
+        script.family()
+        script.process.send_signal(signal.SIGKILL)
+        script.wait()
+        script.assert_nothing_left()
+    saved, reported = newest_checkpoint(folder), read_steps(folder)[-1]
+    if reboot:
+        monitor = scripts.monitor(
+            "--save_checkpoint_step_interval", 2, "--metadata_expiration", 10, "--host_maddrs",
+            address.split("/p2p/")[0],
+        )  # fmt: skip
+        monitor.wait_for(f"Offering the checkpoint of step #{saved}")
+
+    newcomer = scripts.trainer("newcomer", *common)
+    joined = int(newcomer.wait_for(r"Joined the collaboration at step #(\d+)", 120)[1])
+    # It loads the checkpoint. One step more if the dead are still said to be there: that one is left to them.
+    assert saved <= joined <= saved + 1
+    assert f"Loaded the state of step #{saved} from" in newcomer.output
+    wait_until(lambda: read_steps(folder)[-1] > max(saved, reported) + 1, 120, "reports of new steps")
+    wait_until(lambda: newest_checkpoint(folder) > saved, 120, "a checkpoint of the revived run")
+    steps = read_steps(folder)
+    assert steps == list(range(1, len(steps) + 1)), "none lost, none repeated"
+    assert "Traceback" not in monitor.output + newcomer.output
+
+
+def read_steps(folder) -> list[int]:
+    return [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] or [0]
+
+
+def newest_checkpoint(folder) -> int:
+    return int(re.search(r"\d+$", list_checkpoints(folder)[0].name)[0])
+
+
+def make_averager(peer) -> TrainingStateAverager:
+    return build_state_averager(torch.nn.Linear(300, 300), peer, "run", HyperparameterArguments(), 20.0)
+
+
+def make_state(averager: TrainingStateAverager, step: int) -> TrainingState:
+    """A state that fits, with parameters that are all equal to the step."""
+    metadata, tensors = averager.snapshot()
+    own = averager._parameters_and_extras()
+    tensors[: len(own)] = [torch.full_like(tensor, step) for tensor in own]
+    return TrainingState("run", {**metadata, "epoch": step}, tensors)
+
+
+def test_checkpoint_is_handed_out_whole_while_another_state_is_loaded(tmp_path):
+    with local_peer(tmp_path / "monitor", "run") as monitor:
+        address = str(monitor.dht.get_visible_maddrs()[0])
+        donor = make_averager(monitor)
+        assert donor.download_state() is None
+        state = make_state(donor, 3)
+        donor.restore(state.metadata, state.tensors)
+        donor.offer(priority=2.5)
+        with local_peer(tmp_path / "newcomer", "run", (address,)) as peer:
+            newcomer = make_averager(peer)
+            has_ended = threading.Event()
+
+            def load_states() -> None:
+                step = 4
+                while not has_ended.is_set():
+                    state = make_state(donor, step)
+                    donor.restore(state.metadata, state.tensors)
+                    step += 1
+
+            loader = threading.Thread(target=load_states)
+            loader.start()
+            try:
+                wait_until(lambda: newcomer.load_state_from_peers(), 60, "the donor's offer")
+            finally:
+                has_ended.set()
+                loader.join()
+            step = newcomer.local_epoch
+            assert step >= 3
+            assert all((parameter == step).all() for parameter in newcomer._parameters_and_extras())
+            assert donor.download_state() is None, "a monitor does not ask itself"
+            newcomer.shutdown()
+        donor.shutdown()

@@ -1,0 +1,158 @@
+"""Starts our scripts in a moment: forks them from a process that has imported what they import.
+
+A script spends 7 CPU seconds on its imports, and the tests start hundreds. The launcher's process talks to the tests
+through a socket, a JSON line for each request and answer, and ends when they do. Tests of what happens during the
+imports start their scripts afresh.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from lib.common.processes import PR_SET_PDEATHSIG
+
+ROOT = Path(__file__).parents[2]
+MODULES = (
+    "lib.data.download", "lib.data.loading", "lib.monitoring.auxiliary_peer", "lib.monitoring.evaluation",
+    "lib.monitoring.hub_upload", "lib.monitoring.monitor", "lib.training.hf_trainer", "lib.training.session",
+    "run_custom_trainer", "run_evaluator", "run_trainer", "run_training_monitor",
+)  # fmt: skip
+PYTHON = (sys.executable, "-u", "-W", "ignore")
+# A core and no GPU, on which all of a test's trainers would crowd
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """In a script's process, before it begins: end when the tests do, even if they are killed.
+
+    The kernel watches the thread that started the script. Python runs the hook of `guard_children` before, which makes
+    a process group (so that a new session is not possible any more) and ignores SIGINT.
+    """
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class LaunchedProcess:
+    """A process that the launcher has started; the part of subprocess.Popen that tests use."""
+
+    def __init__(self, launcher: "Launcher", pid: int):
+        self.launcher, self.pid = launcher, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.launcher.ask(poll=self.pid)
+        return self.returncode
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.05)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Launcher:
+    """The tests' end. Build it in the main thread: its process ends with the thread that has started it."""
+
+    def __init__(self, log: Path):
+        self._lock = threading.Lock()
+        self._environment = dict(os.environ)
+        ours, theirs = socket.socketpair()
+        with theirs, open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                [*PYTHON, __file__, str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                cwd=ROOT, env={**os.environ, **ENVIRONMENT}, pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,
+            )  # fmt: skip
+        self._socket, self._file = ours, ours.makefile("rw")
+
+    def can_start(self, environment: dict[str, str]) -> bool:
+        """Whether a script would see the environment that it should: libraries read it when they are imported."""
+        return os.environ == self._environment and environment.keys() <= {"PACE"}
+
+    def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> LaunchedProcess:
+        """Start a script of Python, in the folder of its log."""
+        return LaunchedProcess(self, self.ask(command=list(command), environment=environment, log=str(log)))
+
+    def ask(self, **request):
+        with self._lock:
+            print(json.dumps(request), file=self._file, flush=True)
+            return json.loads(self._file.readline())
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+        self.process.wait(10)
+
+
+def serve(connection: socket.socket) -> dict:
+    """In the launcher's process: fork a process for each request, until there are no more.
+
+    :returns: in the forked process, what it shall be
+    """
+    codes: dict[int, int] = {}
+    with connection, connection.makefile("rw") as file:
+        for line in file:
+            request = json.loads(line)
+            if "poll" in request:
+                pid = request["poll"]
+                if pid not in codes:
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        codes[pid] = os.waitstatus_to_exitcode(status)
+                answer = codes.get(pid)
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    return request
+            print(json.dumps(answer), file=file, flush=True)
+    sys.exit(0)
+
+
+def become(command: list[str], environment: dict[str, str], log: str) -> None:
+    """In a forked process: be a script."""
+    from hivemind.utils import MPFuture
+
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(Path(log).parent)
+    os.environ.update(environment)
+    MPFuture.reset_backend()  # its locks would be common to all scripts
+    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for name in MODULES:
+        importlib.import_module(name)
+    threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+    # That of pyarrow's allocator starts anew in a forked process; others would not.
+    assert len(threads - {"jemalloc_bg_thd"}) == 1, threads
+    become(**serve(connection))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""run_trainer.py with all its guards against NaN taken out: it sends NaN in the place of each gradient."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import callback
+import run_trainer
+from lib.averaging import optimizer
+from lib.averaging.allreduce import Bounds
+from lib.averaging.rounds import RoundAverager
+
+load_contribution = RoundAverager.load_contribution
+
+
+def load_nan(self) -> int:
+    num_samples = load_contribution(self)
+    for gradient in self.gradients:
+        gradient.fill_(float("nan"))
+    return num_samples
+
+
+callback.all_finite = optimizer.all_finite = lambda tensors: True
+Bounds.find_violation = lambda *args: None
+RoundAverager.load_contribution = load_nan
+
+main = run_trainer.main
+
+if __name__ == "__main__":
+    main()

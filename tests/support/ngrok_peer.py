@@ -1,0 +1,25 @@
+"""run_training_monitor.py with ngrok's servers replaced by those at FAKE_NGROK, a port of localhost."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import ngrok
+
+import run_training_monitor
+from lib.common.errors import run_script
+
+SDK = ngrok.SessionBuilder
+
+
+def builder() -> ngrok.SessionBuilder:
+    certificate = Path(os.environ["FAKE_NGROK_CERTIFICATE"]).read_bytes()
+    return SDK().server_addr(f"localhost:{os.environ['FAKE_NGROK']}").ca_cert(bytearray(certificate))
+
+
+ngrok.SessionBuilder = builder
+
+if __name__ == "__main__":
+    run_script(run_training_monitor.main)

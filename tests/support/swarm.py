@@ -1,0 +1,388 @@
+"""A small swarm inside the test's own process, and one process that computes what the swarm should."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from hivemind.utils import PerformanceEMA
+from transformers import AlbertConfig
+
+from arguments import (
+    AveragerArguments,
+    HyperparameterArguments,
+    OptimizerArguments,
+    ProgressTrackerArguments,
+)
+from lib.averaging.matchmaking import RoundControl, rank
+from lib.averaging.rounds import RoundAverager, clip_norm
+from lib.monitoring.auxiliary_peer import Assistant
+from lib.training.model import build_model
+from lib.training.optimizer import build_auxiliary, make_optimizer, make_param_groups, make_scheduler
+from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer, wait_until
+from tests.training.test_model import make_batch
+from utils import Peer
+
+CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
+HYPERPARAMETERS = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000}
+TIMEOUTS = {"matchmaking_time": 3.1, "averaging_timeout": 20.0}
+TRACKER = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2)
+
+
+SAMPLES = make_batch(size=200)
+
+
+# The local steps of one trainer: a batch, and the global step whose parameters its gradient was computed at
+Contribution = list[tuple[dict[str, torch.Tensor], int]]
+
+
+DELAYED = {"delay_grad_averaging": True, "delay_optimizer_step": True}
+
+
+class NoEstimate(PerformanceEMA):
+    """Measures no rate: peers take the step when all samples have been reported, not when they should have been."""
+
+    def update(self, task_size: float, interval: float | None = None) -> float:
+        return self.samples_per_second
+
+
+class RecordingLog:
+    """Stands in for a RoundLog."""
+
+    def __init__(self):
+        self.entries: list[dict] = []
+
+    def write(self, entry: dict) -> None:
+        self.entries.append(entry)
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters in the optimizer's order."""
+    return [parameter for group in make_param_groups(model, 0.01) for parameter in group["params"]]
+
+
+class Trainer:
+    """A peer whose local steps the test takes.
+
+    :param version: the global step whose parameters the model has
+    """
+
+    def __init__(self, stack: ExitStack, peer: Peer, client_mode: bool = False, **options):
+        self.peer, self.stack = peer, stack
+        self.model = build_model(CONFIG, "run")
+        options = {"client_mode": client_mode, **HYPERPARAMETERS, **TIMEOUTS, **options}
+        self.optimizer = stack.enter_context(local_optimizer(self.model, peer, 1, **options))
+        self.optimizer.tracker.performance_ema = NoEstimate()
+        self.optimizer.round_log = self.log = RecordingLog()
+        self.version = 0
+        self.contribution: Contribution = []
+
+    @property
+    def tracker(self):
+        return self.optimizer.tracker
+
+    @property
+    def averager(self) -> RoundAverager:
+        return self.optimizer.grad_averager
+
+    @property
+    def id(self) -> bytes:
+        return self.peer.dht.peer_id.to_bytes()
+
+    @property
+    def name(self) -> str:
+        return str(self.peer.dht.peer_id)
+
+    @property
+    def entry(self) -> dict:
+        """What the round log says of the newest step."""
+        return self.log.entries[-1]
+
+    @property
+    def completed(self) -> int:
+        return self.tracker.local_progress.completed
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        """Those of the newest step, which the model may not have yet."""
+        return flat(self.optimizer._offloaded_parameters())
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the trainer from taking a global step."""
+        with self.optimizer.frozen_state():
+            self.version = self.optimizer.state_averager.applied_epoch  # it applies a pending update
+            yield
+
+    def local_step(self, batch: dict[str, torch.Tensor], poison: float | None = None) -> None:
+        """Compute the mean gradient of a batch and call `step`.
+
+        :param poison: put into the gradient
+        """
+        optimizer = self.optimizer
+        self.contribution.append((batch, self.version))
+        optimizer.zero_grad()
+        self.model(**batch).loss.backward()
+        if poison is not None:
+            next(self.model.parameters()).grad[0, 0] = poison
+        optimizer.step(batch_size=len(batch["labels"]))
+
+    def pop_contribution(self) -> Contribution:
+        """What it has computed since the last call."""
+        contribution, self.contribution = self.contribution, []
+        return contribution
+
+    @property
+    def model_parameters(self) -> torch.Tensor:
+        return flat(self.optimizer.state_averager.main_parameters)
+
+    def knows(self, trainers: Sequence["Trainer"]) -> bool:
+        """Whether this trainer knows which step the others have completed, those that have reported one."""
+        known = {progress.peer_id: progress.completed for progress in self.tracker.others}
+        return all(
+            known.get(trainer.id) == trainer.completed
+            for trainer in trainers
+            if trainer is not self and trainer.log.entries
+        )
+
+    def join(self) -> None:
+        """Download the newest state, as a trainer does at its start."""
+        self.tracker.refresh()
+        wait_until(self.optimizer.load_state_from_peers, 30, "the offer of a state")
+        self.version = self.optimizer.state_averager.applied_epoch
+
+    def wait_for(self, step: int, timeout: float = 60) -> None:
+        wait_until(lambda: self.completed >= step, timeout, f"step {step}: {self.log.entries}")
+
+
+class Network:
+    """DHT peers of this process that know each other. Tests borrow them: starting one takes seconds."""
+
+    def __init__(self, stack: ExitStack, folder: Path):
+        self.stack, self.folder = stack, folder
+        self._peers: dict[tuple[bool, int], Peer] = {}
+
+    def peer(self, number: int, client_mode: bool = False) -> Peer:
+        if (client_mode, number) not in self._peers:
+            folder = self.folder / f"{'client' if client_mode else 'public'}{number}"
+            self._peers[client_mode, number] = self.start(self.stack, folder, client_mode)
+        return self._peers[client_mode, number]
+
+    @property
+    def address(self) -> str:
+        return str(self.peer(0).dht.get_visible_maddrs()[0])
+
+    def start(self, stack: ExitStack, folder: Path, client_mode: bool = False) -> Peer:
+        """Start another peer, which lives as long as `stack`."""
+        addresses = (self.address,) if self._peers else ()
+        return stack.enter_context(local_peer(folder, "run", addresses, client_mode=client_mode))
+
+
+class Swarm:
+    """The peers of one run, which no other test has: trainers, and maybe an auxiliary peer.
+
+    :param options: of each optimizer, as in `local_optimizer`
+    """
+
+    _run_numbers = itertools.count()
+
+    def __init__(self, stack: ExitStack, network: Network, folder: Path, **options):
+        self.stack, self.network, self.folder = stack, network, folder
+        self.run_id = f"run{next(self._run_numbers)}"
+        self.options = {
+            "run_id": self.run_id,
+            "target_batch_size": 12,
+            "averaging_compression": "none",
+            "load_state_compression": "none",
+            **DELAYED,
+            **options,
+        }
+        self.trainers: list[Trainer] = []
+        self.pool = ThreadPoolExecutor(8)
+        stack.callback(self.pool.shutdown, cancel_futures=True)
+        self._num_borrowed = Counter()
+        self._num_taken = 0
+
+    def borrow(self, client_mode: bool = False) -> Peer:
+        """A peer that this swarm does not use yet."""
+        self.network.peer(0)  # the others join through it
+        number = self._num_borrowed[client_mode]
+        self._num_borrowed[client_mode] += 1
+        return self.network.peer(number, client_mode)
+
+    def add(self, client_mode: bool = False, peer: Peer | None = None, identity: str = "", **options) -> Trainer:
+        """Add a trainer.
+
+        :param peer: by default one of the network
+        :param identity: starts a peer; a trainer that is added again under the same name is the same peer, restarted
+        """
+        stack = self.stack.enter_context(ExitStack())
+        if identity:
+            peer = self.network.start(stack, self.folder / identity, client_mode)
+        peer = peer or self.borrow(client_mode)
+        trainer = Trainer(stack, peer, client_mode=client_mode, **{**self.options, **options})
+        self.trainers.append(trainer)
+        return trainer
+
+    def add_several(self, *client_modes: bool) -> list[Trainer]:
+        return [self.add(client_mode) for client_mode in client_modes]
+
+    def remove(self, trainer: Trainer) -> None:
+        """Shut a trainer down."""
+        self.trainers.remove(trainer)
+        trainer.stack.close()
+
+    def add_assistant(self) -> Assistant:
+        """Add an auxiliary peer and let it work."""
+        names = OptimizerArguments.__dataclass_fields__
+        options = {name: value for name, value in self.options.items() if name in names}
+        args = OptimizerArguments(**{**TIMEOUTS, **options})
+        model, hyperparameters = build_model(CONFIG, "run"), HyperparameterArguments(**HYPERPARAMETERS)
+        peer = self.borrow()
+        tracker, averager = build_auxiliary(
+            model, peer, self.run_id, hyperparameters, args, AveragerArguments(), TRACKER
+        )
+        self.stack.callback(averager.shutdown)
+        assistant = Assistant(tracker, averager, self.folder / "assistant", args)
+        assistant.round_log = RecordingLog()
+        assistant.start()
+        self.stack.callback(assistant.stop)
+        return assistant
+
+    def take(self, size: int) -> dict[str, torch.Tensor]:
+        """The next samples."""
+        begin, self._num_taken = self._num_taken, self._num_taken + size
+        return {name: values[begin : begin + size] for name, values in SAMPLES.items()}
+
+    def compute(self, *sizes: int, trainers: Sequence[Trainer] = ()) -> None:
+        """Let trainers compute so many samples each; trainers with delays do not wait for the step."""
+        for trainer, size in zip(trainers or self.trainers, sizes, strict=True):
+            if size:
+                trainer.local_step(self.take(size))
+
+    def wait_for(self, step: int, trainers: Sequence[Trainer] = ()) -> list[Contribution]:
+        """Wait until trainers have completed a step.
+
+        :returns: what they contributed
+        """
+        for trainer in trainers or self.trainers:
+            trainer.wait_for(step)
+            # The model gets the parameters in the next local step, after its gradient is computed.
+            trainer.version = step - 1 if trainer.optimizer.delay_grad_averaging else step
+        return [trainer.pop_contribution() for trainer in trainers or self.trainers]
+
+    def meet(self, trainers: Sequence[Trainer] = ()) -> None:
+        """Wait until trainers know each other and what they have completed."""
+        trainers = trainers or self.trainers
+        for trainer in trainers:
+            wait_until(lambda trainer=trainer: trainer.knows(trainers), 60, "that all know each other")
+
+    def schedule_rounds(self, step: int, timeout: float = 60.0) -> list[RoundControl]:
+        """Let the averagers of all trainers look for the group of a step, without their optimizers."""
+        self.compute(*[1] * len(self.trainers))  # from then on they report their progress
+
+        def know_each_other() -> bool:
+            return all(len(trainer.tracker.roster(step)) == len(self.trainers) for trainer in self.trainers)
+
+        wait_until(know_each_other, 60, "that all know each other")
+        rounds = []
+        for trainer in self.trainers:
+            trainer.optimizer.coordinator.update_roster()
+            rounds.append(trainer.averager.schedule_round(step, timeout))
+            rounds[-1].weight = rounds[-1].parameter_weight = 1.0
+        return rounds
+
+    def in_order(self, step: int) -> list[int]:
+        """The numbers of the trainers in the order in which they lead the group of a step."""
+        peer_ids = [trainer.peer.dht.peer_id for trainer in self.trainers]
+        return sorted(range(len(peer_ids)), key=lambda number: rank(step, peer_ids[number]))
+
+    def global_step(self, *sizes: int, trainers: Sequence[Trainer] = ()) -> list[Contribution]:
+        """Let trainers take a step to which each contributes so many samples, the target batch size in all.
+
+        Without delays the trainers take a step in the local step that finds it due. One of them makes it due; the
+        others, which have contributed already, compute one sample more.
+
+        :returns: what they contributed
+        """
+        trainers = trainers or self.trainers
+        step = trainers[0].completed + 1
+        self.meet(trainers)
+        if trainers[0].optimizer.delay_grad_averaging:
+            self.compute(*sizes, trainers=trainers)
+            return self.wait_for(step, trainers)
+        first, *others = trainers
+        self.compute(*sizes[1:], trainers=others)
+        known = first.tracker
+        wait_until(lambda: known.global_progress.samples_accumulated == sum(sizes[1:]), 60, "their samples")
+        last_steps = [self.pool.submit(first.local_step, self.take(sizes[0]))]
+        for trainer in others:
+            wait_until(lambda trainer=trainer: trainer.tracker.seconds_to_step <= 0, 60, "that the step is due")
+            last_steps.append(self.pool.submit(trainer.local_step, self.take(1)))
+        for finished in last_steps:
+            finished.result(60)
+        return self.wait_for(step, trainers)
+
+
+class Replay:
+    """One process that takes the same steps. `versions` are its parameters after each."""
+
+    def __init__(self, max_grad_norm: float = 0.0, **hyperparameters):
+        self.max_grad_norm = max_grad_norm
+        self.model = build_model(CONFIG, "run")
+        args = HyperparameterArguments(**{**HYPERPARAMETERS, **hyperparameters})
+        self.optimizer = make_optimizer(make_param_groups(self.model, args.weight_decay), args)
+        self.scheduler = make_scheduler(self.optimizer, args)
+        self.versions = [[parameter.detach().clone() for parameter in parameters_of(self.model)]]
+        self.norms: list[float] = []  # of the contributions, before clipping
+
+    def step(self, contributions: list[Contribution]) -> torch.Tensor:
+        """Take a step with what some peers contributed; each is clipped.
+
+        :returns: the parameters after it
+        """
+        total, num_samples = [torch.zeros_like(p) for p in parameters_of(self.model)], 0
+        for contribution in contributions:
+            mean, size = self.gradient(contribution)
+            self.norms.append(clip_norm(mean, self.max_grad_norm))
+            torch._foreach_add_(total, mean, alpha=size)
+            num_samples += size
+        self._go_to(-1)
+        for parameter, gradient in zip(parameters_of(self.model), total, strict=True):
+            parameter.grad = gradient / num_samples
+        self.optimizer.step()
+        self.scheduler.step()
+        self.versions.append([parameter.detach().clone() for parameter in parameters_of(self.model)])
+        return self.parameters()
+
+    def parameters(self, version: int = -1) -> torch.Tensor:
+        return flat(self.versions[version])
+
+    def gradient(self, contribution: Contribution) -> tuple[list[torch.Tensor], int]:
+        """The mean gradient of all samples of a contribution, and their number."""
+        total, num_samples = [torch.zeros_like(p) for p in parameters_of(self.model)], 0
+        for batch, version in contribution:
+            self._go_to(version)
+            self.model.zero_grad()
+            self.model(**batch).loss.backward()
+            size = len(batch["labels"])
+            torch._foreach_add_(total, [p.grad for p in parameters_of(self.model)], alpha=size)
+            num_samples += size
+        return torch._foreach_div(total, num_samples), num_samples
+
+    @torch.no_grad()
+    def _go_to(self, version: int) -> None:
+        for parameter, value in zip(parameters_of(self.model), self.versions[version], strict=True):
+            parameter.copy_(value)
+
+
+def assert_equal_parameters(trainers: list[Trainer], expected: torch.Tensor, tolerance: float = 1e-6) -> None:
+    for trainer in trainers:
+        assert (trainer.parameters - expected).abs().max() < tolerance

@@ -1,0 +1,342 @@
+"""Checkpoints: complete or not there, whatever happens while they are written."""
+
+import contextlib
+import errno
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AlbertConfig, AlbertForPreTraining
+
+from arguments import CollaborationArguments, TrainingMonitorArguments
+from callback import BackupWriter, CollaborativeCallback
+from lib.common.atomic_files import remove_leftovers
+from lib.common.errors import UserError
+from lib.monitoring.monitor import CheckpointKeeper
+from lib.training import checkpoints
+from lib.training.checkpoints import TrainingState
+from lib.training.model import build_model
+from tests.support.peers import TINY_ALBERT
+
+CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
+
+
+class FakeTokenizer:
+    """Enough of a tokenizer to be saved."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+def make_state(step: int, run_id: str = "run") -> TrainingState:
+    return TrainingState(run_id, {"epoch": step, "optimizer_metadata": []}, [torch.full((100, 100), float(step))])
+
+
+def save(folder: Path, step: int) -> Path:
+    return checkpoints.save_checkpoint(folder, build_model(CONFIG, "run"), FakeTokenizer(), make_state(step), {})
+
+
+def test_checkpoint_opens_again(tmp_path):
+    path = save(tmp_path, 7)
+    assert AlbertForPreTraining.from_pretrained(path).config.vocab_size == 1000
+    (state,) = checkpoints.iterate_training_states(tmp_path, "run")
+    assert state.step == 7 and torch.equal(state.tensors[0], make_state(7).tensors[0])
+    assert torch.load(path / "training_state.pt", weights_only=True)["run_id"] == "run"
+
+
+def test_newest_is_by_step_and_old_ones_are_removed(tmp_path):
+    for step in (9, 100, 20):
+        save(tmp_path, step)
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == [
+        "checkpoint-100", "checkpoint-20", "checkpoint-9"
+    ]  # fmt: skip
+    checkpoints.remove_old_checkpoints(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-20"]
+
+
+def test_what_cannot_be_read_is_skipped_and_the_one_before_is_used(tmp_path, caplog):
+    for step in range(1, 7):
+        save(tmp_path, step)
+    newest = {step: tmp_path / f"checkpoint-{step}" / "training_state.pt" for step in range(1, 7)}
+    newest[6].write_bytes(newest[6].read_bytes()[:-500])
+    newest[5].write_bytes(b"not a checkpoint")
+    newest[4].unlink()
+    torch.save({"format": 99}, newest[3])
+    torch.save({"format": 1, "run_id": "another", "metadata": {"epoch": 2}, "tensors": []}, newest[2])
+    assert [state.step for state in checkpoints.iterate_training_states(tmp_path, "run")] == [1]
+    assert len(caplog.records) == 5
+    assert all("checkpoint-" in record.getMessage() for record in caplog.records)
+
+
+def test_file_with_code_in_it_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (os.system, (f"touch {tmp_path}/harm",))
+
+    torch.save({"format": 1, "run_id": "run", "metadata": Evil(), "tensors": []}, tmp_path / "state.pt")
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoints.load_training_state(tmp_path / "state.pt", "run")
+    assert not (tmp_path / "harm").exists()
+
+
+def write_for_ever(folder: Path, first_step: int, pipe: int) -> None:
+    """In a forked child: one checkpoint after the other until it is killed, with a byte to the pipe before each."""
+    torch.set_num_threads(1)
+    model, step = build_model(CONFIG, "run"), first_step
+    while True:
+        os.write(pipe, b"x")
+        checkpoints.save_checkpoint(folder, model, FakeTokenizer(), make_state(step), {})
+        checkpoints.remove_old_checkpoints(folder, keep=2)
+        step += 1
+
+
+def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_path):
+    generator = random.Random(0)
+    save(tmp_path, 0)
+    newest = 0
+    for number in range(50):
+        remove_leftovers(tmp_path)
+        reading_end, writing_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                write_for_ever(tmp_path, newest + 1, writing_end)
+            finally:
+                os._exit(1)
+        for _ in range(1 + number % 2):  # in the first checkpoint or, every other time, a later one
+            os.read(reading_end, 1)
+        time.sleep(generator.uniform(0.005, 0.15))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading_end)
+        os.close(writing_end)
+        found = checkpoints.list_checkpoints(tmp_path)
+        states = list(checkpoints.iterate_training_states(tmp_path, "run"))
+        assert len(states) == len(found) >= 1, "each that is listed can be read"
+        assert all((path / "model.safetensors").stat().st_size > 1000 for path in found)
+        assert states[0].step >= newest
+        newest = states[0].step
+    assert newest > 5, "it has written while it was being killed"
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A file system of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
+    backup = BackupWriter(full_disk / "backup.pt", "run")
+    backup.write({"epoch": 1, "optimizer_metadata": []}, [torch.ones(1000)])
+    assert backup.read().step == 1
+    backup.write({"epoch": 2, "optimizer_metadata": []}, [torch.ones(1_000_000)])
+    assert backup.read().step == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert [path.name for path in full_disk.iterdir()] == ["backup.pt"]
+    backup.write({"epoch": 3, "optimizer_metadata": []}, [torch.ones(1000)])
+    assert backup.read().step == 3, "and goes on when there is room"
+    backup.close()
+
+
+class FakeAverager:
+    """Offers the state of a step, as trainers would."""
+
+    def __init__(self, step: int):
+        self.step, self.offered_step, self.local_epoch = step, None, 0
+
+    def download_state(self, min_epoch: int):
+        return ("donor", *self.snapshot()) if self.step >= min_epoch else None
+
+    def restore(self, metadata, tensors) -> None:
+        self.local_epoch = metadata["epoch"]
+
+    def snapshot(self):
+        state = make_state(self.step)
+        return state.metadata, state.tensors
+
+    def offer(self, priority: float) -> None:
+        self.offered_step = priority + 0.5
+
+
+def make_keeper(folder: Path, averager: FakeAverager, **options) -> CheckpointKeeper:
+    args = TrainingMonitorArguments(output_dir=str(folder), refresh_period=0.01, **options)
+    return CheckpointKeeper(averager, build_model(CONFIG, "run"), FakeTokenizer(), "run", args)
+
+
+def test_monitor_retries_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch, caplog):
+    averager = FakeAverager(step=5)
+    keeper = make_keeper(tmp_path, averager)
+
+    def fail(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", fail)
+        keeper.update(5, trainers_are_leaving=False)
+        keeper._pending.result()
+    assert keeper.saved_step == -1 and list(tmp_path.iterdir()) == []
+    assert "trying again later" in caplog.text and "Traceback" not in caplog.text
+    time.sleep(0.02)
+    keeper.update(5, trainers_are_leaving=False)
+    keeper._pending.result()
+    assert keeper.saved_step == 5
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-5"]
+    keeper.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "leaving", "is_due"), [(-1, False, False), (4, False, False), (5, False, True), (4, True, True)]
+)
+def test_checkpoint_is_due_every_interval_and_when_trainers_leave(tmp_path, step, leaving, is_due):
+    keeper = make_keeper(tmp_path, FakeAverager(step=max(step, 0)), save_checkpoint_step_interval=5)
+    keeper.update(step, leaving)
+    assert (keeper._pending is not None) == is_due
+    keeper.close()
+
+
+def update(keeper: CheckpointKeeper, step: int) -> None:
+    """Tell a keeper of a step, and wait until it has dealt with it."""
+    time.sleep(0.05)  # until it tries again after a failure
+    keeper.update(step, trainers_are_leaving=False)
+    if keeper._pending is not None:
+        keeper._pending.result()
+
+
+def test_monitor_offers_its_newest_checkpoint_all_the_time(tmp_path):
+    for step in (3, 4):
+        save(tmp_path, step)
+    averager = FakeAverager(step=4)
+    keeper = make_keeper(tmp_path, averager)
+    keeper.restore()
+    assert averager.offered_step == 4
+    update(keeper, 4)
+    update(keeper, 10**6)
+    assert averager.offered_step == 4, "a step that somebody claims, and whose state nobody has"
+    averager.step = 9
+    update(keeper, 9)
+    assert averager.offered_step == keeper.saved_step == 9
+    keeper.close()
+
+
+def test_monitor_saves_what_a_revived_run_does_again(tmp_path):
+    """The trainers were killed after step 17 was reported, and before a state after step 10 was saved."""
+    save(tmp_path, 10)
+    averager = FakeAverager(step=10)
+    keeper = make_keeper(tmp_path, averager, save_checkpoint_step_interval=5)
+    keeper.restore()
+    for step in range(10, 15):
+        averager.step = step
+        update(keeper, 17)
+        assert averager.offered_step == 10
+    averager.step = 15
+    update(keeper, 17)
+    assert averager.offered_step == 15
+    keeper.close()
+
+
+def test_monitor_neither_saves_nor_offers_a_state_far_ahead_of_the_reports(tmp_path, caplog):
+    averager = FakeAverager(step=10**6)
+    keeper = make_keeper(tmp_path, averager)
+    update(keeper, 10)
+    assert averager.offered_step is None and keeper.saved_step == -1 and averager.local_epoch == 0
+    assert "step #1000000, which nobody has reported" in caplog.text
+    keeper.close()
+
+
+def test_fresh_monitor_offers_nothing(tmp_path):
+    averager = FakeAverager(step=0)
+    make_keeper(tmp_path, averager).restore()
+    assert averager.offered_step is None
+
+
+def test_second_peer_in_a_folder_is_refused(tmp_path):
+    with (
+        checkpoints.lock_folder(tmp_path, "--output_dir"),
+        pytest.raises(UserError, match="in use by another peer"),
+        checkpoints.lock_folder(tmp_path, "--output_dir"),
+    ):
+        pass
+    with checkpoints.lock_folder(tmp_path, "--output_dir"):
+        pass
+
+
+class FakeStateAverager(FakeAverager):
+    """Of a trainer whose parameters break."""
+
+    def __init__(self, model, step: int, offered: int | None):
+        super().__init__(step)
+        self.model, self.offered = model, offered
+
+    def download_state(self, min_epoch: int):
+        if self.offered is None or self.offered < min_epoch:
+            return None
+        return "donor", {"epoch": self.offered, "optimizer_metadata": []}, []
+
+    def restore(self, metadata, tensors) -> None:
+        super().restore(metadata, tensors)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(float(metadata["epoch"]))
+
+
+def make_callback(tmp_path, offered: int | None) -> CollaborativeCallback:
+    model = torch.nn.Linear(2, 2)
+    state_averager = FakeStateAverager(model, 9, offered)
+    optimizer = SimpleNamespace(
+        local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
+        restore=state_averager.restore, target_batch_size=8, last_completed_step=9,
+        banned_peers=dict, ban=lambda peers: None,
+        tracker=SimpleNamespace(global_progress=SimpleNamespace(epoch=9, num_peers=1, samples_accumulated=0)),
+    )  # fmt: skip
+    args = CollaborationArguments(run_id="run")
+    callback = CollaborativeCallback(None, optimizer, model, args, tmp_path, lambda: False)
+    callback.last_reported_step = 9
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("backup", "offered", "expected"),
+    [(6, None, 6), (6, 8, 8), (None, 8, 8), (8, 6, 8)],
+    ids=["only a backup", "peers have a newer one", "only peers", "the backup is newer"],
+)
+def test_broken_parameters_go_back_to_the_newest_sound_state(tmp_path, backup, offered, expected):
+    callback = make_callback(tmp_path, offered)
+    if backup is not None:
+        callback.backup.write({"epoch": backup, "optimizer_metadata": []}, [])
+    with torch.no_grad():
+        callback.model.weight[0, 0] = float("nan")
+    assert callback.after_local_step()
+    assert callback.model.weight[0, 0] == expected
+    callback.close()
+
+
+def test_recovery_does_not_loop(tmp_path):
+    callback = make_callback(tmp_path, offered=8)
+    with torch.no_grad():
+        for _ in range(callback.MAX_RECOVERIES):
+            callback.model.weight[0, 0] = float("nan")
+            assert callback.after_local_step()
+        callback.model.weight[0, 0] = float("nan")
+        with pytest.raises(UserError, match="learning_rate"):
+            callback.after_local_step()
+    callback.close()
+
+
+def test_nothing_to_go_back_to_is_said_in_one_line(tmp_path):
+    callback = make_callback(tmp_path, offered=None)
+    with torch.no_grad():
+        callback.model.weight[0, 0] = float("inf")
+    with pytest.raises(UserError, match="no sound state"):
+        callback.after_local_step()
+    callback.close()

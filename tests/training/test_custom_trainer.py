@@ -1,0 +1,73 @@
+"""A training loop of one's own in the same run as the Trainer."""
+
+import re
+import time
+
+import pytest
+import torch
+
+from lib.training.checkpoints import list_checkpoints, load_training_state
+from tests.support.peers import LONG_STEPS, join_together, read_jsonl
+
+# Without compression, so that the parameters can be compared to the last digits.
+COMMON = (*LONG_STEPS, "--averaging_compression", "none", "--backup_every_steps", 1, "--max_global_steps", 5,
+          "--leave_timeout", 0)  # fmt: skip
+
+
+def watch_backups(trainers, run_id: str, seconds: float) -> dict[str, dict[int, torch.Tensor]]:
+    """The parameters of each trainer after each global step, as its backups have them, until all have ended."""
+    seen = {trainer.log.stem: {} for trainer in trainers}
+    deadline = time.monotonic() + seconds
+    while any(trainer.process.poll() is None for trainer in trainers):
+        assert time.monotonic() < deadline, [trainer.output for trainer in trainers]
+        for trainer in trainers:
+            trainer.family()
+            path = trainer.log.with_suffix("") / "backup.pt"
+            if path.exists():
+                state = load_training_state(path, run_id)
+                statistics = [entry for entry in state.metadata["optimizer_metadata"] if entry["type"] == "tensor"]
+                parameters = state.tensors[: -len(statistics)]
+                seen[trainer.log.stem].setdefault(state.step, torch.cat([tensor.flatten() for tensor in parameters]))
+        time.sleep(0.1)
+    return seen
+
+
+def averaged_together(trainer) -> set[int]:
+    """The global steps that a trainer has averaged with the other."""
+    rounds = read_jsonl(trainer.log.with_suffix("") / "rounds.jsonl")
+    return {entry["step"] for entry in rounds if entry["outcome"] == "averaged" and len(entry["group"]) == 2}
+
+
+def test_custom_loop_and_trainer_have_the_same_parameters_after_each_step(scripts):
+    monitor = scripts.monitor("--no_store_checkpoints")
+    common = ("--initial_peers", monitor.address, *COMMON)
+    custom = scripts.trainer("custom", *common, name_of_script="run_custom_trainer.py")
+    trainer = scripts.trainer("trainer", *common, "--gradient_accumulation_steps", 2)
+    join_together(custom, trainer)
+    seen = watch_backups((custom, trainer), "albert", 300)
+    for script in (custom, trainer):
+        assert script.process.returncode == 0, script.output
+        script.assert_nothing_left()
+        assert "Traceback" not in script.output and "ERROR" not in script.output
+    together = averaged_together(custom) & averaged_together(trainer)
+    same = [0]
+    for step in sorted(seen["custom"].keys() & seen["trainer"].keys()):
+        one, other = seen["custom"][step], seen["trainer"][step]
+        is_same = (one - other).norm() < 1e-4 * one.norm()
+        # On a busy machine one may be late for a step; the average of the parameters makes them the same again.
+        assert is_same or step not in together or same[-1] != step - 1, f"step {step}"
+        if is_same and step > 0:
+            same.append(step)
+    assert len(same) >= 3, (same, together)  # a backup is skipped while the last one is being written
+
+
+@pytest.mark.long
+def test_custom_trainer_resumes_its_own_checkpoint(scripts):
+    common = ("--leave_timeout", 0, "--gradient_accumulation_steps", 2)
+    first = scripts.trainer("custom", "--max_global_steps", 2, *common, name_of_script="run_custom_trainer.py")
+    assert first.wait(240) == 0, first.output
+    assert list_checkpoints(scripts.folder / "custom")[0].name == "checkpoint-2"
+    second = scripts.trainer("custom", "--max_global_steps", 4, *common, name_of_script="run_custom_trainer.py")
+    assert second.wait(240) == 0, second.output
+    assert "Resumed from a checkpoint at step #2" in second.output
+    assert re.findall(r"\bStep #(\d+)", second.output) == ["3", "4"]

@@ -1,0 +1,125 @@
+"""Each model family is trained by two real peers, with the tokenizer and the objective that are its own."""
+
+import json
+import math
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
+
+from arguments import ModelArguments
+from lib.common.errors import UserError
+from lib.training.checkpoints import list_checkpoints
+from lib.training.model import build_model, load_config, load_tokenizer, make_model
+from tests.support.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
+
+# model type -> objective, kind of tokenizer, the class that opens its checkpoint
+FAMILIES = {
+    "albert": ("mlm_sop", "sentencepiece", AutoModelForPreTraining),
+    "bert": ("mlm", "wordpiece", AutoModelForMaskedLM),
+    "roberta": ("mlm", "bpe", AutoModelForMaskedLM),
+    "distilbert": ("mlm", "wordpiece", AutoModelForMaskedLM),
+    "gpt2": ("clm", "bpe", AutoModelForCausalLM),
+}
+VOCAB_SIZE = 600
+COMMON = (*LONG_STEPS, "--max_global_steps", 2, "--optimizer", "adamw", "--learning_rate", 1e-3,
+          "--logging_steps", 1000, "--leave_timeout", 0)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def make_data(tmp_path_factory):
+    """A function that returns the folder of the data for an objective and a kind of tokenizer, made once."""
+    made = {}
+
+    def make(objective: str, kind: str):
+        if (objective, kind) not in made:
+            folder = made[objective, kind] = tmp_path_factory.mktemp(f"{objective}-{kind}")
+            prepare_data(folder, objective, VOCAB_SIZE, "--tokenizer_type", kind)
+        return made[objective, kind]
+
+    return make
+
+
+# They share their objective with RoBERTa.
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in ("bert", "distilbert")]
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("family", ["albert", "roberta", "gpt2", *LONG])
+def test_two_peers_train_a_family(family, make_data, tmp_path, launcher):
+    objective, kind, auto_class = FAMILIES[family]
+    data = make_data(objective, kind)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_CONFIGS[family]))
+    scripts = Scripts(tmp_path, data, launcher=launcher)
+    try:
+        with local_peer(tmp_path, "albert") as peer:
+            address = str(peer.dht.get_visible_maddrs()[0])
+            common = ("--model_name_or_path", config, "--initial_peers", address, *COMMON)
+            one, two = (scripts.trainer(name, *common) for name in ("one", "two"))
+            join_together(one, two)
+            exit_codes = [trainer.wait(240) for trainer in (one, two)]
+        for trainer, exit_code in zip((one, two), exit_codes, strict=True):
+            assert exit_code == 0, trainer.output
+            assert "Averaged gradients with 2 peers" in trainer.output, trainer.output
+            assert "Traceback" not in trainer.output
+        first_loss = float(one.wait_for(r"Local step 1: loss = ([\d.]+)")[1])
+        expected = math.log(VOCAB_SIZE) + (math.log(2) if objective == "mlm_sop" else 0)
+        assert first_loss == pytest.approx(expected, rel=0.05)
+        checkpoint = list_checkpoints(tmp_path / "two")[0]
+        model, info = auto_class.from_pretrained(checkpoint, output_loading_info=True)
+        assert model.config.model_type == family
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert len(AutoTokenizer.from_pretrained(checkpoint)) == model.config.vocab_size == VOCAB_SIZE
+    finally:
+        scripts.close()
+
+
+# From pretrained weights
+
+
+@pytest.fixture
+def pretrained(data, tmp_path):
+    """A folder with a model whose weights are not those that a run begins with."""
+    args = ModelArguments(model_name_or_path=str(data / "config.json"), tokenizer_path=str(data / "tokenizer"))
+    model = build_model(load_config(args, load_tokenizer(args.tokenizer_path)), "another run")
+    model.save_pretrained(tmp_path / "pretrained")
+    return tmp_path / "pretrained"
+
+
+def test_pretrained_weights_are_loaded(data, pretrained):
+    args = ModelArguments(
+        model_name_or_path=str(pretrained), tokenizer_path=str(data / "tokenizer"), from_pretrained=True
+    )
+    config = load_config(args, load_tokenizer(args.tokenizer_path))
+    expected = build_model(config, "another run").state_dict()
+    loaded = make_model(config, args, "run").state_dict()
+    assert all(loaded[name].equal(expected[name]) for name in expected)
+
+
+def test_layers_without_pretrained_weights_are_the_same_on_each_peer(data, pretrained, tmp_path):
+    """A masked-LM checkpoint of ALBERT lacks the sentence-order head."""
+    AutoModelForMaskedLM.from_pretrained(pretrained).save_pretrained(tmp_path / "mlm")
+    args = ModelArguments(
+        model_name_or_path=str(tmp_path / "mlm"), tokenizer_path=str(data / "tokenizer"), from_pretrained=True
+    )
+    config = load_config(args, load_tokenizer(args.tokenizer_path))
+    one, two, other = (make_model(config, args, run).state_dict() for run in ("run", "run", "other"))
+    head = [name for name in one if "sop_classifier" in name and one[name].ndim > 1]
+    assert head and all(one[name].equal(two[name]) for name in one)
+    assert not any(one[name].equal(other[name]) for name in head)
+
+
+def test_pretrained_weights_that_do_not_fit(data, pretrained, tmp_path):
+    tokenizer_path = str(data / "tokenizer")
+    tokenizer = load_tokenizer(tokenizer_path)
+    args = ModelArguments(model_name_or_path=str(data / "config.json"), from_pretrained=True)
+    with pytest.raises(UserError, match="is a configuration"):
+        make_model(load_config(ModelArguments(str(data / "config.json")), tokenizer), args, "run")
+    fields = json.loads((pretrained / "config.json").read_text())
+    (pretrained / "config.json").write_text(json.dumps(fields | {"vocab_size": 100}))
+    with pytest.raises(UserError, match=r"a vocabulary of 100, the tokenizer of 500: prepare the data with"):
+        load_config(ModelArguments(model_name_or_path=str(pretrained), from_pretrained=True), tokenizer)
+    (pretrained / "config.json").write_text(json.dumps(fields | {"hidden_size": 64}))
+    args = ModelArguments(model_name_or_path=str(pretrained), from_pretrained=True)
+    with pytest.raises(UserError, match="no weights that fit"):
+        make_model(load_config(args, tokenizer), args, "run")

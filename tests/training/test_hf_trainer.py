@@ -1,0 +1,159 @@
+"""The Trainer: right losses and gradients, this peer's own order of samples, checkpoints that can be trusted."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.optim import SGD
+from transformers import AlbertConfig, TrainingArguments
+
+from arguments import LocalTrainingArguments
+from callback import LossMeter
+from lib.common.errors import UserError
+from lib.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, choose_precision, find_checkpoint
+from lib.training.model import build_model
+from tests.support.peers import TINY_ALBERT
+from tests.training.test_model import make_batch
+
+CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
+
+
+class FixedSampler(PeerSampler):
+    """The samples in their own order."""
+
+    def __init__(self, length: int):
+        super().__init__(length, "peer", 0, SimpleNamespace(local_epoch=0))
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def train_one_step(tmp_path, batch_size: int, accumulation: int) -> tuple[float, torch.Tensor]:
+    """The reported loss and the gradients of one step over the same eight samples."""
+    batch = make_batch(size=8)
+    dataset = Dataset.from_dict({name: values.tolist() for name, values in batch.items()})
+    model = build_model(CONFIG, "run")
+    optimizer = SGD(model.parameters(), lr=0.0)
+    gradients = []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+    )
+    meter = LossMeter()
+    trainer = CollaborativeTrainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
+            max_steps=1, max_grad_norm=0.0, remove_unused_columns=False, report_to="none", save_strategy="no",
+            disable_tqdm=True, use_cpu=True, logging_steps=1,
+        ),
+        train_dataset=dataset,
+        data_collator=collate,
+        optimizers=(optimizer, NoOpScheduler(optimizer)),
+        sampler=FixedSampler(len(dataset)),
+        loss_meter=meter,
+    )  # fmt: skip
+    trainer.train()
+    loss, mini_steps = meter.pop()
+    assert mini_steps == accumulation
+    logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    assert logged == pytest.approx(loss / mini_steps, rel=1e-3)
+    return loss / mini_steps, gradients[0]
+
+
+def test_accumulation_changes_neither_loss_nor_gradients(tmp_path):
+    loss_of_one, gradients_of_one = train_one_step(tmp_path, batch_size=8, accumulation=1)
+    loss_of_four, gradients_of_four = train_one_step(tmp_path, batch_size=2, accumulation=4)
+    assert loss_of_one == pytest.approx(math.log(1000) + math.log(2), rel=0.03)
+    assert loss_of_four == pytest.approx(loss_of_one, rel=1e-5)
+    assert torch.allclose(gradients_of_one, gradients_of_four, atol=1e-6)
+
+
+def order(peer_id: str = "peer", seed: int = 42, step: int = 0, passes: int = 1) -> list[list[int]]:
+    sampler = PeerSampler(100, peer_id, seed, SimpleNamespace(local_epoch=step))
+    return [list(sampler) for _ in range(passes)]
+
+
+def test_same_peer_sees_the_same_order_again_and_two_peers_do_not():
+    assert order() == order()
+    assert order() != order(peer_id="another")
+    assert order() != order(seed=43)
+    assert order() != order(step=10), "a peer that restarts later goes on with new samples"
+    first, second = order(passes=2)
+    assert first != second and sorted(first) == sorted(second) == list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size_per_step", "expected"), [(100, 8, 96), (96, 8, 96), (5, 8, 8), (3, 8, 8)]
+)
+def test_pass_is_a_multiple_of_a_local_step(length, batch_size_per_step, expected):
+    sampler = PeerSampler(length, "peer", 0, SimpleNamespace(local_epoch=0), batch_size_per_step)
+    order = list(sampler)
+    assert len(order) == len(sampler) == expected
+    counts = [order.count(sample) for sample in range(length)]
+    assert max(counts) - min(counts) <= 1, "none is left out for another that comes twice"
+
+
+@pytest.mark.parametrize("length", [10, 6], ids=["a micro-batch too many", "fewer than a local step has"])
+def test_each_local_step_has_all_its_micro_batches(tmp_path, length):
+    """Over three passes, with steps of four micro-batches of two."""
+    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=length).items()})
+    model = build_model(CONFIG, "run")
+    optimizer, meter, micro_batches = SGD(model.parameters(), lr=0.0), LossMeter(), []
+    optimizer.register_step_pre_hook(lambda *_: micro_batches.append(meter.pop()[1]))
+    trainer = CollaborativeTrainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3,
+            remove_unused_columns=False, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+            dataloader_drop_last=True,
+        ),
+        train_dataset=dataset,
+        data_collator=collate,
+        optimizers=(optimizer, NoOpScheduler(optimizer)),
+        sampler=PeerSampler(length, "peer", 0, SimpleNamespace(local_epoch=0), batch_size_per_step=8),
+        loss_meter=meter,
+    )  # fmt: skip
+    trainer.train()
+    assert micro_batches == [4, 4, 4]
+
+
+def test_loss_meter_skips_what_is_not_finite():
+    meter = LossMeter()
+    for loss in (1.0, float("nan"), 2.0, float("inf")):
+        meter.add(torch.tensor(loss))
+    meter.add(torch.tensor([2.0, 4.0]))  # one for each of two devices
+    assert meter.pop() == (6.0, 3)
+    assert meter.pop() == (0.0, 0)
+
+
+def test_fp16_without_a_gpu_is_refused():
+    with pytest.raises(UserError, match="--fp16"):
+        choose_precision(LocalTrainingArguments(fp16=True, use_cpu=True))
+    assert choose_precision(LocalTrainingArguments(use_cpu=True)) == (False, False)
+    assert choose_precision(LocalTrainingArguments(use_cpu=True, bf16=True)) == (False, True)
+
+
+def write_checkpoint(folder, step: int) -> None:
+    path = folder / f"checkpoint-{step}"
+    build_model(CONFIG, "run").save_pretrained(path)
+    torch.save({"state": {"local_epoch": 3}, "param_groups": []}, path / "optimizer.pt")
+    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+
+
+def test_newest_checkpoint_that_can_be_read_is_found(tmp_path):
+    assert find_checkpoint(str(tmp_path)) is None
+    for step in (9, 100, 20):  # written last is not newest
+        write_checkpoint(tmp_path, step)
+    assert find_checkpoint(str(tmp_path)).endswith("checkpoint-100")
+    weights = tmp_path / "checkpoint-100" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert find_checkpoint(str(tmp_path)).endswith("checkpoint-20")
+    (tmp_path / "checkpoint-20" / "optimizer.pt").write_bytes(b"not a checkpoint")
+    assert find_checkpoint(str(tmp_path)).endswith("checkpoint-9")

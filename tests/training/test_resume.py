@@ -1,0 +1,217 @@
+"""A trainer that was stopped resumes from its checkpoint as if it had not been: weights, LAMB's statistics, losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from transformers import AlbertConfig
+
+from arguments import CollaborationArguments, LocalTrainingArguments
+from callback import CollaborativeCallback
+from lib.training.checkpoints import list_checkpoints
+from lib.training.hf_trainer import PeerSampler, build_trainer, build_training_arguments, find_checkpoint
+from lib.training.model import build_model
+from lib.training.optimizer import make_param_groups
+from lib.training.session import Membership
+from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer
+from tests.training.test_checkpoints import FakeTokenizer
+from tests.training.test_hf_trainer import collate
+from tests.training.test_model import make_batch
+
+CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
+SIZE = 8  # samples of the data, of a local step and of a global step: each is computed from the same ones
+STATISTICS = ("adam_norm", "exp_avg", "exp_avg_sq", "step", "trust_ratio", "weight_norm")
+
+
+class Recorder(CollaborativeCallback):
+    """Keeps the training state and the loss of each global step, and those that the trainer begins with."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.states: dict[int, tuple[dict, list[torch.Tensor]]] = {}
+        self.weights: dict[int, list[torch.Tensor]] = {}
+
+    def join(self) -> None:
+        super().join()
+        self.first_step = self.optimizer.local_epoch
+        self.record()
+
+    def report(self, step: int) -> None:
+        super().report(step)
+        self.record()
+
+    def record(self) -> None:
+        step = self.optimizer.local_epoch
+        self.states[step] = self.optimizer.state_averager.snapshot()
+        self.weights[step] = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {entry.step: entry.loss / entry.mini_steps for entry in self.history}
+
+
+def train(folder: Path, until: int, is_custom: bool) -> Recorder:
+    """Train alone until a global step, from the checkpoint in `folder` if there is one, and write one."""
+    training_args = LocalTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=SIZE, gradient_accumulation_steps=1, use_cpu=True,
+        dataloader_num_workers=0, save_steps=10**6, disable_tqdm=True,
+    )  # fmt: skip
+    collaboration_args = CollaborationArguments(run_id="run", max_global_steps=until, leave_timeout=0.0)
+    model = build_model(CONFIG, "run")
+    with (
+        local_peer(folder, "run") as peer,
+        local_optimizer(model, peer, SIZE, run_id="run", target_batch_size=SIZE) as optimizer,
+    ):
+        callback = Recorder(peer, optimizer, model, collaboration_args, folder, lambda: False, disable_tqdm=True)
+        run = train_in_a_loop if is_custom else train_with_the_trainer
+        run(folder, model, Membership(peer, optimizer, callback, "run", folder), training_args)
+        callback.close()
+    return callback
+
+
+def train_with_the_trainer(folder: Path, model, member: Membership, training_args: LocalTrainingArguments) -> None:
+    """As in run_trainer.py."""
+    peer_id = str(member.peer.dht.peer_id)
+    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=SIZE).items()})
+    sampler = PeerSampler(len(dataset), peer_id, training_args.seed, member.optimizer, SIZE)
+    trainer = build_trainer(
+        model, FakeTokenizer(), dataset, collate, member.optimizer, build_training_arguments(training_args, peer_id),
+        sampler, member.callback,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=find_checkpoint(str(folder)))
+
+
+def train_in_a_loop(folder: Path, model, member: Membership, training_args: LocalTrainingArguments) -> None:
+    """As in run_custom_trainer.py."""
+    member.restore_checkpoint()
+    member.callback.join()
+    while True:
+        loss = model(**make_batch(size=SIZE)).loss
+        loss.backward()
+        member.callback.loss_meter.add(loss)
+        member.optimizer.step()
+        member.optimizer.zero_grad()
+        if not member.callback.after_local_step():
+            break
+    member.save_checkpoint(model, FakeTokenizer(), keep=1)
+
+
+def assert_equal(state: tuple[dict, list[torch.Tensor]], other: tuple[dict, list[torch.Tensor]]) -> None:
+    """Two training states are the same to the last bit, but for hivemind's learning rate, which is the schedule's."""
+    assert state[0]["epoch"] == other[0]["epoch"]
+    assert state[0]["optimizer_metadata"] == other[0]["optimizer_metadata"]
+    assert all(torch.equal(one, two) for one, two in zip(state[1], other[1], strict=True))
+
+
+@pytest.mark.parametrize("is_custom", [False, True], ids=["Trainer", "loop of one's own"])
+def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, is_custom):
+    whole = train(tmp_path / "whole", 4, is_custom)
+    before = train(tmp_path / "resumed", 2, is_custom)
+    after = train(tmp_path / "resumed", 4, is_custom)
+    assert (whole.first_step, before.first_step, after.first_step) == (0, 0, 2)
+    assert_equal(after.states[2], before.states[2])
+    assert all(torch.equal(one, two) for one, two in zip(after.weights[2], before.weights[2], strict=True))
+    # A global step may have more local steps of the same samples in one run than in the other: equal but for rounding.
+    assert [*(before.losses | after.losses)] == [*whole.losses] == [1, 2, 3, 4]
+    assert before.losses | after.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert whole.losses[4] < whole.losses[1] - 1e-3, "or else there is nothing to compare"
+    for one, two in zip(after.states[4][1], whole.states[4][1], strict=True):
+        if one.ndim:  # norms follow from the others; that of a gradient which is zero but for rounding is anything
+            assert torch.allclose(one, two, rtol=1e-3, atol=1e-5)
+
+
+def make_old_values(number: int, weights: torch.Tensor) -> dict:
+    """LAMB's statistics of one parameter as they were, each different; a trust ratio of 1 was a number."""
+    scale = number + 1.0
+    return {
+        "step": 7,
+        "exp_avg": torch.full_like(weights, 1e-3 * scale),
+        "exp_avg_sq": torch.full_like(weights, 1e-5 * scale),
+        "weight_norm": weights.norm().clamp(0, 10),
+        "adam_norm": torch.tensor(2.0 * scale),
+        "trust_ratio": 1 if number == 3 else torch.tensor(0.01 * scale),
+    }
+
+
+def write_old_checkpoint(folder: Path, is_custom: bool) -> tuple[dict[str, torch.Tensor], list[dict]]:
+    """What commit 6b289d5 wrote at step 7, file by file; nothing here is written by today's code.
+
+    :returns: the weights by name, and the statistics in the order of the optimizer's parameters
+    """
+    model = build_model(CONFIG, "run")
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(0.01 * (number + 1))
+    groups = [group["params"] for group in make_param_groups(model, 0.01)]
+    parameters = [parameter.detach().clone() for group in groups for parameter in group]
+    statistics = [make_old_values(number, parameter) for number, parameter in enumerate(parameters)]
+    options = {"betas": (0.9, 0.999), "eps": 1e-6, "initial_lr": 0.01, "lr": 0.00993}
+    indices = [list(range(len(groups[0]))), list(range(len(groups[0]), len(parameters)))]
+    param_groups = [
+        {**options, "weight_decay": decay, "params": group} for decay, group in zip((0.01, 0.0), indices, strict=True)
+    ]
+    checkpoint = folder / f"checkpoint-{7 if is_custom else 20}"  # the Trainer counts local steps
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    if is_custom:
+        values = []
+        for group in param_groups:
+            values += [*group["betas"], group["eps"], group["initial_lr"], group["lr"]]
+            values += [*group["params"], group["weight_decay"]]
+        values += [entry[name] for entry in statistics for name in STATISTICS]
+        metadata, tensors = [], []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                metadata.append({"type": "tensor", "index": len(tensors)})
+                tensors.append(value)
+            else:
+                metadata.append({"type": "value", "value": value})
+        content = {"format": 1, "run_id": "run", "metadata": {"epoch": 7, "optimizer_metadata": metadata},
+                   "tensors": [*parameters, *tensors]}  # fmt: skip
+        torch.save(content, checkpoint / "training_state.pt")
+        (checkpoint / "collaboration.json").write_text(json.dumps({"run_id": "run", "step": 7, "time": 1.0}) + "\n")
+    else:
+        state = {**dict(enumerate(statistics)), "local_epoch": 7}
+        torch.save({"state": state, "param_groups": param_groups}, checkpoint / "optimizer.pt")
+        torch.save({}, checkpoint / "scheduler.pt")
+        trainer_state = {
+            "best_global_step": None, "best_metric": None, "best_model_checkpoint": None, "epoch": 20.0,
+            "eval_steps": 500, "global_step": 20, "is_hyper_param_search": False, "is_local_process_zero": True,
+            "is_world_process_zero": True, "logging_steps": 100, "max_steps": 2**31 - 1, "num_input_tokens_seen": 0,
+            "num_train_epochs": 2**31 - 1, "save_steps": 10**6, "total_flos": 1.0, "train_batch_size": SIZE,
+            "trial_name": None, "trial_params": None,
+            "log_history": [{"epoch": 1.0, "grad_norm": 1.0, "learning_rate": 0.01, "loss": 7.6, "step": 1}],
+            "stateful_callbacks": {
+                "TrainerControl": {
+                    "args": {"should_epoch_stop": False, "should_evaluate": False, "should_log": False,
+                             "should_save": True, "should_training_stop": True},
+                    "attributes": {},
+                }
+            },
+        }  # fmt: skip
+        (checkpoint / "trainer_state.json").write_text(json.dumps(trainer_state))
+    return weights, statistics
+
+
+@pytest.mark.parametrize("is_custom", [False, True], ids=["Trainer", "loop of one's own"])
+def test_checkpoint_of_an_older_version_is_resumed(tmp_path, is_custom):
+    weights, statistics = write_old_checkpoint(tmp_path, is_custom)
+    recorder = train(tmp_path, 8, is_custom)
+    assert recorder.first_step == 7 and recorder.losses.keys() == {8}
+    assert all(torch.equal(one, two) for one, two in zip(recorder.weights[7], weights.values(), strict=True))
+    metadata, tensors = recorder.states[7]
+    values = [
+        tensors[entry["index"] + len(weights)] if entry["type"] == "tensor" else entry["value"]
+        for entry in metadata["optimizer_metadata"]
+    ][-len(statistics) * len(STATISTICS) :]
+    expected = [entry[name] for entry in statistics for name in STATISTICS]
+    assert all(
+        float(torch.as_tensor(one).sub(two).abs().max()) == 0 for one, two in zip(values, expected, strict=True)
+    )
+    newest = list_checkpoints(tmp_path)[0]
+    assert load_file(newest / "model.safetensors").keys() == weights.keys()
