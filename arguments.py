@@ -3,141 +3,24 @@
 Names and defaults are those of hivemind's ALBERT example; the names of older examples are translated in cli.py.
 """
 
-import ipaddress
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
+
+from lib.common.checks import (
+    check_endpoint,
+    check_maddr,
+    check_peer,
+    check_web_address,
+    parse_repo_id,
+    require,
+    require_apart,
+    require_not_negative,
+    require_positive,
+)
 
 Compression = Literal["none", "float16", "scaled_float16", "uniform8", "quantile8"]
-
-
-class ArgumentsError(ValueError):
-    """A value that cannot work. The message names the flag, what is wrong with it, and what to pass instead."""
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ArgumentsError(message)
-
-
-def _require_positive(arguments: object, *names: str) -> None:
-    for name in names:
-        value = getattr(arguments, name)
-        require(value is None or value > 0, f"--{name} must be above zero, got {value}")
-
-
-def _require_not_negative(arguments: object, *names: str) -> None:
-    for name in names:
-        value = getattr(arguments, name)
-        require(value is None or value >= 0, f"--{name} must not be negative, got {value}")
-
-
-def _require_apart(name: str, path: str, other_name: str, other_path: str) -> None:
-    """Two folders that are written at the same time."""
-    resolved, other = Path(path).resolve(), Path(other_path).resolve()
-    require(
-        not (resolved.is_relative_to(other) or other.is_relative_to(resolved)),
-        f"--{name} '{path}' and --{other_name} '{other_path}' must not be inside each other",
-    )
-
-
-def _check_web_address(flag: str, url: str) -> None:
-    """The address itself is not repeated: it may hold a password."""
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        valid = False
-    require(valid, f"{flag} must be an address like https://example.org/data.tar.gz")
-
-
-# A multiaddress, as far as it can be judged without starting libp2p: /name/value pairs, a few names stand alone.
-_PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
-HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")
-_VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-circuit", "http", "https", "webtransport"}
-_PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", "udp", "p2p", "ipfs", "certhash"}
-
-
-def _check_maddr(flag: str, maddr: str) -> dict[str, str]:
-    """Return the protocols of a multiaddress with their values; raise ArgumentsError if it is none."""
-    example = "it looks like /ip4/203.0.113.1/tcp/31337"
-    require(maddr.startswith("/"), f"{flag}: '{maddr}' is not a multiaddress; {example}")
-    parts = maddr.strip("/").split("/")
-    protocols: dict[str, str] = {}
-    while parts:
-        name = parts.pop(0)
-        if name in _VALUELESS_PROTOCOLS:
-            protocols[name] = ""
-            continue
-        require(name in _PROTOCOLS_WITH_VALUE, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
-        require(bool(parts), f"{flag}: '{maddr}' ends after '{name}', its value is missing; {example}")
-        protocols[name] = parts.pop(0)
-    for name, version in (("ip4", 4), ("ip6", 6)):
-        if name in protocols:
-            try:
-                valid = ipaddress.ip_address(protocols[name]).version == version
-            except ValueError:
-                valid = False
-            require(valid, f"{flag}: '{protocols[name]}' in '{maddr}' is not an IPv{version} address")
-    for name in ("tcp", "udp"):
-        if name in protocols:
-            port = protocols[name]
-            require(port.isdigit() and int(port) <= 65535, f"{flag}: '{port}' in '{maddr}' is not a port")
-    return protocols
-
-
-def _check_endpoint(flag: str, endpoint: str) -> None:
-    """Raise ArgumentsError unless it is HOST:PORT with a host that can be dialled and a port that is known."""
-    match = HOST_PORT.fullmatch(endpoint)
-    require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; it looks like bore.pub:31337")
-    host, port = match["host"].strip("[]"), match["port"]
-    require(
-        port.isdigit() and 0 < int(port) <= 65535,
-        f"{flag}: '{endpoint}' needs the port that the tunnel has at its public end, from 1 to 65535",
-    )
-    if ":" in host or re.fullmatch(r"[\d.]+", host):
-        try:
-            valid = not ipaddress.ip_address(host).is_unspecified
-        except ValueError:
-            valid = False
-        require(valid, f"{flag}: '{host}' is not an address that others can reach")
-    else:
-        require(bool(re.fullmatch(r"[\w.-]+", host, re.ASCII)), f"{flag}: '{host}' is not the name of a host")
-
-
-def _check_peer(flag: str, maddr: str) -> None:
-    if HOST_PORT.fullmatch(maddr):
-        host, port = maddr.rsplit(":", 1)
-        raise ArgumentsError(
-            f"{flag}: '{maddr}' lacks the peer ID. Copy the whole address from the first lines that the peer prints: "
-            f"/ip4/{host}/tcp/{port}/p2p/PEER_ID"
-        )
-    protocols = _check_maddr(flag, maddr)
-    peer_id = protocols.get("p2p", protocols.get("ipfs"))
-    require(
-        peer_id is not None,
-        f"{flag}: '{maddr}' lacks the peer ID. Copy the whole address that the peer prints: "
-        f"{maddr.rstrip('/')}/p2p/PEER_ID",
-    )
-    require(
-        bool(_PEER_ID.fullmatch(peer_id)),
-        f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. Copy the whole address that the peer prints",
-    )
-
-
-_HUB_ADDRESS = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/"
-_REPO_ID = re.compile(rf"(?:{_HUB_ADDRESS})?(?P<repo_id>\w[\w.-]*/\w[\w.-]{{0,95}}?)(?:\.git)?/?", re.ASCII)
-
-
-def _parse_repo_id(flag: str, value: str) -> str:
-    """NAME/MODEL of a repository on the Hugging Face Hub, or of its address there."""
-    match = _REPO_ID.fullmatch(value)
-    is_valid = match is not None and not re.search(r"--|\.\.|[.-](/|$)", match["repo_id"])
-    require(is_valid, f"{flag}: '{value}' is not a repository on the Hugging Face Hub; pass NAME/MODEL")
-    return match["repo_id"]
 
 
 @dataclass
@@ -245,7 +128,7 @@ class BaseTrainingArguments:
             peers = [peer for value in getattr(self, flag) for peer in value.split(",") if peer]
             setattr(self, flag, peers)
             for peer in peers:
-                _check_peer(f"--{flag}", peer)
+                check_peer(f"--{flag}", peer)
         require(
             self.invitation is None or self.identity_path is None,
             "--invitation brings an identity along: drop --identity_path",
@@ -259,26 +142,26 @@ class BaseTrainingArguments:
             self.trusted_relays = self.trusted_relays or self.initial_peers
         for flag in ("host_maddrs", "announce_maddrs"):
             for maddr in getattr(self, flag):
-                protocols = _check_maddr(f"--{flag}", maddr)
+                protocols = check_maddr(f"--{flag}", maddr)
                 if flag == "announce_maddrs":
                     port = protocols.get("tcp", protocols.get("udp"))
                     require(port != "0", f"--announce_maddrs: '{maddr}' needs the real port, 0 means any")
         self._check_tunnel()
-        _require_positive(self, "bootstrap_timeout")
+        require_positive(self, "bootstrap_timeout")
 
     def _check_tunnel(self) -> None:
         require(
             self.tunnel == "none" or self.announce_tunnel is None,
             "--tunnel and --announce_tunnel exclude each other: the first opens a tunnel, the second names yours",
         )
-        tcp_ports = {_check_maddr("--host_maddrs", maddr).get("tcp") for maddr in self.host_maddrs} - {None}
+        tcp_ports = {check_maddr("--host_maddrs", maddr).get("tcp") for maddr in self.host_maddrs} - {None}
         require(
             self.tunnel == "none" or bool(tcp_ports),
             "--tunnel leads to a TCP port, and there is none in --host_maddrs",
         )
         if self.announce_tunnel is not None:
             self.announce_tunnel = self.announce_tunnel.removeprefix("tcp://")  # as ngrok and others print it
-            _check_endpoint("--announce_tunnel", self.announce_tunnel)
+            check_endpoint("--announce_tunnel", self.announce_tunnel)
             require(
                 bool(tcp_ports - {"0"}),
                 "--announce_tunnel needs the port that the tunnel leads to, not just any free one: pass --host_maddrs "
@@ -329,9 +212,9 @@ class ProgressTrackerArguments:
     )
 
     def __post_init__(self):
-        _require_positive(self, "min_refresh_period", "max_refresh_period", "default_refresh_period",
+        require_positive(self, "min_refresh_period", "max_refresh_period", "default_refresh_period",
                           "metadata_expiration")  # fmt: skip
-        _require_not_negative(self, "expected_drift_peers", "expected_drift_rate")
+        require_not_negative(self, "expected_drift_peers", "expected_drift_rate")
         require(0 < self.performance_ema_alpha <= 1, "--performance_ema_alpha must be above 0 and at most 1")
         require(
             self.min_refresh_period <= self.max_refresh_period,
@@ -397,9 +280,9 @@ class OptimizerArguments:
     )
 
     def __post_init__(self):
-        _require_positive(self, "target_batch_size", "bandwidth", "averaging_timeout", "load_state_timeout",
+        require_positive(self, "target_batch_size", "bandwidth", "averaging_timeout", "load_state_timeout",
                           "average_state_every")  # fmt: skip
-        _require_not_negative(self, "batch_size_lead")
+        require_not_negative(self, "batch_size_lead")
         require(
             self.batch_size_lead < self.target_batch_size,
             f"--batch_size_lead {self.batch_size_lead} must be smaller than "
@@ -445,8 +328,8 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
             not (self.client_mode and self.use_auto_relay),
             "--client_mode accepts no connections, --use_auto_relay asks for them: pass one of the two",
         )
-        _require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
-        _require_not_negative(self, "leave_timeout")
+        require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
+        require_not_negative(self, "leave_timeout")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
         for flag, is_set in (("tunnel", self.tunnel != "none"), ("announce_tunnel", self.announce_tunnel is not None)):
             require(
@@ -507,8 +390,8 @@ class DatasetArguments(ModelArguments):
 
     def __post_init__(self):
         if self.dataset_url is not None:
-            _check_web_address("--dataset_url", self.dataset_url)
-            _require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
+            check_web_address("--dataset_url", self.dataset_url)
+            require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
         if self.dataset_sha256 is not None:
             require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
             self.dataset_sha256 = self.dataset_sha256.lower()
@@ -543,8 +426,8 @@ class HyperparameterArguments:
     clamp_value: float = field(default=10000.0, metadata={"help": "LAMB: weight norms are clamped to this value"})
 
     def __post_init__(self):
-        _require_positive(self, "total_steps", "learning_rate", "adam_epsilon", "clamp_value")
-        _require_not_negative(self, "warmup_steps", "weight_decay")
+        require_positive(self, "total_steps", "learning_rate", "adam_epsilon", "clamp_value")
+        require_not_negative(self, "warmup_steps", "weight_decay")
         require(
             self.warmup_steps <= self.total_steps,
             f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
@@ -603,9 +486,9 @@ class LocalTrainingArguments(HyperparameterArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        _require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "seq_length",
+        require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "seq_length",
                           "save_steps", "save_total_limit", "logging_steps")  # fmt: skip
-        _require_not_negative(self, "max_grad_norm", "dataloader_num_workers", "seed")
+        require_not_negative(self, "max_grad_norm", "dataloader_num_workers", "seed")
         require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
         require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
 
@@ -703,12 +586,12 @@ class TrainingMonitorArguments(ReportingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        _require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
-        _require_not_negative(self, "upload_interval")
+        require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
+        require_not_negative(self, "upload_interval")
         for maddr in self.assistant_maddrs:
-            _check_maddr("--assistant_maddrs", maddr)
+            check_maddr("--assistant_maddrs", maddr)
         if self.repo_id is not None:
-            self.repo_id = _parse_repo_id("--repo_id", self.repo_id)
+            self.repo_id = parse_repo_id("--repo_id", self.repo_id)
             require(self.store_checkpoints, "--repo_id uploads checkpoints: drop --no_store_checkpoints")
 
 
@@ -746,7 +629,7 @@ class EvaluatorArguments(ReportingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        _require_positive(self, "evaluation_interval", "evaluation_steps", "per_device_eval_batch_size",
+        require_positive(self, "evaluation_interval", "evaluation_steps", "per_device_eval_batch_size",
                           "max_eval_samples", "refresh_period", "load_state_timeout", "max_global_steps")  # fmt: skip
         require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
 
@@ -824,9 +707,9 @@ class TokenizationArguments:
     def __post_init__(self):
         if self.tokenizer_type is None:
             self.tokenizer_type = {"mlm_sop": "sentencepiece", "mlm": "wordpiece", "clm": "bpe"}[self.objective]
-        _require_positive(self, "vocab_size", "num_proc")
-        _require_not_negative(self, "seed")
-        _require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
+        require_positive(self, "vocab_size", "num_proc")
+        require_not_negative(self, "seed")
+        require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
         require(0 < self.validation_share < 1, f"--validation_share must be between 0 and 1: {self.validation_share}")
         require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")
@@ -859,7 +742,7 @@ class InvitationArguments:
     debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
 
     def __post_init__(self):
-        _require_positive(self, "days")
+        require_positive(self, "days")
         require(bool(self.username.strip()), "--username must not be empty")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
 
@@ -902,7 +785,7 @@ class DemoArguments:
     debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
 
     def __post_init__(self):
-        _require_positive(self, "vocab_size")
+        require_positive(self, "vocab_size")
         require(self.trainers >= 2, f"--trainers must be 2 or more, got {self.trainers}: one has nobody to train with")
         require(
             self.max_global_steps >= 2,
@@ -913,10 +796,3 @@ class DemoArguments:
             self.train_file is None or Path(self.train_file).is_file(),
             f"--train_file: there is no file '{self.train_file}'",
         )
-
-
-def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
-    """One instance of each dataclass from the command line. `description`: the script's docstring."""
-    from lib.common.cli import ArgumentParser  # takes a second, in which a script can already answer signals
-
-    return ArgumentParser(dataclass_types, description).parse(args)

@@ -15,7 +15,8 @@ revokes all invitations of alice: a monitor that was started with `--revocations
 import sys
 from pathlib import Path
 
-from arguments import InvitationArguments, RevocationArguments, parse_arguments
+from arguments import InvitationArguments, RevocationArguments
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 
 REVOKE_DESCRIPTION = "Revoke the invitations of a user, or a single one"

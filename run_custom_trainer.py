@@ -11,7 +11,7 @@ Copy this file and change the loop below. It must do three things: call `join` f
 
 from collections.abc import Iterable, Iterator
 
-from arguments import parse_arguments
+from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
 from run_trainer import ARGUMENTS

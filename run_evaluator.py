@@ -11,13 +11,8 @@ The monitor logs and draws what it finds, too.
 from contextlib import ExitStack
 from pathlib import Path
 
-from arguments import (
-    BaseTrainingArguments,
-    DatasetArguments,
-    EvaluatorArguments,
-    HyperparameterArguments,
-    parse_arguments,
-)
+from arguments import BaseTrainingArguments, DatasetArguments, EvaluatorArguments, HyperparameterArguments
+from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
 

@@ -31,8 +31,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from arguments import DemoArguments, parse_arguments
+from arguments import DemoArguments
 from lib.common.atomic_files import check_target
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 from lib.common.processes import leave_with_parent
 

@@ -14,8 +14,8 @@ from arguments import (
     DatasetArguments,
     LocalTrainingArguments,
     ProgressTrackerArguments,
-    parse_arguments,
 )
+from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
 

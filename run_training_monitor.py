@@ -19,8 +19,8 @@ from arguments import (
     OptimizerArguments,
     ProgressTrackerArguments,
     TrainingMonitorArguments,
-    parse_arguments,
 )
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 from lib.common.processes import StopSignal, guard_children
 

@@ -26,7 +26,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arguments import TokenizationArguments, parse_arguments
+from arguments import TokenizationArguments
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 
 # The rest is imported where it is used: torch and transformers take seconds, which --help and a text file that cannot

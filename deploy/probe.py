@@ -10,7 +10,8 @@ import logging
 import tempfile
 from pathlib import Path
 
-from arguments import BaseTrainingArguments, parse_arguments
+from arguments import BaseTrainingArguments
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 from lib.common.processes import StopSignal, exit_after, guard_children
 

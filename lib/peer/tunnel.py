@@ -21,7 +21,7 @@ import psutil
 from hivemind.utils import get_logger
 
 from arguments import BaseTrainingArguments
-from lib.common.cli import endpoint_to_maddrs
+from lib.common.argument_parser import endpoint_to_maddrs
 from lib.common.errors import UserError
 from utils import fix_tcp_port
 

@@ -18,12 +18,7 @@ from torch_optimizer import Lamb
 from transformers import get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import get_parameter_names
 
-from arguments import (
-    AveragerArguments,
-    HyperparameterArguments,
-    OptimizerArguments,
-    ProgressTrackerArguments,
-)
+from arguments import AveragerArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments
 from lib.averaging.optimizer import Optimizer, max_weight
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager

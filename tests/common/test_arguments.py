@@ -9,14 +9,10 @@ import run_custom_trainer
 import run_evaluator
 import run_trainer
 import run_training_monitor
-from arguments import (
-    ArgumentsError,
-    InvitationArguments,
-    RevocationArguments,
-    TokenizationArguments,
-    parse_arguments,
-)
-from lib.common.cli import ArgumentParser, endpoint_to_maddrs, translate_old_names
+from arguments import InvitationArguments, RevocationArguments, TokenizationArguments
+from lib.common.argument_parser import ArgumentParser, endpoint_to_maddrs, translate_old_names
+from lib.common.checks import ArgumentsError
+from lib.common.cli import parse_arguments
 from tests.support.peers import ROOT
 
 PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

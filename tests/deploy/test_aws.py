@@ -24,9 +24,9 @@ from moto.server import ThreadedMotoServer
 
 import run_trainer
 import run_training_monitor
-from arguments import parse_arguments
 from deploy import aws
 from deploy.aws import Deployment, Instance, Settings, SpotOffer
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from lib.data.archive import write_archive
 from tests.deploy.test_notebooks import execute, fill_in, make_repository, write_program

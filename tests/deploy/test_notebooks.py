@@ -17,9 +17,9 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 import run_trainer
-from arguments import parse_arguments
 from deploy import join
 from deploy.join import Gpu, choose_batch_size, find_gpus, trainer_command
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from tests.support.peers import LOCAL, ROOT, wait_until
 

@@ -16,7 +16,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 import run_training_monitor
-from arguments import parse_arguments
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from lib.peer.admission import Admission, NotAdmittedError, load_admission
 from lib.peer.invitations import (

@@ -18,7 +18,9 @@ from rich.console import Console
 import run_local_demo
 import run_trainer
 import run_training_monitor
-from arguments import ArgumentsError, DemoArguments, TokenizationArguments, parse_arguments
+from arguments import DemoArguments, TokenizationArguments
+from lib.common.checks import ArgumentsError
+from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from run_local_demo import (
     Command,

@@ -11,12 +11,7 @@ import torch
 from hivemind.utils import PerformanceEMA
 from transformers import AlbertConfig
 
-from arguments import (
-    AveragerArguments,
-    HyperparameterArguments,
-    OptimizerArguments,
-    ProgressTrackerArguments,
-)
+from arguments import AveragerArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments
 from lib.averaging.matchmaking import RoundControl, rank
 from lib.averaging.rounds import RoundAverager, clip_norm
 from lib.monitoring.auxiliary_peer import Assistant

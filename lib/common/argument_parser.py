@@ -1,0 +1,127 @@
+"""The command line: parsed into the dataclasses of the scripts, with the names of older examples translated.
+
+A wrong use is answered with one line.
+"""
+
+import difflib
+import ipaddress
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from transformers.hf_argparser import HfArgumentParser
+
+from lib.common.checks import HOST_PORT, ArgumentsError, require
+
+# Names of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5), and what they are called here.
+_OLD_NAMES = {
+    "--experiment_prefix": "--run_id",
+    "--averaging_expiration": "--matchmaking_time",
+    "--compression": "--averaging_compression",
+    "--model_config_path": "--model_name_or_path",
+    "--store_checkpoins": "--store_checkpoints",
+    "--tokenizer": "--tokenizer_path",
+    "--no_cuda": "--use_cpu",
+    "--repo_url": "--repo_id",
+}
+# Endpoints in gRPC's notation, as in '[::]:*', that became multiaddresses.
+_OLD_ENDPOINTS = {
+    "--dht_listen_on": "--host_maddrs",
+    "--listen_on": "--host_maddrs",
+    "--endpoint": "--announce_maddrs",
+}
+# Names that no longer do anything, with the number of values that they may take.
+_IGNORED_NAMES = {
+    "--overwrite_output_dir": "a checkpoint in --output_dir is resumed from; choose another folder to start anew",
+    "--logging_dir": "the training curves are the monitor's, see its --report_to",
+    "--fp16_opt_level": "mixed precision is torch's own, see --fp16 and --bf16",
+    "--do_train": "a trainer always trains",
+    "--trainer_uuid": "a peer is known by its identity, see --identity_path",
+}
+_REFUSED_NAMES = {
+    "--max_steps": "pass --max_global_steps (when to leave) or --total_steps (the learning-rate schedule)",
+    "--repo_path": "pass --output_dir (where the checkpoints are kept)",
+}
+_OLD_VALUES = {
+    "--averaging_compression": {"FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
+                                "UNIFORM_8BIT": "uniform8", "QUANTILE_8BIT": "quantile8"},
+}  # fmt: skip
+
+
+def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
+    """Translate gRPC's host:port notation to multiaddresses: '[::]:*' (all interfaces, any port) to /ip4 and /ip6."""
+    match = HOST_PORT.fullmatch(endpoint)
+    require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; pass {_OLD_ENDPOINTS.get(flag, flag)} instead")
+    host, port = match["host"].strip("[]"), match["port"].replace("*", "0")
+    if host == "::":
+        return [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
+    try:
+        return [f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"]
+    except ValueError:
+        return [f"/dns4/{host}/tcp/{port}"]
+
+
+def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[list[str], list[str]]:
+    """Rewrite the flags of older examples to those of this one.
+
+    :param args: the command line
+    :param known_flags: flags of the script at hand; a name that it knows itself is left alone
+    :returns: the new command line, and a warning for each name that was translated or ignored
+    :raises ArgumentsError: for a name or value that has no translation, with what to pass instead
+    """
+    translated, warnings = [], []
+    queue = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") and "=" in arg else [arg])]
+    while queue:
+        arg = queue.pop(0)
+        values = []
+        while arg.startswith("--") and queue and not queue[0].startswith("--"):
+            values.append(queue.pop(0))
+        if arg not in known_flags:
+            if arg in _REFUSED_NAMES:
+                raise ArgumentsError(f"{arg} is not known any more: {_REFUSED_NAMES[arg]}")
+            if arg in _IGNORED_NAMES:
+                warnings.append(f"{arg} is ignored: {_IGNORED_NAMES[arg]}")
+                continue
+            if arg in _OLD_ENDPOINTS and _OLD_ENDPOINTS[arg] in known_flags:
+                new_name = _OLD_ENDPOINTS[arg]
+                values = [maddr for value in values for maddr in endpoint_to_maddrs(arg, value)]
+                warnings.append(f"{arg} is now {new_name}: {' '.join(values)}")
+                arg = new_name
+            elif _OLD_NAMES.get(arg) in known_flags:
+                warnings.append(f"{arg} is now {_OLD_NAMES[arg]}")
+                arg = _OLD_NAMES[arg]
+        values = [_OLD_VALUES.get(arg, {}).get(value, value) for value in values]
+        translated += [arg, *values]
+    return translated, warnings
+
+
+class ArgumentParser(HfArgumentParser):
+    """transformers' dataclass parser that knows the old names and answers a wrong use with one line."""
+
+    def __init__(self, dataclass_types, description: str):
+        super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
+
+    @property
+    def known_flags(self) -> set[str]:
+        return {option for action in self._actions for option in action.option_strings}
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{Path(sys.argv[0]).name}: error: {message} (see --help)", file=sys.stderr)
+        sys.exit(2)
+
+    def parse(self, args: Sequence[str] | None = None) -> tuple:
+        """Parse the command line into instances of the dataclasses; exit with code 2 and one line if it is wrong."""
+        try:
+            args, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
+            *dataclasses, unknown = self.parse_args_into_dataclasses(
+                args, return_remaining_strings=True, look_for_args_file=False
+            )
+        except ArgumentsError as error:
+            self.error(str(error))
+        if unknown:
+            similar = difflib.get_close_matches(unknown[0].split("=")[0], self.known_flags, n=1)
+            self.error(f"unknown argument '{unknown[0]}'" + (f", did you mean {similar[0]}?" if similar else ""))
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        return tuple(dataclasses)
