@@ -497,6 +497,16 @@ class LocalTrainingArguments(HyperparameterArguments):
         return self.per_device_train_batch_size * max(1, num_devices) * self.gradient_accumulation_steps
 
 
+# Those of run_trainer.py and run_custom_trainer.py
+TRAINER_ARGUMENTS = (
+    LocalTrainingArguments,
+    DatasetArguments,
+    CollaborationArguments,
+    AveragerArguments,
+    ProgressTrackerArguments,
+)
+
+
 @dataclass
 class ReportingArguments:
     """Where curves are drawn."""

@@ -34,7 +34,7 @@ def main() -> None:
 def invite(args: InvitationArguments) -> None:
     from lib.peer.invitations import make_invitation, save_invitation
     from lib.peer.organiser import note_invitation
-    from utils import load_identity
+    from lib.peer.peer import load_identity
 
     output = Path(args.output)
     if output.exists():
@@ -53,7 +53,7 @@ def invite(args: InvitationArguments) -> None:
 def revoke(args: RevocationArguments) -> None:
     from lib.peer.invitations import load_invitation
     from lib.peer.organiser import find_invitations, revoke_invitations
-    from utils import load_identity
+    from lib.peer.peer import load_identity
 
     authority_path = Path(args.authority)
     if not authority_path.exists():

@@ -10,32 +10,62 @@ Copy this file and change the loop below. It must do three things: call `join` f
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
+from arguments import (
+    TRAINER_ARGUMENTS,
+    AveragerArguments,
+    CollaborationArguments,
+    DatasetArguments,
+    LocalTrainingArguments,
+    ProgressTrackerArguments,
+)
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
-from run_trainer import ARGUMENTS
 
 
 def main() -> None:
     with StopSignal() as stop:
-        args = parse_arguments(ARGUMENTS, __doc__)
+        args = parse_arguments(TRAINER_ARGUMENTS, __doc__)
         guard_children()
         train(*args, stop)
 
 
-def train(training_args, dataset_args, collaboration_args, averager_args, tracker_args, stop: StopSignal) -> None:
-    import torch  # seconds of imports, which --help and a wrong flag need not wait for
+def train(
+    training_args: LocalTrainingArguments,
+    dataset_args: DatasetArguments,
+    collaboration_args: CollaborationArguments,
+    averager_args: AveragerArguments,
+    tracker_args: ProgressTrackerArguments,
+    stop: StopSignal,
+) -> None:
+    # Seconds of imports, which --help and a wrong flag need not wait for.
+    import torch
+    from hivemind.utils import get_logger
     from torch.utils.data import DataLoader
 
+    from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_training_data
+    from lib.peer.addresses import log_visible_maddrs
+    from lib.peer.lifecycle import open_peer, supervise
     from lib.training.hf_trainer import PeerSampler, autocast_dtype, choose_devices
-    from lib.training.model import derive_seed, enable_gradient_checkpointing, load_config, load_tokenizer, make_model
-    from lib.training.session import join_collaboration
-    from utils import logger, setup_logging
+    from lib.training.model import (
+        derive_seed,
+        enable_gradient_checkpointing,
+        load_config,
+        load_tokenizer,
+        make_model,
+    )
+    from lib.training.optimizer import build_optimizer
+    from lib.training.session import TrainingSession
 
     setup_logging(collaboration_args.debug)
+    logger = get_logger(__name__)
+
+    # The data, and the model on this machine's device
     device, _ = choose_devices(training_args)
     fetch_data(dataset_args, training_args.disable_tqdm)
     tokenizer = load_tokenizer(dataset_args.tokenizer_path)
@@ -46,18 +76,34 @@ def train(training_args, dataset_args, collaboration_args, averager_args, tracke
         enable_gradient_checkpointing(model)
     model.train()
 
+    output_dir = Path(training_args.output_dir)
     num_micro_batches = training_args.gradient_accumulation_steps
-    with join_collaboration(
-        model,
-        training_args.batch_size_per_step(1),
-        training_args,
-        collaboration_args,
-        averager_args,
-        tracker_args,
-        stop,
-    ) as member:
-        optimizer, callback = member.optimizer, member.callback
-        peer_id = str(member.peer.dht.peer_id)
+    with ExitStack() as stack:
+        # A peer in the DHT
+        peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
+        if not collaboration_args.client_mode:
+            log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=collaboration_args.use_ipfs)
+        peer_id = str(peer.dht.peer_id)
+
+        # hivemind's optimizer around LAMB or AdamW
+        optimizer = build_optimizer(
+            model,
+            peer,
+            training_args.batch_size_per_step(1),
+            training_args,
+            collaboration_args,
+            averager_args,
+            tracker_args,
+        )
+        stack.callback(optimizer.shutdown)
+        stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
+
+        # What is told the collaboration, and what is taken from it
+        session = TrainingSession(
+            peer, optimizer, model, collaboration_args, output_dir, stop.is_set, training_args.disable_tqdm
+        )
+        stack.callback(session.close)
+
         torch.manual_seed(derive_seed(peer_id, training_args.seed))  # masks and dropout are this peer's own
         loader = DataLoader(
             dataset,
@@ -71,14 +117,14 @@ def train(training_args, dataset_args, collaboration_args, averager_args, tracke
         dtype = autocast_dtype(training_args)
         scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
-        member.restore_checkpoint()
-        callback.join()  # takes the state of those who are further
+        session.restore_checkpoint()
+        session.join()  # takes the state of those who are further
         for number, batch in enumerate(endless(loader), start=1):
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 loss = model(**batch).loss
             scaler.scale(loss / num_micro_batches).backward()
-            callback.loss_meter.add(loss)
+            session.loss_meter.add(loss)
             if number % num_micro_batches:
                 continue
             # Adds to what this peer contributes; once all peers together have target_batch_size samples, averages and
@@ -89,12 +135,12 @@ def train(training_args, dataset_args, collaboration_args, averager_args, tracke
             local_step = number // num_micro_batches
             if local_step == 1 or local_step % training_args.logging_steps == 0:
                 logger.info(f"Local step {local_step}: loss = {loss.item():.5f}")
-            if not callback.after_local_step():
+            if not session.after_local_step():
                 break
             if local_step % training_args.save_steps == 0:
-                member.save_checkpoint(model, tokenizer, training_args.save_total_limit)
-        member.save_checkpoint(model, tokenizer, training_args.save_total_limit)
-        callback.leave()
+                session.save_checkpoint(model, tokenizer, training_args.save_total_limit)
+        session.save_checkpoint(model, tokenizer, training_args.save_total_limit)
+        session.leave()
 
 
 def endless(loader: Iterable) -> Iterator:

@@ -34,15 +34,19 @@ def evaluate(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
+    from hivemind.utils import get_logger
+
+    from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_validation_data
     from lib.monitoring.evaluation import EvaluationLoop, Evaluator
     from lib.monitoring.trackers import make_reporters
+    from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, get_objective, load_config, load_tokenizer
-    from lib.training.session import running_observer, running_peer, watched
-    from utils import logger, setup_logging
+    from lib.training.observer import open_observer
 
     setup_logging(peer_args.debug)
+    logger = get_logger(__name__)
     fetch_data(dataset_args, evaluator_args.disable_tqdm)
     tokenizer = load_tokenizer(dataset_args.tokenizer_path)
     config = load_config(dataset_args, tokenizer)
@@ -51,13 +55,11 @@ def evaluate(
     evaluator = Evaluator(dataset, collator, evaluator_args, stop.is_set)
 
     with ExitStack() as stack:
-        peer = stack.enter_context(
-            running_peer(peer_args, Path(evaluator_args.output_dir), client_mode=True, stop=stop)
-        )
+        peer = stack.enter_context(open_peer(peer_args, Path(evaluator_args.output_dir), client_mode=True, stop=stop))
         logger.info(f"This evaluator is {peer.dht.peer_id}")
-        stack.enter_context(watched({"DHT": peer.dht}, seconds=12.0, exit_code=0))
+        stack.enter_context(supervise({"DHT": peer.dht}, seconds=12.0, exit_code=0))
         averager = stack.enter_context(
-            running_observer(model, peer, peer_args.run_id, hyperparameters, evaluator_args.load_state_timeout)
+            open_observer(model, peer, peer_args.run_id, hyperparameters, evaluator_args.load_state_timeout)
         )
         reporter = make_reporters(evaluator_args, peer_args.run_id)
         stack.callback(reporter.close)

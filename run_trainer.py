@@ -8,7 +8,11 @@ Join a collaboration with
 where the address is one that a training monitor, or any trainer, prints when it starts.
 """
 
+from contextlib import ExitStack
+from pathlib import Path
+
 from arguments import (
+    TRAINER_ARGUMENTS,
     AveragerArguments,
     CollaborationArguments,
     DatasetArguments,
@@ -19,18 +23,10 @@ from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
 
-ARGUMENTS = (
-    LocalTrainingArguments,
-    DatasetArguments,
-    CollaborationArguments,
-    AveragerArguments,
-    ProgressTrackerArguments,
-)
-
 
 def main() -> None:
     with StopSignal() as stop:
-        args = parse_arguments(ARGUMENTS, __doc__)
+        args = parse_arguments(TRAINER_ARGUMENTS, __doc__)
         guard_children()
         train(*args, stop)
 
@@ -44,20 +40,27 @@ def train(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
+    from callback import CollaborativeCallback
+    from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_training_data
+    from lib.peer.addresses import log_visible_maddrs
+    from lib.peer.lifecycle import open_peer, supervise
     from lib.training.hf_trainer import (
+        CollaborativeTrainer,
+        NoOpScheduler,
         PeerSampler,
-        build_trainer,
         build_training_arguments,
         choose_devices,
         find_checkpoint,
     )
     from lib.training.model import enable_gradient_checkpointing, load_config, load_tokenizer, make_model
-    from lib.training.session import join_collaboration
-    from utils import setup_logging
+    from lib.training.optimizer import build_optimizer
+    from lib.training.session import TrainingSession
 
     setup_logging(collaboration_args.debug)
+
+    # The data, and the model on this machine's device
     device, num_devices = choose_devices(training_args)
     fetch_data(dataset_args, training_args.disable_tqdm)
     tokenizer = load_tokenizer(dataset_args.tokenizer_path)
@@ -66,19 +69,44 @@ def train(
     model = make_model(config, dataset_args, collaboration_args.run_id).to(device)
     if training_args.gradient_checkpointing:
         enable_gradient_checkpointing(model)
-    batch_size_per_step = training_args.batch_size_per_step(num_devices)
 
-    with join_collaboration(
-        model, batch_size_per_step, training_args, collaboration_args, averager_args, tracker_args, stop
-    ) as member:
-        peer_id = str(member.peer.dht.peer_id)
-        training_arguments = build_training_arguments(training_args, peer_id)
-        sampler = PeerSampler(len(dataset), peer_id, training_args.seed, member.optimizer, batch_size_per_step)
-        trainer = build_trainer(
-            model, tokenizer, dataset, collator, member.optimizer, training_arguments, sampler, member.callback
+    output_dir = Path(training_args.output_dir)
+    batch_size_per_step = training_args.batch_size_per_step(num_devices)
+    with ExitStack() as stack:
+        # A peer in the DHT
+        peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
+        if not collaboration_args.client_mode:
+            log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=collaboration_args.use_ipfs)
+        peer_id = str(peer.dht.peer_id)
+
+        # hivemind's optimizer around LAMB or AdamW: its `step` counts a local step, and averages with the other peers
+        # once all together have target_batch_size samples
+        optimizer = build_optimizer(
+            model, peer, batch_size_per_step, training_args, collaboration_args, averager_args, tracker_args
+        )
+        stack.callback(optimizer.shutdown)
+        stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
+
+        # What is told the collaboration, and what is taken from it
+        session = TrainingSession(
+            peer, optimizer, model, collaboration_args, output_dir, stop.is_set, training_args.disable_tqdm
+        )
+        stack.callback(session.close)
+
+        # transformers' Trainer, on samples in this peer's own order
+        trainer = CollaborativeTrainer(
+            model=model,
+            args=build_training_arguments(training_args, peer_id),
+            processing_class=tokenizer,
+            data_collator=collator,
+            train_dataset=dataset,
+            optimizers=(optimizer, NoOpScheduler(optimizer)),
+            callbacks=[CollaborativeCallback(session)],
+            sampler=PeerSampler(len(dataset), peer_id, training_args.seed, optimizer, batch_size_per_step),
+            loss_meter=session.loss_meter,
         )
         trainer.train(resume_from_checkpoint=find_checkpoint(training_args.output_dir))
-        member.callback.leave()
+        session.leave()
 
 
 if __name__ == "__main__":

@@ -53,17 +53,21 @@ def monitor(
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
+    from hivemind.utils import get_logger
+
+    from lib.common.logs import setup_logging
     from lib.monitoring.aggregation import MetricsAggregator
-    from lib.monitoring.auxiliary_peer import running_assistant
+    from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
     from lib.monitoring.hub_upload import HubUploader, check_repo, make_facts
-    from lib.monitoring.monitor import TrainingMonitor, running_keeper
+    from lib.monitoring.monitor import TrainingMonitor, open_keeper
     from lib.monitoring.trackers import make_reporters
+    from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, log_visible_maddrs
+    from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, load_config, load_tokenizer
-    from lib.training.session import running_peer, watched
-    from utils import announce_public_ip, choose_internet_maddrs, log_visible_maddrs, logger, setup_logging
 
     setup_logging(peer_args.debug)
+    logger = get_logger(__name__)
     if optimizer_args.client_mode:
         raise UserError("--client_mode: a monitor is there to be joined, so others must reach it; drop the flag")
     assists = monitor_args.assist_in_averaging
@@ -83,19 +87,19 @@ def monitor(
 
     with ExitStack() as stack:
         peer = stack.enter_context(
-            running_peer(peer_args, output_dir, client_mode=False, stop=stop, may_start_alone=True)
+            open_peer(peer_args, output_dir, client_mode=False, stop=stop, may_start_alone=True)
         )
-        stack.enter_context(watched({"DHT": peer.dht}, seconds=12.0, exit_code=0))
+        stack.enter_context(supervise({"DHT": peer.dht}, seconds=12.0, exit_code=0))
         keeper = uploader = None
         if monitor_args.store_checkpoints:
             keeper = stack.enter_context(
-                running_keeper(
+                open_keeper(
                     peer, run_id, model, tokenizer, hyperparameters, monitor_args, optimizer_args.load_state_timeout
                 )
             )
         if monitor_args.assist_in_averaging:
             stack.enter_context(
-                running_assistant(
+                open_auxiliary_peer(
                     build_model(config, run_id), peer, monitor_args, peer_args, hyperparameters, optimizer_args,
                     averager_args, tracker_args, stop,
                 )

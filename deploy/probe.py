@@ -26,7 +26,9 @@ def main() -> None:
 
 
 def probe(args: BaseTrainingArguments, stop: StopSignal) -> None:
-    from utils import LocalMetrics, get_dictionary, setup_logging, start_peer
+    from lib.common.logs import setup_logging
+    from lib.peer.peer import start_peer
+    from utils import LocalMetrics, get_dictionary
 
     setup_logging(args.debug)
     if not args.debug:

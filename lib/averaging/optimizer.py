@@ -7,8 +7,10 @@ part in each round all the same, with what it has.
 """
 
 import math
+import multiprocessing
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,8 +69,7 @@ class Optimizer(hivemind.Optimizer):
         }
         self.num_dropped_gradients = 0
         self.last_group_size = 0
-        self.last_completed_step = 0  # the newest global step that this peer took part in, and
-        self.last_contribution = 0  # the samples that it gave, until they are reported
+        self._steps: deque[tuple[int, int | None]] = deque(maxlen=64)  # see pop_steps
         self.missed_updates = 0  # updates that the others' parameters have and ours lack
         self._convalescence = 0  # rounds until our parameters count again
         self.last_step: int | None = None  # take no step beyond this one
@@ -142,6 +143,11 @@ class Optimizer(hivemind.Optimizer):
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
         return [p for group in self.state_averager.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def processes(self) -> dict[str, multiprocessing.Process]:
+        """Its processes, by name. Training cannot continue without them."""
+        return {"state averager": self.state_averager, "round averager": self.grad_averager}
 
     # Local steps, in the main thread
 
@@ -308,6 +314,7 @@ class Optimizer(hivemind.Optimizer):
             self.missed_updates += 1
             self._convalescence = CONVALESCENCE_ROUNDS
             self.state_averager.local_epoch = step
+            self._steps.append((step, None))
             if self.missed_updates > 1:
                 logger.warning(f"Missed the round of step #{step}, too: dropped {samples} samples, which are too old")
                 return self.grad_averager.local_samples_accumulated
@@ -331,7 +338,7 @@ class Optimizer(hivemind.Optimizer):
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True
-        self.last_contribution, self.last_completed_step = samples, step
+        self._steps.append((step, samples))
         self.share_state()
         return self.grad_averager.local_samples_accumulated
 
@@ -378,6 +385,14 @@ class Optimizer(hivemind.Optimizer):
         entry["seconds"] = {name: round(value, 3) for name, value in {**entry["seconds"], **seconds}.items()}
         self.round_log.write(entry)
 
+    def pop_steps(self) -> list[tuple[int, int | None]]:
+        """The global steps that this peer has reached since the last call, and the samples that it gave to each.
+
+        Several if they were completed within one local step. None for a step without this peer: it missed the round,
+        or has downloaded the state.
+        """
+        return [self._steps.popleft() for _ in range(len(self._steps))]
+
     # Joining and catching up
 
     def _is_out_of_sync(self) -> bool:
@@ -409,6 +424,7 @@ class Optimizer(hivemind.Optimizer):
                 self.state_averager.local_epoch += self.missed_updates
                 self.forget_progress()
                 self.share_state()
+                self._steps.append((self.local_epoch, None))
         if self.local_epoch < claimed - 1:
             self._doubt(claimed)
         elif loaded:
@@ -429,6 +445,7 @@ class Optimizer(hivemind.Optimizer):
         with self._step_lock, self._update_lock:
             self.state_averager.restore(metadata, tensors)
             self._has_update, self.missed_updates, self._convalescence = False, 0, 0
+            self._steps.clear()
             self.forget_progress()
 
     def _is_offered(self, epoch: int) -> bool:

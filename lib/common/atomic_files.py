@@ -135,3 +135,19 @@ def new_file(target: Path) -> Iterator[Path]:
         _sync(path)
         path.replace(target)
         _sync(target.parent)
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, flag: str) -> Iterator[None]:
+    """Keep a second process from writing to the same folder.
+
+    :raises UserError: if another process has it
+    """
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass another folder to this one") from None
+        yield

@@ -26,10 +26,11 @@ from lib.averaging.optimizer import describe_round, make_round_log
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
 from lib.common.processes import StopSignal
+from lib.peer.addresses import announce_public_ip
+from lib.peer.lifecycle import supervise
+from lib.peer.peer import Peer, start_peer
 from lib.training.ban_list import BanList
 from lib.training.optimizer import build_auxiliary
-from lib.training.session import watched
-from utils import Peer, announce_public_ip, start_peer
 
 logger = get_logger(__name__)
 
@@ -88,7 +89,7 @@ class Assistant(threading.Thread):
 
 
 @contextlib.contextmanager
-def running_assistant(
+def open_auxiliary_peer(
     model: torch.nn.Module,
     monitor: Peer,
     monitor_args: TrainingMonitorArguments,
@@ -128,7 +129,7 @@ def running_assistant(
         )
         stack.callback(averager.shutdown)
         children = {"assistant's DHT": peer.dht, "assistant's averager": averager}
-        stack.enter_context(watched(children, seconds=12.0, exit_code=0))
+        stack.enter_context(supervise(children, seconds=12.0, exit_code=0))
         assistant = Assistant(tracker, averager, folder, optimizer_args)
         assistant.start()
         stack.callback(assistant.stop)

@@ -21,7 +21,8 @@ from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MetricsAggregator
 from lib.monitoring.trackers import Reporter, describe_evaluation, evaluation_values
-from utils import Evaluation, Peer
+from lib.peer.peer import Peer
+from utils import Evaluation
 
 logger = get_logger(__name__)
 

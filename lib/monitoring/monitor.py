@@ -17,10 +17,12 @@ from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport, 
 from lib.monitoring.contributors import Contributors, format_leaderboard, make_curves
 from lib.monitoring.hub_upload import HubUploader
 from lib.monitoring.trackers import Reporter, describe_evaluation, evaluation_values
+from lib.peer.peer import Peer
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
-from lib.training.session import running_observer
-from utils import ClientModeAlarm, Evaluation, MonitorStatus, Peer
+from lib.training.console import ClientModeAlarm
+from lib.training.observer import open_observer
+from utils import Evaluation, MonitorStatus
 
 logger = get_logger(__name__)
 
@@ -113,7 +115,7 @@ class CheckpointKeeper:
 
 
 @contextlib.contextmanager
-def running_keeper(
+def open_keeper(
     peer: Peer,
     run_id: str,
     model: PreTrainedModel,
@@ -123,7 +125,7 @@ def running_keeper(
     load_state_timeout: float,
 ) -> Iterator[CheckpointKeeper]:
     """A keeper that offers the newest checkpoint in its folder, if there is one. Call it in the main thread."""
-    with running_observer(model, peer, run_id, hyperparameters, load_state_timeout) as averager:
+    with open_observer(model, peer, run_id, hyperparameters, load_state_timeout) as averager:
         keeper = CheckpointKeeper(averager, model, tokenizer, run_id, args)
         with contextlib.closing(keeper):
             keeper.restore()

@@ -23,7 +23,7 @@ from hivemind.utils import get_logger
 from arguments import BaseTrainingArguments
 from lib.common.argument_parser import endpoint_to_maddrs
 from lib.common.errors import UserError
-from utils import fix_tcp_port
+from lib.peer.addresses import fix_tcp_port
 
 logger = get_logger(__name__)
 

@@ -5,8 +5,6 @@ training state beside it: the parameters and the optimizer's statistics as peers
 `torch.load(weights_only=True)` opens.
 """
 
-import contextlib
-import fcntl
 import json
 import re
 import shutil
@@ -19,7 +17,6 @@ from hivemind.utils import get_logger
 
 from lib.averaging.state import StateLoadError, TrainingStateAverager
 from lib.common.atomic_files import new_file, new_folder
-from lib.common.errors import UserError
 
 logger = get_logger(__name__)
 
@@ -122,19 +119,3 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def lock_folder(folder: Path, flag: str) -> Iterator[None]:
-    """Keep a second process from writing to the same folder.
-
-    :raises UserError: if another process has it
-    """
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass another folder to this one") from None
-        yield

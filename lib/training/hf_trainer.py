@@ -11,14 +11,14 @@ from hivemind.utils import get_logger
 from safetensors import safe_open
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from arguments import LocalTrainingArguments
-from callback import CollaborativeCallback, LossMeter
 from lib.averaging.optimizer import Optimizer
 from lib.common.atomic_files import new_folder
 from lib.common.errors import UserError
 from lib.training import checkpoints
+from lib.training.loss_meter import LossMeter
 from lib.training.model import derive_seed
 
 logger = get_logger(__name__)
@@ -83,6 +83,7 @@ class CollaborativeTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.sampler, self.loss_meter = sampler, loss_meter
         self.collaborative_optimizer: Optimizer = self.optimizer  # the Trainer wraps self.optimizer later
+        self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
         return self.sampler
@@ -183,32 +184,6 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         disable_tqdm=True,
         report_to="none",
     )
-
-
-def build_trainer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset: Dataset,
-    collator,
-    optimizer: Optimizer,
-    training_arguments: TrainingArguments,
-    sampler: PeerSampler,
-    callback: CollaborativeCallback,
-) -> CollaborativeTrainer:
-    """The Trainer of a peer, ready for `train`."""
-    trainer = CollaborativeTrainer(
-        model=model,
-        args=training_arguments,
-        processing_class=tokenizer,
-        data_collator=collator,
-        train_dataset=dataset,
-        optimizers=(optimizer, NoOpScheduler(optimizer)),
-        callbacks=[callback],
-        sampler=sampler,
-        loss_meter=callback.loss_meter,
-    )
-    trainer.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
-    return trainer
 
 
 def find_checkpoint(output_dir: str) -> str | None:

@@ -18,13 +18,20 @@ from torch_optimizer import Lamb
 from transformers import get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import get_parameter_names
 
-from arguments import AveragerArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments
+from arguments import (
+    AveragerArguments,
+    CollaborationArguments,
+    HyperparameterArguments,
+    LocalTrainingArguments,
+    OptimizerArguments,
+    ProgressTrackerArguments,
+)
 from lib.averaging.optimizer import Optimizer, max_weight
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
 from lib.averaging.state import TrainingStateAverager
 from lib.common.errors import UserError
-from utils import Peer
+from lib.peer.peer import Peer
 
 # How many learning rates an element of one peer's parameters may be from another's: LAMB and AdamW move an element
 # by some three in their first steps.
@@ -118,20 +125,19 @@ def make_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArgumen
 def build_optimizer(
     model: torch.nn.Module,
     peer: Peer,
-    run_id: str,
     batch_size_per_step: int,
-    max_grad_norm: float,
-    hyperparameters: HyperparameterArguments,
-    optimizer_args: OptimizerArguments,
+    training_args: LocalTrainingArguments,
+    collaboration_args: CollaborationArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
 ) -> Optimizer:
     """The collaborative optimizer around the local one and its schedule. Call it in the main thread.
 
+    :param model: on its device already
     :param batch_size_per_step: samples between two calls of its `step`
     :raises UserError: if the target batch size is below the samples of one local step
     """
-    args = optimizer_args
+    args = collaboration_args
     target_batch_size = args.target_batch_size - args.batch_size_lead
     if target_batch_size < batch_size_per_step:
         raise UserError(
@@ -141,12 +147,12 @@ def build_optimizer(
     return Optimizer(
         dht=peer.dht,
         private_key=peer.private_key,
-        run_id=run_id,
+        run_id=args.run_id,
         target_batch_size=target_batch_size,
         batch_size_per_step=batch_size_per_step,
-        params=make_param_groups(model, hyperparameters.weight_decay),
-        optimizer=partial(make_optimizer, args=hyperparameters),
-        scheduler=partial(make_scheduler, args=hyperparameters),
+        params=make_param_groups(model, training_args.weight_decay),
+        optimizer=partial(make_optimizer, args=training_args),
+        scheduler=partial(make_scheduler, args=training_args),
         offload_optimizer=True,
         delay_grad_averaging=args.delay_grad_averaging,
         delay_optimizer_step=args.delay_optimizer_step,
@@ -159,10 +165,10 @@ def build_optimizer(
         performance_ema_alpha=tracker_args.performance_ema_alpha,
         tracker_opts=_tracker_options(tracker_args),
         round_opts={
-            "max_grad_norm": max_grad_norm,
+            "max_grad_norm": training_args.max_grad_norm,
             "target_group_size": averager_args.target_group_size,
             "bandwidth": args.bandwidth,
-            "parameter_step": PARAMETER_STEPS * hyperparameters.learning_rate,
+            "parameter_step": PARAMETER_STEPS * training_args.learning_rate,
         },
         state_opts={
             "initialize_optimizer": False,  # see initialize_statistics

@@ -1,155 +1,258 @@
-"""What surrounds the work of each peer: started in the right order, and ended in the reverse one on every path."""
+"""A trainer's part in the collaboration, whatever its training loop."""
 
-import contextlib
-import multiprocessing
+import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from hivemind.utils import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from arguments import (
-    AveragerArguments,
-    BaseTrainingArguments,
-    CollaborationArguments,
-    HyperparameterArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-)
-from callback import CollaborativeCallback
+import utils
+from arguments import CollaborationArguments
 from lib.averaging.optimizer import Optimizer, make_round_log
-from lib.averaging.state import TrainingStateAverager
-from lib.common.atomic_files import remove_leftovers
-from lib.common.processes import StopSignal, Watchdog, exit_after
-from lib.peer.tunnel import open_tunnel
+from lib.averaging.state import StateLoadError, all_finite
+from lib.common.errors import UserError
+from lib.peer.peer import Peer
 from lib.training import checkpoints
-from lib.training.checkpoints import TrainingState, lock_folder
-from lib.training.optimizer import build_optimizer, build_state_averager
-from utils import KeepInTouch, Peer, log_visible_maddrs, start_peer
+from lib.training.backup import BackupWriter
+from lib.training.ban_list import BanList
+from lib.training.checkpoints import TrainingState
+from lib.training.console import ClientModeAlarm, StepProgressBar
+from lib.training.loss_meter import LossMeter
+from utils import HISTORY_LENGTH, LocalMetrics, PeerInfo
 
 logger = get_logger(__name__)
 
 
-@contextlib.contextmanager
-def running_peer(
-    args: BaseTrainingArguments, output_dir: Path, client_mode: bool, stop: StopSignal, may_start_alone: bool = False
-) -> Iterator[Peer]:
-    """A DHT peer that has joined the others and stays in touch with them, alone in its folder.
+class TrainingSession:
+    """A trainer's part in the collaboration: joining, reporting its steps, keeping its parameters sound, leaving.
 
-    :param may_start_alone: without the others if none of them answers
-    :raises UserError: if the folder is another peer's, or nobody can be reached
+    A training loop calls `join` first, tells `loss_meter` the loss of each micro-batch, calls `after_local_step` after
+    each local step, and `leave` at the end. `CollaborativeCallback` does so for transformers' Trainer.
+
+    :param folder: for the checkpoints, the backup, and what else is kept across restarts
+    :param should_stop: asked after each local step
     """
-    with lock_folder(output_dir, "--output_dir"), open_tunnel(args):
-        remove_leftovers(output_dir)
-        stop.defer()
-        identity_path = Path(args.identity_path or output_dir / "identity.key")
-        peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone)
-        keep_in_touch = KeepInTouch(peer.dht, args.initial_peers)
-        keep_in_touch.start()
-        try:
-            yield peer
-        finally:
-            keep_in_touch.stop()
-            peer.dht.shutdown()
 
+    MAX_RECOVERIES = 3  # without a global step in between
+    MAX_JOIN_ATTEMPTS = 3  # to download the state of a run that a single trainer reports
 
-@contextlib.contextmanager
-def watched(children: dict[str, multiprocessing.Process], seconds: float, exit_code: int) -> Iterator[None]:
-    """End the process if one of its children dies, or if shutting them down afterwards takes longer than `seconds`."""
-    watchdog = Watchdog(children)
-    watchdog.start()
-    try:
-        yield
-    finally:
-        watchdog.stop()
-        exit_after(seconds, exit_code, "hivemind does not shut down")
+    def __init__(
+        self,
+        peer: Peer,
+        optimizer: Optimizer,
+        model: torch.nn.Module,
+        args: CollaborationArguments,
+        folder: Path,
+        should_stop: Callable[[], bool],
+        disable_tqdm: bool = False,
+    ):
+        self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
+        self.folder = folder
+        optimizer.round_log = make_round_log(folder)
+        self.should_stop = should_stop
+        self.loss_meter = LossMeter()
+        self.backup = BackupWriter(folder / "backup.pt", args.run_id)
+        self.bans = BanList(folder, optimizer)
+        self.history: deque[LocalMetrics] = deque(maxlen=HISTORY_LENGTH)
+        self.last_reported_step = 0  # or joined, or restored
+        self.total_samples_processed = 0
+        self.num_recoveries = 0
+        self.client_mode_alarm = ClientModeAlarm()
+        self.progress_bar = StepProgressBar(optimizer, disable_tqdm)
 
+    def join(self) -> None:
+        """Begin at the newest state: the peers', or our own checkpoint's if the model was resumed from a newer one.
 
-@contextlib.contextmanager
-def running_observer(
-    model: torch.nn.Module,
-    peer: Peer,
-    run_id: str,
-    hyperparameters: HyperparameterArguments,
-    load_state_timeout: float,
-) -> Iterator[TrainingStateAverager]:
-    """What downloads the trainers' state into `model` for a peer that does not train. Call it in the main thread."""
-    averager = build_state_averager(model, peer, run_id, hyperparameters, load_state_timeout)
-    try:
-        with watched({"averager": averager}, seconds=12.0, exit_code=0):
-            yield averager
-    finally:
-        averager.shutdown()
+        :raises UserError: if several trainers are at a later step, but nobody's state can be downloaded
+        """
+        optimizer, own_step = self.optimizer, self.optimizer.local_epoch
+        optimizer.last_step = self.args.max_global_steps
+        if own_step > 0:
+            optimizer.begin_at(own_step)
+            optimizer.share_state()
+            logger.info(f"Resumed from a checkpoint at step #{own_step}")
+        if self._load_newest_state():
+            logger.info(f"Joined the collaboration at step #{optimizer.local_epoch}")
+        elif own_step == 0:
+            logger.info("No peer offers a trained state: starting with the initial weights")
+        optimizer.pop_steps()
+        self.last_reported_step = optimizer.local_epoch
+        self.introduce(leaving=False)
 
+    def _load_newest_state(self) -> bool:
+        """Download the newest state; while reports show a run that is ahead of us, try again.
 
-@dataclass
-class Membership:
-    """A trainer's part in a collaboration."""
+        One trainer that is ahead without a state to show may be a liar: it bars nobody for long.
 
-    peer: Peer
-    optimizer: Optimizer
-    callback: CollaborativeCallback
-    run_id: str
-    output_dir: Path
+        :returns: whether a state was loaded
+        """
+        tracker = self.optimizer.tracker
+        deadline = time.monotonic() + self.args.load_state_timeout
+        tracker.refresh()
+        for attempt in itertools.count(1):
+            if self.optimizer.load_state_from_peers():
+                return True
+            ahead = [
+                peer for peer in tracker.alive(tracker.other_trainers) if peer.epoch > self.optimizer.local_epoch + 1
+            ]
+            if not ahead or self.should_stop():
+                return False
+            if len(ahead) == 1 and attempt >= self.MAX_JOIN_ATTEMPTS:
+                logger.warning("One trainer is ahead, but no state of it can be downloaded: starting without it")
+                return False
+            if time.monotonic() > deadline:
+                step = min(peer.epoch for peer in ahead)
+                raise UserError(
+                    f"{len(ahead)} trainers of this run are at step #{step} or later, but no state "
+                    f"could be downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} "
+                    f"seconds. Check that they can be reached from here, and that model and optimizer are theirs"
+                )
+            time.sleep(min(5.0, tracker.default_refresh_period))
+            tracker.refresh()
+
+    def after_local_step(self) -> bool:
+        """Report and check after a local step.
+
+        :returns: whether training goes on
+        :raises UserError: if the parameters broke and nothing is left to return to
+        """
+        if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
+            self.recover()
+            return not self.should_stop()
+        self._report_steps()
+        self.bans.save()
+        self.progress_bar.update()
+        progress = self.optimizer.tracker.global_progress
+        self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
+        if self.should_stop():
+            self.optimizer.say_goodbye()
+            self.optimizer.stop_averaging()  # a round may outlast the grace period
+            return False
+        return self.args.max_global_steps is None or self.optimizer.local_epoch < self.args.max_global_steps
+
+    def _report_steps(self) -> None:
+        for step, samples in self.optimizer.pop_steps():
+            if samples is None:
+                self._catch_up(step)
+            else:
+                self.report(step, samples)
+                self.num_recoveries = 0
+                if step % self.args.backup_every_steps == 0:
+                    self.backup.write(*self.optimizer.state_averager.snapshot())
+
+    def _catch_up(self, step: int) -> None:
+        logger.info(f"Caught up with the collaboration at step #{step}")
+        self.last_reported_step = step
+        if self.optimizer.grad_averager.local_samples_accumulated == 0:
+            self.loss_meter.pop()  # of samples that were dropped
+
+    def report(self, step: int, samples: int) -> None:
+        """Log a global step and publish this peer's part in it.
+
+        The loss is that since the report before: of two steps within one local step, the first has it.
+        """
+        self.last_reported_step = step
+        self.total_samples_processed += samples
+        loss, mini_steps = self.loss_meter.pop()
+        samples_per_second = float(self.optimizer.local_progress.samples_per_second)
+        logger.info(f"Step #{step}")
+        logger.info(f"Your current contribution: {self.total_samples_processed} samples")
+        logger.info(f"Performance: {samples_per_second:.3f} samples/sec")
+        if mini_steps:
+            logger.info(f"Local loss: {loss / mini_steps:.5f}")
+        if self.optimizer.is_synchronized_with_peers():
+            self.publish(
+                LocalMetrics(
+                    step=step,
+                    samples_per_second=samples_per_second,
+                    samples_accumulated=samples,
+                    loss=loss,
+                    mini_steps=mini_steps,
+                )
+            )
+            self.introduce(leaving=False)  # the record expires: a monitor that was away would not know our name
+
+    def publish(self, metrics: LocalMetrics) -> None:
+        """Store signed records: the newest step for everybody, the last ones for a monitor that missed some."""
+        self.history.append(metrics)
+        history = [list(entry.dict().values()) for entry in self.history]
+        for name, value in (("metrics", metrics.dict()), ("history", history)):
+            key = f"{self.args.run_id}_{name}"
+            utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
+
+    def recover(self) -> None:
+        """The parameters are not finite: go to the peers' state or to the last backup, whichever is newer.
+
+        :raises UserError: if there is neither, or if it keeps happening
+        """
+        self.num_recoveries += 1
+        self.loss_meter.pop()
+        logger.error("The parameters are not finite")
+        with self.optimizer.frozen_state():
+            backup = self.backup.read()
+            downloaded = self.optimizer.state_averager.download_state(min_epoch=0 if backup is None else backup.step)
+            if self.num_recoveries > self.MAX_RECOVERIES or (downloaded is None and backup is None):
+                raise UserError(
+                    "the parameters are not finite and there is no sound state to return to: lower --learning_rate or "
+                    "--max_grad_norm, remove the checkpoints in --output_dir, and start again"
+                )
+            try:
+                if downloaded is not None:
+                    donor, metadata, tensors = downloaded
+                    self.optimizer.restore(metadata, tensors)
+                    logger.info(f"Went back to the state of step #{self.optimizer.local_epoch} from {donor}")
+                else:
+                    self.optimizer.restore(backup.metadata, backup.tensors)
+                    logger.info(f"Went back to the backup of step #{self.optimizer.local_epoch}")
+            except StateLoadError as error:
+                raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
+        self.last_reported_step = self.optimizer.local_epoch
+
+    def introduce(self, leaving: bool) -> None:
+        """Publish who we are."""
+        info = PeerInfo(username=self.args.username, leaving=leaving, target_batch_size=self.args.target_batch_size)
+        key = f"{self.args.run_id}_peers"
+        utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
+
+    def leave(self) -> None:
+        """After the last step: stay until a monitor that keeps checkpoints has it, or `leave_timeout` has passed."""
+        self.optimizer.finish_pending_update()
+        self.optimizer.stop_averaging()
+        self._report_steps()
+        step = self.optimizer.local_epoch
+        if self.args.max_global_steps is None or step < self.args.max_global_steps:
+            return
+        deadline = time.monotonic() + self.args.leave_timeout
+        self.introduce(leaving=True)
+        while time.monotonic() < deadline and not self.should_stop():
+            records = utils.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").values()
+            monitors = [record.value for record in records if record.value["stores_checkpoints"]]
+            if all(monitor["checkpoint_step"] >= step for monitor in monitors):
+                return
+            time.sleep(0.5)
+        logger.warning(f"No monitor has saved step #{step}: leaving all the same")
 
     def restore_checkpoint(self) -> None:
         """Go on from the newest of our own checkpoints, if there is one."""
-        checkpoints.restore_newest(self.output_dir, self.run_id, self.optimizer.state_averager)
+        checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)
 
     def save_checkpoint(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, keep: int) -> None:
         """Write a checkpoint of the global step that we are at, and keep the newest few."""
         with self.optimizer.frozen_state():
-            state = TrainingState(self.run_id, *self.optimizer.state_averager.snapshot())
+            state = TrainingState(self.args.run_id, *self.optimizer.state_averager.snapshot())
             try:
-                checkpoints.save_checkpoint(self.output_dir, model, tokenizer, state, info={"time": time.time()})
+                checkpoints.save_checkpoint(self.folder, model, tokenizer, state, info={"time": time.time()})
             except OSError as error:
                 logger.error(
                     f"Could not save a checkpoint: {error.strerror}. Training continues, the one before it stays"
                 )
                 return
-        checkpoints.remove_old_checkpoints(self.output_dir, keep)
+        checkpoints.remove_old_checkpoints(self.folder, keep)
 
-
-@contextlib.contextmanager
-def join_collaboration(
-    model: torch.nn.Module,
-    batch_size_per_step: int,
-    training_args: LocalTrainingArguments,
-    collaboration_args: CollaborationArguments,
-    averager_args: AveragerArguments,
-    tracker_args: ProgressTrackerArguments,
-    stop: StopSignal,
-) -> Iterator[Membership]:
-    """Become a peer that trains `model`, which is on its device already. Call it in the main thread.
-
-    :param batch_size_per_step: samples between two calls of the optimizer's `step`
-    :raises UserError: if the flags do not go together, or nobody can be reached
-    """
-    output_dir = Path(training_args.output_dir)
-    with contextlib.ExitStack() as stack:
-        peer = stack.enter_context(running_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
-        if not collaboration_args.client_mode:
-            log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=collaboration_args.use_ipfs)
-        optimizer = build_optimizer(
-            model,
-            peer,
-            collaboration_args.run_id,
-            batch_size_per_step,
-            training_args.max_grad_norm,
-            training_args,
-            collaboration_args,
-            averager_args,
-            tracker_args,
-        )
-        stack.callback(optimizer.shutdown)
-        optimizer.round_log = make_round_log(output_dir)
-        averagers = {"state averager": optimizer.state_averager, "round averager": optimizer.grad_averager}
-        stack.enter_context(watched({"DHT": peer.dht, **averagers}, seconds=15.0, exit_code=1))
-        callback = CollaborativeCallback(
-            peer, optimizer, model, collaboration_args, output_dir, stop.is_set, training_args.disable_tqdm
-        )
-        stack.callback(callback.close)
-        yield Membership(peer, optimizer, callback, collaboration_args.run_id, output_dir)
+    def close(self) -> None:
+        self.progress_bar.close()
+        self.backup.close()

@@ -29,9 +29,9 @@ from deploy.aws import Deployment, Instance, Settings, SpotOffer
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from lib.data.archive import write_archive
+from lib.peer.addresses import get_free_port
 from tests.deploy.test_notebooks import execute, fill_in, make_repository, write_program
 from tests.support.peers import ROOT, Script, wait_until
-from utils import get_free_port
 
 IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"  # the only one that moto has
 DATA = "https://example.org/data.tar.gz"

@@ -12,8 +12,8 @@ from arguments import DatasetArguments, EvaluatorArguments
 from lib.data.loading import load_validation_data
 from lib.monitoring.evaluation import Evaluator, Tallies, _add, _summarize
 from lib.training.model import OBJECTIVES, build_model, load_config, load_tokenizer
+from tests.support.fakes import make_batch
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
-from tests.training.test_model import make_batch
 
 
 @pytest.mark.parametrize("family", TINY_CONFIGS)

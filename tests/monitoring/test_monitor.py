@@ -11,7 +11,7 @@ from arguments import TrainingMonitorArguments
 from lib.monitoring.aggregation import MAX_OVERSHOOT, MetricsAggregator
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
-from tests.training.test_checkpoints import make_callback
+from tests.support.fakes import make_session
 
 
 @pytest.fixture
@@ -30,14 +30,14 @@ def stored(monkeypatch) -> dict:
 def test_monitor_bounds_a_peer_by_the_target_batch_size_that_trainers_tell_of(tmp_path, stored):
     """`introduce` of each trainer, and a record of a step in which one of three claims a billion samples."""
     for name, samples in ((b"a", 50), (b"b", 50), (b"liar", 10**9)):
-        callback = make_callback(tmp_path / name.decode(), offered=None)
-        callback.peer = SimpleNamespace(dht=None, public_key=name)
-        callback.args.target_batch_size = 10**9 if name == b"liar" else 100
-        callback.introduce(leaving=False)
-        callback.publish(
+        session = make_session(tmp_path / name.decode(), offered=None)
+        session.peer = SimpleNamespace(dht=None, public_key=name)
+        session.args.target_batch_size = 10**9 if name == b"liar" else 100
+        session.introduce(leaving=False)
+        session.publish(
             utils.LocalMetrics(step=1, samples_per_second=1.0, samples_accumulated=samples, loss=2.0, mini_steps=1)
         )
-        callback.close()
+        session.close()
     reports = []
     monitor = TrainingMonitor(
         SimpleNamespace(dht=None, public_key=b"monitor"), "run", MetricsAggregator(),

@@ -17,6 +17,8 @@ import torch
 
 from arguments import BaseTrainingArguments
 from lib.common.errors import UserError
+from lib.peer.addresses import get_free_port, log_visible_maddrs
+from lib.peer.peer import start_peer
 from lib.peer.tunnel import (
     NGROK_INSTALL,
     TunnelWatch,
@@ -29,7 +31,6 @@ from lib.peer.tunnel import (
 from tests.support.peers import ROOT, Scripts, local_peer, wait_until
 from tests.support.swarm import Network, Swarm
 from tests.support.tunnels import FakeNgrok, Forwarder
-from utils import get_free_port, log_visible_maddrs, start_peer
 
 SDK = ngrok.SessionBuilder
 TOKEN = "2abcdefghijklmnopqrstuvwxyz_SECRET"

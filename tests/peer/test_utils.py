@@ -20,23 +20,11 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
 from lib.common.errors import UserError
+from lib.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port, look_up_public_ip
+from lib.peer.peer import load_identity
+from lib.peer.redial import _find_tcp_endpoint, _redial
 from tests.support.hostile_peer import RAW, nest
-from utils import (
-    HISTORY_LENGTH,
-    LimitValidator,
-    PeerInfo,
-    _find_tcp_endpoint,
-    _redial,
-    announce_public_ip,
-    choose_maddrs,
-    fix_tcp_port,
-    get_dictionary,
-    get_free_port,
-    load_identity,
-    look_up_public_ip,
-    make_validators,
-    store_record,
-)
+from utils import HISTORY_LENGTH, LimitValidator, PeerInfo, get_dictionary, make_validators, store_record
 
 GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
 KEY = RSAPrivateKey()

@@ -20,7 +20,7 @@ UNKNOWN_PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path, data):
     """Run a script's main in this process; return the one line that it says."""
-    monkeypatch.setattr("utils.setup_logging", lambda debug=False: None)  # the tests' own logging stays
+    monkeypatch.setattr("lib.common.logs.setup_logging", lambda debug=False: None)  # the tests' own logging stays
 
     def run(script, *args: object) -> str:
         monkeypatch.chdir(tmp_path)

@@ -17,8 +17,8 @@ from hivemind.dht.crypto import RSASignatureValidator
 from transformers import AlbertConfig
 
 from lib.training.model import build_model
+from tests.support.fakes import make_batch
 from tests.support.peers import LOCAL, TINY_ALBERT, local_optimizer, local_peer
-from tests.training.test_model import make_batch
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 OTHER_PROTOCOL = 1000

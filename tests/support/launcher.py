@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -76,7 +76,7 @@ class Launcher:
 
     def __init__(self, log: Path):
         self._lock = threading.Lock()
-        self._environment = dict(os.environ)
+        self._environment = _relevant(os.environ)
         ours, theirs = socket.socketpair()
         with theirs, open(log, "ab") as file:
             self.process = subprocess.Popen(
@@ -87,7 +87,7 @@ class Launcher:
 
     def can_start(self, environment: dict[str, str]) -> bool:
         """Whether a script would see the environment that it should: libraries read it when they are imported."""
-        return os.environ == self._environment and environment.keys() <= {"PACE"}
+        return _relevant(os.environ) == self._environment and environment.keys() <= {"PACE"}
 
     def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> LaunchedProcess:
         """Start a script of Python, in the folder of its log."""
@@ -102,6 +102,11 @@ class Launcher:
         self._file.close()
         self._socket.close()
         self.process.wait(10)
+
+
+def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a script sees of the environment, without the name of the test."""
+    return {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def serve(connection: socket.socket) -> dict:

@@ -290,7 +290,7 @@ def local_peer(
     folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options
 ) -> Iterator:
     """A DHT peer inside the test's process."""
-    from utils import start_peer
+    from lib.peer.peer import start_peer
 
     options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, **options}
     args = BaseTrainingArguments(run_id=run_id, initial_peers=list(initial_peers), **options)
@@ -320,9 +320,7 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
     optimizer = build_optimizer(
         model,
         peer,
-        collaboration_args.run_id,
         batch_size_per_step,
-        training_args.max_grad_norm,
         training_args,
         collaboration_args,
         AveragerArguments(),

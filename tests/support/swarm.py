@@ -15,11 +15,11 @@ from arguments import AveragerArguments, HyperparameterArguments, OptimizerArgum
 from lib.averaging.matchmaking import RoundControl, rank
 from lib.averaging.rounds import RoundAverager, clip_norm
 from lib.monitoring.auxiliary_peer import Assistant
+from lib.peer.peer import Peer
 from lib.training.model import build_model
 from lib.training.optimizer import build_auxiliary, make_optimizer, make_param_groups, make_scheduler
+from tests.support.fakes import make_batch
 from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer, wait_until
-from tests.training.test_model import make_batch
-from utils import Peer
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 HYPERPARAMETERS = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000}

@@ -1,6 +1,5 @@
 """Checkpoints: complete or not there, whatever happens while they are written."""
 
-import contextlib
 import errno
 import os
 import random
@@ -8,34 +7,22 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AlbertConfig, AlbertForPreTraining
 
-from arguments import CollaborationArguments, TrainingMonitorArguments
-from callback import BackupWriter, CollaborativeCallback
-from lib.common.atomic_files import remove_leftovers
+from arguments import TrainingMonitorArguments
+from lib.common.atomic_files import lock_folder, remove_leftovers
 from lib.common.errors import UserError
 from lib.monitoring.monitor import CheckpointKeeper
 from lib.training import checkpoints
-from lib.training.checkpoints import TrainingState
+from lib.training.backup import BackupWriter
 from lib.training.model import build_model
+from tests.support.fakes import FakeAverager, FakeTokenizer, make_state
 from tests.support.peers import TINY_ALBERT
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
-
-
-class FakeTokenizer:
-    """Enough of a tokenizer to be saved."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        (Path(folder) / "tokenizer.json").write_text("{}")
-
-
-def make_state(step: int, run_id: str = "run") -> TrainingState:
-    return TrainingState(run_id, {"epoch": step, "optimizer_metadata": []}, [torch.full((100, 100), float(step))])
 
 
 def save(folder: Path, step: int) -> Path:
@@ -149,26 +136,6 @@ def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
     backup.close()
 
 
-class FakeAverager:
-    """Offers the state of a step, as trainers would."""
-
-    def __init__(self, step: int):
-        self.step, self.offered_step, self.local_epoch = step, None, 0
-
-    def download_state(self, min_epoch: int):
-        return ("donor", *self.snapshot()) if self.step >= min_epoch else None
-
-    def restore(self, metadata, tensors) -> None:
-        self.local_epoch = metadata["epoch"]
-
-    def snapshot(self):
-        state = make_state(self.step)
-        return state.metadata, state.tensors
-
-    def offer(self, priority: float) -> None:
-        self.offered_step = priority + 0.5
-
-
 def make_keeper(folder: Path, averager: FakeAverager, **options) -> CheckpointKeeper:
     args = TrainingMonitorArguments(output_dir=str(folder), refresh_period=0.01, **options)
     return CheckpointKeeper(averager, build_model(CONFIG, "run"), FakeTokenizer(), "run", args)
@@ -262,81 +229,10 @@ def test_fresh_monitor_offers_nothing(tmp_path):
 
 def test_second_peer_in_a_folder_is_refused(tmp_path):
     with (
-        checkpoints.lock_folder(tmp_path, "--output_dir"),
+        lock_folder(tmp_path, "--output_dir"),
         pytest.raises(UserError, match="in use by another peer"),
-        checkpoints.lock_folder(tmp_path, "--output_dir"),
+        lock_folder(tmp_path, "--output_dir"),
     ):
         pass
-    with checkpoints.lock_folder(tmp_path, "--output_dir"):
+    with lock_folder(tmp_path, "--output_dir"):
         pass
-
-
-class FakeStateAverager(FakeAverager):
-    """Of a trainer whose parameters break."""
-
-    def __init__(self, model, step: int, offered: int | None):
-        super().__init__(step)
-        self.model, self.offered = model, offered
-
-    def download_state(self, min_epoch: int):
-        if self.offered is None or self.offered < min_epoch:
-            return None
-        return "donor", {"epoch": self.offered, "optimizer_metadata": []}, []
-
-    def restore(self, metadata, tensors) -> None:
-        super().restore(metadata, tensors)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.fill_(float(metadata["epoch"]))
-
-
-def make_callback(tmp_path, offered: int | None) -> CollaborativeCallback:
-    model = torch.nn.Linear(2, 2)
-    state_averager = FakeStateAverager(model, 9, offered)
-    optimizer = SimpleNamespace(
-        local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
-        restore=state_averager.restore, target_batch_size=8, last_completed_step=9,
-        banned_peers=dict, ban=lambda peers: None,
-        tracker=SimpleNamespace(global_progress=SimpleNamespace(epoch=9, num_peers=1, samples_accumulated=0)),
-    )  # fmt: skip
-    args = CollaborationArguments(run_id="run")
-    callback = CollaborativeCallback(None, optimizer, model, args, tmp_path, lambda: False)
-    callback.last_reported_step = 9
-    return callback
-
-
-@pytest.mark.parametrize(
-    ("backup", "offered", "expected"),
-    [(6, None, 6), (6, 8, 8), (None, 8, 8), (8, 6, 8)],
-    ids=["only a backup", "peers have a newer one", "only peers", "the backup is newer"],
-)
-def test_broken_parameters_go_back_to_the_newest_sound_state(tmp_path, backup, offered, expected):
-    callback = make_callback(tmp_path, offered)
-    if backup is not None:
-        callback.backup.write({"epoch": backup, "optimizer_metadata": []}, [])
-    with torch.no_grad():
-        callback.model.weight[0, 0] = float("nan")
-    assert callback.after_local_step()
-    assert callback.model.weight[0, 0] == expected
-    callback.close()
-
-
-def test_recovery_does_not_loop(tmp_path):
-    callback = make_callback(tmp_path, offered=8)
-    with torch.no_grad():
-        for _ in range(callback.MAX_RECOVERIES):
-            callback.model.weight[0, 0] = float("nan")
-            assert callback.after_local_step()
-        callback.model.weight[0, 0] = float("nan")
-        with pytest.raises(UserError, match="learning_rate"):
-            callback.after_local_step()
-    callback.close()
-
-
-def test_nothing_to_go_back_to_is_said_in_one_line(tmp_path):
-    callback = make_callback(tmp_path, offered=None)
-    with torch.no_grad():
-        callback.model.weight[0, 0] = float("inf")
-    with pytest.raises(UserError, match="no sound state"):
-        callback.after_local_step()
-    callback.close()

@@ -11,12 +11,12 @@ from torch.optim import SGD
 from transformers import AlbertConfig, TrainingArguments
 
 from arguments import LocalTrainingArguments
-from callback import LossMeter
 from lib.common.errors import UserError
 from lib.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, choose_precision, find_checkpoint
+from lib.training.loss_meter import LossMeter
 from lib.training.model import build_model
+from tests.support.fakes import collate, make_batch
 from tests.support.peers import TINY_ALBERT
-from tests.training.test_model import make_batch
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 
@@ -29,10 +29,6 @@ class FixedSampler(PeerSampler):
 
     def __iter__(self):
         return iter(range(self.length))
-
-
-def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
-    return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
 
 
 def train_one_step(tmp_path, batch_size: int, accumulation: int) -> tuple[float, torch.Tensor]:

@@ -9,22 +9,13 @@ from transformers import AlbertConfig, AlbertForPreTraining, AutoConfig
 from arguments import HyperparameterArguments
 from lib.training.model import build_model, enable_gradient_checkpointing
 from lib.training.optimizer import initialize_statistics, make_optimizer, make_param_groups, make_scheduler
+from tests.support.fakes import make_batch
 from tests.support.peers import TINY_ALBERT, TINY_CONFIGS
 
 
 @pytest.fixture
 def config() -> AlbertConfig:
     return AlbertConfig(vocab_size=1000, **{k: v for k, v in TINY_ALBERT.items() if k != "model_type"})
-
-
-def make_batch(vocab_size: int = 1000, size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
-    """Random samples with the same number of tokens to predict in each."""
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(5, vocab_size, (size, length), generator=generator)
-    labels = input_ids.clone()
-    labels[:, ::4] = -100
-    sentence_order_label = torch.randint(0, 2, (size,), generator=generator)
-    return {"input_ids": input_ids, "labels": labels, "sentence_order_label": sentence_order_label}
 
 
 def test_initial_weights_depend_on_the_run_alone(config):

@@ -12,21 +12,25 @@ from transformers import AlbertConfig
 from arguments import CollaborationArguments, LocalTrainingArguments
 from callback import CollaborativeCallback
 from lib.training.checkpoints import list_checkpoints
-from lib.training.hf_trainer import PeerSampler, build_trainer, build_training_arguments, find_checkpoint
+from lib.training.hf_trainer import (
+    CollaborativeTrainer,
+    NoOpScheduler,
+    PeerSampler,
+    build_training_arguments,
+    find_checkpoint,
+)
 from lib.training.model import build_model
 from lib.training.optimizer import make_param_groups
-from lib.training.session import Membership
+from lib.training.session import TrainingSession
+from tests.support.fakes import FakeTokenizer, collate, make_batch
 from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer
-from tests.training.test_checkpoints import FakeTokenizer
-from tests.training.test_hf_trainer import collate
-from tests.training.test_model import make_batch
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 SIZE = 8  # samples of the data, of a local step and of a global step: each is computed from the same ones
 STATISTICS = ("adam_norm", "exp_avg", "exp_avg_sq", "step", "trust_ratio", "weight_norm")
 
 
-class Recorder(CollaborativeCallback):
+class Recorder(TrainingSession):
     """Keeps the training state and the loss of each global step, and those that the trainer begins with."""
 
     def __init__(self, *args, **kwargs):
@@ -39,8 +43,8 @@ class Recorder(CollaborativeCallback):
         self.first_step = self.optimizer.local_epoch
         self.record()
 
-    def report(self, step: int) -> None:
-        super().report(step)
+    def report(self, step: int, samples: int) -> None:
+        super().report(step, samples)
         self.record()
 
     def record(self) -> None:
@@ -65,38 +69,47 @@ def train(folder: Path, until: int, is_custom: bool) -> Recorder:
         local_peer(folder, "run") as peer,
         local_optimizer(model, peer, SIZE, run_id="run", target_batch_size=SIZE) as optimizer,
     ):
-        callback = Recorder(peer, optimizer, model, collaboration_args, folder, lambda: False, disable_tqdm=True)
+        session = Recorder(peer, optimizer, model, collaboration_args, folder, lambda: False, disable_tqdm=True)
         run = train_in_a_loop if is_custom else train_with_the_trainer
-        run(folder, model, Membership(peer, optimizer, callback, "run", folder), training_args)
-        callback.close()
-    return callback
+        run(folder, model, session, training_args)
+        session.close()
+    return session
 
 
-def train_with_the_trainer(folder: Path, model, member: Membership, training_args: LocalTrainingArguments) -> None:
+def train_with_the_trainer(
+    folder: Path, model, session: TrainingSession, training_args: LocalTrainingArguments
+) -> None:
     """As in run_trainer.py."""
-    peer_id = str(member.peer.dht.peer_id)
+    peer_id = str(session.peer.dht.peer_id)
     dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=SIZE).items()})
-    sampler = PeerSampler(len(dataset), peer_id, training_args.seed, member.optimizer, SIZE)
-    trainer = build_trainer(
-        model, FakeTokenizer(), dataset, collate, member.optimizer, build_training_arguments(training_args, peer_id),
-        sampler, member.callback,
-    )  # fmt: skip
+    sampler = PeerSampler(len(dataset), peer_id, training_args.seed, session.optimizer, SIZE)
+    trainer = CollaborativeTrainer(
+        model=model,
+        args=build_training_arguments(training_args, peer_id),
+        processing_class=FakeTokenizer(),
+        data_collator=collate,
+        train_dataset=dataset,
+        optimizers=(session.optimizer, NoOpScheduler(session.optimizer)),
+        callbacks=[CollaborativeCallback(session)],
+        sampler=sampler,
+        loss_meter=session.loss_meter,
+    )
     trainer.train(resume_from_checkpoint=find_checkpoint(str(folder)))
 
 
-def train_in_a_loop(folder: Path, model, member: Membership, training_args: LocalTrainingArguments) -> None:
+def train_in_a_loop(folder: Path, model, session: TrainingSession, training_args: LocalTrainingArguments) -> None:
     """As in run_custom_trainer.py."""
-    member.restore_checkpoint()
-    member.callback.join()
+    session.restore_checkpoint()
+    session.join()
     while True:
         loss = model(**make_batch(size=SIZE)).loss
         loss.backward()
-        member.callback.loss_meter.add(loss)
-        member.optimizer.step()
-        member.optimizer.zero_grad()
-        if not member.callback.after_local_step():
+        session.loss_meter.add(loss)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        if not session.after_local_step():
             break
-    member.save_checkpoint(model, FakeTokenizer(), keep=1)
+    session.save_checkpoint(model, FakeTokenizer(), keep=1)
 
 
 def assert_equal(state: tuple[dict, list[torch.Tensor]], other: tuple[dict, list[torch.Tensor]]) -> None:

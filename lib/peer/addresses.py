@@ -1,0 +1,96 @@
+"""The addresses of a peer: which to announce, and which to hand to others."""
+
+import socket
+from collections.abc import Sequence
+from ipaddress import ip_address
+
+import requests
+from hivemind.utils import get_logger
+from hivemind.utils.logging import TextStyle
+from hivemind.utils.multiaddr import Multiaddr
+
+from arguments import BaseTrainingArguments
+from lib.common.errors import UserError
+
+logger = get_logger(__name__)
+
+
+def get_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
+    """Replace port 0 (any) by one that is free now, since a port must be known before it can be announced."""
+    ports = {int(Multiaddr(maddr)["tcp"]) for maddr in host_maddrs if "/tcp/" in maddr} - {0}
+    port = min(ports) if ports else get_free_port()
+    return [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in host_maddrs], port
+
+
+def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
+    """Ask a web service for the address that it sees us under.
+
+    :raises UserError: if it does not answer with an IP address
+    """
+    try:
+        response = requests.get(service, timeout=timeout)
+        response.raise_for_status()
+        return str(ip_address(response.text.strip()))
+    except (requests.RequestException, ValueError) as error:
+        reason = str(error).split("\n")[0][:120]
+        raise UserError(
+            f"--use_google_dns: {service} did not tell this machine's IP address ({reason}). Pass it yourself: "
+            f"--host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
+        ) from None
+
+
+def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
+    """Announce this machine's public IP with the port that it really listens on."""
+    address = look_up_public_ip(service)
+    args.host_maddrs, port = fix_tcp_port(args.host_maddrs)
+    args.announce_maddrs = [*args.announce_maddrs, f"/ip{ip_address(address).version}/{address}/tcp/{port}"]
+    logger.info(f"Public IP address of this machine: {address}, port {port}")
+
+
+def _reach(maddr: Multiaddr) -> int:
+    """How far away peers may be that an address is good for: 3 the internet, 2 the local network, 1 this machine."""
+    protocols = {protocol.name for protocol in maddr.protocols()}
+    if protocols & {"dns", "dns4", "dns6", "dnsaddr"}:
+        return 3
+    address = next((ip_address(maddr[name]) for name in ("ip4", "ip6") if name in protocols), None)
+    if address is None or address.is_loopback or address.is_link_local:
+        return 1
+    return 3 if address.is_global else 2
+
+
+def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
+    """The addresses to hand to others: those that reach farthest, or the peer ID alone for IPFS."""
+    if only_p2p:
+        return sorted({f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs})
+    farthest = max((_reach(maddr) for maddr in visible_maddrs), default=0)
+    return list(dict.fromkeys(str(maddr) for maddr in visible_maddrs if _reach(maddr) == farthest))
+
+
+def choose_internet_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
+    """The addresses to hand to the public: none if they are good on this machine or network alone."""
+    is_reachable = only_p2p or any(_reach(maddr) == 3 for maddr in visible_maddrs)
+    return choose_maddrs(visible_maddrs, only_p2p) if is_reachable else []
+
+
+def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
+    """Print how others join through this peer."""
+    chosen = choose_maddrs(visible_maddrs, only_p2p)
+    reach = 3 if only_p2p else max((_reach(maddr) for maddr in visible_maddrs), default=0)
+    where = {3: "over the Internet", 2: "in this network"}.get(reach, "on this machine")
+    logger.info(
+        f"Running a DHT peer. To connect other peers to this one {where}, use "
+        f"{TextStyle.BOLD}{TextStyle.BLUE}--initial_peers {' '.join(chosen)}{TextStyle.RESET}"
+    )
+    if reach == 3 and not only_p2p:
+        nearer = choose_maddrs([maddr for maddr in visible_maddrs if _reach(maddr) < 3])
+        if nearer:
+            logger.info(f"Peers in the same network may also use --initial_peers {' '.join(nearer)}")
+    logger.info(f"Full list of visible multiaddresses: {' '.join(map(str, visible_maddrs))}")
+    if reach == 2:
+        logger.info("Peers outside this network need a public address: see --tunnel and --announce_tunnel")

@@ -1,0 +1,48 @@
+"""The life of a peer: started in the right order, supervised, and ended in the reverse order on every path."""
+
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+
+from arguments import BaseTrainingArguments
+from lib.common.atomic_files import lock_folder, remove_leftovers
+from lib.common.processes import StopSignal, Watchdog, exit_after
+from lib.peer.peer import Peer, start_peer
+from lib.peer.redial import KeepInTouch
+from lib.peer.tunnel import open_tunnel
+
+
+@contextlib.contextmanager
+def open_peer(
+    args: BaseTrainingArguments, output_dir: Path, client_mode: bool, stop: StopSignal, may_start_alone: bool = False
+) -> Iterator[Peer]:
+    """A DHT peer that has joined the others and stays in touch with them, alone in its folder.
+
+    :param may_start_alone: without the others if none of them answers
+    :raises UserError: if the folder is another peer's, or nobody can be reached
+    """
+    with lock_folder(output_dir, "--output_dir"), open_tunnel(args):
+        remove_leftovers(output_dir)
+        stop.defer()
+        identity_path = Path(args.identity_path or output_dir / "identity.key")
+        peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone)
+        keep_in_touch = KeepInTouch(peer.dht, args.initial_peers)
+        keep_in_touch.start()
+        try:
+            yield peer
+        finally:
+            keep_in_touch.stop()
+            peer.dht.shutdown()
+
+
+@contextlib.contextmanager
+def supervise(children: dict[str, multiprocessing.Process], seconds: float, exit_code: int) -> Iterator[None]:
+    """End the process if one of its children dies, or if shutting them down afterwards takes longer than `seconds`."""
+    watchdog = Watchdog(children)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
+        exit_after(seconds, exit_code, "hivemind does not shut down")

@@ -1,0 +1,178 @@
+"""Starting a DHT peer: its identity, its validators, and joining the others."""
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+from hivemind.dht import DHT
+from hivemind.p2p import P2P, P2PDaemonError
+from hivemind.utils import MPFuture, get_dht_time, get_logger
+from hivemind.utils.crypto import RSAPrivateKey
+
+from arguments import BaseTrainingArguments
+from lib.common.errors import UserError
+from lib.common.processes import keep_memory_shared, start_shared_memory_manager
+from lib.peer.admission import InvitedDHT, load_admission
+from lib.peer.dht import SafeDHT, use_only_trusted_relays
+from lib.peer.invitations import read_private_key, write_private_key
+from utils import make_validators
+
+logger = get_logger(__name__)
+
+
+def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
+    """Read a peer's private key, or make one. It gives the peer its ID and signs its records, so that a peer that
+    restarts is known as the same one.
+
+    :raises UserError: if the file is not a private key
+    """
+    if not path.exists():
+        write_private_key(RSAPrivateKey(), path)
+    try:
+        return read_private_key(path)
+    except OSError:
+        raise
+    except Exception:
+        raise UserError(
+            f"{flag}: '{path}' is not a peer's private key; remove it (a new one is written) or pass another"
+        ) from None
+
+
+@dataclass
+class Peer:
+    """A running DHT peer and who it is."""
+
+    dht: DHT
+    private_key: RSAPrivateKey
+    public_key: bytes  # the subkey of its signed records
+
+
+def start_peer(
+    args: BaseTrainingArguments,
+    identity_path: Path,
+    client_mode: bool,
+    should_stop: threading.Event,
+    may_start_alone: bool = False,
+) -> Peer:
+    """Start a DHT peer and join the others, trying again until `args.bootstrap_timeout` seconds have passed.
+
+    :param should_stop: gives up early when set
+    :param may_start_alone: without the others if none of them answers in this time
+    :raises UserError: if no initial peer can be reached, or an address cannot be listened on
+    """
+    start_shared_memory_manager()
+    keep_memory_shared()
+    _use_own_socket_folder()
+    build_dht = SafeDHT
+    if args.invitation is not None:
+        revocations = None if args.revocations is None else Path(args.revocations)
+        admission = load_admission(Path(args.invitation), revocations, identity_path.parent)
+        identity_path = identity_path.with_name("invited.key")
+        write_private_key(admission.invitation.private_key, identity_path)
+        build_dht = partial(InvitedDHT, admission=admission)
+    use_only_trusted_relays()
+    private_key = load_identity(identity_path)
+    validators, public_key = make_validators(args.run_id, private_key)
+    if args.initial_peers:
+        logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
+    deadline = get_dht_time() + args.bootstrap_timeout
+    has_warned, initial_peers = False, args.initial_peers
+    while True:
+        dht = build_dht(
+            initial_peers=initial_peers,
+            host_maddrs=args.host_maddrs,
+            announce_maddrs=args.announce_maddrs or None,
+            use_ipfs=args.use_ipfs,
+            use_relay=args.use_relay,
+            use_auto_relay=args.use_auto_relay,
+            trusted_relays=args.trusted_relays or None,
+            identity_path=str(identity_path),
+            client_mode=client_mode,
+            record_validators=validators,
+            startup_timeout=args.bootstrap_timeout,
+            shutdown_timeout=5,
+            start=True,
+            await_ready=False,
+        )
+        try:
+            _wait_until_ready(dht, deadline, should_stop)
+            return Peer(dht, private_key, public_key)
+        except Exception as error:
+            _end(dht)
+            if should_stop.is_set():
+                raise SystemExit(0) from None
+            reason = _explain_start_failure(error, args)
+            if reason is None and initial_peers and may_start_alone and get_dht_time() + 3 > deadline:
+                logger.warning(f"{_unreachable(args)}. Starting without them, and dialing them again now and then")
+                initial_peers, deadline = [], get_dht_time() + args.bootstrap_timeout
+                continue
+            if reason is not None or get_dht_time() + 3 > deadline:
+                raise UserError(reason or _unreachable(args)) from None
+            if not has_warned:
+                logger.warning(f"{_unreachable(args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
+                has_warned = True
+            should_stop.wait(3)
+
+
+def _use_own_socket_folder() -> None:
+    """hivemind leaves its Unix sockets in /tmp, two or more a start: put them into a folder that goes with us, or with
+    the next peer if we are killed."""
+    parent = Path(tempfile.gettempdir())
+    for folder in parent.glob("hivemind-sockets-*"):
+        if not psutil.pid_exists(int(folder.name.rsplit("-", 1)[-1])):
+            shutil.rmtree(folder, ignore_errors=True)
+    folder = parent / f"hivemind-sockets-{os.getpid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:
+    """Wait for the DHT process in short turns, so that a signal or its death ends the wait."""
+    while True:
+        try:
+            return dht.wait_until_ready(timeout=0.5)
+        except TimeoutError:
+            if should_stop.is_set() or get_dht_time() > deadline:
+                raise
+            if not dht.is_alive():
+                raise RuntimeError("the DHT process ended before it was ready") from None
+
+
+def _end(dht: DHT) -> None:
+    """End a DHT process that did not get ready, such that another one can start."""
+    dht.join(2)  # after an error it ends by itself
+    if dht.is_alive():
+        dht.kill()
+        dht.join(5)
+        MPFuture.reset_backend()  # it may have died with hivemind's lock in its hands, which the next would wait for
+
+
+def _unreachable(args: BaseTrainingArguments) -> str:
+    if not args.initial_peers:
+        return f"no peer could be started within --bootstrap_timeout {args.bootstrap_timeout:.0f} seconds; raise it"
+    return (
+        f"none of --initial_peers answers: {' '.join(args.initial_peers)}. Check that they run, that the address and "
+        f"peer ID are the ones they print now, that no firewall is in between, and that you pass the --invitation of "
+        f"the run if it needs one"
+    )
+
+
+def _explain_start_failure(error: Exception, args: BaseTrainingArguments) -> str | None:
+    """One line for a failure that trying again does not cure; None for one that it may."""
+    text = " ".join(str(error).split())
+    if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
+        return (
+            f"cannot listen on --host_maddrs {' '.join(args.host_maddrs)}: port in use or not this machine's address"
+        )
+    if "already taken" in text and not args.initial_peers:
+        return text
+    if isinstance(error, P2PDaemonError) and "bootstrap" not in text and "taken" not in text:
+        return f"the p2p daemon did not start: {text}"
+    return None

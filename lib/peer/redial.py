@@ -1,0 +1,69 @@
+"""Dialing the initial peers again and again."""
+
+import asyncio
+import re
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from hivemind.dht import DHT
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import PeerID
+from hivemind.utils import get_logger
+from hivemind.utils.multiaddr import Multiaddr
+
+logger = get_logger(__name__)
+
+
+class KeepInTouch(threading.Thread):
+    """Dials the initial peers again every `period` seconds, and more often while one of them does not answer.
+
+    hivemind forgets a peer that was away: a monitor that restarts at the same address would know no one, and the next
+    trainer that joins through it would begin a second run at step 0, or at that of the monitor's last checkpoint.
+    """
+
+    def __init__(self, dht: DHT, initial_peers: Sequence[str], period: float = 10.0):
+        super().__init__(name="KeepInTouch", daemon=True)
+        self.dht, self.initial_peers, self.period = dht, list(initial_peers), period
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        all_answer = True
+        while not self.stopped.wait(self.period if all_answer else self.period / 5):
+            try:
+                call = partial(_redial, maddrs=self.initial_peers, timeout=self.period / 2)
+                all_answer = self.dht.run_coroutine(call, return_future=True).result(timeout=2 * self.period)
+            except Exception as error:
+                logger.debug(f"Could not reach the initial peers: {error!r}")
+                all_answer = False
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -> bool:
+    """Runs in the DHT process: connect to each address again and introduce ourselves to its routing table.
+
+    :returns: whether all of them answer
+    """
+    return all(await asyncio.gather(*(_dial(node, Multiaddr(maddr), timeout) for maddr in maddrs)))
+
+
+async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
+    peer_id = PeerID.from_base58(maddr["p2p"])
+    try:
+        # After each dial that fails libp2p refuses the next for longer, soon for minutes: see first whether it listens
+        if (endpoint := _find_tcp_endpoint(maddr)) is not None:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), timeout)
+            writer.close()
+        await asyncio.wait_for(node.p2p._client.connect(peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")]), timeout)
+        return await asyncio.wait_for(node.protocol.call_ping(peer_id), timeout) is not None
+    except Exception as error:
+        logger.debug(f"Initial peer {maddr} does not answer: {error!r}")
+        return False
+
+
+def _find_tcp_endpoint(maddr: Multiaddr) -> tuple[str, int] | None:
+    """Host and port of an address such as /ip4/192.0.2.1/tcp/31337/...; None if it begins otherwise."""
+    match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)", str(maddr))
+    return (match[1], int(match[2])) if match else None

@@ -1,0 +1,29 @@
+"""What downloads the trainers' state for a peer that does not train: a monitor or an evaluator."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from arguments import HyperparameterArguments
+from lib.averaging.state import TrainingStateAverager
+from lib.peer.lifecycle import supervise
+from lib.peer.peer import Peer
+from lib.training.optimizer import build_state_averager
+
+
+@contextlib.contextmanager
+def open_observer(
+    model: torch.nn.Module,
+    peer: Peer,
+    run_id: str,
+    hyperparameters: HyperparameterArguments,
+    load_state_timeout: float,
+) -> Iterator[TrainingStateAverager]:
+    """What downloads the trainers' state into `model` for a peer that does not train. Call it in the main thread."""
+    averager = build_state_averager(model, peer, run_id, hyperparameters, load_state_timeout)
+    try:
+        with supervise({"averager": averager}, seconds=12.0, exit_code=0):
+            yield averager
+    finally:
+        averager.shutdown()

@@ -1,0 +1,93 @@
+"""Stand-ins: samples, a tokenizer, and what a session or a keeper of checkpoints works with."""
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from arguments import CollaborationArguments
+from lib.training.checkpoints import TrainingState
+from lib.training.session import TrainingSession
+
+
+def make_batch(vocab_size: int = 1000, size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
+    """Random samples with the same number of tokens to predict in each."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(5, vocab_size, (size, length), generator=generator)
+    labels = input_ids.clone()
+    labels[:, ::4] = -100
+    sentence_order_label = torch.randint(0, 2, (size,), generator=generator)
+    return {"input_ids": input_ids, "labels": labels, "sentence_order_label": sentence_order_label}
+
+
+def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+
+class FakeTokenizer:
+    """Enough of a tokenizer to be saved."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+def make_state(step: int, run_id: str = "run") -> TrainingState:
+    return TrainingState(run_id, {"epoch": step, "optimizer_metadata": []}, [torch.full((100, 100), float(step))])
+
+
+class FakeAverager:
+    """Offers the state of a step, as trainers would."""
+
+    def __init__(self, step: int):
+        self.step, self.offered_step, self.local_epoch = step, None, 0
+
+    def download_state(self, min_epoch: int):
+        return ("donor", *self.snapshot()) if self.step >= min_epoch else None
+
+    def restore(self, metadata, tensors) -> None:
+        self.local_epoch = metadata["epoch"]
+
+    def snapshot(self):
+        state = make_state(self.step)
+        return state.metadata, state.tensors
+
+    def offer(self, priority: float) -> None:
+        self.offered_step = priority + 0.5
+
+
+class FakeStateAverager(FakeAverager):
+    """Of a trainer whose parameters break."""
+
+    def __init__(self, model, step: int, offered: int | None):
+        super().__init__(step)
+        self.model, self.offered = model, offered
+
+    def download_state(self, min_epoch: int):
+        if self.offered is None or self.offered < min_epoch:
+            return None
+        return "donor", {"epoch": self.offered, "optimizer_metadata": []}, []
+
+    def restore(self, metadata, tensors) -> None:
+        super().restore(metadata, tensors)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(float(metadata["epoch"]))
+
+
+def make_session(folder: Path, offered: int | None) -> TrainingSession:
+    """A session at step 9 with a fake optimizer. `offered`: the step of the state that the others offer."""
+    model = torch.nn.Linear(2, 2)
+    state_averager = FakeStateAverager(model, 9, offered)
+    optimizer = SimpleNamespace(
+        local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
+        restore=state_averager.restore, target_batch_size=8, pop_steps=list,
+        banned_peers=dict, ban=lambda peers: None,
+        tracker=SimpleNamespace(
+            global_progress=SimpleNamespace(epoch=9, num_peers=1, num_clients=0, samples_accumulated=0)
+        ),
+    )  # fmt: skip
+    args = CollaborationArguments(run_id="run")
+    session = TrainingSession(None, optimizer, model, args, folder, lambda: False)
+    session.last_reported_step = 9
+    return session
