@@ -1,5 +1,6 @@
 """Fixtures: tiny data that the real script prepares once, and scripts that do not outlive their test."""
 
+import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
@@ -47,9 +48,9 @@ def children_end_with_the_tests() -> None:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory, worker_id) -> Path:
+def data(tmp_path_factory) -> Path:
     """A folder with `dataset`, `tokenizer` and `config.json`, made as a user would; the first worker makes it."""
-    if worker_id == "master":
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tmp_path_factory.mktemp("data")
         prepare_data(folder)
         return folder

@@ -86,20 +86,38 @@ def train_tokenizer(
     return _train_bpe(documents, vocab_size, is_causal=objective == "clm", model_max_length=max_seq_length)
 
 
+class _Interruptible:
+    """Iterates, and keeps Ctrl-C or another wish to exit that sentencepiece turns into an error of its own."""
+
+    def __init__(self, iterable: Iterable[str]):
+        self._iterator, self.interrupt = iter(iterable), None
+
+    def __iter__(self) -> "_Interruptible":
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self._iterator)
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            self.interrupt = interrupt
+            raise
+
+
 def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -> AlbertTokenizer:
     """The real sentencepiece, which gives the same pieces each time; tokenizers' UnigramTrainer does not."""
     # Train on what AlbertTokenizer will see: without upper case and accents.
     tokenizer = AlbertTokenizer()
     normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
     model = io.BytesIO()
+    sentences = _Interruptible(
+        # It skips lines with tabs, and those that are too long. AlbertTokenizer reads "<unk>" itself.
+        " ".join(normalize(line).replace(tokenizer.unk_token, " ").split())
+        for document in documents
+        for line in document.split("\n")
+    )
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(
-                # It skips lines with tabs, and those that are too long. AlbertTokenizer reads "<unk>" itself.
-                " ".join(normalize(line).replace(tokenizer.unk_token, " ").split())
-                for document in documents
-                for line in document.split("\n")
-            ),
+            sentence_iterator=sentences,
             max_sentence_length=1_000_000,  # bytes
             model_writer=model,
             vocab_size=vocab_size,
@@ -114,6 +132,8 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -
             minloglevel=2,  # errors only: they are raised as well
         )
     except RuntimeError as error:
+        if sentences.interrupt is not None:
+            raise sentences.interrupt from None
         if match := re.search(r"too high.*value <= (\d+)", str(error)):
             raise _wrong_size(vocab_size, "large", f"at most {match[1]}") from None
         if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -183,6 +184,17 @@ def test_the_same_text_gives_the_same_tokenizer(kind):
     documents = list(preprocessing.split_documents(corpus._sample_rows()))[:30]
     sha256 = {tokenizer_sha256(train_tokenizer(iter(documents), kind, "mlm", 1000, 64)) for _ in range(3)}
     assert len(sha256) == 1
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(143)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
+def test_signal_in_the_middle_of_training_a_tokenizer_is_no_error_of_the_text(kind, interrupt):
+    def documents() -> Iterator[str]:
+        yield "a b c d e f " * 20
+        raise interrupt
+
+    with pytest.raises(type(interrupt)):
+        train_tokenizer(documents(), kind, "mlm", 300, 64)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])

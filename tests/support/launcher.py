@@ -91,6 +91,7 @@ class Launcher:
 
     def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> LaunchedProcess:
         """Start a script of Python, in the folder of its log."""
+        log.touch()
         return LaunchedProcess(self, self.ask(command=list(command), environment=environment, log=str(log)))
 
     def ask(self, **request):
