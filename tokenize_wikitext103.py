@@ -61,7 +61,8 @@ def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
     from lib.common.atomic_files import check_target, new_folder, temporary_folder
     from lib.data.corpus import open_source, read_corpus
-    from lib.data.packing import SPLITS, Recipe
+    from lib.data.packing import Recipe
+    from lib.data.schema import SPLITS
 
     # What cannot be written is found out first, then what cannot be read, then the rest.
     if args.archive is not None:

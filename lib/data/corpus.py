@@ -17,7 +17,8 @@ from tqdm.auto import tqdm
 
 from arguments import TokenizationArguments
 from lib.common.errors import UserError
-from lib.data.packing import SPLITS, hold_out, split_documents
+from lib.data.packing import hold_out, split_documents
+from lib.data.schema import SPLITS
 
 READ_CHARS = 1_000_000  # of a text file at a time
 WRITE_CHARS = 10_000_000  # of documents in a record batch: Arrow's strings end at 2 GiB a batch

@@ -16,7 +16,7 @@ from transformers import (
 
 from arguments import DatasetArguments, LocalTrainingArguments
 from lib.common.errors import UserError
-from lib.data.packing import SCHEMAS, SPLITS
+from lib.data.schema import COLUMNS, SPLITS
 from lib.training.model import check_sequence_length, get_objective
 
 MANIFEST_NAME = "manifest.json"
@@ -43,7 +43,7 @@ class Manifest:
     tokenizer_class: str
     vocab_size: int
     tokenizer_sha256: str
-    splits: dict[str, dict[str, int]]  # for each, preprocessing.Counts
+    splits: dict[str, dict[str, int]]  # for each, packing.Counts
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -105,7 +105,7 @@ class Manifest:
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
-    """The splits "train" and "validation", with the columns of preprocessing.SCHEMAS.
+    """The splits "train" and "validation", with the columns of schema.COLUMNS.
 
     :raises UserError: if they are missing, damaged, or not what the manifest says
     """
@@ -115,7 +115,7 @@ def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
     except Exception as error:  # an interrupted copy shows as anything from OSError to ArrowInvalid
         reason = next(iter(str(error).splitlines()), "")[:200]
         raise UserError(f"--dataset_path: '{dataset_path}' cannot be read ({reason}); {_REMEDY}") from error
-    columns = set(SCHEMAS[manifest.objective].names)
+    columns = set(COLUMNS[manifest.objective])
     for split in SPLITS:
         expected = manifest.splits.get(split, {}).get("instances")
         if split not in splits or len(splits[split]) != expected or set(splits[split].column_names) != columns:

@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import sentencex
 
+from lib.data.schema import COLUMNS, SPLITS
+
 if TYPE_CHECKING:  # seconds to import, and text that cannot be read should be found out before
     from transformers import PreTrainedTokenizerBase
 
@@ -26,23 +28,16 @@ if TYPE_CHECKING:  # seconds to import, and text that cannot be read should be f
 MAX_LINE_CHARS = 20_000
 MAX_DOCUMENT_CHARS = 250_000
 
-SPLITS = ("train", "validation")
-
-# Columns of the instances. Token ids need 16 to 18 bits; masks and labels fit into a byte.
+# Token ids need 16 to 18 bits; masks and labels fit into a byte.
 _IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.int8())
-SCHEMAS = {
-    "mlm_sop": pa.schema(
-        {
-            "input_ids": _IDS,
-            "token_type_ids": _MASK,
-            "attention_mask": _MASK,
-            "special_tokens_mask": _MASK,
-            "sentence_order_label": pa.int8(),
-        }
-    ),
-    "mlm": pa.schema({"input_ids": _IDS, "attention_mask": _MASK, "special_tokens_mask": _MASK}),
-    "clm": pa.schema({"input_ids": _IDS, "attention_mask": _MASK}),
+_TYPES = {
+    "input_ids": _IDS,
+    "token_type_ids": _MASK,
+    "attention_mask": _MASK,
+    "special_tokens_mask": _MASK,
+    "sentence_order_label": pa.int8(),
 }
+SCHEMAS = {objective: pa.schema([(name, _TYPES[name]) for name in names]) for objective, names in COLUMNS.items()}
 
 Instance = dict[str, np.ndarray | int]
 
