@@ -370,7 +370,7 @@ def test_what_is_not_a_dataset_is_never_replaced(tmp_path):
 
 def test_what_a_killed_run_leaves_is_invisible_and_removed(tmp_path):
     code = (
-        "import pathlib, sys, time; from atomic import new_folder\n"
+        "import pathlib, sys, time; from lib.common.atomic_files import new_folder\n"
         "with new_folder(pathlib.Path(sys.argv[1]), '--flag') as folder:\n"
         "    (folder / 'half').write_text('x'); print('ready', flush=True); time.sleep(60)"
     )
