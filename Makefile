@@ -5,14 +5,16 @@ ARGS ?=
 # Trainers mostly wait in the tests: more workers than cores
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --durations=15
 
-.PHONY: help install demo test test-fast test-all soak lint clean
+.PHONY: help install install-organiser demo test test-fast test-all soak lint clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 20
 
-install: .venv/installed  ## Create .venv with everything that the scripts need
+install: .venv/installed  ## Create .venv with what trainers and the monitor need
 
-demo: .venv/installed  ## Train a small model with two trainers on this machine, in about two minutes
+install-organiser: .venv/installed-organiser  ## The same, and what data preparation, dashboards and AWS need
+
+demo: .venv/installed-organiser  ## Train a small model with two trainers on this machine, in about two minutes
 	@.venv/bin/python run_local_demo.py $(ARGS)
 
 test: .venv/installed-dev  ## Run the tests, in about a quarter of an hour
@@ -25,8 +27,8 @@ test-all: .venv/installed-dev  ## Run those too that take a minute or more each,
 	$(PYTEST) -n 4 $(ARGS)
 
 soak: .venv/installed-dev  ## A long run under fire, and a long run that must not grow: half an hour
-	.venv/bin/python -W ignore tests/chaos.py --steps 40
-	.venv/bin/python -W ignore tests/long_run.py --steps 500
+	.venv/bin/python -W ignore tests/support/chaos.py --steps 40
+	.venv/bin/python -W ignore tests/support/long_run.py --steps 500
 
 lint: .venv/installed-dev  ## Check style and format
 	.venv/bin/ruff check .
@@ -46,6 +48,10 @@ clean:  ## Remove .venv, the demo's folder and caches
 	.venv/bin/pip install --disable-pip-version-check --requirement $<
 	@touch $@
 
-.venv/installed-dev: requirements-dev.txt .venv/installed
+.venv/installed-organiser: requirements-organiser.txt .venv/installed
+	.venv/bin/pip install --disable-pip-version-check --requirement $<
+	@touch $@
+
+.venv/installed-dev: requirements-dev.txt .venv/installed-organiser
 	.venv/bin/pip install --disable-pip-version-check --requirement $<
 	@touch $@

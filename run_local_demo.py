@@ -7,6 +7,8 @@
 It runs the scripts that strangers run on machines far apart, shows their command lines, and downloads nothing.
 """
 
+from __future__ import annotations
+
 import fcntl
 import json
 import math
@@ -23,19 +25,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
-
-from rich.bar import Bar
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, TypeVar
 
 from arguments import DemoArguments
 from lib.common.atomic_files import check_target
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 from lib.common.processes import leave_with_parent
+
+# rich is imported where it is used: `run_script` tells how to install it.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 SCRIPTS = Path(__file__).parent
 COMMANDS_FILE = "commands.txt"  # also marks a folder as one that the next demo may replace
@@ -55,6 +56,8 @@ T = TypeVar("T")
 
 def main() -> None:
     (args,) = parse_arguments([DemoArguments], __doc__)
+    from rich.console import Console
+
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: an exception, which ends the processes
     started = time.monotonic()
     console = Console(highlight=False, soft_wrap=True)
@@ -66,7 +69,7 @@ def main() -> None:
         result.check()
 
 
-def train_together(args: DemoArguments, workers: "Workers", console: Console) -> None:
+def train_together(args: DemoArguments, workers: Workers, console: Console) -> None:
     """Prepare the data, start monitor and trainers, and wait until the trainers have made all their steps."""
     console.print("Each of the commands below could be typed in a terminal, or on a machine, of its own.\n")
     console.print("[bold]1. Text and tokenizer[/bold] (some 10 seconds, if the text is not long)")
@@ -243,7 +246,7 @@ class Workers:
         self.folder, self.console = folder, console
         self.all: list[Worker] = []
 
-    def __enter__(self) -> "Workers":
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_exception) -> None:
@@ -337,13 +340,15 @@ class View:
     MAX_ROWS = 15
 
     def __init__(self, console: Console, max_global_steps: int):
+        from rich.live import Live
+
         self.console, self.max_global_steps = console, max_global_steps
         can_redraw = sys.stdout.isatty() and not console.is_dumb_terminal
         # Without its thread that redraws: a process with threads must not fork
         self.live = Live(console=console, auto_refresh=False) if can_redraw else None
         self.num_printed = 0
 
-    def __enter__(self) -> "View":
+    def __enter__(self) -> View:
         if self.live is not None:
             self.live.start()
         return self
@@ -354,6 +359,9 @@ class View:
 
     def update(self, steps: Sequence[dict], messages: dict[str, str]) -> None:
         """:param messages: what each process said last, by its name"""
+        from rich.console import Group
+        from rich.text import Text
+
         if self.live is not None:
             lines = [Text.assemble((f"{name}: ", "dim"), message) for name, message in messages.items()]
             for line in lines:
@@ -369,6 +377,9 @@ class View:
         self.num_printed = len(steps)
 
     def make_table(self, steps: Sequence[dict]) -> Table:
+        from rich.bar import Bar
+        from rich.table import Table
+
         table = Table(box=None, padding=(0, 2, 0, 0))
         for name in (f"step of {self.max_global_steps}", "loss", "samples/s", "peers"):
             table.add_column(name, justify="right", header_style="bold")
@@ -422,7 +433,7 @@ class Result:
     dashboard: str | None
 
     @classmethod
-    def read(cls, folder: Path) -> "Result":
+    def read(cls, folder: Path) -> Result:
         monitor_log = (folder / "monitor.log").read_text(errors="replace")
         checkpoints = re.findall(r"Saved (.+)$", monitor_log, flags=re.MULTILINE)
         dashboard = re.search(r"Curves: (.+)$", monitor_log, flags=re.MULTILINE)

@@ -22,11 +22,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import boto3
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+from lib.common.errors import UserError, describe
 
-from lib.common.errors import UserError
+try:
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+except ModuleNotFoundError as error:
+    raise UserError(describe(error)) from None
 
 PROJECT = Path(__file__).parent.parent
 TAG, ROLE_TAG = "CollaborativeTraining", "Role"

@@ -53,13 +53,13 @@ wait_for_address() { # the elastic IP comes a moment after the start, and cuts a
     return 1
 }
 
-install_project() {
+install_project() { # FILE: the list of requirements
     retry dnf install -q -y git python3.11 tar gzip
     useradd --system --create-home --home-dir "$FOLDER" collaboration
     as_user mkdir -p "$FOLDER/tmp" # /tmp is half of the memory, too little for pip
     retry as_user git clone -q --depth 1 --branch "$REVISION" -- "$REPO_URL" "$FOLDER/project"
     as_user python3.11 -m venv "$FOLDER/venv"
-    retry as_user "$FOLDER/venv/bin/pip" install -q --no-cache-dir -r "$FOLDER/project/requirements.txt"
+    retry as_user "$FOLDER/venv/bin/pip" install -q --no-cache-dir -r "$FOLDER/project/$1"
 }
 
 download_data() { # the monitor needs the tokenizer to keep checkpoints; trainers fetch the data by themselves
@@ -146,13 +146,13 @@ EOF
 services=(collaboration.service)
 if [[ $ROLE == coordinator ]]; then
     wait_for_address
-    install_project
+    install_project requirements-organiser.txt # its flags may ask for a dashboard
     download_data
     load_identity
     write_service --identity_path "$FOLDER/identity.key"
 else
     PUBLIC_IP=$(retry metadata public-ipv4)
-    install_project
+    install_project requirements.txt
     batch_size=$(cd "$FOLDER/project" && as_user "$FOLDER/venv/bin/python" -m deploy.join)
     write_service --per_device_train_batch_size "$batch_size"
     write_spot_watch

@@ -16,6 +16,9 @@ _REMEDIES = {
     errno.EMFILE: "too many open files: run `ulimit -n 4096` first",
 }
 
+# Modules that are in requirements-organiser.txt, but not in requirements.txt.
+ORGANISER_MODULES = {"boto3", "rich", "sentencepiece", "sentencex", "trackio", "wandb"}
+
 
 class UserError(Exception):
     """Something that the user can mend. The message is one line: what was wrong, with what, and what to do."""
@@ -29,6 +32,8 @@ def describe(error: BaseException) -> str:
     """One line for any error, with a remedy where one is known."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name in ORGANISER_MODULES:
+        return f"{error.name} is not installed: pip install -r requirements-organiser.txt"
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         return f"{error.filename or error.strerror}: {_REMEDIES[error.errno]}"
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""

@@ -1,0 +1,88 @@
+"""What is installed where: trainers, monitor and evaluator start without the organiser's packages, and a script that
+needs one says how to install it."""
+
+import importlib
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arguments import TrainingMonitorArguments
+from lib.common.errors import ORGANISER_MODULES, UserError
+from lib.monitoring.trackers import make_reporters
+from tests.support.peers import ROOT
+
+INSTALL = "pip install -r requirements-organiser.txt"
+
+
+def read_requirements(name: str) -> list[str]:
+    lines = (line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def run_as_volunteer(cwd: Path, script: str, *args: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tests" / "support" / "volunteer.py", script, *map(str, args)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_each_list_builds_on_the_one_before():
+    trainer, organiser = read_requirements("requirements.txt"), read_requirements("requirements-organiser.txt")
+    assert organiser[0] == "-r requirements.txt"
+    assert read_requirements("requirements-dev.txt")[0] == "-r requirements-organiser.txt"
+    assert {line.split("==")[0] for line in organiser[1:]} == ORGANISER_MODULES
+    assert not {line.split("==")[0] for line in trainer} & ORGANISER_MODULES
+
+
+@pytest.mark.parametrize("script", ["run_trainer.py", "run_custom_trainer.py"])
+def test_trainer_loads_its_data_without_the_organisers_packages(data, tmp_path, script):
+    flags = ("--tokenizer_path", data / "tokenizer", "--dataset_path", data / "dataset",
+             "--model_name_or_path", data / "config.json", "--seq_length", 7)  # fmt: skip
+    result = run_as_volunteer(tmp_path, script, *flags)
+    assert "--seq_length 7: the data has sequences of" in result.stderr, (
+        "everything is imported before the data is read"
+    )
+    assert result.returncode == 1
+
+
+def test_evaluator_loads_its_data_without_the_organisers_packages(data, tmp_path):
+    flags = ("--tokenizer_path", data / "tokenizer", "--dataset_path", tmp_path / "none",
+             "--model_name_or_path", data / "config.json")  # fmt: skip
+    result = run_as_volunteer(tmp_path, "run_evaluator.py", *flags)
+    assert "--dataset_path: there is no folder" in result.stderr, "found after all imports"
+    assert result.returncode == 1
+
+
+def test_monitor_starts_without_the_organisers_packages(tmp_path):
+    result = run_as_volunteer(tmp_path, "run_training_monitor.py", "--client_mode")
+    assert "--client_mode: a monitor is there to be joined" in result.stderr, "found after all imports"
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "module"),
+    [
+        ("tokenize_wikitext103.py", ("--sample", "--train_tokenizer"), "sentencex"),
+        ("run_local_demo.py", (), "rich"),
+    ],
+)
+def test_missing_package_is_one_line_with_the_command(tmp_path, script, flags, module):
+    result = run_as_volunteer(tmp_path, script, *flags)
+    assert result.stderr == f"{script}: error: {module} is not installed: {INSTALL}\n"
+    assert result.returncode == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_missing_dashboard_is_a_warning_with_the_command(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    with caplog.at_level(logging.WARNING):
+        make_reporters(TrainingMonitorArguments(output_dir=str(tmp_path), report_to=name), "r").close()
+    assert f"No {name}: {name} is not installed: {INSTALL}" in caplog.text
+
+
+def test_missing_boto3_is_one_line_in_the_notebook(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.delitem(sys.modules, "deploy.aws", raising=False)
+    with pytest.raises(UserError, match=f"boto3 is not installed: {INSTALL}"):
+        importlib.import_module("deploy.aws")
