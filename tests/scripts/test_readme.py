@@ -1,0 +1,174 @@
+"""README.md and docs/: their command lines are parsed by the scripts themselves, and what they name is there."""
+
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lib.common.cli import ArgumentParser
+from tests.support.peers import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text()} | {
+    "deploy.probe": "deploy.probe"
+}
+PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
+ADDRESS = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
+PLACEHOLDERS = [
+    (r"\b(ADDRESS(_OF_[AB])?|FIRST|SECOND)\b", ADDRESS),
+    (r"(?<=--initial_peers )…", ADDRESS),
+    (r"(?<=/p2p/)(Qm\w*…|XXXX|PEER_ID)", PEER_ID),
+    (r"(?<=--dataset_sha256 )\w*…", "0" * 64),
+    (r"BATCH_SIZE_FOR_YOUR_GPU", "4"),
+    (r"HOST:PORT", "example.org:31337"),
+    (r"PUBLIC_IP", "203.0.113.1"),
+    (r"(?<= )…", ""),  # more flags
+]
+FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir"}  # docker, http.server, bore, hf
+# What is in the repository, as opposed to what the scripts write.
+FILE = re.compile(
+    r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(lib|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
+)
+
+
+def read_code_blocks(page: Path, language: str) -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [content for name, content in blocks if name == language]
+
+
+def read_inline_code(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def read_commands(page: Path) -> Iterator[str]:
+    """The command lines of a page, in blocks and in the text, with values for their placeholders."""
+    lines = [line for block in read_code_blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *read_inline_code(page)]:
+        for pattern, value in PLACEHOLDERS:
+            line = re.sub(pattern, value, line)
+        yield line
+
+
+def read_script_calls() -> Iterator[tuple[str, str, list[str]]]:
+    """Page, script and arguments of each call of one of our scripts. A script that is only named is no call."""
+    for page in PAGES:
+        for line in read_commands(page):
+            match = re.match(r"(?:\./|python -m )?(?P<script>[\w.]+)(?P<arguments>.*)", line)
+            if match and match["script"] in MODULES and (line.startswith("./") or match["arguments"]):
+                yield page.name, match["script"], shlex.split(match["arguments"], comments=True)
+
+
+class Intercepted(BaseException):
+    """Ends a script where it would parse its command line; an Exception would be handled there."""
+
+    def __init__(self, parser: ArgumentParser, arguments: list[str]):
+        self.parser, self.arguments = parser, arguments
+
+
+def intercept(script: str, arguments: list[str]) -> Intercepted:
+    """Run a script's `main` up to the call of its parser."""
+
+    def parse(parser: ArgumentParser, args=None):
+        raise Intercepted(parser, list(sys.argv[1:] if args is None else args))
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Intercepted) as caught:
+        patch.setattr(ArgumentParser, "parse", parse)
+        patch.setattr(sys, "argv", [script, *arguments])
+        importlib.import_module(MODULES[script]).main()
+    return caught.value
+
+
+@pytest.mark.parametrize(("page", "script", "arguments"), list(read_script_calls()))
+def test_command_line_is_one_that_the_script_takes(page, script, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_text.txt").touch()
+    call = intercept(script, arguments)
+    call.parser.parse(call.arguments)
+
+
+def test_commands_of_all_scripts_are_found():
+    calls = list(read_script_calls())
+    assert {script for _, script, _ in calls} == set(MODULES), "or the test above tests less than it says"
+    assert len(calls) > 25
+    assert ["revoke", "--username", "alice"] in [arguments for _, _, arguments in calls]
+
+
+def test_wrong_flag_is_noticed(tmp_path, capsys):
+    call = intercept("run_trainer.py", ["--no_such_flag"])
+    with pytest.raises(SystemExit):
+        call.parser.parse(call.arguments)
+    assert "--no_such_flag" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    calls = [*((script, []) for script in MODULES), ("invite.py", ["revoke"])]
+    return set().union(*(intercept(script, arguments).parser.known_flags for script, arguments in calls))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+class TestNames:
+    def test_flags_exist(self, page, known_flags):
+        flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text())) - FLAGS_OF_OTHERS
+        assert flags <= known_flags, flags - known_flags
+
+    def test_make_targets_exist(self, page):
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        commands = [*"\n".join(read_code_blocks(page, "bash")).splitlines(), *read_inline_code(page)]
+        named = {target for line in commands for target in re.findall(r"^make ([a-z-]+)", line)}
+        assert named <= targets, named - targets
+
+    def test_files_exist(self, page):
+        named = {word.removeprefix("./") for code in read_inline_code(page) for word in code.split()}
+        missing = {word for word in named if FILE.fullmatch(word) and not (ROOT / word).exists()}
+        assert not missing
+
+    def test_modules_exist(self, page):
+        named = re.findall(r"(?:-m |`)((?:lib|deploy)\.[\w.]+)", page.read_text())
+        assert all((ROOT / name.replace(".", "/")).with_suffix(".py").exists() for name in named), named
+
+    def test_links_lead_somewhere(self, page):
+        for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path) if path else page
+            assert target.exists(), link
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert not anchor or anchor in anchors, link
+
+
+def read_rows(heading: str) -> list[str]:
+    """The rows of the table under a heading of README.md."""
+    section = PAGES[0].read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| ")][1:]
+
+
+@pytest.mark.parametrize("row", read_rows("Where to change what"))
+def test_what_is_to_be_changed_is_in_one_of_the_files(row):
+    code = re.findall(r"`([^`]+)`", row)
+    files = [ROOT / word for word in code if FILE.fullmatch(word)]
+    text = "\n".join(path.read_text() for path in files if path.is_file())
+    for name in code:
+        if name.startswith("--"):
+            assert f"    {name[2:]}:" in (ROOT / "arguments.py").read_text(), name
+        elif not FILE.fullmatch(name):
+            assert re.search(rf"\b{name}\b", text), name
+
+
+def test_tree_has_each_package():
+    (tree,) = [block for block in read_code_blocks(PAGES[0], "") if "lib/averaging/" in block]
+    named = set(re.findall(r"(?:^|\s)([\w/]+/)(?=\s)", tree))
+    assert all((ROOT / name).is_dir() for name in named), named
+    packages = {f"lib/{path.name}/" for path in (ROOT / "lib").iterdir() if (path / "__init__.py").exists()}
+    assert packages <= named
+
+
+def test_file_list_has_each_module():
+    named = set(read_inline_code(ROOT / "docs" / "files.md"))
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lib").rglob("*.py") if path.stat().st_size}
+    assert modules - {"lib/__init__.py"} <= named, modules - named
