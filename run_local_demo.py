@@ -9,7 +9,6 @@ It runs the scripts that strangers run on machines far apart, shows their comman
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -26,6 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from filelock import lock_descriptor
 
 from arguments import DemoArguments
 from lib.common.atomic_files import check_target
@@ -101,10 +102,8 @@ def new_demo_folder(folder: Path) -> Iterator[Path]:
     check_target(folder, "--output_dir", overwrite=True, replaceable=(COMMANDS_FILE,))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / COMMANDS_FILE, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--output_dir: another demo is running in '{folder}'; pass another folder") from None
+        if not lock_descriptor(file.fileno(), blocking=False):
+            raise UserError(f"--output_dir: another demo is running in '{folder}'; pass another folder")
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)

@@ -5,13 +5,14 @@ is locked by its maker: one that is not locked was left behind by a process that
 """
 
 import contextlib
-import fcntl
 import glob
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import lock_descriptor
 
 from lib.common.errors import UserError
 
@@ -70,7 +71,8 @@ def _locked(folder: Path) -> Iterator[None]:
     """Lock a folder while the process lives. Raises BlockingIOError if another process has locked it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not lock_descriptor(descriptor, blocking=False):
+            raise BlockingIOError(f"{folder} is locked by another process")
         yield
     finally:
         os.close(descriptor)
@@ -143,11 +145,9 @@ def lock_folder(folder: Path, flag: str) -> Iterator[None]:
 
     :raises UserError: if another process has it
     """
-
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass another folder to this one") from None
+        # Not a FileLock: forked children would give it up, but hivemind's processes use the folder's identity, too.
+        if not lock_descriptor(file.fileno(), blocking=False):
+            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass another folder to this one")
         yield

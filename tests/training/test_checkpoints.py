@@ -1,6 +1,7 @@
 """Checkpoints: complete or not there, whatever happens while they are written."""
 
 import errno
+import fcntl
 import os
 import random
 import signal
@@ -235,4 +236,13 @@ def test_second_peer_in_a_folder_is_refused(tmp_path):
     ):
         pass
     with lock_folder(tmp_path, "--output_dir"):
+        pass
+
+
+def test_file_system_without_locks_is_not_taken_for_another_peer(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="No locks available"), lock_folder(tmp_path, "--output_dir"):
         pass
