@@ -513,11 +513,12 @@ class ReportingArguments:
 
     _argument_group_name = "Reporting"
 
-    report_to: Literal["none", "wandb", "trackio"] = field(
+    report_to: Literal["none", "wandb", "trackio", "tensorboard", "mlflow", "dvclive"] = field(
         default="none",
         metadata={
             "help": "Where to draw the curves, beside metrics.jsonl: wandb (an account; without one it records "
-            "offline) or trackio (a local dashboard, no account)"
+            "offline), trackio (a local dashboard, no account), or one whose package you install: tensorboard, "
+            "mlflow, dvclive (in the output folder)"
         },
     )
     wandb_project: str | None = field(
@@ -527,7 +528,8 @@ class ReportingArguments:
     def __post_init__(self):
         if self.wandb_project is not None:
             require(
-                self.report_to != "trackio", "--wandb_project reports to wandb; drop it or drop --report_to trackio"
+                self.report_to in ("none", "wandb"),
+                f"--wandb_project reports to wandb; drop it or drop --report_to {self.report_to}",
             )
             self.report_to = "wandb"
 

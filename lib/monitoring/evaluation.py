@@ -20,7 +20,7 @@ from arguments import EvaluatorArguments
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MetricsAggregator
-from lib.monitoring.trackers import Reporter, describe_evaluation, evaluation_values
+from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
 from utils import Evaluation
 
@@ -154,7 +154,7 @@ class EvaluationLoop:
         model: PreTrainedModel,
         objective: str,
         evaluator: Evaluator,
-        reporter: Reporter,
+        reporter: Reporters,
         args: EvaluatorArguments,
     ):
         self.peer, self.run_id, self.averager, self.model, self.objective = peer, run_id, averager, model, objective

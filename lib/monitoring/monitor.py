@@ -16,7 +16,7 @@ from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport, parse_usernames
 from lib.monitoring.contributors import Contributors, format_leaderboard, make_curves
 from lib.monitoring.hub_upload import HubUploader
-from lib.monitoring.trackers import Reporter, describe_evaluation, evaluation_values
+from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
@@ -144,7 +144,7 @@ class TrainingMonitor:
         peer: Peer,
         run_id: str,
         aggregator: MetricsAggregator,
-        reporter: Reporter,
+        reporter: Reporters,
         contributors: Contributors,
         keeper: CheckpointKeeper | None,
         uploader: HubUploader | None,

@@ -10,18 +10,23 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import psutil
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arguments import TrainingMonitorArguments
+from lib.monitoring import dashboards
 from lib.monitoring import trackers as reporting
 from lib.monitoring.aggregation import StepReport
-from lib.monitoring.trackers import MetricsFile, Reporters, TrackioReporter, make_reporters, to_record
+from lib.monitoring.dashboards import Dashboard, build_tracker
+from lib.monitoring.trackers import MetricsFile, Reporters, make_reporters, to_record
 
 REPOSITORY = Path(__file__).parents[2]
 # Reports steps FIRST to LAST to the dashboard in a process of its own, then says what it left behind.
@@ -29,16 +34,16 @@ PROGRAM = """
 import json, logging, sys, threading, time
 import psutil
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
-from lib.monitoring import trackers as reporting
+from lib.monitoring import dashboards, trackers as reporting
 from arguments import TrainingMonitorArguments
 from lib.monitoring.aggregation import StepReport
 dashboard, folder, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 if dashboard == "wandb":
     import wandb  # takes seconds, which are not to count
 started = time.monotonic()
-reporting.CONNECT_TIMEOUT = reporting.FINISH_TIMEOUT = 2.0
+dashboards.CONNECT_TIMEOUT = dashboards.FINISH_TIMEOUT = 2.0
 reporters = reporting.make_reporters(TrainingMonitorArguments(output_dir=folder, report_to=dashboard), "my run")
-print("DASHBOARD", type(reporters.dashboard).__name__)
+print("DASHBOARD", reporters.dashboard.tracker.name)
 for step in range(first, last + 1):
     loss = None if step == 1 else 10.0 - step
     extra = {"validation loss": 9.5} if step == 2 else None
@@ -254,26 +259,113 @@ def test_waiting_steps_are_bounded(tmp_path, monkeypatch, caplog):
 # Dashboards in general
 
 
-class BrokenDashboard:
-    def report(self, step_report, extra=None):
-        raise ConnectionResetError("gone")
+class FakeTracker:
+    """Stands for one of accelerate's.
 
-    def close(self):
-        raise ConnectionResetError("gone")
+    :param failing: names of the methods that raise
+    :param hanging: name of the method that waits for `answer`
+    """
+
+    name = "fake"
+
+    def __init__(self, *failing, hanging=None):
+        self.failing, self.hanging, self.answer = failing, hanging, threading.Event()
+        self.logged = []
+
+    def act(self, name):
+        if name == self.hanging:
+            self.answer.wait(30)
+        if name in self.failing:
+            raise ConnectionResetError("gone")
+
+    def start(self):
+        self.act("start")
+
+    def log(self, values, step):
+        self.act("log")
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.act("finish")
 
 
-def test_dashboard_that_fails_is_one_warning(tmp_path, caplog):
-    reporters = Reporters(MetricsFile(tmp_path), MetricsFile(tmp_path, "evaluations.jsonl"), BrokenDashboard())
+def make_fake_reporters(folder, tracker):
+    file = MetricsFile(folder)
+    return Reporters(file, MetricsFile(folder, "evaluations.jsonl"), Dashboard(tracker, file.path))
+
+
+@pytest.mark.parametrize("failing", [["start"], ["log"], ["finish"], ["log", "finish"]])
+def test_dashboard_that_fails_is_one_warning(tmp_path, caplog, failing):
+    reporters = make_fake_reporters(tmp_path, FakeTracker(*failing))
+    for step in range(3):
+        reporters.report(make_report(step))
+        reporters.report_evaluation(step, {"validation loss": 2.0})
+    reporters.close()
+    reporters.close()
+    assert steps_in(tmp_path) == [0, 1, 2] and reporters.last_step() == 2
+    assert len(caplog.records) == 1 and "gone" in caplog.text and str(tmp_path / "metrics.jsonl") in caplog.text
+
+
+@pytest.mark.parametrize("hanging", ["start", "log", "finish"])
+def test_dashboard_that_hangs_does_not_hold_up_the_monitor(tmp_path, monkeypatch, caplog, hanging):
+    monkeypatch.setattr(dashboards, "CLOSE_TIMEOUT", 0.5)
+    tracker = FakeTracker(hanging=hanging)
+    reporters = make_fake_reporters(tmp_path, tracker)
+    started = time.monotonic()
     for step in range(3):
         reporters.report(make_report(step))
     reporters.close()
-    assert steps_in(tmp_path) == [0, 1, 2] and reporters.last_step() == 2
-    assert len(caplog.records) == 1 and "gone" in caplog.text
+    reporters.close()
+    assert time.monotonic() - started < 10
+    assert steps_in(tmp_path) == [0, 1, 2]
+    assert len(caplog.records) == 1 and f"did not {'start' if hanging == 'start' else 'finish'}" in caplog.text
+    tracker.answer.set()
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_values_come_with_the_steps_of_the_collaboration(tmp_path, caplog):
+    tracker = FakeTracker()
+    reporters = make_fake_reporters(tmp_path, tracker)
+    reporters.report(make_report(7, loss=None), {"step": 1, "nan": float("nan")})
+    reporters.report_evaluation(5, {"validation loss": 2.0})
+    reporters.close()
+    assert tracker.logged == [
+        (7, {"alive peers": 2, "samples": 64, "performance": 3.5}),
+        (5, {"validation loss": 2.0}),
+    ]
+    assert not caplog.records
+
+
+def test_steps_that_wait_for_a_dashboard_are_bounded(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(dashboards, "MAX_WAITING_STEPS", 3)
+    monkeypatch.setattr(dashboards, "CLOSE_TIMEOUT", 0.1)
+    tracker = FakeTracker(hanging="start")
+    reporters = make_fake_reporters(tmp_path, tracker)
+    for step in range(5):
+        reporters.report(make_report(step))
+    reporters.close()
+    assert steps_in(tmp_path) == [0, 1, 2, 3, 4]
+    assert len(caplog.records) == 1 and "3 steps are waiting" in caplog.text
+    tracker.answer.set()
+
+
+def names_of_dashboards():
+    return [name for name in get_args(get_type_hints(TrainingMonitorArguments)["report_to"]) if name != "none"]
+
+
+@pytest.mark.parametrize("name", names_of_dashboards())
+def test_each_name_has_a_tracker_of_accelerate(tmp_path, monkeypatch, name):
+    for variable in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
+        monkeypatch.setenv(variable, "")
+    assert isinstance(build_tracker(name, tmp_path, "run", None), LOGGER_TYPE_TO_CLASS[name])
+
+
+@pytest.mark.parametrize("name", names_of_dashboards())
 def test_dashboard_that_is_not_installed_is_one_warning(tmp_path, monkeypatch, caplog, name):
-    monkeypatch.setitem(sys.modules, name, None)
+    for module in (name, "tensorboardX") if name == "tensorboard" else (name,):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path))
+    caplog.set_level(logging.INFO)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     reporters = make_reporters(TrainingMonitorArguments(output_dir=str(tmp_path), report_to=name), "run")
@@ -330,7 +422,7 @@ def find_wandb_files(tmp_path):
 
 def test_wandb_without_login_records_offline(tmp_path):
     output = run_program(tmp_path, "wandb")
-    assert "DASHBOARD WandbReporter" in output and "wandb login, then wandb sync" in output
+    assert "DASHBOARD wandb" in output and "wandb login, then wandb sync" in output
     assert "(no login found)" in output
     assert_nothing_left(output)
     (file,) = find_wandb_files(tmp_path)
@@ -360,7 +452,7 @@ def test_wandb_with_a_malformed_key_records_offline(tmp_path):
 
 def test_wandb_that_was_switched_off_stays_off(tmp_path):
     output = run_program(tmp_path, "wandb", WANDB_MODE="disabled")
-    assert "DASHBOARD WandbReporter" in output and "offline" not in output
+    assert "DASHBOARD wandb" in output and "offline" not in output
     assert not find_wandb_files(tmp_path) and steps_in(tmp_path / "out") == [0, 1, 2, 3, 4]
     assert_nothing_left(output)
 
@@ -403,21 +495,20 @@ def hanging_trackio(tmp_path, monkeypatch):
     trackio = HangingTrackio(tmp_path)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    monkeypatch.setattr(reporting, "CONNECT_TIMEOUT", 0.5)
+    monkeypatch.setattr(dashboards, "CLOSE_TIMEOUT", 0.5)
     yield trackio
     trackio.answer.set()
 
 
 def test_trackio_that_hangs_does_not_hold_up_the_monitor(tmp_path, hanging_trackio):
-    reporter = TrackioReporter(tmp_path, "run")
-    reporter.report(make_report(1))
+    reporters = make_reporters(TrainingMonitorArguments(output_dir=str(tmp_path), report_to="trackio"), "run")
+    reporters.report(make_report(1))
     assert hanging_trackio.logged == []
     hanging_trackio.answer.set()
-    reporter._connection.join()
-    reporter.report(make_report(2))
+    reporters.report(make_report(2))
+    reporters.close()
+    reporters.close()
     assert hanging_trackio.logged == [1, 2]
-    reporter.close()
-    reporter.close()
     assert hanging_trackio.finished == 1
 
 

@@ -1,0 +1,256 @@
+"""Dashboards for --report_to: accelerate's trackers, each driven by a thread.
+
+A tracker may hang or fail, which is one warning. It never delays or ends the caller. All of them draw over the global
+steps, and a restarted monitor continues the same curves. The files are in the output folder, unless the environment
+variables of the dashboard name another place.
+
+Left out are accelerate's trackers for Comet, ClearML and SwanLab, which also record the monitor's code, packages or
+host, and for Aim: values that aim 3.29 tracked beside the pinned packages could not be read back.
+"""
+
+import logging
+import os
+import queue
+import secrets
+import shlex
+import threading
+from pathlib import Path
+
+from accelerate.state import PartialState
+from accelerate.tracking import (
+    DVCLiveTracker,
+    GeneralTracker,
+    MLflowTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
+
+from lib.common.errors import describe
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 30.0  # seconds that wandb may take to begin online, before it records offline
+FINISH_TIMEOUT = 30.0  # seconds that wandb may take to upload the rest
+CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; more than wandb and trackio (30) take to finish
+MAX_WAITING_STEPS = 100_000  # some 30 MB; a run has 125 000 steps
+
+
+class Dashboard:
+    """A tracker of accelerate behind a thread. Steps wait until it has started.
+
+    Build it after the DHT has started: that forks, and the trackers do not expect to be forked.
+
+    :param tracker: has not been started yet
+    :param record: the file with the same values, named in the warning
+    """
+
+    def __init__(self, tracker: GeneralTracker, record: Path):
+        PartialState(cpu=True)  # else the trackers' log messages raise
+        tracker.main_process_only = False  # for accelerate: the monitor is one process
+        self.tracker, self.record = tracker, record
+        self._waiting: queue.Queue[tuple[dict, int] | None] = queue.Queue(MAX_WAITING_STEPS)
+        self._has_started = self._has_warned = self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
+        self._thread.start()
+
+    def log(self, values: dict, step: int) -> None:
+        """Return at once. Steps may come in any order.
+
+        :param values: by the name of the curve
+        """
+        if self._thread.is_alive():
+            self._put((values, step))
+
+    def close(self) -> None:
+        """Finish the upload, for at most CLOSE_TIMEOUT seconds. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._put(None)
+        self._thread.join(CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            verb = "finish" if self._has_started else "start"
+            self._warn(f"did not {verb}, {self._waiting.qsize() - 1} steps are missing there")
+
+    def _put(self, item: tuple[dict, int] | None) -> None:
+        try:
+            self._waiting.put_nowait(item)
+        except queue.Full:
+            self._warn(f"does not keep up, {MAX_WAITING_STEPS} steps are waiting; newer ones are dropped")
+
+    def _run(self) -> None:
+        try:
+            self.tracker.start()
+        except Exception as error:
+            self._warn(f"did not start: {describe(error)}", error)
+            return
+        self._has_started = True
+        while (item := self._waiting.get()) is not None:
+            try:
+                values, step = item
+                self.tracker.log(values, step=step)
+            except Exception as error:
+                self._warn(f"failed: {describe(error)}", error)
+        try:
+            self.tracker.finish()
+        except Exception as error:
+            self._warn(f"did not finish: {describe(error)}", error)
+
+    def _warn(self, problem: str, error: Exception | None = None) -> None:
+        if not self._has_warned:
+            message = f"{self.tracker.name} {problem}; see {self.record} instead"
+            logger.warning(message, exc_info=error if logger.isEnabledFor(logging.DEBUG) else None)
+            self._has_warned = True
+
+
+def build_tracker(name: str, output_dir: Path, run_id: str, wandb_project: str | None) -> GeneralTracker:
+    """The tracker for a name that --report_to takes."""
+    output_dir = output_dir.resolve()
+    if name == "wandb":
+        return OfflineCapableWandbTracker(output_dir, wandb_project or run_id, run_id)
+    return LOCAL_TRACKERS[name](output_dir / name, run_id)
+
+
+def _load_id(path: Path) -> str | None:
+    """The ID under which a dashboard knows this folder's run."""
+    return (path.exists() and path.read_text().strip()) or None
+
+
+def _save_id(path: Path, value: str) -> str:
+    path.write_text(f"{value}\n")
+    return value
+
+
+class OfflineCapableWandbTracker(WandBTracker):
+    """Weights & Biases: online after `wandb login`, else recorded in the output folder for a later upload.
+
+    Raises whatever wandb raises if it can record neither online nor offline.
+    """
+
+    def __init__(self, output_dir: Path, project: str, run_name: str):
+        super().__init__(project, name=run_name, resume="allow", dir=str(output_dir))
+        self._id_path = output_dir / "wandb_run_id"
+
+    def start(self) -> None:
+        # wandb's reports of its own errors need a network, and their threads outlive it.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self.init_kwargs["id"] = _load_id(self._id_path) or _save_id(self._id_path, secrets.token_hex(4))
+        self.init_kwargs["settings"] = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=CONNECT_TIMEOUT,
+            finish_timeout=FINISH_TIMEOUT,
+            # Do not upload the monitor's host name, command line, code and load.
+            save_code=False,
+            disable_git=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+        )
+        mode = wandb.setup(wandb.Settings(silent=True)).settings.mode  # "online" unless WANDB_MODE or a file says else
+        reason = f"mode {mode}"
+        if mode == "online":
+            try:
+                if wandb.login(prompt=False, verify=False):
+                    self._init(mode)
+                else:
+                    mode, reason = "offline", "no login found"
+            except Exception as error:
+                wandb.teardown()  # else its service takes the run that did not start for one in use
+                mode, reason = "offline", " ".join(str(error).split())[:200]
+        if mode != "online":
+            self._init(mode)
+        self.run.define_metric("*", step_metric="step")
+        if mode == "online":
+            logger.info(f"Curves: {self.run.url}")
+        elif mode != "disabled":
+            folder = shlex.quote(str(Path(self.run.dir).parent))
+            logger.info(f"wandb records offline ({reason}). To upload: wandb login, then wandb sync {folder}")
+
+    def _init(self, mode: str) -> None:
+        self.init_kwargs["mode"] = mode
+        super().start()
+
+    def log(self, values: dict, step: int | None = None, **kwargs) -> None:
+        # wandb drops values for a `step=` before its last one: evaluations, and a run that was rolled back.
+        super().log({"step": step, **values}, **kwargs)
+
+    def finish(self) -> None:
+        import wandb
+
+        try:
+            super().finish()
+        finally:
+            wandb.teardown()  # ends its service process
+
+
+class LocalTrackioTracker(TrackioTracker):
+    """A local trackio dashboard: no account, no server until somebody looks at it.
+
+    If there is a token, trackio asks the Hugging Face Hub for the user's name, without a time limit.
+    """
+
+    def __init__(self, folder: Path, project: str):
+        super().__init__(project, name="monitor", resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        # Read when trackio is imported. A value that is set already names the user's place for dashboards.
+        os.environ.setdefault("TRACKIO_DIR", str(folder))
+
+    def start(self) -> None:
+        import trackio
+
+        folder = shlex.quote(str(trackio.TRACKIO_DIR))
+        logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(self.run_name)}")
+        # Keeps trackio from printing its own hint for a new project, which lacks the folder.
+        trackio.context_vars.current_project.set(self.run_name)
+        super().start()
+
+
+class LocalMLflowTracker(MLflowTracker):
+    """MLflow in a database in the output folder, or on the server that MLFLOW_TRACKING_URI names."""
+
+    def __init__(self, folder: Path, run_name: str):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._id_path = folder / "run_id"
+        super().__init__(run_name, run_name=run_name, run_id=_load_id(self._id_path))
+        self._local_uri = f"sqlite:///{folder}/mlflow.db"
+
+    def start(self) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        is_local = os.environ.setdefault("MLFLOW_TRACKING_URI", self._local_uri) == self._local_uri
+        super().start()
+        if is_local:  # the user's own address may contain a password
+            logger.info(f"Curves: mlflow ui --backend-store-uri {shlex.quote(self._local_uri)}")
+        _save_id(self._id_path, self.tracker.info.run_id)
+
+
+class LocalTensorBoardTracker(TensorBoardTracker):
+    """TensorBoard files in the output folder. Each start adds one, and TensorBoard joins them."""
+
+    def __init__(self, folder: Path, run_name: str):
+        super().__init__(run_name, folder)
+
+    def start(self) -> None:
+        super().start()
+        logger.info(f"Curves: tensorboard --logdir {shlex.quote(str(self.logging_dir_param))}")
+
+
+class LocalDVCLiveTracker(DVCLiveTracker):
+    """DVCLive's tables in the output folder, without commits to a repository."""
+
+    def __init__(self, folder: Path, run_name: str):
+        super().__init__(run_name, dir=str(folder), resume=True, save_dvc_exp=False, dvcyaml=False)
+
+    def start(self) -> None:
+        super().start()
+        logger.info(f"Curves: {self.live.dir}")
+
+
+LOCAL_TRACKERS: dict[str, type[GeneralTracker]] = {
+    "trackio": LocalTrackioTracker,
+    "tensorboard": LocalTensorBoardTracker,
+    "mlflow": LocalMLflowTracker,
+    "dvclive": LocalDVCLiveTracker,
+}
