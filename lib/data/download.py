@@ -10,9 +10,10 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import requests
@@ -28,6 +29,7 @@ from lib.common.errors import UserError
 from lib.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; the second until the next bytes, not until the last
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes a second, over so many seconds; a line that is slower counts as broken
@@ -173,18 +175,17 @@ def _ask_for_sha256(session: requests.Session, url: str) -> str | None:
     """What the file beside the archive says, as `sha256sum` writes it; None if there is none."""
     parts = urlsplit(url)
     url = parts._replace(path=f"{parts.path}.sha256", fragment="").geturl()
-    patience = PATIENCE
-    while True:
-        try:
-            with _ask(session, url, {}) as response:
-                if response.status_code in NOT_PUBLISHED:
-                    return None
-                _check_status(response, url, {200})
-                text = response.raw.read(1000, decode_content=True).decode(errors="replace")
-                match = re.match(r"([0-9a-fA-F]{64})\b", text)
-                return match and match[1].lower()  # some hosts answer with a web page to anything
-        except Interrupted as error:
-            patience = _wait(patience, error, url)
+    return _retry(url, lambda: _ask_once_for_sha256(session, url))
+
+
+def _ask_once_for_sha256(session: requests.Session, url: str) -> str | None:
+    with _ask(session, url, {}) as response:
+        if response.status_code in NOT_PUBLISHED:
+            return None
+        _check_status(response, url, {200})
+        text = response.raw.read(1000, decode_content=True).decode(errors="replace")
+        match = re.match(r"([0-9a-fA-F]{64})\b", text)
+        return match and match[1].lower()  # some hosts answer with a web page to anything
 
 
 @contextlib.contextmanager
@@ -229,26 +230,30 @@ def _check_status(response: requests.Response, url: str, expected: set[int]) -> 
         )
 
 
-def _wait(patience: Retry, error: Interrupted, url: str) -> Retry:
-    """Pause before the next try, longer each time.
+def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lambda: 0) -> T:
+    """Call `attempt` until it is not interrupted, with longer and longer pauses.
 
-    :returns: the patience that is left
-    :raises UserError: if none is
+    :param received: the bytes that are here; a try that adds some makes the next pause short again
+    :raises UserError: if there were too many tries
     """
-    try:
-        patience = patience.increment("GET", error=error)
-    except MaxRetryError:
-        raise UserError(_give_up(url, error)) from None
-    logger.warning(f"{public_address(url)}: {error}; trying again")
-    try:
-        patience.sleep(error.response)
-    except InvalidHeader:
-        patience.sleep()
-    return patience
-
-
-def _give_up(url: str, error: Interrupted | None) -> str:
-    return (
+    patience, most = PATIENCE, received()
+    for _ in range(MAX_TRIES):
+        try:
+            return attempt()
+        except Interrupted as interruption:
+            error = interruption
+        if (size := received()) > most:  # not if it breaks at the same place each time
+            patience, most = PATIENCE, size
+        try:
+            patience = patience.increment("GET", error=error)
+        except MaxRetryError:
+            break
+        logger.warning(f"{public_address(url)}: {error}; trying again")
+        try:
+            patience.sleep(error.response)
+        except InvalidHeader:
+            patience.sleep()
+    raise UserError(
         f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later, it goes on where it "
         f"stopped"
     )
@@ -318,17 +323,7 @@ class Download:
         return (origin, size) if origin.size is None or size <= origin.size else (None, 0)
 
     def _receive_all(self) -> None:
-        patience, most = PATIENCE, self._load()[1]
-        error = None
-        for _ in range(MAX_TRIES):
-            try:
-                return self._receive()
-            except Interrupted as interruption:
-                error = interruption
-            if (size := self._load()[1]) > most:  # not if it breaks at the same place each time
-                patience, most = PATIENCE, size
-            patience = _wait(patience, error, self.url)
-        raise UserError(_give_up(self.url, error))
+        _retry(self.url, self._receive, received=lambda: self._load()[1])
 
     def _receive(self) -> None:
         """Try once to receive the rest.
