@@ -19,7 +19,7 @@ from hivemind.utils import get_logger, switch_to_uvloop
 logger = get_logger(__name__)
 
 
-def _switch_to_uvloop() -> asyncio.AbstractEventLoop:
+def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
     """hivemind's event loop, which keeps a reference to each task until the task is done.
 
     asyncio keeps only weak references to tasks. Once the garbage collector has taken a round that waits for its
@@ -37,7 +37,7 @@ def _switch_to_uvloop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-averager_module.switch_to_uvloop = dht_module.switch_to_uvloop = _switch_to_uvloop
+averager_module.switch_to_uvloop = dht_module.switch_to_uvloop = switch_to_safe_loop
 
 
 class SafeAverager(DecentralizedAverager):

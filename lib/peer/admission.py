@@ -7,7 +7,6 @@ peer asks for it over the connection that is there, which works with peers in cl
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
@@ -15,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import Message
-from hivemind.dht import DHT
-from hivemind.dht import node as dht_node
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.proto.p2pd_pb2 import RPCError
@@ -236,19 +233,14 @@ class InvitedP2P(RelayedP2P):
 class InvitedDHT(SafeDHT):
     """A DHT peer whose P2P, and the replicas of it in other processes, talk to invited peers only."""
 
+    p2p_class = InvitedP2P
+
     def __init__(self, *args, admission: Admission, **kwargs):
         self.admission = admission
         super().__init__(*args, admission=admission, **kwargs)  # hands it to InvitedP2P.create
 
-    def run(self) -> None:
-        dht_node.P2P = InvitedP2P  # in the DHT process alone
-        super().run()
-
     async def replicate_p2p(self) -> InvitedP2P:
-        """As in hivemind: the P2P of this process, connected to the daemon of the DHT process."""
-        if self._p2p_replica is None or self._origin_pid != os.getpid():
-            self._origin_pid = os.getpid()
-            daemon_listen_maddr = self.run_coroutine(DHT._get_p2p_daemon_listen_maddr)
-            self._p2p_replica = await InvitedP2P.replicate(daemon_listen_maddr)
-            self._p2p_replica.admission = self.admission
-        return self._p2p_replica
+        """As in SafeDHT, with our invitation."""
+        p2p = await super().replicate_p2p()
+        p2p.admission = self.admission
+        return p2p

@@ -1,19 +1,31 @@
 """Workarounds for hivemind 1.1.12 in the DHT and in libp2p's daemon; those in averaging are in lib/averaging.
 
-`SafeDHT` continues when a process that has called it dies, and `use_only_trusted_relays` makes a peer behind NAT
-reachable in seconds instead of minutes.
+`SafeDHT` continues when a process that has called it dies, and `RelayedP2P` makes a peer behind NAT reachable in
+seconds instead of minutes. docs/upgrading-hivemind.md lists what they replace.
 """
 
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
+import psutil
 from hivemind.dht import DHT
 from hivemind.dht import node as dht_node
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.multiaddr import Multiaddr
 
 
 class RelayedP2P(P2P):
-    """libp2p's daemon, with the relays that it is given and no others."""
+    """libp2p's daemon, with the relays that it is given and no others.
+
+    hivemind lets libp2p look for others, too, and then libp2p takes none before it knows four or has waited for three
+    minutes.
+    """
 
     @staticmethod
     def _make_process_args(*args, **kwargs) -> list[str]:
@@ -22,13 +34,27 @@ class RelayedP2P(P2P):
         return P2P._make_process_args(*args, **kwargs)
 
 
-def use_only_trusted_relays() -> None:
-    """Let DHTs that are built from now on use their `trusted_relays` at once.
+def use_own_socket_folder() -> None:
+    """Let DHTs that are built from now on keep their Unix sockets in a folder that is removed when this process ends.
 
-    hivemind lets libp2p look for others, too, and then libp2p takes none before it knows four or has waited for three
-    minutes.
+    hivemind leaves them in /tmp, two or more a start. The folder of a process that was killed is removed by the next.
     """
-    dht_node.P2P = RelayedP2P
+    parent = Path(tempfile.gettempdir())
+    for folder in parent.glob("hivemind-sockets-*"):
+        if not psutil.pid_exists(int(folder.name.rsplit("-", 1)[-1])):
+            shutil.rmtree(folder, ignore_errors=True)
+    folder = parent / f"hivemind-sockets-{os.getpid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    RelayedP2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def connect(p2p: P2P, peer_id: PeerID, maddrs: Sequence[Multiaddr]) -> None:
+    """Let the daemon connect to a peer, which hivemind does for initial peers at the start alone.
+
+    :raises ControlFailure: if the peer does not answer
+    """
+    await p2p._client.connect(peer_id, maddrs)
 
 
 class _Inbox:
@@ -51,11 +77,29 @@ class _Inbox:
 
 
 class SafeDHT(DHT):
-    """hivemind's, which ends with a traceback or is deaf for three seconds if a process dies that has called it."""
+    """hivemind's, which ends with a traceback or is deaf for three seconds if a process dies that has called it.
+
+    Uses `p2p_class`, in its own process and in those that replicate it, instead of hivemind's P2P.
+    """
+
+    p2p_class: type[P2P] = RelayedP2P
 
     def run(self) -> None:
+        dht_node.P2P = self.p2p_class  # in the DHT process alone: DHTNode.create takes the class from its module
         self._inner_pipe = _Inbox(self._inner_pipe)
         super().run()
 
+    async def replicate_p2p(self) -> P2P:
+        """As in hivemind: the P2P of this process, connected to the daemon of the DHT process."""
+        if self._p2p_replica is None or self._origin_pid != os.getpid():
+            self._origin_pid = os.getpid()
+            daemon_listen_maddr = self.run_coroutine(DHT._get_p2p_daemon_listen_maddr)
+            self._p2p_replica = await self.p2p_class.replicate(daemon_listen_maddr)
+        return self._p2p_replica
+
     async def skip_call(self) -> None:
         pass
+
+
+def use_only_trusted_relays() -> None:
+    """Nothing to do any more, see SafeDHT."""

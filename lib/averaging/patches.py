@@ -1,0 +1,27 @@
+"""The assignments to hivemind's modules and classes. hivemind looks these names up itself, so a subclass is no help.
+
+`SafeDHT.run` in lib/peer/dht.py makes one more, in the DHT process alone.
+"""
+
+import functools
+
+from hivemind.averaging import allreduce, averager
+from hivemind.dht import dht
+from hivemind.utils import MSGPackSerializer
+
+from lib.averaging.allreduce import SafeTensorPartContainer, SafeTensorPartReducer
+from lib.averaging.base import switch_to_safe_loop
+from lib.averaging.matchmaking import StepMatchmaking
+from lib.averaging.records import BoundedExtensions
+from lib.averaging.upstream import warn_of_changes
+
+
+@functools.cache
+def apply_patches() -> None:
+    """Replace parts of hivemind in this process and in those that it forks from now on. `start_peer` calls it."""
+    warn_of_changes()
+    averager.Matchmaking = StepMatchmaking  # only the round averager ever looks for a group
+    averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
+    allreduce.TensorPartContainer = SafeTensorPartContainer
+    allreduce.TensorPartReducer = SafeTensorPartReducer
+    MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))
