@@ -3,20 +3,15 @@
 Knows nothing of models.
 """
 
-import hashlib
-import struct
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable
-
-import msgpack
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
-from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
-from hivemind.utils import MSGPackSerializer, get_dht_time, get_logger
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.utils import get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
+
+from lib.averaging.records import LimitValidator, ReadableValidator, RefusesWhatItCannotRead, RunValidator
 
 logger = get_logger(__name__)
 
@@ -109,167 +104,12 @@ AveragerSchema = pydantic.create_model(
 )
 
 
-class RefusesWhatItCannotRead(RecordValidatorBase):
-    """hivemind's validators raise on some malformed keys and values instead of refusing them."""
-
-    def validate(self, record: DHTRecord) -> bool:
-        try:
-            return super().validate(record)
-        except Exception as error:
-            logger.debug(f"Refused a malformed record: {error!r}")
-            return False
-
-
 class SignatureValidator(RefusesWhatItCannotRead, RSASignatureValidator):
     """A record under a subkey with a public key must be signed with the private one."""
 
 
 class RunSchemaValidator(RefusesWhatItCannotRead, SchemaValidator):
     """A record under a key of the run must look like MetricSchema or AveragerSchema says."""
-
-
-class ReadableValidator(RecordValidatorBase):
-    """Refuses records that break their readers, under any key.
-
-    hivemind unpacks values in a callback whose exceptions are lost: with one value that is no msgpack under a key,
-    `dht.get` of that key never returns. One byte stopped matchmaking and downloads for a day. A record without a
-    subkey makes nodes refuse all records with one under the same key for as long as it lives.
-    """
-
-    MAX_DEPTH = 8  # nested lists and dictionaries in a value; a history, the deepest record, has 2
-
-    def validate(self, record: DHTRecord) -> bool:
-        try:
-            subkey, value = (msgpack.unpackb(packed, ext_hook=_refuse) for packed in (record.subkey, record.value))
-        except Exception as error:
-            logger.debug(f"Refused a record that cannot be read: {error!r}")
-            return False
-        return isinstance(subkey, bytes | str) and _is_plain(value, self.MAX_DEPTH)
-
-    @property
-    def priority(self) -> int:
-        return 7  # sees values as readers do, without their signature, and before LimitValidator counts them
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        return isinstance(other, ReadableValidator)
-
-
-def _refuse(type_code: int, _data: bytes) -> object:
-    raise ValueError(f"extension type {type_code}, which no record has")
-
-
-def _is_plain(value: object, depth: int) -> bool:
-    """Whether a value consists of numbers, texts and at most `depth` nested lists and dictionaries of them."""
-    if isinstance(value, list):
-        children = value
-    elif isinstance(value, dict):
-        children = [*value.keys(), *value.values()]
-    else:
-        return value is None or isinstance(value, bool | int | float | str | bytes)
-    return depth > 0 and all(_is_plain(child, depth - 1) for child in children)
-
-
-class _BoundedExtensions:
-    """Stops hivemind's serializer from unpacking extension types inside of each other without end.
-
-    Each level takes some 20 KB of the C stack: 2 KB from a stranger, 300 levels, end the process with a segmentation
-    fault. A dictionary of records, the deepest of ours, has 1.
-    """
-
-    MAX_DEPTH = 8
-
-    def __init__(self, unpack):
-        self._unpack, self._local = unpack, threading.local()
-
-    def __call__(self, type_code: int, data: bytes) -> object:
-        depth = getattr(self._local, "depth", 0)
-        if depth >= self.MAX_DEPTH:
-            raise ValueError("extension types are nested too deeply")
-        self._local.depth = depth + 1
-        try:
-            return self._unpack(type_code, data)
-        finally:
-            self._local.depth = depth
-
-
-MSGPackSerializer._decode_ext_types = staticmethod(_BoundedExtensions(MSGPackSerializer._decode_ext_types))
-
-
-class LimitValidator(RecordValidatorBase):
-    """Refuses records that are larger or meant to live longer than any of ours, under whatever key, and more subkeys
-    than any run has peers: what a dictionary holds must fit into one answer of 4 MiB, or nobody can read it.
-
-    :param max_subkeys: of one key; whoever is there first stays
-    """
-
-    MAX_KEYS = 1000  # keys whose subkeys are counted
-
-    def __init__(self, max_bytes: int = 8192, max_lifetime: float = 86400.0, max_subkeys: int = 1000):
-        self.max_bytes, self.max_lifetime, self.max_subkeys = max_bytes, max_lifetime, max_subkeys
-        self._subkeys: dict[bytes, dict[bytes, float]] = {}  # key -> subkey -> expiration
-
-    def validate(self, record: DHTRecord) -> bool:
-        now = get_dht_time()
-        if len(record.value) + len(record.subkey or b"") > self.max_bytes:
-            return False
-        if not record.expiration_time <= now + self.max_lifetime:  # NaN, too, after which nothing expires any more
-            return False
-        return not record.subkey or self._has_room(record, now)
-
-    def _has_room(self, record: DHTRecord, now: float) -> bool:
-        if record.key not in self._subkeys and len(self._subkeys) >= self.MAX_KEYS:
-            self._subkeys.pop(next(iter(self._subkeys)))
-        known = self._subkeys.setdefault(record.key, {})
-        if record.subkey not in known and len(known) >= self.max_subkeys:
-            for subkey in [subkey for subkey, expiration in known.items() if expiration < now]:
-                del known[subkey]
-            if len(known) >= self.max_subkeys:
-                return False
-        known[record.subkey] = max(record.expiration_time, known.get(record.subkey, 0.0))
-        return True
-
-    @property
-    def priority(self) -> int:
-        return 5  # after the signature: one that is forged must not take up room
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        return isinstance(other, LimitValidator)
-
-
-class RunValidator(CompositeValidator):
-    """All validators of a run's records, in hivemind's order. Remembers which records it has found valid.
-
-    A peer that reads a dictionary receives each record in it from each node that it asks. With 16 peers, checking
-    them took 60 % of the DHT's time.
-    """
-
-    MAX_KNOWN = 8192  # of 100 bytes each
-
-    def __init__(self, validators: Iterable[RecordValidatorBase]):
-        super().__init__(validators)
-        self._known: OrderedDict[bytes, None] = OrderedDict()
-
-    def validate(self, record: DHTRecord) -> bool:
-        digest = _digest(record)
-        if digest in self._known:
-            self._known.move_to_end(digest)
-            return True
-        if not super().validate(record):
-            return False
-        self._known[digest] = None
-        if len(self._known) > self.MAX_KNOWN:
-            self._known.popitem(last=False)
-        return True
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        return isinstance(other, RunValidator)
-
-
-def _digest(record: DHTRecord) -> bytes:
-    digest = hashlib.blake2b(struct.pack("d", record.expiration_time), digest_size=20)
-    for part in (record.key, record.subkey or b"", record.value):
-        digest.update(struct.pack("q", len(part)) + part)
-    return digest.digest()
 
 
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:

@@ -47,6 +47,14 @@ def children_end_with_the_tests() -> None:
     guard_children()
 
 
+@pytest.fixture
+def patches() -> None:
+    """What `start_peer` does first; for tests of what hivemind finds only when it is replaced."""
+    from lib.averaging.patches import apply_patches  # it imports a lot
+
+    apply_patches()
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """A folder with `dataset`, `tokenizer` and `config.json`, made as a user would; the first worker makes it."""

@@ -1,25 +1,21 @@
 """Starting a DHT peer: its identity, its validators, and joining the others."""
 
-import atexit
-import os
-import shutil
-import tempfile
 import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 from hivemind.dht import DHT
-from hivemind.p2p import P2P, P2PDaemonError
+from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import BaseTrainingArguments
+from lib.averaging.patches import apply_patches
 from lib.common.errors import UserError
 from lib.common.processes import keep_memory_shared, start_shared_memory_manager
 from lib.peer.admission import InvitedDHT, load_admission
-from lib.peer.dht import SafeDHT, use_only_trusted_relays
+from lib.peer.dht import SafeDHT, use_own_socket_folder
 from lib.peer.invitations import read_private_key, write_private_key
 from utils import make_validators
 
@@ -66,9 +62,10 @@ def start_peer(
     :param may_start_alone: without the others if none of them answers in this time
     :raises UserError: if no initial peer can be reached, or an address cannot be listened on
     """
+    apply_patches()
     start_shared_memory_manager()
     keep_memory_shared()
-    _use_own_socket_folder()
+    use_own_socket_folder()
     build_dht = SafeDHT
     if args.invitation is not None:
         revocations = None if args.revocations is None else Path(args.revocations)
@@ -76,7 +73,6 @@ def start_peer(
         identity_path = identity_path.with_name("invited.key")
         write_private_key(admission.invitation.private_key, identity_path)
         build_dht = partial(InvitedDHT, admission=admission)
-    use_only_trusted_relays()
     private_key = load_identity(identity_path)
     validators, public_key = make_validators(args.run_id, private_key)
     if args.initial_peers:
@@ -118,19 +114,6 @@ def start_peer(
                 logger.warning(f"{_unreachable(args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
             should_stop.wait(3)
-
-
-def _use_own_socket_folder() -> None:
-    """hivemind leaves its Unix sockets in /tmp, two or more a start: put them into a folder that goes with us, or with
-    the next peer if we are killed."""
-    parent = Path(tempfile.gettempdir())
-    for folder in parent.glob("hivemind-sockets-*"):
-        if not psutil.pid_exists(int(folder.name.rsplit("-", 1)[-1])):
-            shutil.rmtree(folder, ignore_errors=True)
-    folder = parent / f"hivemind-sockets-{os.getpid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    P2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:

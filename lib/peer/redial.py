@@ -12,6 +12,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
+from lib.peer.dht import connect
+
 logger = get_logger(__name__)
 
 
@@ -56,7 +58,7 @@ async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
         if (endpoint := _find_tcp_endpoint(maddr)) is not None:
             _, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), timeout)
             writer.close()
-        await asyncio.wait_for(node.p2p._client.connect(peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")]), timeout)
+        await asyncio.wait_for(connect(node.p2p, peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")]), timeout)
         return await asyncio.wait_for(node.protocol.call_ping(peer_id), timeout) is not None
     except Exception as error:
         logger.debug(f"Initial peer {maddr} does not answer: {error!r}")

@@ -19,12 +19,13 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
+from lib.averaging.records import LimitValidator
 from lib.common.errors import UserError
 from lib.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port, look_up_public_ip
 from lib.peer.peer import load_identity
 from lib.peer.redial import _find_tcp_endpoint, _redial
 from tests.support.hostile_peer import RAW, nest
-from utils import HISTORY_LENGTH, LimitValidator, PeerInfo, get_dictionary, make_validators, store_record
+from utils import HISTORY_LENGTH, PeerInfo, get_dictionary, make_validators, store_record
 
 GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
 KEY = RSAPrivateKey()
@@ -122,7 +123,7 @@ def test_large_and_long_lived_records_are_refused_under_any_key():
 
 def test_more_subkeys_than_a_run_has_peers_are_refused(monkeypatch):
     now = get_dht_time()
-    monkeypatch.setattr("utils.get_dht_time", lambda: now)
+    monkeypatch.setattr("lib.averaging.records.get_dht_time", lambda: now)
     validator = LimitValidator(max_subkeys=3)
 
     def store(subkey: bytes, lifetime: float = 60.0) -> bool:
@@ -188,6 +189,7 @@ def test_record_that_never_expires_is_refused():
     )
 
 
+@pytest.mark.usefixtures("patches")
 def test_extension_types_inside_of_each_other_are_refused_and_do_not_end_the_process():
     with pytest.raises(ValueError, match="nested too deeply"):
         MSGPackSerializer.loads(nest(1000, extension=True))
