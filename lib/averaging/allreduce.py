@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
-from hivemind.averaging import allreduce
+from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import (
     AllreduceException,
     BannedException,
@@ -112,9 +112,6 @@ class SafeTensorPartReducer(TensorPartReducer):
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight)
 
 
-allreduce.TensorPartReducer = SafeTensorPartReducer
-
-
 class SafeTensorPartContainer(TensorPartContainer):
     """hivemind's container, which keeps our own values where a reducer's answer violates the bounds."""
 
@@ -140,9 +137,6 @@ class SafeTensorPartContainer(TensorPartContainer):
                 self.violations[peer_index] = violation
                 raise AllreduceException(f"reducer {peer_index} answered {violation}")
         super().register_processed_part(peer_index, part_index, part)
-
-
-allreduce.TensorPartContainer = SafeTensorPartContainer
 
 
 class _ClosingStub:
@@ -172,7 +166,7 @@ class _ClosingStub:
                     return
 
 
-class SafeAllReduceRunner(allreduce.AllReduceRunner):
+class SafeAllReduceRunner(AllReduceRunner):
     """One round of all-reduce.
 
     The stream to a peer is closed once the peer has answered all, see SafeAverager._then_linger.

@@ -9,9 +9,7 @@ from collections.abc import Coroutine
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 from google.protobuf.message import Message
-from hivemind.averaging import averager as averager_module
 from hivemind.averaging.averager import DecentralizedAverager
-from hivemind.dht import dht as dht_module
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger, switch_to_uvloop
@@ -35,9 +33,6 @@ def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
 
     loop.set_task_factory(create_task)
     return loop
-
-
-averager_module.switch_to_uvloop = dht_module.switch_to_uvloop = switch_to_safe_loop
 
 
 class SafeAverager(DecentralizedAverager):

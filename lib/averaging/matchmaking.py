@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
-from hivemind.averaging import averager as averager_module
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
@@ -447,7 +446,3 @@ class StepMatchmaking(Matchmaking):
             if self._requests.get(peer_id) is entry:
                 del self._requests[peer_id]
                 self._changed.set()
-
-
-# DecentralizedAverager takes the class from its module. Only the round averager ever looks for a group.
-averager_module.Matchmaking = StepMatchmaking

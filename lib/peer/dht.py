@@ -99,7 +99,3 @@ class SafeDHT(DHT):
 
     async def skip_call(self) -> None:
         pass
-
-
-def use_only_trusted_relays() -> None:
-    """Nothing to do any more, see SafeDHT."""
