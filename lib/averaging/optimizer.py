@@ -84,7 +84,6 @@ class Optimizer(hivemind.Optimizer):
         self._wake, self._progressed, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         super().__init__(client_mode=client_mode, **kwargs)
-        self.client_mode = client_mode  # hivemind leaves None here
         self.coordinator = RoundCoordinator(
             self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout
         )
