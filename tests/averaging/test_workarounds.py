@@ -1,0 +1,62 @@
+"""Workarounds for hivemind that need no round to be seen."""
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+from hivemind.utils import MPFuture
+
+from lib.averaging.matchmaking import RoundControl
+from lib.averaging.optimizer import Optimizer
+from utils import OneLineFilter, get_dictionary
+
+
+def test_scaler_of_hivemind_is_refused():
+    """accelerate hides from it that the optimizer scales, so that it would step on scaled gradients."""
+    with pytest.raises(ValueError, match=r"torch\.amp\.GradScaler"):
+        Optimizer.step(SimpleNamespace(), grad_scaler=object())
+
+
+def make_control() -> RoundControl:
+    trigger, cancel = MPFuture(), MPFuture()
+    control = RoundControl(
+        number=2**40, scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b""
+    )
+    control.attach(trigger, cancel)
+    trigger.set_result(None)
+    return control
+
+
+def test_round_that_ends_while_it_is_called_off_raises_nothing():
+    control = make_control()
+    control._cancel.set_result(None)
+    with pytest.raises(Exception, match="CANCEL|FINISHED|state"):
+        control.cancel()
+    control = make_control()
+    control._cancel.set_result(None)
+    control.call_off()
+
+
+def test_handle_of_a_round_keeps_its_values_apart():
+    control = make_control()
+    control.parameter_weight, control.weight = 5.0, 7.0
+    assert (control.number, control.weight, control.parameter_weight) == (2**40, 7.0, 5.0)
+
+
+def test_reading_from_a_dht_that_has_died_ends():
+    """Without return_future, hivemind waits for ever."""
+    dht = SimpleNamespace(get=lambda key, latest, return_future=False: MPFuture())
+    assert get_dictionary(dht, "key", timeout=0.1) == {}
+
+
+def test_traceback_of_hivemind_becomes_a_line():
+    try:
+        raise RuntimeError("Peer went\naway")
+    except RuntimeError as error:
+        info, message = (type(error), error, error.__traceback__), error
+    record = logging.LogRecord("hivemind.averaging.averager", logging.ERROR, "", 0, message, None, info)
+    assert OneLineFilter().filter(record)
+    assert record.getMessage() == "Peer went away" and record.levelname == "WARN" and record.exc_info is None
+    own = logging.LogRecord("callback", logging.ERROR, "", 0, "Failed", None, info)
+    assert OneLineFilter().filter(own) and own.exc_info is info and own.levelno == logging.ERROR
