@@ -196,6 +196,20 @@ def test_optimizer_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_averager_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd):
+    """Without having called it off before, as an optimizer does."""
+    monkeypatch.setattr(RoundAverager, "_average_in_group", be_slow)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's keeps what it prints
+    swarm = build_swarm(averaging_timeout=60.0)
+    trainers = swarm.add_several(False, False)
+    swarm.compute(6, 6)
+    wait_until(lambda: all(map(is_averaging, trainers)), 60, "the round")
+    started = time.monotonic()
+    trainers[0].averager.shutdown()
+    assert time.monotonic() - started < 15 and not trainers[0].averager.is_alive()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_optimizer_ends_after_a_round_that_was_called_off(build_swarm, capfd):
     trainer = build_swarm().add()
     control = trainer.averager.schedule_round(1, timeout=30.0)

@@ -98,6 +98,7 @@ def test_initializing_the_optimizer_moves_nothing(config, name):
     args = HyperparameterArguments(learning_rate=0.5, optimizer=name)
     optimizer = make_optimizer(make_param_groups(model, 0.1), args)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert len(optimizer.state) == len(before), "hivemind would take a step to fill it"
     assert all(state["step"] == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     assert all(parameter.grad is None for parameter in model.parameters())
