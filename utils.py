@@ -1,7 +1,4 @@
-"""What any peer needs of the DHT: the records that peers publish and their validators, starting a peer, its addresses.
-
-Knows nothing of models.
-"""
+"""The records that peers publish in the DHT, and their validators."""
 
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 from hivemind.dht import DHT
@@ -12,39 +9,27 @@ from hivemind.utils import get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
 from lib.averaging.records import LimitValidator, ReadableValidator, RefusesWhatItCannotRead, RunValidator
+from lib.common.metrics_schema import (
+    HISTORY_LENGTH,
+    MAX_COUNT,
+    MAX_STEP,
+    Count,
+    HistoryRow,
+    LocalMetrics,
+    Rate,
+    Step,
+)
 
 logger = get_logger(__name__)
 
-# A trainer's history holds as many steps as fit a record of 4 KiB, the most that hivemind's control pipe takes in one
-# piece when several threads write to it: 64 entries of about 30 bytes, its keys and its signature.
-HISTORY_LENGTH = 64
-
-_Step = pydantic.conint(strict=True, ge=0, lt=2**31)
-_Count = pydantic.conint(strict=True, ge=0, le=10**9)
-_Rate = pydantic.confloat(strict=True, ge=0.0, le=1e9)  # bounds also refuse NaN and infinity
 _Share = pydantic.confloat(strict=True, ge=0.0, le=1.0)
-_Sum = pydantic.confloat(strict=True, ge=-1e9, le=1e9)
-
-
-class LocalMetrics(pydantic.BaseModel):
-    """What a trainer reports after each global step; the record of hivemind's own ALBERT example.
-
-    `step`: the global step that was reached; `samples_accumulated`: samples that this peer contributed to it;
-    `loss`: the sum of the losses of `mini_steps` micro-batches.
-    """
-
-    step: _Step
-    samples_per_second: _Rate
-    samples_accumulated: _Count
-    loss: _Sum
-    mini_steps: _Count
 
 
 class MonitorStatus(pydantic.BaseModel):
     """What a monitor tells the trainers. `checkpoint_step`: the newest step that it has on disk, -1 if none."""
 
     stores_checkpoints: pydantic.StrictBool
-    checkpoint_step: pydantic.conint(strict=True, ge=-1, lt=2**31)
+    checkpoint_step: pydantic.conint(strict=True, ge=-1, le=MAX_STEP)
 
 
 class PeerInfo(pydantic.BaseModel):
@@ -55,7 +40,7 @@ class PeerInfo(pydantic.BaseModel):
 
     username: pydantic.constr(strict=True, max_length=64)
     leaving: pydantic.StrictBool
-    target_batch_size: pydantic.conint(strict=True, ge=1, le=10**9) | None = None
+    target_batch_size: pydantic.conint(strict=True, ge=1, le=MAX_COUNT) | None = None
 
     def dict(self, **options) -> dict:
         """The fields that are set: a validated record must come out as it went in, without the optional field, too."""
@@ -66,10 +51,10 @@ class Evaluation(pydantic.BaseModel):
     """What an evaluator found for the parameters of a global step, on `samples` samples that nobody trains on. Values
     that the objective does not have are None."""
 
-    step: _Step
-    samples: _Count
-    loss: _Rate
-    perplexity: _Rate | None
+    step: Step
+    samples: Count
+    loss: Rate
+    perplexity: Rate | None
     mlm_accuracy: _Share | None
     sop_accuracy: _Share | None
 
@@ -78,14 +63,8 @@ class MetricSchema(pydantic.BaseModel):
     """The keys of a run, without its prefix: each a dictionary from the signer's public key to a record."""
 
     metrics: dict[BytesWithPublicKey, LocalMetrics]
-    # [step, samples_per_second, samples_accumulated, loss, mini_steps] of the newest steps
-    history: dict[
-        BytesWithPublicKey,
-        pydantic.conlist(
-            pydantic.conlist(pydantic.StrictInt | pydantic.StrictFloat, min_items=5, max_items=5),
-            max_items=HISTORY_LENGTH,
-        ),
-    ]
+    # The metrics of the newest steps, without their names
+    history: dict[BytesWithPublicKey, pydantic.conlist(HistoryRow, max_items=HISTORY_LENGTH)]
     monitor: dict[BytesWithPublicKey, MonitorStatus]
     peers: dict[BytesWithPublicKey, PeerInfo]
     evaluation: dict[BytesWithPublicKey, Evaluation]
@@ -95,7 +74,7 @@ class MetricSchema(pydantic.BaseModel):
 
 # What hivemind's averagers declare: whether a peer looks for a group, and the priority (its step) of the state that it
 # offers, None if it no longer does. Their keys are no names of Python's, hence no class.
-_Priority = pydantic.confloat(strict=True, ge=0.0, lt=2**31) | _Step | None
+_Priority = pydantic.confloat(strict=True, ge=0.0, le=MAX_STEP) | Step | None
 AveragerSchema = pydantic.create_model(
     "AveragerSchema",
     **{

@@ -21,6 +21,7 @@ from hivemind.utils import get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging.wire import TensorAssembler
+from lib.common.metrics_schema import MAX_STEP
 
 if TYPE_CHECKING:
     from lib.averaging.state import TrainingStateAverager
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DHT_TIMEOUT = 30.0  # seconds for reading the offers
-MAX_EPOCH = 2**31  # more steps than any run makes
 
 
 class StateLoadError(Exception):
@@ -245,7 +245,7 @@ def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[Pe
     likely, unlikely = {}, {}
     for peer_id, offer in offers.items() if isinstance(offers, dict) else ():
         priority = offer.value if isinstance(offer, ValueWithExpiration) else None
-        if isinstance(peer_id, bytes) and isinstance(priority, int | float) and 0 <= priority < MAX_EPOCH:
+        if isinstance(peer_id, bytes) and isinstance(priority, int | float) and 0 <= priority <= MAX_STEP:
             donors = likely if priority <= max_epoch else unlikely
             donors[PeerID(peer_id)] = (priority, random.random())
     return sorted(likely, key=likely.get, reverse=True), sorted(unlikely, key=unlikely.get, reverse=True)
@@ -254,7 +254,7 @@ def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[Pe
 def check_epoch(metadata: object, min_epoch: int = 0) -> None:
     """:raises StateLoadError: if metadata have no valid step, or one before `min_epoch`"""
     epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
-    if type(epoch) is not int or not 0 <= epoch < MAX_EPOCH:
+    if type(epoch) is not int or not 0 <= epoch <= MAX_STEP:
         raise StateLoadError("it has no step number")
     if epoch < min_epoch:
         raise StateLoadError(f"it is of step #{epoch}, before #{min_epoch}")

@@ -25,10 +25,10 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging.matchmaking import RosterEntry
 from lib.averaging.rounds import PROTOCOL
+from lib.common.metrics_schema import MAX_STEP
 
 logger = get_logger(__name__)
 
-MAX_EPOCH = 2**31  # more steps than any run makes
 MAX_SAMPLES = 10**9
 HEARTBEAT_SECONDS = 5.0  # between two reports of a peer whose local steps are long
 ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # after which a peer without a report is not waited for
@@ -75,7 +75,7 @@ def parse_progress(value: object, now: float) -> PeerProgress:
         raise ValueError("not a dictionary")
     progress = PeerProgress(**{name: value.get(name) for name in PeerProgress.__dataclass_fields__})
     for name in ("epoch", "completed"):
-        _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) < MAX_EPOCH, name)
+        _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) <= MAX_STEP, name)
     for name in ("samples_accumulated", "contributed"):
         _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) < MAX_SAMPLES, name)
     _check(_is_number(progress.samples_per_second) and 0 <= progress.samples_per_second < MAX_SAMPLES, "rate")

@@ -35,16 +35,29 @@ what the step is, and steps that they skip are lost; one against one, a liar is 
 peer's loss and speed are its own word: its weight is bounded, see `StepReport`, but not what it says.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
-HISTORY_LENGTH = 64  # the most entries that a trainer's history has
-MAX_STEP = 2**31 - 1
-MAX_COUNT = 10**9
-MAX_NUMBER = 1e9
+from lib.common.metrics_schema import (
+    HISTORY_LENGTH,
+    MAX_COUNT,
+    MAX_NUMBER,
+    MAX_STEP,
+    InvalidValue,
+    LocalMetrics,
+    Metric,
+    describe_metrics,
+    read_real,
+    read_record,
+    read_row,
+    read_whole,
+)
+
 MAX_TIME = 1e12  # seconds; with clocks that far off, the rest of a heartbeat is no better
 MAX_SUBKEY_BYTES = 4096  # an RSA-2048 public key with its tag has about 400
 MAX_PEER_ID_BYTES = 128  # libp2p's have 34 to 42
@@ -58,20 +71,24 @@ MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept of one peer
 # one peer are more than that ever gave, except where a single local step exceeds the target.
 MAX_OVERSHOOT = 4
 
-_FIELDS = ("step", "samples_per_second", "samples_accumulated", "loss", "mini_steps")
 _OWNER = re.compile(rb"\[owner:(.+?)\]")  # as hivemind's RSASignatureValidator marks the signer's public key
 
 
-@dataclass(frozen=True, slots=True)
-class PeerStep:
-    """What one peer says of one global step. `loss` is the sum over `mini_steps` micro-batches."""
+@cache
+def peer_step_class(schema: type[LocalMetrics]) -> type:
+    """The class of what one peer, a public key, says of one global step: the metrics of `schema` after `peer`."""
+    required = [("peer", bytes)]
+    optional = []
+    for metric in describe_metrics(schema):
+        kind = int if metric.is_whole else float
+        if metric.is_optional:
+            optional.append((metric.name, kind | None, None))
+        else:
+            required.append((metric.name, kind))
+    return dataclasses.make_dataclass("PeerStep", [*required, *optional], frozen=True, slots=True)
 
-    peer: bytes  # public key
-    step: int
-    samples_per_second: float
-    samples_accumulated: int
-    loss: float
-    mini_steps: int
+
+PeerStep = peer_step_class(LocalMetrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +111,8 @@ class StepReport:
 
     `loss`: mean over micro-batches of each peer that took exactly this step, weighted by the peers' samples; None if
     nobody told of any. Of one peer, no more than four target batches are believed, as weight and in `samples`, once
-    more than half of the live peers have told of the same target.
+    more than half of the live peers have told of the same target. `metrics`: those that were declared besides the five
+    of hivemind's record, by the names of their curves; None if nobody told of any.
     """
 
     step: int
@@ -106,57 +124,24 @@ class StepReport:
     mini_steps: int
     time: float  # when it was found complete, seconds
     contributions: tuple[PeerStep, ...] = ()
-
-
-class _Refused(Exception):
-    """A record that is not used; the message is the reason, one of a few fixed ones."""
-
-
-def _whole(value: object, maximum: int) -> int:
-    if type(value) is not int:  # type() because bool is an int to isinstance
-        raise _Refused("not a whole number")
-    if not 0 <= value <= maximum:
-        raise _Refused("out of bounds")
-    return value
-
-
-def _real(value: object, minimum: float, maximum: float) -> float:
-    if type(value) is not float and type(value) is not int:
-        raise _Refused("not a number")
-    if value != value:
-        raise _Refused("NaN")
-    if not minimum <= value <= maximum:
-        raise _Refused("out of bounds")
-    return float(value)
-
-
-def _peer_step(peer: bytes, values: list | tuple) -> PeerStep:
-    step, samples_per_second, samples_accumulated, loss, mini_steps = values
-    return PeerStep(
-        peer,
-        _whole(step, MAX_STEP),
-        _real(samples_per_second, 0.0, MAX_NUMBER),
-        _whole(samples_accumulated, MAX_COUNT),
-        _real(loss, -MAX_NUMBER, MAX_NUMBER),
-        _whole(mini_steps, MAX_COUNT),
-    )
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def _peer_progress(peer: bytes, value: object) -> PeerProgress:
     if value is None:
         return PeerProgress(peer, goodbye=True)
     if not isinstance(value, Mapping):
-        raise _Refused("not a dictionary")
+        raise InvalidValue("not a dictionary")
     peer_id, client_mode = value.get("peer_id"), value.get("client_mode")
     if not isinstance(peer_id, bytes) or not 0 < len(peer_id) <= MAX_PEER_ID_BYTES or type(client_mode) is not bool:
-        raise _Refused("wrong fields")
+        raise InvalidValue("wrong fields")
     return PeerProgress(
         peer,
         peer_id,
-        epoch=_whole(value.get("epoch"), MAX_STEP),
-        samples_accumulated=_whole(value.get("samples_accumulated"), MAX_COUNT),
-        samples_per_second=_real(value.get("samples_per_second"), 0.0, MAX_NUMBER),
-        time=_real(value.get("reported_at", value.get("time")), 0.0, MAX_TIME),
+        epoch=read_whole(value.get("epoch"), 0, MAX_STEP),
+        samples_accumulated=read_whole(value.get("samples_accumulated"), 0, MAX_COUNT),
+        samples_per_second=read_real(value.get("samples_per_second"), 0.0, MAX_NUMBER),
+        time=read_real(value.get("reported_at", value.get("time")), 0.0, MAX_TIME),
         client_mode=client_mode,
     )
 
@@ -185,26 +170,27 @@ def _records(raw: object, refused: Counter) -> Iterator[tuple[bytes, object]]:
             yield peer, getattr(value, "value", value)
 
 
-def parse_metrics(raw: object) -> tuple[list[PeerStep], Counter]:
+def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tuple[list[PeerStep], Counter]:
     """Read the records under `{run_id}_metrics`.
 
     :param raw: subkey -> value, as `dht.get` returned it; a value may be a ValueWithExpiration
+    :param schema: the metrics to look for
     :returns: the records that make sense, and how many do not, by reason. Never raises
     """
     steps, refused = [], Counter()
     for peer, value in _records(raw, refused):
         try:
             if not isinstance(value, Mapping):
-                raise _Refused("not a dictionary")
-            if len(value) != len(_FIELDS) or any(name not in value for name in _FIELDS):
-                raise _Refused("wrong fields")
-            steps.append(_peer_step(peer, [value[name] for name in _FIELDS]))
-        except _Refused as refusal:
+                raise InvalidValue("not a dictionary")
+            steps.append(peer_step_class(schema)(peer, *read_record(value, schema)))
+        except InvalidValue as refusal:
             refused[str(refusal)] += 1
     return steps, refused
 
 
-def parse_history(raw: object, after_step: int = -1) -> tuple[list[PeerStep], Counter]:
+def parse_history(
+    raw: object, after_step: int = -1, schema: type[LocalMetrics] = LocalMetrics
+) -> tuple[list[PeerStep], Counter]:
     """Read the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
 
     :param after_step: entries up to this step are skipped unread; they are most of a history
@@ -219,12 +205,10 @@ def parse_history(raw: object, after_step: int = -1) -> tuple[list[PeerStep], Co
             continue
         for entry in entries:
             try:
-                if not isinstance(entry, (list, tuple)) or len(entry) != len(_FIELDS):
-                    raise _Refused("wrong fields")
-                if type(entry[0]) is int and 0 <= entry[0] <= after_step:
+                if isinstance(entry, list | tuple) and entry and type(entry[0]) is int and 0 <= entry[0] <= after_step:
                     continue
-                steps.append(_peer_step(peer, entry))
-            except _Refused as refusal:
+                steps.append(peer_step_class(schema)(peer, *read_row(entry, schema)))
+            except InvalidValue as refusal:
                 refused[str(refusal)] += 1
     return steps, refused
 
@@ -240,7 +224,7 @@ def parse_progress(raw: object) -> tuple[list[PeerProgress], Counter]:
             continue
         try:
             heartbeats.append(_peer_progress(peer, value))
-        except _Refused as refusal:
+        except InvalidValue as refusal:
             refused[str(refusal)] += 1
     return heartbeats, refused
 
@@ -292,10 +276,9 @@ class _Peer:
         """Where it stands: the heartbeat of a step may be there before its metrics are."""
         return max(self.reported_step, self.progress.epoch if self.progress else -1)
 
-    @property
-    def samples_per_second(self) -> float:
-        newest = self.newest or self.progress
-        return newest.samples_per_second if newest else 0.0
+    def newest_value(self, metric: Metric) -> float:
+        """0 if it has not told; a peer without metrics yet may have told in its heartbeat."""
+        return getattr(self.newest or self.progress, metric.name, None) or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +305,7 @@ class MetricsAggregator:
     :param target_batch_size: samples of a global step, until more than half of the live peers agree on one; bounds the
         weight of one peer, None: no bound
     :param max_peers: the most public keys that are tracked
+    :param schema: the metrics to aggregate
     :raises ValueError: if a duration or `max_peers` is not above zero
     """
 
@@ -332,12 +316,13 @@ class MetricsAggregator:
         settle_time: float = 30.0,
         target_batch_size: int | None = None,
         max_peers: int = 2000,
+        schema: type[LocalMetrics] = LocalMetrics,
     ):
         if min(alive_timeout, settle_time, max_peers) <= 0:
             raise ValueError("alive_timeout, settle_time and max_peers must be above zero")
         self.last_reported_step = last_reported_step
         self.alive_timeout, self.settle_time, self.max_peers = alive_timeout, settle_time, max_peers
-        self.target_batch_size = target_batch_size
+        self.target_batch_size, self.schema = target_batch_size, schema
         self.refused: Counter = Counter()  # records that the newest update did not use, by reason
         self.alive_peers = self.alive_clients = 0  # at the newest update; clients accept no connections
         self.run_step: int | None = None  # where more than half of the voters stood then, None without any
@@ -391,8 +376,8 @@ class MetricsAggregator:
     def _take_in(self, metrics: object, history: object, progress: object) -> list[PeerStep]:
         """Note who is there and where they stand; return all steps that they tell of."""
         heartbeats, refused_progress = parse_progress(self._bounded(progress))
-        steps, refused_metrics = parse_metrics(self._bounded(metrics))
-        old_steps, refused_history = parse_history(self._bounded(history), after_step=self.last_reported_step)
+        steps, refused_metrics = parse_metrics(self._bounded(metrics), self.schema)
+        old_steps, refused_history = parse_history(self._bounded(history), self.last_reported_step, self.schema)
         self.refused += refused_progress + refused_metrics + refused_history
         steps += old_steps
 
@@ -599,28 +584,57 @@ class MetricsAggregator:
 
     def _report(self, step: int, live_peers: list[_Peer]) -> StepReport:
         contributions = [peer.pending[step] for peer in self._peers.values() if step in peer.pending]
-        losses, weights = [], []
-        for peer_step in contributions:
-            if peer_step.mini_steps > 0 and peer_step.samples_accumulated > 0:
-                losses.append(peer_step.loss / peer_step.mini_steps)
-                weights.append(self._believed_samples(peer_step))
-        loss = None
-        if weights:
-            loss = math.fsum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
-            loss = min(max(loss, min(losses)), max(losses))  # rounding must not leave the range
+        believed = [self._bound_samples(peer_step) for peer_step in contributions]
+        values = {
+            metric.name: _combine(metric, believed, live_peers)
+            for metric in describe_metrics(self.schema)
+            if metric.combine is not None
+        }
         return StepReport(
             step=step,
-            loss=loss,
+            loss=values.pop("loss"),
             alive_peers=len(live_peers),
-            samples=sum(map(self._believed_samples, contributions)),
-            performance=math.fsum(peer.samples_per_second for peer in live_peers),
+            samples=values.pop("samples_accumulated"),
+            performance=values.pop("samples_per_second"),
             contributors=sum(peer_step.samples_accumulated > 0 for peer_step in contributions),
-            mini_steps=sum(peer_step.mini_steps for peer_step in contributions),
+            mini_steps=values.pop("mini_steps"),
             time=self._now,
             contributions=tuple(contributions),
+            metrics={name.replace("_", " "): value for name, value in values.items()},
         )
 
-    def _believed_samples(self, peer_step: PeerStep) -> int:
-        if self.target_batch_size is None:
-            return peer_step.samples_accumulated
-        return min(peer_step.samples_accumulated, MAX_OVERSHOOT * self.target_batch_size)
+    def _bound_samples(self, peer_step: PeerStep) -> PeerStep:
+        """What is believed of a peer's word: no more samples than `MAX_OVERSHOOT` targets."""
+        bound = math.inf if self.target_batch_size is None else MAX_OVERSHOOT * self.target_batch_size
+        if peer_step.samples_accumulated <= bound:
+            return peer_step
+        return dataclasses.replace(peer_step, samples_accumulated=bound)
+
+
+def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequence[_Peer]) -> float | None:
+    """The value of a global step, see `LocalMetrics` for the rules; None if no peer has one."""
+    if metric.combine == "live sum":
+        return math.fsum(peer.newest_value(metric) for peer in live_peers)
+    if metric.combine == "mean":
+        return _weighted_mean(metric, peer_steps)
+    values = [value for peer_step in peer_steps if (value := getattr(peer_step, metric.name)) is not None]
+    if not values:
+        return None
+    if metric.combine == "maximum":
+        return max(values)
+    return sum(values) if metric.is_whole else math.fsum(values)
+
+
+def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
+    """Weighted by samples; of a peer that has a value for `metric.per`, if any, above zero."""
+    values, weights = [], []
+    for peer_step in peer_steps:
+        value, samples = getattr(peer_step, metric.name), peer_step.samples_accumulated
+        divisor = 1 if metric.per is None else getattr(peer_step, metric.per)
+        if value is not None and divisor and samples > 0:
+            values.append(value / divisor)
+            weights.append(samples)
+    if not weights:
+        return None
+    mean = math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+    return min(max(mean, min(values)), max(values))  # rounding must not leave the range

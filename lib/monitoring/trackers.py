@@ -103,6 +103,7 @@ def to_record(step_report: StepReport, extra: dict | None = None) -> dict:
         "alive peers": step_report.alive_peers,
         "samples": step_report.samples,
         "performance": step_report.performance,
+        **step_report.metrics,
     }
     return {str(name): _plain(value) for name, value in (record | (extra or {}) | record).items()}
 

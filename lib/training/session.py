@@ -15,6 +15,7 @@ from arguments import CollaborationArguments
 from lib.averaging.optimizer import Optimizer, make_round_log
 from lib.averaging.state import StateLoadError, all_finite
 from lib.common.errors import UserError
+from lib.common.metrics_schema import history_length
 from lib.peer.peer import Peer
 from lib.training import checkpoints
 from lib.training.backup import BackupWriter
@@ -22,7 +23,7 @@ from lib.training.ban_list import BanList
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm, StepProgressBar
 from lib.training.loss_meter import LossMeter
-from utils import HISTORY_LENGTH, LocalMetrics, PeerInfo
+from utils import LocalMetrics, PeerInfo
 
 logger = get_logger(__name__)
 
@@ -57,7 +58,7 @@ class TrainingSession:
         self.loss_meter = LossMeter()
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
         self.bans = BanList(folder, optimizer)
-        self.history: deque[LocalMetrics] = deque(maxlen=HISTORY_LENGTH)
+        self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.last_reported_step = 0  # or joined, or restored
         self.total_samples_processed = 0
         self.num_recoveries = 0
@@ -179,7 +180,7 @@ class TrainingSession:
     def publish(self, metrics: LocalMetrics) -> None:
         """Store signed records: the newest step for everybody, the last ones for a monitor that missed some."""
         self.history.append(metrics)
-        history = [list(entry.dict().values()) for entry in self.history]
+        history = [entry.to_row() for entry in self.history]
         for name, value in (("metrics", metrics.dict()), ("history", history)):
             key = f"{self.args.run_id}_{name}"
             utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)

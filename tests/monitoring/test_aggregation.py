@@ -89,7 +89,7 @@ def test_nothing_there():
         (None, "not a dictionary"),
         ([1, 2.0, 3, 4.0, 5], "not a dictionary"),
         ({}, "wrong fields"),
-        (metric(1) | {"extra": 1}, "wrong fields"),
+        (metric(1) | {f"extra {number}": 1 for number in range(100)}, "wrong fields"),
         (metric(True), "not a whole number"),
         (metric(1.0), "not a whole number"),
         (metric("1"), "not a whole number"),
@@ -115,6 +115,14 @@ def test_refused_metrics(value, reason):
     if isinstance(value, dict) and len(value) == 5:
         steps, refused = parse_history({b"peer": entries(value, metric(2))})
         assert steps_of(steps) == [2] and refused == {reason: 1}
+
+
+def test_fields_of_newer_peers_are_left_out():
+    record = metric(3) | {"gradient_norm": 0.5}
+    assert parse_metrics({b"newer": record}) == ([PeerStep(b"newer", 3, 1.5, 32, 10.0, 2)], {})
+    (row,) = entries(record)
+    assert parse_history({b"newer": [[*row, 0.5, None]]}) == ([PeerStep(b"newer", 3, 1.5, 32, 10.0, 2)], {})
+    assert parse_history({b"newer": [[*row, "text"]]}) == ([], {"not a number": 1})
 
 
 @pytest.mark.parametrize("raw", [0, "text", b"bytes", [1], math.nan, object()])
