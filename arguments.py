@@ -19,6 +19,7 @@ from lib.common.checks import (
     require_not_negative,
     require_positive,
 )
+from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 
 Compression = Literal["none", "float16", "scaled_float16", "uniform8", "quantile8"]
 
@@ -685,15 +686,15 @@ class TokenizationArguments:
         default=None,
         metadata={
             "help": "Kind of tokenizer for --train_tokenizer: sentencepiece (ALBERT's), wordpiece (BERT's) or bpe "
-            "(GPT-2's for objective clm, else RoBERTa's). Default: by objective, in this order"
+            "(GPT-2's for a causal objective, else RoBERTa's). Default: by objective, in this order"
         },
     )
     vocab_size: int = field(default=30000, metadata={"help": "Size of the vocabulary for --train_tokenizer"})
-    objective: Literal["mlm_sop", "mlm", "clm"] = field(
-        default="mlm_sop",
+    objective: Literal[tuple(OBJECTIVES)] = field(
+        default=DEFAULT_OBJECTIVE,
         metadata={
-            "help": "What the data is to train: mlm_sop (masked LM and sentence order: ALBERT), mlm (masked LM: BERT, "
-            "RoBERTa, DistilBERT) or clm (causal LM: GPT-2)"
+            "help": "What the data is to train: "
+            + ", ".join(f"{objective.name} ({objective.short_description})" for objective in OBJECTIVES.values())
         },
     )
     language: str = field(
@@ -718,7 +719,7 @@ class TokenizationArguments:
 
     def __post_init__(self):
         if self.tokenizer_type is None:
-            self.tokenizer_type = {"mlm_sop": "sentencepiece", "mlm": "wordpiece", "clm": "bpe"}[self.objective]
+            self.tokenizer_type = OBJECTIVES[self.objective].tokenizer_type
         require_positive(self, "vocab_size", "num_proc")
         require_not_negative(self, "seed")
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)

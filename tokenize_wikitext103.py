@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from arguments import TokenizationArguments
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
+from lib.common.objectives import OBJECTIVES
 
 # The rest is imported where it is used: torch and transformers take seconds, which --help and a text file that cannot
 # be read need not wait for.
@@ -250,7 +251,7 @@ def summarize(args: TokenizationArguments, manifest: Manifest) -> str:
     from lib.data.packing import Counts
 
     counts = [Counts(**numbers) for numbers in manifest.splits.values()]
-    with_pairs = args.objective == "mlm_sop"
+    with_pairs = OBJECTIVES[args.objective].has_sentence_order
     rows = [
         ("", list(manifest.splits)),
         ("documents", [f"{count.documents:,}" for count in counts]),

@@ -16,7 +16,8 @@ from transformers import (
 
 from arguments import DatasetArguments, LocalTrainingArguments
 from lib.common.errors import UserError
-from lib.data.schema import COLUMNS, SPLITS
+from lib.common.objectives import OBJECTIVES
+from lib.data.schema import SPLITS
 from lib.training.model import check_sequence_length, get_objective
 
 MANIFEST_NAME = "manifest.json"
@@ -35,7 +36,7 @@ class Manifest:
     """What a dataset was made of, kept in its folder, so that a trainer whose flags disagree can say so."""
 
     source: str
-    objective: str  # mlm_sop, mlm or clm
+    objective: str  # a key of OBJECTIVES
     max_seq_length: int  # tokens, special tokens included
     seed: int
     language: str
@@ -105,7 +106,7 @@ class Manifest:
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
-    """The splits "train" and "validation", with the columns of schema.COLUMNS.
+    """The splits "train" and "validation", with the columns of the objective.
 
     :raises UserError: if they are missing, damaged, or not what the manifest says
     """
@@ -115,7 +116,7 @@ def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
     except Exception as error:  # an interrupted copy shows as anything from OSError to ArrowInvalid
         reason = next(iter(str(error).splitlines()), "")[:200]
         raise UserError(f"--dataset_path: '{dataset_path}' cannot be read ({reason}); {_REMEDY}") from error
-    columns = set(COLUMNS[manifest.objective])
+    columns = set(OBJECTIVES[manifest.objective].columns)
     for split in SPLITS:
         expected = manifest.splits.get(split, {}).get("instances")
         if split not in splits or len(splits[split]) != expected or set(splits[split].column_names) != columns:
@@ -146,7 +147,7 @@ def make_collator(
     """A function that makes a batch of instances: pads them and, for masked LM, chooses the tokens to predict.
 
     Batches are LongTensors of shape [instances, tokens]: `input_ids`, `attention_mask`, `labels` (-100: not to be
-    predicted); for objective mlm_sop also `token_type_ids`, and `sentence_order_label` of shape [instances]. They are
+    predicted); for sentence order also `token_type_ids`, and `sentence_order_label` of shape [instances]. They are
     what AlbertForPreTraining and AutoModelFor{Masked,Causal}LM take. Of the tokens to predict 80 % become [MASK], 10 %
     a random token; special tokens are never among them. Choices are drawn from torch's generator, which the DataLoader
     seeds in each worker.
@@ -154,7 +155,7 @@ def make_collator(
     :param mlm_probability: share of the tokens to predict in masked LM
     :param pad_to_multiple_of: tensor cores are fastest where shapes are multiples of 8
     """
-    if objective == "clm":
+    if OBJECTIVES[objective].is_causal:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # any will do: padding is neither attended to nor predicted
         return CausalCollator(tokenizer, pad_to_multiple_of)

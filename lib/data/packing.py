@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import sentencex
 
-from lib.data.schema import COLUMNS, SPLITS
+from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
+from lib.data.schema import SPLITS
 
 if TYPE_CHECKING:  # seconds to import, and text that cannot be read should be found out before
     from transformers import PreTrainedTokenizerBase
@@ -30,14 +31,17 @@ MAX_DOCUMENT_CHARS = 250_000
 
 # Token ids need 16 to 18 bits; masks and labels fit into a byte.
 _IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.int8())
-_TYPES = {
+_COLUMN_TYPES = {
     "input_ids": _IDS,
     "token_type_ids": _MASK,
     "attention_mask": _MASK,
     "special_tokens_mask": _MASK,
     "sentence_order_label": pa.int8(),
 }
-SCHEMAS = {objective: pa.schema([(name, _TYPES[name]) for name in names]) for objective, names in COLUMNS.items()}
+SCHEMAS = {
+    objective.name: pa.schema({column: _COLUMN_TYPES[column] for column in objective.columns})
+    for objective in OBJECTIVES.values()
+}
 
 Instance = dict[str, np.ndarray | int]
 
@@ -46,7 +50,7 @@ Instance = dict[str, np.ndarray | int]
 class Recipe:
     """How documents become instances."""
 
-    objective: str = "mlm_sop"  # a key of SCHEMAS
+    objective: str = DEFAULT_OBJECTIVE  # a key of OBJECTIVES
     max_seq_length: int = 512  # tokens, special tokens included
     seed: int = 0
     language: str = "en"  # of the text, ISO 639-1; decides where sentences end
@@ -57,7 +61,7 @@ class Counts:
     """What went in and what came out. `tokens` counts special tokens, but no padding: none is stored."""
 
     documents: int = 0
-    sentences: int = 0  # objective mlm_sop only: the others do not look for sentences
+    sentences: int = 0  # for sentence order only: the other objectives do not look for sentences
     instances: int = 0
     tokens: int = 0
     swapped_instances: int = 0
@@ -157,7 +161,7 @@ def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[
     """Divide documents into runs of about `group_chars` characters, which are tokenized and packed in one go.
 
     Groups depend on the text alone, not on the number of processes: instances may span the documents of a group
-    (objectives mlm and clm), but never two groups.
+    (unless the objective has sentence order), but never two groups.
 
     :param lengths: characters in each document
     :returns: for each group, its first document and the one after its last
@@ -238,8 +242,8 @@ def pack_pairs(
     the number of instances is the smallest possible, and the unswapped ones, one after the other, are the document.
 
     :param sentences: token ids of each sentence
-    :returns: instances with the columns of SCHEMAS["mlm_sop"]; `sentence_order_label` is 1 if A and B are swapped, as
-        in AlbertForPreTraining. None if the document has fewer than two tokens
+    :returns: instances with the columns of the objective mlm_sop; `sentence_order_label` is 1 if A and B are swapped,
+        as in AlbertForPreTraining. None if the document has fewer than two tokens
     """
     starts = np.cumsum([len(sentence) for sentence in sentences])  # where the second sentence begins, the third, ...
     document = np.fromiter(itertools.chain.from_iterable(sentences), dtype=np.int32)
@@ -276,7 +280,7 @@ def pack_full_sequences(
     documents, with a [SEP] between two; all are full but the last.
 
     :param documents: token ids of each document
-    :returns: instances with the columns of SCHEMAS["mlm"]
+    :returns: instances with the columns of the objective mlm
     """
     text: list[int] = []
     is_separator: list[int] = []
@@ -301,7 +305,7 @@ def pack_contiguous(documents: Sequence[Sequence[int]], max_seq_length: int, eos
     """Pack documents for causal LM, as GPT-2 does: an end-of-text token after each, and the whole cut into blocks.
 
     :param documents: token ids of each document
-    :returns: instances with the columns of SCHEMAS["clm"]. All are full but the last; a last one of a single token,
+    :returns: instances with the columns of the objective clm. All are full but the last; a last one of a single token,
         which predicts nothing, is left out
     """
     text = np.array([token for document in filter(None, documents) for token in (*document, eos_id)], dtype=np.int32)
@@ -319,8 +323,8 @@ def make_instances(
     :param numbers: number of each document within its split
     :returns: the instances, in the order of the text, with the columns of SCHEMAS[recipe.objective]
     """
-    counts = Counts(documents=len(documents))
-    if recipe.objective == "mlm_sop":
+    counts, objective = Counts(documents=len(documents)), OBJECTIVES[recipe.objective]
+    if objective.has_sentence_order:
         sentences = [split_sentences(document, recipe.language) for document in documents]
         ids = iter(encode(list(itertools.chain.from_iterable(sentences)), tokenizer))
         instances = []
@@ -338,14 +342,14 @@ def make_instances(
         counts.swapped_instances = sum(instance["sentence_order_label"] for instance in instances)
     else:
         encoded = encode(documents, tokenizer)
-        if recipe.objective == "mlm":
-            instances = list(
-                pack_full_sequences(encoded, recipe.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
-            )
-        else:
+        if objective.is_causal:
             instances = list(pack_contiguous(encoded, recipe.max_seq_length, tokenizer.eos_token_id))
             num_tokens = sum(len(document) + 1 for document in encoded if document)
             counts.dropped_tokens = num_tokens - sum(len(instance["input_ids"]) for instance in instances)
+        else:
+            instances = list(
+                pack_full_sequences(encoded, recipe.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
+            )
         counts.dropped_documents = sum(not document for document in encoded)
 
     counts.instances = len(instances)

@@ -20,13 +20,12 @@ from transformers import (
 )
 
 from lib.common.errors import UserError
+from lib.common.objectives import OBJECTIVES
 from lib.data.corpus import go_offline_if_needed
 from lib.data.loading import tokenizer_sha256
 
 # A vocabulary of 30,000 changes little beyond some ten million words, and training reads them all at once.
 TRAINING_CHARS = 50_000_000
-# What a tokenizer must have for each objective, by its attribute.
-_REQUIRED_TOKENS = {"mlm_sop": ("cls", "sep", "pad", "mask"), "mlm": ("cls", "sep", "pad", "mask"), "clm": ("eos",)}
 # As many characters as a vocabulary begins with: Chinese or emoji need not crowd out the words of other languages.
 _MAX_ALPHABET = 1000
 
@@ -61,7 +60,8 @@ def is_same_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> None:
     """Raise UserError if the tokenizer lacks a special token that the objective needs."""
-    missing = [name for name in _REQUIRED_TOKENS[objective] if getattr(tokenizer, f"{name}_token") is None]
+    required = OBJECTIVES[objective].required_tokens
+    missing = [name for name in required if getattr(tokenizer, f"{name}_token") is None]
     if missing:
         raise UserError(
             f"--objective {objective} needs a tokenizer with the special tokens {', '.join(missing)}, which "
@@ -75,15 +75,17 @@ def train_tokenizer(
     """Train a tokenizer.
 
     :param documents: the text to train on
-    :param kind: "sentencepiece" (gives ALBERT's tokenizer), "wordpiece" (BERT's) or "bpe" (GPT-2's for the objective
-        "clm", else RoBERTa's)
+    :param kind: "sentencepiece" (gives ALBERT's tokenizer), "wordpiece" (BERT's) or "bpe" (GPT-2's for a causal
+        objective, else RoBERTa's)
+    :param objective: a key of OBJECTIVES
     :raises UserError: if the vocabulary cannot have exactly this size with this text
     """
     if kind == "sentencepiece":
         return _train_sentencepiece(documents, vocab_size, model_max_length=max_seq_length)
     if kind == "wordpiece":
         return _train_wordpiece(documents, vocab_size, model_max_length=max_seq_length)
-    return _train_bpe(documents, vocab_size, is_causal=objective == "clm", model_max_length=max_seq_length)
+    is_causal = OBJECTIVES[objective].is_causal
+    return _train_bpe(documents, vocab_size, is_causal, model_max_length=max_seq_length)
 
 
 class _Interruptible:

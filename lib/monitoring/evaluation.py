@@ -19,6 +19,7 @@ import utils
 from arguments import EvaluatorArguments
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
+from lib.common.objectives import OBJECTIVES
 from lib.monitoring.aggregation import MetricsAggregator
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
@@ -85,8 +86,8 @@ class Evaluator:
     def evaluate(self, model: PreTrainedModel, objective: str, step: int) -> Evaluation | None:
         """The evaluation of a model, which is left as it is; None if it was told to stop.
 
-        The loss is a mean over the predicted tokens, with mlm_sop plus a mean over the samples: what trainers report,
-        but for their weighting of micro-batches.
+        The loss is a mean over the predicted tokens, for sentence order plus a mean over the samples: what trainers
+        report, but for their weighting of micro-batches.
         """
         model = copy.deepcopy(model).to(self.device).eval()
         indices = range(len(self.dataset))
@@ -119,24 +120,25 @@ def _pad(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
 
 
 def _add(tallies: Tallies, outputs, batch: dict[str, torch.Tensor], objective: str) -> None:
-    if objective == "mlm_sop":
+    if OBJECTIVES[objective].has_sentence_order:
         tallies.tokens.add(outputs.prediction_logits, batch["labels"])
         tallies.order.add(outputs.sop_logits, batch["sentence_order_label"])
-    elif objective == "mlm":
-        tallies.tokens.add(outputs.logits, batch["labels"])
-    else:
+    elif OBJECTIVES[objective].is_causal:
         tallies.tokens.add(outputs.logits[:, :-1], batch["labels"][:, 1:])  # each token predicts the next
+    else:
+        tallies.tokens.add(outputs.logits, batch["labels"])
 
 
 def _summarize(tallies: Tallies, objective: str, step: int, samples: int) -> Evaluation:
-    loss = tallies.tokens.mean_loss + (tallies.order.mean_loss if objective == "mlm_sop" else 0.0)
+    is_causal, has_sentence_order = OBJECTIVES[objective].is_causal, OBJECTIVES[objective].has_sentence_order
+    loss = tallies.tokens.mean_loss + (tallies.order.mean_loss if has_sentence_order else 0.0)
     return Evaluation(
         step=step,
         samples=samples,
         loss=min(loss, 1e9),
-        perplexity=math.exp(min(tallies.tokens.mean_loss, 20.0)) if objective == "clm" else None,
-        mlm_accuracy=None if objective == "clm" else tallies.tokens.accuracy,
-        sop_accuracy=tallies.order.accuracy if objective == "mlm_sop" else None,
+        perplexity=math.exp(min(tallies.tokens.mean_loss, 20.0)) if is_causal else None,
+        mlm_accuracy=None if is_causal else tallies.tokens.accuracy,
+        sop_accuracy=tallies.order.accuracy if has_sentence_order else None,
     )
 
 

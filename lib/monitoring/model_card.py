@@ -12,18 +12,12 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from lib.common.objectives import OBJECTIVES
 from lib.monitoring.contributors import Contributor, Contributors
 
 CURVE_ROWS = 12
 TABLE_ROWS = 100
 _BAR_LENGTH = 20
-
-_PIPELINE_TAGS = {"mlm_sop": "fill-mask", "mlm": "fill-mask", "clm": "text-generation"}
-_OBJECTIVE_NAMES = {
-    "mlm_sop": "masked language modelling and sentence order",
-    "mlm": "masked language modelling",
-    "clm": "causal language modelling",
-}
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ def make_metadata(facts: CardFacts) -> ModelCardData:
     """What the Hub's search goes by."""
     return ModelCardData(
         library_name="transformers",
-        pipeline_tag=_PIPELINE_TAGS[facts.objective],
+        pipeline_tag=OBJECTIVES[facts.objective].pipeline_tag,
         language=facts.language,
         license=facts.license,
         tags=["hivemind", "collaborative-training", facts.model_type],
@@ -111,7 +105,7 @@ def _introduction(facts: CardFacts, step: int) -> str:
         f"Trained by volunteers on their own machines, together, over the internet, with "
         f"[hivemind](https://github.com/learning-at-home/hivemind). This is step {step:,} of the run "
         f"<b>{escape_markdown(facts.run_id)}</b>: a model of type {facts.model_type}, trained for "
-        f"{_OBJECTIVE_NAMES[facts.objective]}."
+        f"{OBJECTIVES[facts.objective].description}."
     )
 
 

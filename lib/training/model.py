@@ -10,30 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import transformers
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AlbertForPreTraining,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.albert.modeling_albert import AlbertLayer
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import ModelArguments
 from lib.common.errors import UserError
+from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
 
 disable_progress_bar()  # of reading and writing weights, which takes a second
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-# model type -> the objective that its data must have been prepared for (see loading.py), and the class to train
-OBJECTIVES = {"albert": "mlm_sop", "bert": "mlm", "roberta": "mlm", "distilbert": "mlm", "gpt2": "clm"}
-_MODEL_CLASSES = {"mlm_sop": AlbertForPreTraining, "mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM}
 
 
 def derive_seed(*parts: object) -> int:
@@ -78,9 +67,10 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
             f"--model_name_or_path: no model configuration at '{name}' ({_first_line(error)}); pass a config.json, a "
             f"folder that has one, or one of {', '.join(sorted(p.stem for p in CONFIGS.glob('*.json')))}"
         ) from None
-    if config.model_type not in OBJECTIVES:
+    if config.model_type not in OBJECTIVE_OF_MODEL:
         raise UserError(
-            f"--model_name_or_path: '{name}' is a {config.model_type} model; supported are {', '.join(OBJECTIVES)}"
+            f"--model_name_or_path: '{name}' is a {config.model_type} model; supported are "
+            f"{', '.join(OBJECTIVE_OF_MODEL)}"
         )
     if not args.from_pretrained:
         config.vocab_size = len(tokenizer)
@@ -95,12 +85,13 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def get_objective(config: PretrainedConfig) -> str:
-    return OBJECTIVES[config.model_type]
+    """The name of the objective that a model is trained for, see lib/common/objectives.py."""
+    return OBJECTIVE_OF_MODEL[config.model_type]
 
 
 def get_model_class(config: PretrainedConfig) -> type:
     """The class that trains it, and that loads it from a checkpoint."""
-    return _MODEL_CLASSES[get_objective(config)]
+    return getattr(transformers, OBJECTIVES[get_objective(config)].model_class)
 
 
 def check_sequence_length(config: PretrainedConfig, length: int) -> None:
@@ -127,7 +118,7 @@ def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
     """
     with _seeded_by(run_id):
         model_class = get_model_class(config)
-        build = model_class if model_class is AlbertForPreTraining else model_class.from_config
+        build = getattr(model_class, "from_config", model_class)  # of an Auto class, or of one model
         return _prepare(build(config))
 
 

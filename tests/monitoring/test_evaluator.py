@@ -9,9 +9,10 @@ import torch
 from transformers import AutoConfig
 
 from arguments import DatasetArguments, EvaluatorArguments
+from lib.common.objectives import OBJECTIVE_OF_MODEL
 from lib.data.loading import load_validation_data
 from lib.monitoring.evaluation import Evaluator, Tallies, _add, _summarize
-from lib.training.model import OBJECTIVES, build_model, load_config, load_tokenizer
+from lib.training.model import build_model, load_config, load_tokenizer
 from tests.support.fakes import make_batch
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
 
@@ -19,7 +20,7 @@ from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_js
 @pytest.mark.parametrize("family", TINY_CONFIGS)
 def test_loss_is_that_of_the_model(family):
     config = AutoConfig.for_model(**TINY_CONFIGS[family], vocab_size=1000)
-    model, objective = build_model(config, "run").eval(), OBJECTIVES[family]
+    model, objective = build_model(config, "run").eval(), OBJECTIVE_OF_MODEL[family]
     batch = make_batch(length=16)
     if objective != "mlm_sop":
         del batch["sentence_order_label"]

@@ -1,0 +1,39 @@
+"""The registry of objectives: what it names exists, and nothing else names objectives."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import transformers
+
+from arguments import TokenizationArguments, parse_arguments
+from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVE_OF_MODEL, OBJECTIVES
+from lib.data.packing import SCHEMAS
+from tests.support.peers import ROOT
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+def test_names_exist(objective):
+    assert hasattr(transformers, objective.model_class)
+    assert all(hasattr(transformers.PreTrainedTokenizerBase(), f"{name}_token") for name in objective.required_tokens)
+    assert set(objective.model_types) <= set(transformers.CONFIG_MAPPING)
+    assert tuple(SCHEMAS[objective.name].names) == objective.columns
+    (args,) = parse_arguments([TokenizationArguments], "-", ["--objective", objective.name])
+    assert (args.objective, args.tokenizer_type) == (objective.name, objective.tokenizer_type)
+
+
+def test_unknown_objectives_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments([TokenizationArguments], "-", ["--objective", "nsp"])
+    message = capsys.readouterr().err
+    assert all(name in message for name in OBJECTIVES)
+    assert DEFAULT_OBJECTIVE in OBJECTIVES and OBJECTIVE_OF_MODEL["albert"] == DEFAULT_OBJECTIVE
+
+
+def test_only_the_registry_names_objectives():
+    def names(path: Path) -> set[str]:
+        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        return constants & OBJECTIVES.keys()
+
+    files = [*ROOT.glob("*.py"), *(ROOT / "lib").rglob("*.py"), *(ROOT / "deploy").rglob("*.py")]
+    assert [str(path.relative_to(ROOT)) for path in files if names(path)] == ["lib/common/objectives.py"]
