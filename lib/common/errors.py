@@ -28,6 +28,11 @@ class UserError(Exception):
         return [f"error: {self}"]
 
 
+def first_line(error: BaseException, limit: int | None = 200) -> str:
+    """The first line of an error's message, at most `limit` characters; the error's class if there is no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:limit]
+
+
 def describe(error: BaseException) -> str:
     """One line for any error, with a remedy where one is known."""
     if isinstance(error, UserError):
@@ -36,8 +41,7 @@ def describe(error: BaseException) -> str:
         return f"{error.name} is not installed: pip install -r requirements-organiser.txt"
     if isinstance(error, OSError) and error.errno in _REMEDIES:
         return f"{error.filename or error.strerror}: {_REMEDIES[error.errno]}"
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return f"{type(error).__name__}: {first_line} (--debug shows where)"
+    return f"{type(error).__name__}: {first_line(error, limit=None)} (--debug shows where)"
 
 
 def exit_with(message: str, code: int = 1) -> NoReturn:

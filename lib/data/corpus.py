@@ -16,7 +16,7 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from arguments import TokenizationArguments
-from lib.common.errors import UserError
+from lib.common.errors import UserError, first_line
 from lib.data.packing import hold_out, split_documents
 from lib.data.schema import SPLITS
 
@@ -209,11 +209,11 @@ def _open_hub_dataset(args: TokenizationArguments) -> Source:
         dataset = datasets.load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir)
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         raise UserError(
-            f"--dataset_name: '{name}' cannot be had from the Hugging Face Hub ({_first_line(error)}); go online, "
+            f"--dataset_name: '{name}' cannot be had from the Hugging Face Hub ({first_line(error)}); go online, "
             f"check the name, or pass --train_file or --sample"
         ) from error
     except (ValueError, RuntimeError) as error:  # no such configuration, a dataset that is a script, ...
-        raise UserError(f"--dataset_name: '{name}' cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"--dataset_name: '{name}' cannot be loaded: {first_line(error)}") from error
     if "train" not in dataset or "text" not in dataset["train"].column_names:
         columns = {split: part.column_names for split, part in dataset.items()}
         raise UserError(f"--dataset_name: '{name}' has no split 'train' with a column 'text', but {columns}")
@@ -224,7 +224,3 @@ def _hub_rows(dataset) -> Iterator[str]:
     for batch in dataset.select_columns("text").iter(batch_size=1000):
         for row in batch["text"]:
             yield row or ""
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

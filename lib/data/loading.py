@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from arguments import DatasetArguments, LocalTrainingArguments
-from lib.common.errors import UserError
+from lib.common.errors import UserError, first_line
 from lib.common.objectives import OBJECTIVES
 from lib.data.schema import SPLITS
 from lib.training.model import check_sequence_length, get_objective
@@ -114,8 +114,7 @@ def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
     try:
         splits = datasets.DatasetDict.load_from_disk(str(dataset_path))
     except Exception as error:  # an interrupted copy shows as anything from OSError to ArrowInvalid
-        reason = next(iter(str(error).splitlines()), "")[:200]
-        raise UserError(f"--dataset_path: '{dataset_path}' cannot be read ({reason}); {_REMEDY}") from error
+        raise UserError(f"--dataset_path: '{dataset_path}' cannot be read ({first_line(error)}); {_REMEDY}") from error
     columns = set(OBJECTIVES[manifest.objective].columns)
     for split in SPLITS:
         expected = manifest.splits.get(split, {}).get("instances")

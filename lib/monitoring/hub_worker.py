@@ -14,7 +14,7 @@ import argparse
 import os
 from collections.abc import Iterator
 
-from lib.common.errors import UserError, exit_with
+from lib.common.errors import UserError, exit_with, first_line
 from lib.common.processes import leave_with_parent
 
 EXIT_TRY_LATER = 75  # EX_TEMPFAIL of <sysexits.h>
@@ -71,8 +71,7 @@ def explain(error: Exception, repo_id: str) -> tuple[str, bool]:
         return "HF_HUB_OFFLINE is set: unset it", False
     refusal = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     if refusal is None:
-        reason = next(iter(str(causes[-1]).strip().splitlines()), "")[:200]
-        return f"{type(causes[-1]).__name__}: {reason}", True
+        return f"{type(causes[-1]).__name__}: {first_line(causes[-1])}", True
     status = refusal.response.status_code
     if status == 401:
         return f"the Hub does not accept the token: {_REMEDY}", False

@@ -17,6 +17,7 @@ from hivemind.utils import get_logger
 
 from lib.averaging.state import StateLoadError, TrainingStateAverager
 from lib.common.atomic_files import new_file, new_folder
+from lib.common.errors import first_line
 
 logger = get_logger(__name__)
 
@@ -56,8 +57,7 @@ def load_training_state(path: Path, run_id: str) -> TrainingState:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "")[:100]
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {reason})") from None
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {first_line(error)})") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a training state of this version")
     if content.get("run_id") != run_id:

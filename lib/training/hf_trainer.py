@@ -16,7 +16,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from arguments import LocalTrainingArguments
 from lib.averaging.optimizer import Optimizer
 from lib.common.atomic_files import new_folder
-from lib.common.errors import UserError
+from lib.common.errors import UserError, first_line
 from lib.training import checkpoints
 from lib.training.loss_meter import LossMeter
 from lib.training.model import derive_seed
@@ -197,6 +197,5 @@ def find_checkpoint(output_dir: str) -> str | None:
             optimizer_state["state"]["local_epoch"]
             return str(path)
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), "")[:100]
-            logger.warning(f"Skipping {path}, which cannot be read ({type(error).__name__}: {reason})")
+            logger.warning(f"Skipping {path}, which cannot be read ({type(error).__name__}: {first_line(error)})")
     return None

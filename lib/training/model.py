@@ -17,7 +17,7 @@ from transformers.models.albert.modeling_albert import AlbertLayer
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import ModelArguments
-from lib.common.errors import UserError
+from lib.common.errors import UserError, first_line
 from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
 
 disable_progress_bar()  # of reading and writing weights, which takes a second
@@ -45,7 +45,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # else it asks a person at the terminal
     except Exception as error:
         raise UserError(
-            f"--tokenizer_path: '{path}' holds no tokenizer that can be read ({_first_line(error)})"
+            f"--tokenizer_path: '{path}' holds no tokenizer that can be read ({first_line(error)})"
         ) from None
 
 
@@ -64,7 +64,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
             config = AutoConfig.from_pretrained(name, cache_dir=args.cache_dir)
     except Exception as error:
         raise UserError(
-            f"--model_name_or_path: no model configuration at '{name}' ({_first_line(error)}); pass a config.json, a "
+            f"--model_name_or_path: no model configuration at '{name}' ({first_line(error)}); pass a config.json, a "
             f"folder that has one, or one of {', '.join(sorted(p.stem for p in CONFIGS.glob('*.json')))}"
         ) from None
     if config.model_type not in OBJECTIVE_OF_MODEL:
@@ -135,7 +135,7 @@ def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id
             model_class = get_model_class(config)
             return _prepare(model_class.from_pretrained(name, config=config, cache_dir=args.cache_dir))
     except Exception as error:
-        raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({_first_line(error)})") from None
+        raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
 
 
 class CheckpointedAlbertLayer(AlbertLayer):
@@ -170,7 +170,3 @@ def _prepare(model: PreTrainedModel) -> PreTrainedModel:
     # multiplied by gradient_accumulation_steps.
     model.accepts_loss_kwargs = False
     return model.to(torch.float32)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

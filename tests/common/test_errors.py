@@ -1,0 +1,23 @@
+"""One line for any error."""
+
+import pytest
+
+from lib.common.errors import describe, first_line
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no such file"), "no such file"),
+        (ValueError("\n  first  \nsecond"), "first  "),
+        (ValueError(), "ValueError"),
+        (ValueError("  \n "), "ValueError"),
+        (ValueError("x" * 1000), "x" * 200),
+    ],
+)
+def test_first_line(error, line):
+    assert first_line(error) == line
+
+
+def test_a_fatal_error_is_described_in_full():
+    assert describe(ValueError("x" * 1000 + "\nmore")) == f"ValueError: {'x' * 1000} (--debug shows where)"
