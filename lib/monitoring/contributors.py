@@ -5,19 +5,14 @@ beside a name tells them apart.
 """
 
 import hashlib
-import json
-import logging
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lib.common.atomic_files import new_file
-from lib.common.errors import describe
+from lib.common.json_file import JsonFile
 from lib.monitoring.aggregation import StepReport
-
-logger = logging.getLogger(__name__)
 
 MAX_CONTRIBUTORS = 5000  # a key pair costs nothing; 5000 are half a megabyte
 MAX_NAME_LENGTH = 64
@@ -55,12 +50,11 @@ class Contributors:
     """
 
     def __init__(self, folder: Path, run_id: str):
-        self.path, self.run_id = folder / "contributors.json", run_id
+        self._file, self.run_id = JsonFile(folder / "contributors.json"), run_id
         self.step = -1  # the newest that has been counted
         self._contributors: dict[str, Contributor] = {}
         self._names: dict[str, str] = {}  # of peers that are there now; some have not contributed yet
-        self._has_warned = False
-        self._load()
+        self._file.load(self._parse)
 
     def __len__(self) -> int:
         return len(self._contributors)
@@ -104,35 +98,14 @@ class Contributors:
             "step": self.step,
             "contributors": [asdict(contributor) for contributor in self.top(MAX_CONTRIBUTORS)],
         }
-        try:
-            with new_file(self.path) as temporary:
-                temporary.write_text(json.dumps(content, indent=1) + "\n")
-            self._has_warned = False
-        except OSError as error:
-            if not self._has_warned:
-                logger.warning(f"Cannot write {self.path}: {describe(error)}. Trying again at each step")
-            self._has_warned = True
+        self._file.save(content)
 
-    def _load(self) -> None:
-        if not self.path.exists():
-            return
-        try:
-            content = json.loads(self.path.read_text())
-            run_id, step, loaded = content["run_id"], int(content["step"]), _read(content["contributors"])
-        except (ValueError, KeyError, TypeError):
-            run_id, step, loaded = None, -1, {}
-        if run_id == self.run_id:
-            self.step, self._contributors = step, loaded
-            return
-        kept = self.path.with_suffix(".json.old")
-        self.path.replace(kept)
-        whose = "cannot be read" if run_id is None else f"is of the run '{run_id}'"
-        logger.warning(f"{self.path} {whose}: contributions are counted anew, it is now {kept.name}")
-
-
-def _read(entries: Iterable[dict]) -> dict[str, Contributor]:
-    contributors = (Contributor(**entry) for entry in entries)
-    return {contributor.key: contributor for contributor in contributors}
+    def _parse(self, content: dict) -> None:
+        if content["run_id"] != self.run_id:
+            raise ValueError(f"it is of the run '{content['run_id']}'")
+        contributors = [Contributor(**entry) for entry in content["contributors"]]
+        self.step = int(content["step"])
+        self._contributors = {contributor.key: contributor for contributor in contributors}
 
 
 def make_curves(contributors: Contributors, number: int = 10) -> dict[str, int]:

@@ -3,7 +3,6 @@
 A peer that has forgotten a ban and leads a group would bring the banned peer together with those that remember.
 """
 
-import json
 import time
 from pathlib import Path
 from typing import Protocol
@@ -12,8 +11,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
 from lib.averaging.rounds import BAN_SECONDS
-from lib.common.atomic_files import new_file
 from lib.common.errors import describe
+from lib.common.json_file import JsonFile
 
 logger = get_logger(__name__)
 
@@ -33,31 +32,28 @@ class BanList:
     """
 
     def __init__(self, folder: Path, bans: Bans):
-        self.path, self.bans = folder / "banned_peers.json", bans
+        self._file, self.bans = JsonFile(folder / "banned_peers.json"), bans
         self._saved = self._load()
         bans.ban(self._saved)
 
     def save(self) -> None:
-        """Write the file if a ban is new. A full disk is one warning: the file matters after a restart only."""
+        """Write the file if a ban is new."""
         banned = self.bans.banned_peers()
         if banned.items() <= self._saved.items():
             return
         self._saved = banned
-        content = {PeerID(peer_id).to_base58(): until for peer_id, until in banned.items()}
-        try:
-            with new_file(self.path) as temporary:
-                temporary.write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            logger.warning(f"Cannot write {self.path}: {describe(error)}")
+        self._file.save({PeerID(peer_id).to_base58(): until for peer_id, until in banned.items()})
 
     def _load(self) -> dict[bytes, float]:
-        """Peer IDs and the end of their bans; no ban is longer than a new one, whatever the clock did meanwhile."""
-        if not self.path.exists():
-            return {}
-        latest = time.time() + BAN_SECONDS
+        """Peer IDs and the end of their bans."""
         try:
-            content = json.loads(self.path.read_text())
-            return {PeerID.from_base58(name).to_bytes(): min(latest, float(content[name])) for name in content}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            logger.warning(f"Skipping {self.path}, which cannot be read: {error}")
+            return self._file.load(_parse) or {}
+        except OSError as error:
+            logger.warning(f"Starting without the ban list: {describe(error)}")
             return {}
+
+
+def _parse(content: dict[str, float]) -> dict[bytes, float]:
+    """No ban is longer than a new one, whatever the clock did meanwhile."""
+    latest = time.time() + BAN_SECONDS
+    return {PeerID.from_base58(name).to_bytes(): min(latest, float(until)) for name, until in content.items()}

@@ -9,6 +9,7 @@ import pytest
 
 import utils
 from arguments import TrainingMonitorArguments
+from lib.common import json_file
 from lib.monitoring import contributors
 from lib.monitoring.aggregation import MetricsAggregator, PeerStep, StepReport, parse_usernames
 from lib.monitoring.contributors import Contributors, clean_name, format_leaderboard
@@ -88,7 +89,7 @@ def test_full_disk_is_one_warning_and_nothing_is_lost(tmp_path, monkeypatch, cap
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
 
     with monkeypatch.context() as patched:
-        patched.setattr(contributors, "new_file", fail)
+        patched.setattr(json_file, "new_file", fail)
         for step in (2, 3):
             counted.add(make_report(step, a=10))
             counted.save()

@@ -54,6 +54,7 @@ def test_file_that_cannot_be_read_is_skipped(tmp_path, content):
     optimizer = FakeAverager()
     file = BanList(tmp_path, optimizer)
     assert optimizer.banned == {}
+    assert path.with_name("banned_peers.json.old").read_text(errors="surrogateescape") == content
     optimizer.ban({ONE.to_bytes(): time.time() + 60})
     file.save()
     assert ONE.to_base58() in path.read_text()

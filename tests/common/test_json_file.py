@@ -1,0 +1,57 @@
+"""A JSON file across restarts."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from lib.common import json_file
+from lib.common.json_file import JsonFile, write_json
+
+
+def parse(content: dict) -> int:
+    if content["number"] < 0:
+        raise ValueError("it is negative")
+    return content["number"] + 0
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    file = JsonFile(tmp_path / "state.json")
+    assert file.load(parse) is None
+    file.save({"number": 3})
+    assert JsonFile(file.path).load(parse) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"number": "x"}', '{"number": -1}', "\udcff"])
+def test_a_file_that_cannot_be_used_is_set_aside(tmp_path, content, caplog):
+    file = JsonFile(tmp_path / "state.json")
+    file.path.write_text(content, errors="surrogateescape")
+    assert file.load(parse) is None and not file.path.exists()
+    assert (tmp_path / "state.json.old").read_text(errors="surrogateescape") == content
+    assert len(caplog.records) == 1 and "state.json.old" in caplog.text
+    file.save({"number": 3})
+    assert file.load(parse) == 3
+
+
+def test_a_full_disk_is_one_warning_and_the_old_content_stays(tmp_path, monkeypatch, caplog):
+    def fail(_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
+
+    file = JsonFile(tmp_path / "state.json")
+    file.save({"number": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(json_file, "new_file", fail)
+        file.save({"number": 2})
+        file.save({"number": 3})
+    assert len(caplog.records) == 1 and "disk is full" in caplog.text and file.load(parse) == 1
+    file.save({"number": 4})
+    assert file.load(parse) == 4
+
+
+def test_content_that_is_no_json_leaves_the_file_alone(tmp_path):
+    write_json(tmp_path / "state.json", [1])
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "state.json", object())
+    assert json.loads((tmp_path / "state.json").read_text()) == [1]
