@@ -79,7 +79,8 @@ def train_together(args: DemoArguments, workers: Workers, console: Console) -> N
 
     console.print("[bold]2. The monitor[/bold], the peer that welcomes the others (some 10 seconds)")
     monitor = workers.start("monitor", monitor_command(args))
-    address = workers.wait_for(lambda: find_address(monitor.read_log()), STALL_TIMEOUT, "the address of the monitor")
+    peer_file = Path(args.output_dir) / "monitor" / "peer.json"
+    address = workers.wait_for(lambda: read_address(peer_file), STALL_TIMEOUT, "the address of the monitor")
 
     console.print(f"[bold]3. {args.trainers} trainers[/bold], which join through its address")
     trainers = [
@@ -300,10 +301,9 @@ class Workers:
                 process.wait()
 
 
-def find_address(log: str) -> str | None:
-    """The address that a peer prints for others to join."""
-    match = re.search(r"--initial_peers (/\S+)", log)
-    return match[1] if match else None
+def read_address(peer_file: Path) -> str | None:
+    """The address at which others join through the monitor; None before it has started."""
+    return json.loads(peer_file.read_text())["initial_peers"][0] if peer_file.exists() else None
 
 
 # --- the view --------------------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def watch(
             workers.check()
             if not monitor.is_running:
                 raise UserError(f"the monitor has ended before the trainers; see {monitor.log}")
-            steps = read_steps(metrics_path)
+            steps = read_jsonl(metrics_path)
             if len(steps) > num_steps:
                 num_steps, changed = len(steps), time.monotonic()
             if time.monotonic() > changed + STALL_TIMEOUT:
@@ -408,18 +408,32 @@ def last_message(log: str) -> str:
 # --- the result ------------------------------------------------------------------------------------------------------
 
 
-def read_steps(metrics_path: Path) -> list[dict]:
-    """The steps that the monitor has reported so far."""
-    if not metrics_path.exists():
+def read_jsonl(path: Path) -> list[dict]:
+    """The lines of a file that a process may be writing; none if it is not there."""
+    if not path.exists():
         return []
-    *lines, _incomplete = metrics_path.read_text().split("\n")
+    *lines, _incomplete = path.read_text().split("\n")
     return [json.loads(line) for line in lines]
 
 
-def count_rounds(logs: Iterable[str]) -> Counter[int]:
-    """Group size -> rounds in which gradients were averaged by so many peers, from the logs of all trainers."""
-    lines = Counter(int(size) for log in logs for size in re.findall(r"Averaged gradients with (\d+) peers", log))
-    return Counter({size: math.ceil(number / size) for size, number in lines.items()})  # each of them has logged it
+def count_rounds(entries: Iterable[dict]) -> Counter[int]:
+    """Group size -> rounds in which gradients were averaged by so many peers, from rounds.jsonl of all trainers."""
+    rounds = {(entry["step"], frozenset(entry["group"])) for entry in entries if entry["outcome"] == "averaged"}
+    return Counter(len(group) for _, group in rounds)  # each of the group has written it
+
+
+def find_checkpoint(monitor_folder: Path) -> str | None:
+    """The monitor's newest checkpoint."""
+    found = sorted(monitor_folder.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    return str(found[-1]) if found else None
+
+
+def dashboard_command(monitor_folder: Path) -> str | None:
+    """What shows the curves; None if the monitor could not start its dashboard."""
+    folder = Path(os.environ.get("TRACKIO_DIR", monitor_folder.resolve() / "trackio"))
+    if not folder.is_dir():
+        return None
+    return f"TRACKIO_DIR={shlex.quote(str(folder))} trackio show --project {RUN_ID}"
 
 
 @dataclass
@@ -433,14 +447,12 @@ class Result:
 
     @classmethod
     def read(cls, folder: Path) -> Result:
-        monitor_log = (folder / "monitor.log").read_text(errors="replace")
-        checkpoints = re.findall(r"Saved (.+)$", monitor_log, flags=re.MULTILINE)
-        dashboard = re.search(r"Curves: (.+)$", monitor_log, flags=re.MULTILINE)
+        monitor = folder / "monitor"
         return cls(
-            steps=read_steps(folder / "monitor" / "metrics.jsonl"),
-            rounds=count_rounds(path.read_text(errors="replace") for path in folder.glob("trainer-*.log")),
-            checkpoint=checkpoints[-1] if checkpoints else None,
-            dashboard=dashboard[1] if dashboard else None,
+            steps=read_jsonl(monitor / "metrics.jsonl"),
+            rounds=count_rounds(entry for path in folder.glob("trainer-*/rounds.jsonl") for entry in read_jsonl(path)),
+            checkpoint=find_checkpoint(monitor),
+            dashboard=dashboard_command(monitor),
         )
 
     @property

@@ -22,6 +22,7 @@ from arguments import (
 )
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
+from lib.common.json_file import write_json
 from lib.common.processes import StopSignal, guard_children
 
 ARGUMENTS = (
@@ -62,7 +63,12 @@ def monitor(
     from lib.monitoring.hub_upload import HubUploader, check_repo, make_facts
     from lib.monitoring.monitor import TrainingMonitor, open_keeper
     from lib.monitoring.trackers import make_reporters
-    from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, log_visible_maddrs
+    from lib.peer.addresses import (
+        announce_public_ip,
+        choose_internet_maddrs,
+        choose_maddrs,
+        log_visible_maddrs,
+    )
     from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, load_config, load_tokenizer
 
@@ -106,6 +112,8 @@ def monitor(
             )  # fmt: skip
         visible_maddrs = peer.dht.get_visible_maddrs()
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
+        # For programs, such as run_local_demo.py; people read the log.
+        write_json(output_dir / "peer.json", {"initial_peers": choose_maddrs(visible_maddrs, peer_args.use_ipfs)})
 
         contributors = Contributors(output_dir, run_id)
         if monitor_args.repo_id is not None:

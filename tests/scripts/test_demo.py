@@ -28,11 +28,13 @@ from run_local_demo import (
     View,
     Workers,
     count_rounds,
-    find_address,
+    dashboard_command,
+    find_checkpoint,
     last_message,
     monitor_command,
     new_demo_folder,
-    read_steps,
+    read_address,
+    read_jsonl,
     tokenize_command,
     trainer_command,
 )
@@ -202,11 +204,12 @@ class TestWorkers:
         wait_until(lambda: not psutil.pid_exists(pid), 30, "the end of the sleeper")
 
 
-class TestLogs:
-    def test_address(self):
-        log = f"Nov 20 15:04:36.304 [INFO] Running a DHT peer. To connect, use --initial_peers {ADDRESS}\nFull list"
-        assert find_address(log) == ADDRESS
-        assert find_address("Nov 20 15:04:36.304 [INFO] starting") is None
+class TestFiles:
+    def test_address(self, tmp_path):
+        path = tmp_path / "peer.json"
+        assert read_address(path) is None
+        path.write_text(json.dumps({"initial_peers": [ADDRESS, "/ip4/127.0.0.1/udp/1"]}))
+        assert read_address(path) == ADDRESS
 
     def test_last_message(self):
         log = "Nov 20 15:05:37.968 [INFO] Step #1\nNov 20 15:05:38.316 [WARN] Too slow\n  warnings.warn(f'{old}')\n"
@@ -214,18 +217,30 @@ class TestLogs:
         assert last_message("Fetching\n") == "starting"
 
     def test_rounds_are_counted_once(self):
-        two = "[INFO] Averaged gradients with 2 peers\n"
-        three = "[INFO] Averaged gradients with 3 peers\n"
-        assert count_rounds([two * 2 + three, two + three, two + three]) == {2: 2, 3: 1}
-        assert count_rounds(["[INFO] Averaged gradients with 1 peers\n[INFO] Averaged parameters with 2 peers"]) == {
-            1: 1
-        }
+        def entry(step: int, group: str, outcome: str = "averaged") -> dict:
+            return {"step": step, "outcome": outcome, "group": list(group)}
+
+        pairs = [entry(1, "ab"), entry(1, "ba"), entry(2, "ab"), entry(2, "ba"), entry(3, "ab")]
+        assert count_rounds([*pairs, entry(4, "abc"), entry(4, "bca"), entry(4, "cab")]) == {2: 3, 3: 1}
+        assert count_rounds([entry(1, "", "alone"), entry(2, "ab", "failed")]) == {}
+
+    def test_the_newest_checkpoint_is_by_step(self, tmp_path):
+        assert find_checkpoint(tmp_path) is None
+        for step in (9, 10):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+        assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+    def test_dashboard(self, tmp_path, monkeypatch):
+        monkeypatch.delenv("TRACKIO_DIR", raising=False)
+        assert dashboard_command(tmp_path) is None
+        (tmp_path / "trackio").mkdir()
+        assert dashboard_command(tmp_path) == f"TRACKIO_DIR={tmp_path / 'trackio'} trackio show --project demo"
 
     def test_steps_without_the_line_that_is_being_written(self, tmp_path):
         path = tmp_path / "metrics.jsonl"
-        assert read_steps(path) == []
+        assert read_jsonl(path) == []
         path.write_text(json.dumps(STEPS[0]) + "\n" + json.dumps(STEPS[1])[:10])
-        assert read_steps(path) == STEPS[:1]
+        assert read_jsonl(path) == STEPS[:1]
 
 
 class TestView:
@@ -316,7 +331,7 @@ def test_demo(demo, tmp_path):
     assert re.search(r"Gradients averaged  \d x 2 peers", script.output)
     assert (tmp_path / "demo" / "monitor" / "checkpoint-2" / "model.safetensors").is_file()
     assert (tmp_path / "demo" / "monitor" / "trackio").is_dir()
-    steps = read_steps(tmp_path / "demo" / "monitor" / "metrics.jsonl")
+    steps = read_jsonl(tmp_path / "demo" / "monitor" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[0]["loss"] - steps[-1]["loss"] > 0.1
     assert "run_trainer.py" in (tmp_path / "demo" / "commands.txt").read_text()
