@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import psutil
 
+from lib.common.threads import PeriodicThread
+
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -140,7 +142,7 @@ class StopSignal:
         exit_after(self.grace, 0, f"Still busy {self.grace:.0f} seconds after the signal")
 
 
-class Watchdog(threading.Thread):
+class Watchdog(PeriodicThread):
     """Ends the process with a message when one of its children has died.
 
     hivemind waits for answers from its children without a time limit, so the main thread may never come back.
@@ -151,10 +153,8 @@ class Watchdog(threading.Thread):
 
     def __init__(self, children: dict[str, multiprocessing.Process], period: float = 1.0,
                  on_death: Callable[[str], None] | None = None):  # fmt: skip
-        super().__init__(name="Watchdog", daemon=True)
-        self.children, self.period = children, period
-        self.on_death = on_death or self._end
-        self.stopped = threading.Event()
+        super().__init__(period)
+        self.children, self.on_death = children, on_death or self._end
         self.daemons = [
             process
             for child in children.values()
@@ -162,16 +162,12 @@ class Watchdog(threading.Thread):
             if process.name().startswith("p2pd")
         ]
 
-    def run(self) -> None:
-        while not self.stopped.wait(self.period):
-            dead = [name for name, child in self.children.items() if not child.is_alive()]
-            dead += ["p2p daemon" for process in self.daemons if not _is_running(process)]
-            if dead and not self.stopped.is_set():
-                self.on_death(f"The {dead[0]} process has died (out of memory?); start again to rejoin")
-                return
-
-    def stop(self) -> None:
-        self.stopped.set()
+    def work(self) -> None:
+        dead = [name for name, child in self.children.items() if not child.is_alive()]
+        dead += ["p2p daemon" for process in self.daemons if not _is_running(process)]
+        if dead and not self.stopped.is_set():
+            self.on_death(f"The {dead[0]} process has died (out of memory?); start again to rejoin")
+            self.stop()
 
     @staticmethod
     def _end(message: str) -> None:

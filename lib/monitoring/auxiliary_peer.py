@@ -5,7 +5,6 @@ DeDLOC and CALM had such peers. A monitor runs one with --assist_in_averaging.
 
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from lib.averaging.optimizer import describe_round, make_round_log
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
 from lib.common.processes import StopSignal
+from lib.common.threads import PeriodicThread
 from lib.peer.addresses import announce_public_ip
 from lib.peer.lifecycle import supervise
 from lib.peer.peer import Peer, start_peer
@@ -35,7 +35,7 @@ from lib.training.optimizer import build_auxiliary
 logger = get_logger(__name__)
 
 
-class Assistant(threading.Thread):
+class Assistant(PeriodicThread):
     """Takes part in each round of averaging, until `stop` is called.
 
     :param folder: where it keeps its log of rounds and its ban list
@@ -50,22 +50,23 @@ class Assistant(threading.Thread):
         args: OptimizerArguments,
         period: float = 0.1,
     ):
-        super().__init__(name="Assistant", daemon=True)
-        self.tracker, self.averager, self.period = tracker, averager, period
+        super().__init__(period)
+        self.tracker, self.averager = tracker, averager
         self.coordinator = RoundCoordinator(tracker, averager, args.matchmaking_time, args.averaging_timeout)
         self.bans, self.round_log = BanList(folder, averager), make_round_log(folder)
-        self._stopped = threading.Event()
 
     def run(self) -> None:
         self.tracker.start()
-        while not self._stopped.wait(self.period):
-            try:
-                self.coordinator.look_ahead()
-                if self.coordinator.has_group or (self._is_needed() and self.tracker.seconds_to_step <= 0):
-                    self._assist(self.tracker.next_step)
-                self.bans.save()
-            except Exception as error:
-                logger.warning(f"Could not assist in averaging ({error!r}); trying again at the next step")
+        super().run()
+
+    def work(self) -> None:
+        try:
+            self.coordinator.look_ahead()
+            if self.coordinator.has_group or (self._is_needed() and self.tracker.seconds_to_step <= 0):
+                self._assist(self.tracker.next_step)
+            self.bans.save()
+        except Exception as error:
+            logger.warning(f"Could not assist in averaging ({error!r}); trying again at the next step")
 
     def _is_needed(self) -> bool:
         return self.tracker.num_expected(self.tracker.next_step) > 0
@@ -82,7 +83,7 @@ class Assistant(threading.Thread):
 
     def stop(self, seconds: float = 5.0) -> None:
         """End the thread, which may be in a round with trainers that have gone."""
-        self._stopped.set()
+        super().stop()
         self.coordinator.stop()
         self.join(seconds)
         self.tracker.shutdown(1.0)

@@ -10,7 +10,6 @@ import logging
 import multiprocessing
 import os
 import socket
-import threading
 from collections.abc import Iterator
 from ipaddress import ip_address
 from multiprocessing.connection import Connection
@@ -23,6 +22,7 @@ from hivemind.utils import get_logger
 from arguments import BaseTrainingArguments
 from lib.common.argument_parser import endpoint_to_maddrs
 from lib.common.errors import UserError
+from lib.common.threads import PeriodicThread
 from lib.peer.addresses import fix_tcp_port
 
 logger = get_logger(__name__)
@@ -245,7 +245,7 @@ def probe(endpoint: str, timeout: float = 10.0) -> str:
     return "" if b"/multistream/" in greeting else "no peer at its other end"
 
 
-class TunnelWatch(threading.Thread):
+class TunnelWatch(PeriodicThread):
     """Says when a tunnel no longer leads to this peer, and when it does again.
 
     :param endpoint: HOST:PORT of the tunnel's public end
@@ -254,23 +254,18 @@ class TunnelWatch(threading.Thread):
     """
 
     def __init__(self, endpoint: str, local: str, remedy: str, period: float = 30.0):
-        super().__init__(name="TunnelWatch", daemon=True)
-        self.endpoint, self.local, self.remedy, self.period = endpoint, local, remedy, period
-        self.stopped = threading.Event()
+        super().__init__(period)
+        self.endpoint, self.local, self.remedy = endpoint, local, remedy
+        self._failures = 0  # in a row
 
-    def run(self) -> None:
-        failures = 0
-        while not self.stopped.wait(self.period):
-            if probe(self.local):
-                continue
-            reason = probe(self.endpoint)
-            if self.stopped.is_set():
-                return
-            if not reason and failures >= 2:
-                logger.info(f"Peers can join through the tunnel {self.endpoint} again")
-            failures = failures + 1 if reason else 0
-            if failures == 2:  # one lost packet is not worth a warning
-                logger.warning(f"Nobody can join through the tunnel {self.endpoint} ({reason}): {self.remedy}")
-
-    def stop(self) -> None:
-        self.stopped.set()
+    def work(self) -> None:
+        if probe(self.local):
+            return
+        reason = probe(self.endpoint)
+        if self.stopped.is_set():
+            return
+        if not reason and self._failures >= 2:
+            logger.info(f"Peers can join through the tunnel {self.endpoint} again")
+        self._failures = self._failures + 1 if reason else 0
+        if self._failures == 2:  # one lost packet is not worth a warning
+            logger.warning(f"Nobody can join through the tunnel {self.endpoint} ({reason}): {self.remedy}")
