@@ -10,7 +10,7 @@ from hivemind.utils.logging import TextStyle
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
-from lib.common.errors import UserError
+from lib.common.errors import UserError, first_line
 
 logger = get_logger(__name__)
 
@@ -38,7 +38,7 @@ def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
         response.raise_for_status()
         return str(ip_address(response.text.strip()))
     except (requests.RequestException, ValueError) as error:
-        reason = str(error).split("\n")[0][:120]
+        reason = first_line(error, limit=120)
         raise UserError(
             f"--use_google_dns: {service} did not tell this machine's IP address ({reason}). Pass it yourself: "
             f"--host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"

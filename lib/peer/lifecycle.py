@@ -9,7 +9,7 @@ from arguments import BaseTrainingArguments
 from lib.common.atomic_files import lock_folder, remove_leftovers
 from lib.common.processes import StopSignal, Watchdog, exit_after
 from lib.peer.peer import Peer, start_peer
-from lib.peer.redial import KeepInTouch
+from lib.peer.redial import BootstrapRedialer
 from lib.peer.tunnel import open_tunnel
 
 
@@ -27,12 +27,12 @@ def open_peer(
         stop.defer()
         identity_path = Path(args.identity_path or output_dir / "identity.key")
         peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone)
-        keep_in_touch = KeepInTouch(peer.dht, args.initial_peers)
-        keep_in_touch.start()
+        redialer = BootstrapRedialer(peer.dht, args.initial_peers)
+        redialer.start()
         try:
             yield peer
         finally:
-            keep_in_touch.stop()
+            redialer.stop()
             peer.dht.shutdown()
 
 

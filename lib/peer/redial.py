@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,35 +11,31 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
+from lib.common.threads import PeriodicThread
 from lib.peer.dht import connect
 
 logger = get_logger(__name__)
 
 
-class KeepInTouch(threading.Thread):
-    """Dials the initial peers again every `period` seconds, and more often while one of them does not answer.
+class BootstrapRedialer(PeriodicThread):
+    """Dials the initial peers again every `longest_period` seconds, and more often while one of them does not answer.
 
     hivemind forgets a peer that was away: a monitor that restarts at the same address would know no one, and the next
     trainer that joins through it would begin a second run at step 0, or at that of the monitor's last checkpoint.
     """
 
-    def __init__(self, dht: DHT, initial_peers: Sequence[str], period: float = 10.0):
-        super().__init__(name="KeepInTouch", daemon=True)
-        self.dht, self.initial_peers, self.period = dht, list(initial_peers), period
-        self.stopped = threading.Event()
+    def __init__(self, dht: DHT, initial_peers: Sequence[str], longest_period: float = 10.0):
+        super().__init__(longest_period)
+        self.dht, self.initial_peers, self.longest_period = dht, list(initial_peers), longest_period
 
-    def run(self) -> None:
-        all_answer = True
-        while not self.stopped.wait(self.period if all_answer else self.period / 5):
-            try:
-                call = partial(_redial, maddrs=self.initial_peers, timeout=self.period / 2)
-                all_answer = self.dht.run_coroutine(call, return_future=True).result(timeout=2 * self.period)
-            except Exception as error:
-                logger.debug(f"Could not reach the initial peers: {error!r}")
-                all_answer = False
-
-    def stop(self) -> None:
-        self.stopped.set()
+    def work(self) -> None:
+        try:
+            call = partial(_redial, maddrs=self.initial_peers, timeout=self.longest_period / 2)
+            all_answer = self.dht.run_coroutine(call, return_future=True).result(timeout=2 * self.longest_period)
+        except Exception as error:
+            logger.debug(f"Could not reach the initial peers: {error!r}")
+            all_answer = False
+        self.period = self.longest_period if all_answer else self.longest_period / 5
 
 
 async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -> bool:
