@@ -90,6 +90,20 @@ def prepare(args: TokenizationArguments) -> Manifest:
     return manifest
 
 
+def find_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
+    """A tokenizer from a local folder or from the Hugging Face Hub.
+
+    :raises UserError: if there is none of this name
+    """
+    from lib.data.corpus import go_offline_if_needed
+    from lib.training.model import load_tokenizer
+
+    if not Path(name).is_dir():
+        go_offline_if_needed()
+    remedy = "pass another, go online, or pass --train_tokenizer to train one"
+    return load_tokenizer(name, "--tokenizer", remedy, use_hub=True, cache_dir=cache_dir)
+
+
 def make_tokenizer(
     args: TokenizationArguments, documents: Documents, stack: contextlib.ExitStack
 ) -> tuple[PreTrainedTokenizerBase, Path]:
@@ -106,7 +120,6 @@ def make_tokenizer(
         TRAINING_CHARS,
         check_special_tokens,
         is_same_tokenizer,
-        load_tokenizer,
         train_tokenizer,
     )
 
@@ -116,7 +129,7 @@ def make_tokenizer(
         sample = tqdm(sample, desc=f"Training a {args.tokenizer_type} tokenizer", unit=" documents", delay=1)
         tokenizer = train_tokenizer(sample, args.tokenizer_type, args.objective, args.vocab_size, args.max_seq_length)
     else:
-        tokenizer = load_tokenizer(args.tokenizer, args.cache_dir)
+        tokenizer = find_tokenizer(args.tokenizer, args.cache_dir)
     check_special_tokens(tokenizer, args.objective)
     if not args.train_tokenizer and is_same_tokenizer(tokenizer, path):
         return tokenizer, path

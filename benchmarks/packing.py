@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from lib.data.corpus import read_text_file
 from lib.data.packing import encode, pack_pairs, split_documents, split_sentences
-from lib.data.tokenizers import load_tokenizer, train_tokenizer
+from lib.data.tokenizers import train_tokenizer
+from lib.training.model import load_tokenizer
 
 Sentences = list[list[int]]
 
@@ -66,7 +67,7 @@ def main() -> None:
     if args.tokenizer is None:
         tokenizer = train_tokenizer(documents, "sentencepiece", "mlm_sop", args.vocab_size, args.max_seq_length)
     else:
-        tokenizer = load_tokenizer(args.tokenizer, cache_dir=None)
+        tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", "pass another", use_hub=True)
 
     started = time.perf_counter()
     lines = [split_sentences(line) for document in documents for line in document.split("\n")]

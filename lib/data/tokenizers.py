@@ -21,31 +21,12 @@ from transformers import (
 
 from lib.common.errors import UserError
 from lib.common.objectives import OBJECTIVES
-from lib.data.corpus import go_offline_if_needed
 from lib.data.loading import tokenizer_sha256
 
 # A vocabulary of 30,000 changes little beyond some ten million words, and training reads them all at once.
 TRAINING_CHARS = 50_000_000
 # As many characters as a vocabulary begins with: Chinese or emoji need not crowd out the words of other languages.
 _MAX_ALPHABET = 1000
-
-
-def load_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
-    """A tokenizer from a local folder or from the Hugging Face Hub.
-
-    :raises UserError: if there is none of this name
-    """
-    if not Path(name).is_dir():
-        if name.startswith((".", "/", "~")):
-            raise UserError(f"--tokenizer: there is no folder '{name}'; pass another, or --train_tokenizer")
-        go_offline_if_needed()
-    try:
-        return AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
-    except (OSError, ValueError, KeyError) as error:
-        where = "the folder holds no tokenizer" if Path(name).is_dir() else "neither a folder here nor on the Hub"
-        raise UserError(
-            f"--tokenizer '{name}': {where}; pass another, go online, or pass --train_tokenizer to train one"
-        ) from error
 
 
 def is_same_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:

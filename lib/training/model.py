@@ -31,22 +31,28 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str,
+    flag: str = "--tokenizer_path",
+    remedy: str = "run ./tokenize_wikitext103.py, or copy the folder from the machine that ran it",
+    use_hub: bool = False,
+    cache_dir: str | None = None,
+) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder.
 
+    :param flag, remedy: what named it and what to do about a wrong name, for the message
+    :param use_hub: whether a name that is no folder is looked up on the Hugging Face Hub
     :raises UserError: if there is none, or it cannot be read
     """
-    if not Path(path).is_dir():
-        raise UserError(
-            f"--tokenizer_path: there is no folder '{path}'; run ./tokenize_wikitext103.py, or copy the folder from "
-            f"the machine that ran it"
-        )
+    is_folder = Path(name).is_dir()
+    if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
+        raise UserError(f"{flag}: there is no folder '{name}'; {remedy}")
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # else it asks a person at the terminal
+        # Else it asks a person at the terminal whether it may run code
+        return AutoTokenizer.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
     except Exception as error:
-        raise UserError(
-            f"--tokenizer_path: '{path}' holds no tokenizer that can be read ({first_line(error)})"
-        ) from None
+        what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
+        raise UserError(f"{flag}: '{name}' {what} ({first_line(error)}); {remedy}") from None
 
 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

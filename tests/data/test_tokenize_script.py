@@ -29,7 +29,7 @@ from lib.data import packing as preprocessing
 from lib.data.archive import write_archive
 from lib.data.loading import Manifest, load_datasets, load_training_data, make_collator, tokenizer_sha256
 from lib.data.packing import SCHEMAS
-from lib.data.tokenizers import load_tokenizer, train_tokenizer
+from lib.data.tokenizers import train_tokenizer
 from tests.support.peers import ROOT
 
 SCRIPT = ROOT / "tokenize_wikitext103.py"
@@ -523,12 +523,12 @@ def test_an_unreachable_hub_is_explained(tmp_path, monkeypatch, flags, message):
 
 def test_a_tokenizer_that_is_nowhere_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"--tokenizer 'no-such': neither a folder here nor on the Hub; .*go online"):
-        load_tokenizer("no-such", cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"--tokenizer: 'no-such' is neither a folder here nor on the Hub .*go online"):
+        tokenize_wikitext103.find_tokenizer("no-such", cache_dir=str(tmp_path))
     with pytest.raises(UserError, match=r"--tokenizer: there is no folder '\./missing'"):
-        load_tokenizer("./missing", cache_dir=None)
-    with pytest.raises(UserError, match="the folder holds no tokenizer"):
-        load_tokenizer(str(tmp_path), cache_dir=None)
+        tokenize_wikitext103.find_tokenizer("./missing", cache_dir=None)
+    with pytest.raises(UserError, match=r"holds no tokenizer that can be read .*--train_tokenizer"):
+        tokenize_wikitext103.find_tokenizer(str(tmp_path), cache_dir=None)
 
 
 def test_help_is_fast():
