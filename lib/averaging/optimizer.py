@@ -407,7 +407,7 @@ class Optimizer(hivemind.Optimizer):
         with self._step_lock, self.tracker.pause_updates():
             claimed = self.tracker.global_epoch
             if claimed > self.local_epoch + 1 > 1 and not self._is_offered(self.local_epoch + 1):
-                self._doubt(claimed)
+                self._ignore_unbacked_epoch(claimed)
                 return False
             with self._update_lock:
                 loaded = self.state_averager.load_state_from_peers()
@@ -425,7 +425,7 @@ class Optimizer(hivemind.Optimizer):
                 self.share_state()
                 self._steps.append((self.local_epoch, None))
         if self.local_epoch < claimed - 1:
-            self._doubt(claimed)
+            self._ignore_unbacked_epoch(claimed)
         elif loaded:
             self._failed_loads = 0
         return loaded
@@ -451,7 +451,7 @@ class Optimizer(hivemind.Optimizer):
         """Whether a peer offers a state of step `epoch` or later."""
         return self.state_averager.download_state(min_epoch=epoch, only_metadata=True) is not None
 
-    def _doubt(self, claimed: int) -> None:
+    def _ignore_unbacked_epoch(self, claimed: int) -> None:
         """A peer claims a later step, but nobody offers its state: ignore such claims after a few looks."""
         self._failed_loads += 1
         if self._failed_loads < MAX_FAILED_LOADS:
@@ -459,7 +459,7 @@ class Optimizer(hivemind.Optimizer):
             self.tracker.refresh()
             return
         self._failed_loads = 0
-        number = self.tracker.distrust_claims_above(self.local_epoch + 1)
+        number = self.tracker.ignore_epochs_above(self.local_epoch + 1)
         logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no state of it is offered")
 
     def forget_progress(self) -> None:

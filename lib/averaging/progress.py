@@ -36,7 +36,7 @@ MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is
 MAX_CLOCK_SKEW = 60.0
 DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
-DISTRUST_SECONDS = 600.0
+IGNORE_SECONDS = 600.0  # for which a claim of a later step is ignored once no state has borne it out
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
 
@@ -134,7 +134,7 @@ class ProgressTracker(threading.Thread):
         self._lock = threading.RLock()  # held for moments only
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
-        self._distrusted: dict[bytes, float] = {}  # subkey -> until when
+        self._ignored: dict[bytes, float] = {}  # subkey -> until when
         self._warned_at: dict[bytes, float] = {}
         self._next_report = self._next_fetch = 0.0  # time.monotonic
         self._last_report = -math.inf
@@ -215,7 +215,7 @@ class ProgressTracker(threading.Thread):
             believed = [
                 progress
                 for subkey, progress in self._others.items()
-                if self._distrusted.get(subkey, -math.inf) < now and progress.peer_id not in banned
+                if self._ignored.get(subkey, -math.inf) < now and progress.peer_id not in banned
             ]
         # A peer that restarted has a new key: only its newest report counts.
         newest = {
@@ -342,15 +342,15 @@ class ProgressTracker(threading.Thread):
             time.sleep(0.05)
         return self._num_fetches > before
 
-    def distrust_claims_above(self, epoch: int) -> int:
+    def ignore_epochs_above(self, epoch: int) -> int:
         """Ignore peers that claim to be past `epoch`, for a while. Call it when no state bears them out.
 
         :returns: the number of peers
         """
         with self._lock:
-            liars = [subkey for subkey, progress in self._others.items() if progress.epoch > epoch]
-            self._distrusted.update(dict.fromkeys(liars, time.monotonic() + DISTRUST_SECONDS))
-        return len(liars)
+            subkeys = [subkey for subkey, progress in self._others.items() if progress.epoch > epoch]
+            self._ignored.update(dict.fromkeys(subkeys, time.monotonic() + IGNORE_SECONDS))
+        return len(subkeys)
 
     # The thread
 

@@ -102,11 +102,11 @@ def test_peers_of_another_protocol_count_for_nothing_and_are_named_once(caplog, 
     assert len(warnings) == 2 and "protocol 1, this one 2" in warnings[0] and "Update" in warnings[0]
 
 
-def test_banned_and_distrusted_peers_count_for_nothing():
+def test_banned_and_ignored_peers_count_for_nothing():
     tracker = see(make_tracker(), record(1, epoch=9), record(2, epoch=3))
     tracker.banned_peers = lambda: {peer_id(2): 1e12}
     assert tracker.global_epoch == 9
-    assert tracker.distrust_claims_above(5) == 1
+    assert tracker.ignore_epochs_above(5) == 1
     assert tracker.global_epoch == 0 and tracker.others == []
 
 
