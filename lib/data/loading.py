@@ -16,9 +16,8 @@ from transformers import (
 
 from arguments import DatasetArguments, LocalTrainingArguments
 from lib.common.errors import UserError, first_line
-from lib.common.objectives import OBJECTIVES
+from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
 from lib.data.schema import SPLITS
-from lib.training.model import check_sequence_length, get_objective
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -201,7 +200,19 @@ def _load_manifest(
 ) -> Manifest:
     """The data's manifest, after it has been compared with the tokenizer and the model."""
     manifest = Manifest.load(dataset_args.dataset_path)
-    manifest.check_objective(get_objective(config))
+    manifest.check_objective(OBJECTIVE_OF_MODEL[config.model_type])
     manifest.check_tokenizer(tokenizer)
     check_sequence_length(config, manifest.max_seq_length)
     return manifest
+
+
+def check_sequence_length(config: PretrainedConfig, length: int) -> None:
+    """Raise UserError if the model has too few positions for sequences of this length."""
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", length)
+    if config.model_type == "roberta":
+        positions -= 2  # its first positions are reserved for padding
+    if length > positions:
+        raise UserError(
+            f"the sequences have {length} tokens, but the model has {positions} positions: prepare the data with "
+            f"--max_seq_length {positions}, or choose another --model_name_or_path"
+        )

@@ -100,18 +100,6 @@ def get_model_class(config: PretrainedConfig) -> type:
     return getattr(transformers, OBJECTIVES[get_objective(config)].model_class)
 
 
-def check_sequence_length(config: PretrainedConfig, length: int) -> None:
-    """Raise UserError if the model has too few positions for sequences of this length."""
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", length)
-    if config.model_type == "roberta":
-        positions -= 2  # its first positions are reserved for padding
-    if length > positions:
-        raise UserError(
-            f"the sequences have {length} tokens, but the model has {positions} positions: prepare the data with "
-            f"--max_seq_length {positions}, or choose another --model_name_or_path"
-        )
-
-
 def make_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
     """The model that a trainer begins with, from scratch or from pretrained weights."""
     return load_pretrained_model(config, args, run_id) if args.from_pretrained else build_model(config, run_id)

@@ -9,7 +9,8 @@ from hivemind.utils import MPFuture
 
 from lib.averaging.matchmaking import RoundControl
 from lib.averaging.optimizer import Optimizer
-from utils import OneLineFilter, get_dictionary
+from lib.common.logs import OneLineFilter
+from utils import get_dictionary
 
 
 def test_scaler_of_hivemind_is_refused():

@@ -5,11 +5,9 @@ import sys
 
 import pytest
 
-import run_custom_trainer
 import run_evaluator
-import run_trainer
 import run_training_monitor
-from arguments import InvitationArguments, RevocationArguments, TokenizationArguments
+from arguments import TRAINER_ARGUMENTS, InvitationArguments, RevocationArguments, TokenizationArguments
 from lib.common.argument_parser import ArgumentParser, endpoint_to_maddrs, translate_old_names
 from lib.common.checks import ArgumentsError
 from lib.common.cli import parse_arguments
@@ -19,8 +17,8 @@ PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 PEER = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
 FIXED = "--host_maddrs /ip4/0.0.0.0/tcp/31337"
 SCRIPTS = {
-    "run_trainer.py": run_trainer.ARGUMENTS,
-    "run_custom_trainer.py": run_custom_trainer.ARGUMENTS,
+    "run_trainer.py": TRAINER_ARGUMENTS,
+    "run_custom_trainer.py": TRAINER_ARGUMENTS,
     "run_training_monitor.py": run_training_monitor.ARGUMENTS,
     "run_evaluator.py": run_evaluator.ARGUMENTS,
     "invite.py": (InvitationArguments,),

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from arguments import TokenizationArguments, parse_arguments
+from arguments import TokenizationArguments
+from lib.common.cli import parse_arguments
 from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVE_OF_MODEL, OBJECTIVES
 from lib.data.packing import SCHEMAS
 from tests.support.peers import ROOT
