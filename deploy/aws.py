@@ -524,7 +524,7 @@ class Deployment:
         return base64.b64decode(parameter["Value"])
 
     def _make_identity(self) -> None:
-        from utils import load_identity  # seconds of imports
+        from lib.peer.peer import load_identity  # seconds of imports
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "identity.key"

@@ -9,7 +9,6 @@ import pydantic.v1 as pydantic
 import pytest
 
 import utils
-from callback import CollaborativeCallback
 from lib.common.metrics_schema import (
     Count,
     LocalMetrics,
@@ -20,6 +19,7 @@ from lib.common.metrics_schema import (
 )
 from lib.monitoring.aggregation import MetricsAggregator
 from lib.monitoring.trackers import to_record
+from lib.training.session import TrainingSession
 from tests.peer.test_utils import is_accepted
 
 FIELDS = ["step", "samples_per_second", "samples_accumulated", "loss", "mini_steps"]
@@ -121,7 +121,7 @@ def test_a_trainer_publishes_what_fits_a_record(monkeypatch):
         history=[measure(gradient_norm=0.5)], peer=SimpleNamespace(dht=None, public_key=b""),
         args=SimpleNamespace(run_id="run", statistics_expiration=60.0),
     )  # fmt: skip
-    CollaborativeCallback.publish(trainer, measure(gradient_norm=1.5))
+    TrainingSession.publish(trainer, measure(gradient_norm=1.5))
     assert stored["run_metrics"]["gradient_norm"] == 1.5
     assert [row[5:] for row in stored["run_history"]] == [[0.5, None, None], [1.5, None, None]]
     assert history_length(LocalMetrics) == 64 and history_length(WithGradientNorm) == 43

@@ -22,8 +22,8 @@ import requests
 from botocore.exceptions import ClientError, NoCredentialsError
 from moto.server import ThreadedMotoServer
 
-import run_trainer
 import run_training_monitor
+from arguments import TRAINER_ARGUMENTS
 from deploy import aws
 from deploy.aws import Deployment, Instance, Settings, SpotOffer
 from lib.common.cli import parse_arguments
@@ -466,7 +466,7 @@ class TestFirstBoot:
         settings = make_settings(repo_url=f"file://{repository}", trainer_flags="--bandwidth 500 --username 'a b%c$d'")
         result = machine.boot(Deployment(settings).trainer_user_data())
         assert result.returncode == 0, result.stdout + result.stderr
-        training, dataset, peer, *_ = parse_arguments(run_trainer.ARGUMENTS, "-", machine.service_arguments())
+        training, dataset, peer, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", machine.service_arguments())
         assert peer.initial_peers == [started.address()] and peer.run_id == "r" and not peer.client_mode
         assert (peer.host_maddrs, peer.announce_maddrs) == (
             ["/ip4/0.0.0.0/tcp/31337"],

@@ -16,7 +16,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-import run_trainer
+from arguments import TRAINER_ARGUMENTS
 from deploy import join
 from deploy.join import Gpu, choose_batch_size, find_gpus, trainer_command
 from lib.common.cli import parse_arguments
@@ -140,7 +140,7 @@ class TestCommand:
             f" --initial_peers {ADDRESS}, {ADDRESS} ", f" {DATA}\n", " Ann O'Nym ", 8, "my-run", "0" * 64,
             "--target_batch_size 512 --per_device_train_batch_size 2",
         )  # fmt: skip
-        training, dataset, collaboration, *_ = parse_arguments(run_trainer.ARGUMENTS, "-", command[2:])
+        training, dataset, collaboration, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", command[2:])
         assert command[1] == "run_trainer.py"
         assert collaboration.client_mode and collaboration.initial_peers == [ADDRESS, ADDRESS]
         assert (collaboration.run_id, collaboration.username) == ("my-run", "Ann O'Nym")
@@ -303,6 +303,7 @@ def repository(tmp_path, monkeypatch, nvidia_smi) -> Path:
 
 def make_repository(folder: Path, trainer: str) -> Path:
     for name in ("lib/__init__.py", "lib/common/__init__.py", "lib/common/errors.py", "lib/common/processes.py",
+                 "lib/common/threads.py",
                  "deploy/join.py"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)

@@ -16,9 +16,8 @@ import pytest
 from rich.console import Console
 
 import run_local_demo
-import run_trainer
 import run_training_monitor
-from arguments import DemoArguments, TokenizationArguments
+from arguments import TRAINER_ARGUMENTS, DemoArguments, TokenizationArguments
 from lib.common.checks import ArgumentsError
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
@@ -65,7 +64,7 @@ class TestCommands:
         args = DemoArguments(trainers=3, max_global_steps=5, output_dir="somewhere")
         monitor = parse_arguments(run_training_monitor.ARGUMENTS, "-", monitor_command(args).arguments)
         trainers = [
-            parse_arguments(run_trainer.ARGUMENTS, "-", trainer_command(args, number, ADDRESS).arguments)
+            parse_arguments(TRAINER_ARGUMENTS, "-", trainer_command(args, number, ADDRESS).arguments)
             for number in (1, 2)
         ]
         monitor_args, peer, model, hyperparameters, *_ = monitor
@@ -82,7 +81,7 @@ class TestCommands:
     def test_trainers_find_the_prepared_data(self):
         args = DemoArguments()
         (tokenization,) = parse_arguments([TokenizationArguments], "-", tokenize_command(args).arguments)
-        _, dataset, *_ = parse_arguments(run_trainer.ARGUMENTS, "-", trainer_command(args, 1, ADDRESS).arguments)
+        _, dataset, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", trainer_command(args, 1, ADDRESS).arguments)
         assert tokenization.sample
         assert (tokenization.output_path, tokenization.tokenizer_path) == (
             dataset.dataset_path,

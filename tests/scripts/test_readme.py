@@ -177,9 +177,3 @@ def test_tree_has_each_package():
     assert all((ROOT / name).is_dir() for name in named), named
     packages = {f"lib/{path.name}/" for path in (ROOT / "lib").iterdir() if (path / "__init__.py").exists()}
     assert packages <= named
-
-
-def test_file_list_has_each_module():
-    named = set(read_inline_code(ROOT / "docs" / "files.md"))
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lib").rglob("*.py") if path.stat().st_size}
-    assert modules - {"lib/__init__.py"} <= named, modules - named

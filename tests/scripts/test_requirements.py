@@ -78,7 +78,7 @@ def test_missing_dashboard_is_a_warning_with_the_command(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level(logging.WARNING):
         make_reporters(TrainingMonitorArguments(output_dir=str(tmp_path), report_to=name), "r").close()
-    assert f"No {name}: {name} is not installed: {INSTALL}" in caplog.text
+    assert f"{name} is not installed: {INSTALL}" in caplog.text
 
 
 def test_missing_boto3_is_one_line_in_the_notebook(monkeypatch):
