@@ -30,9 +30,11 @@ soak: .venv/installed-dev  ## A long run under fire, and a long run that must no
 	.venv/bin/python -W ignore tests/support/chaos.py --steps 40
 	.venv/bin/python -W ignore tests/support/long_run.py --steps 500
 
-lint: .venv/installed-dev  ## Check style and format
+lint: .venv/installed-dev  ## Check style, format, and who imports whom
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
+	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_imports.py tests/common/test_layout.py
 
 clean:  ## Remove .venv, the demo's folder and caches
 	rm -rf .venv demo .pytest_cache .ruff_cache .hypothesis
