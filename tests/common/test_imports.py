@@ -35,7 +35,7 @@ def find_imports(path: Path) -> set[str]:
     return packages & LIB | names & {*SCRIPTS, "arguments", "utils", "callback"}
 
 
-@pytest.mark.parametrize("name", MAY_IMPORT)
+@pytest.mark.parametrize("name", sorted(MAY_IMPORT))
 def test_imports_go_down(name):
     paths = [ROOT / f"{name}.py"] if name not in LIB else (ROOT / name.replace(".", "/")).glob("*.py")
     allowed = MAY_IMPORT[name] | (LIB if name in LIB else set())  # within lib: pyproject.toml
