@@ -50,6 +50,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "dht.dht:DHT.run": ("dead-callers", "bd3a376f042d386e"),
     "dht.node:DHTNode.create": ("relays", "f681de9c85567343"),
     "dht.node:_SearchState.finish_search": ("unreadable", "1f4dfb2bb5de81c4"),
+    "dht.protocol:DHTProtocol.call_find": ("claims", "433adef0e520e526"),
     "dht.schema:SchemaValidator.validate": ("malformed", "6a774592487ae099"),
     "dht.validation:CompositeValidator.__init__": ("repeated", "9f15687857e5151d"),
     "dht.validation:CompositeValidator.validate": ("repeated", "2d27f3348ae716d4"),

@@ -8,7 +8,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -16,8 +16,12 @@ from pathlib import Path
 import psutil
 from hivemind.dht import DHT
 from hivemind.dht import node as dht_node
+from hivemind.dht import protocol as dht_protocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import ValueWithExpiration
 
 
 class RelayedP2P(P2P):
@@ -76,6 +80,28 @@ class _Inbox:
             return "skip_call", [], {}
 
 
+class DHTProtocol(dht_protocol.DHTProtocol):
+    """hivemind's, which believes a node that claims when its answer expires.
+
+    A dictionary expires when the newest of its records does. With an empty one that never expires, a single node ended
+    each search for a key, and hid the records of all others. The name is part of the protocol.
+    """
+
+    async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict | None:
+        found = await super().call_find(peer, keys)
+        return found and {key: (_without_claims(value), nearest) for key, (value, nearest) in found.items()}
+
+
+def _without_claims(found: ValueWithExpiration | None) -> ValueWithExpiration | None:
+    if found is None or not isinstance(found.value, DictionaryDHTValue):
+        return found
+    newest = max((item.expiration_time for _, item in found.value.items()), default=None)
+    if newest is None:
+        return None
+    found.value.latest_expiration_time = newest
+    return ValueWithExpiration(found.value, newest)
+
+
 class SafeDHT(DHT):
     """hivemind's, which ends with a traceback or is deaf for three seconds if a process dies that has called it.
 
@@ -85,7 +111,8 @@ class SafeDHT(DHT):
     p2p_class: type[P2P] = RelayedP2P
 
     def run(self) -> None:
-        dht_node.P2P = self.p2p_class  # in the DHT process alone: DHTNode.create takes the class from its module
+        # In the DHT process alone: DHTNode.create takes the classes from its module.
+        dht_node.P2P, dht_node.DHTProtocol = self.p2p_class, DHTProtocol
         self._inner_pipe = _Inbox(self._inner_pipe)
         super().run()
 

@@ -1,5 +1,8 @@
 """The workarounds for hivemind's DHT and for libp2p's daemon."""
 
+import asyncio
+import contextlib
+import math
 import multiprocessing
 import os
 import tempfile
@@ -8,11 +11,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hivemind.utils import MPFuture
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
+from hivemind.utils import MPFuture, MSGPackSerializer
 
 from lib.peer.dht import RelayedP2P, use_own_socket_folder
 from lib.peer.peer import _end
-from tests.support.peers import local_peer
+from tests.support.peers import local_peer, wait_until
+from utils import get_dictionary, store_record
 
 RELAY = "/ip4/127.0.0.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -62,3 +69,36 @@ def test_dht_that_is_killed_leaves_no_lock_to_the_next():
     _end(process)
     assert not process.is_alive() and MPFuture._update_lock.acquire(timeout=1)
     MPFuture._update_lock.release()
+
+
+async def hide_all(protocol: DHTProtocol, request: FindRequest, _context) -> FindResponse:
+    empty = MSGPackSerializer.dumps(DictionaryDHTValue())
+    results = [FindResult(type=FOUND_DICTIONARY, value=empty, expiration_time=math.inf) for _ in request.keys]
+    return FindResponse(results=results, peer=protocol.node_info)
+
+
+_find = DHTProtocol.rpc_find
+
+
+async def answer_late(protocol: DHTProtocol, request: FindRequest, context) -> FindResponse:
+    await asyncio.sleep(0.5)
+    return await _find(protocol, request, context)
+
+
+@pytest.mark.peers
+def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
+    """It claims that the dictionary never expires, which ended the search of each reader."""
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DHTProtocol, "rpc_find", hide_all)
+            hostile = stack.enter_context(local_peer(tmp_path / "hostile", "run"))
+            patch.setattr(DHTProtocol, "rpc_find", answer_late)
+            address = str(hostile.dht.get_visible_maddrs()[0])
+            writer = stack.enter_context(local_peer(tmp_path / "writer", "run", (address,)))
+        addresses = (address, str(writer.dht.get_visible_maddrs()[0]))
+        reader = stack.enter_context(local_peer(tmp_path / "reader", "run", addresses, client_mode=True))
+        info = {"username": "ann", "leaving": False}
+        store_record(writer.dht, "run_peers", writer.public_key, info, 60)
+        wait_until(lambda: get_dictionary(reader.dht, "run_peers"), 30, "the record")
+        for _ in range(5):
+            assert get_dictionary(reader.dht, "run_peers")[writer.public_key].value == info
