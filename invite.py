@@ -13,13 +13,52 @@ revokes all invitations of alice: a monitor that was started with `--revocations
 """
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from arguments import InvitationArguments, RevocationArguments
+from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 
 REVOKE_DESCRIPTION = "Revoke the invitations of a user, or a single one"
+
+
+@dataclass
+class InvitationArguments:
+    """Who is invited."""
+
+    _argument_group_name = "Invitation"
+
+    username: str = field(metadata={"help": "Whom it is for"})
+    output: str = field(metadata={"help": "File to write"})
+    authority: str = field(
+        default="authority.key", metadata={"help": "The organiser's private key, made if it is not there"}
+    )
+    days: float = field(default=365.0, metadata={"help": "How long it holds"})
+    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        require_positive(self, "days")
+        require(bool(self.username.strip()), "--username must not be empty")
+        require(len(self.username) <= 64, "--username must have at most 64 characters")
+
+
+@dataclass
+class RevocationArguments:
+    """Which invitations no longer hold."""
+
+    _argument_group_name = "Revocation"
+
+    username: str | None = field(default=None, metadata={"help": "Revoke all invitations of this user"})
+    invitation: str | None = field(default=None, metadata={"help": "Revoke the invitation in this file"})
+    authority: str = field(
+        default="authority.key",
+        metadata={"help": "The organiser's private key. The list is written beside it, as authority.revoked"},
+    )
+    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        require((self.username is None) != (self.invitation is None), "pass either --username or --invitation")
 
 
 def main() -> None:

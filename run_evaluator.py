@@ -9,12 +9,54 @@ The monitor logs and draws what it finds, too.
 """
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from arguments import BaseTrainingArguments, DatasetArguments, EvaluatorArguments, HyperparameterArguments
+from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
+from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
+
+
+@dataclass
+class EvaluatorArguments(ReportingArguments):
+    """What the evaluator computes, and when."""
+
+    _argument_group_name = "Evaluation"
+
+    output_dir: str = field(
+        default="evaluator_outputs", metadata={"help": "Folder for evaluations.jsonl and the identity"}
+    )
+    evaluation_interval: float = field(
+        default=300.0, metadata={"help": "Evaluate every this many seconds, if the collaboration has made a step"}
+    )
+    evaluation_steps: int | None = field(
+        default=None, metadata={"help": "Evaluate every this many global steps instead"}
+    )
+    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Samples that are evaluated at once"})
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Evaluate the first so many samples of the split 'validation'. Default: all"}
+    )
+    mlm_probability: float = field(
+        default=0.15, metadata={"help": "Share of tokens to predict in masked LM; the same ones each time"}
+    )
+    use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU"})
+    refresh_period: float = field(default=10, metadata={"help": "Seconds between two looks at the trainers' metrics"})
+    load_state_timeout: float = field(
+        default=600.0, metadata={"help": "Give up on downloading the state from trainers after this many seconds"}
+    )
+    max_global_steps: int | None = field(
+        default=None, metadata={"help": "End once this step, or a later one, is evaluated. Default: when stopped"}
+    )
+    disable_tqdm: bool = field(default=False, metadata={"help": "No progress bar"})
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_positive(self, "evaluation_interval", "evaluation_steps", "per_device_eval_batch_size",
+                          "max_eval_samples", "refresh_period", "load_state_timeout", "max_global_steps")  # fmt: skip
+        require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
+
 
 ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, HyperparameterArguments)
 
@@ -52,19 +94,38 @@ def evaluate(
     config = load_config(dataset_args, tokenizer)
     dataset, collator = load_validation_data(dataset_args, evaluator_args.mlm_probability, tokenizer, config)
     model = build_model(config, peer_args.run_id)
-    evaluator = Evaluator(dataset, collator, evaluator_args, stop.is_set)
+    evaluator = Evaluator(
+        dataset,
+        collator,
+        stop.is_set,
+        evaluator_args.per_device_eval_batch_size,
+        evaluator_args.max_eval_samples,
+        evaluator_args.use_cpu,
+        evaluator_args.disable_tqdm,
+    )
 
+    output_dir = Path(evaluator_args.output_dir)
     with ExitStack() as stack:
-        peer = stack.enter_context(open_peer(peer_args, Path(evaluator_args.output_dir), client_mode=True, stop=stop))
+        peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))
         logger.info(f"This evaluator is {peer.dht.peer_id}")
         stack.enter_context(supervise({"DHT": peer.dht}, seconds=12.0, exit_code=0))
         averager = stack.enter_context(
             open_observer(model, peer, peer_args.run_id, hyperparameters, evaluator_args.load_state_timeout)
         )
-        reporter = make_reporters(evaluator_args, peer_args.run_id)
+        reporter = make_reporters(output_dir, peer_args.run_id, evaluator_args.report_to, evaluator_args.wandb_project)
         stack.callback(reporter.close)
         loop = EvaluationLoop(
-            peer, peer_args.run_id, averager, model, get_objective(config), evaluator, reporter, evaluator_args
+            peer,
+            peer_args.run_id,
+            averager,
+            model,
+            get_objective(config),
+            evaluator,
+            reporter,
+            interval=evaluator_args.evaluation_interval,
+            step_interval=evaluator_args.evaluation_steps,
+            last_step=evaluator_args.max_global_steps,
+            refresh_period=evaluator_args.refresh_period,
         )
         while not (stop.is_set() or loop.is_done):
             loop.refresh()

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from filelock import lock_descriptor
 
-from arguments import DemoArguments
 from lib.common.atomic_files import check_target
+from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 from lib.common.processes import leave_with_parent
@@ -53,6 +53,39 @@ STOP_TIMEOUT = 20.0  # seconds; a trainer ends by itself within 15
 STALL_TIMEOUT = 300.0  # seconds without news; with ten other busy processes on two cores, a first step took 80
 
 T = TypeVar("T")
+
+
+@dataclass
+class DemoArguments:
+    """A collaboration of several trainers on one machine."""
+
+    _argument_group_name = "Demo"
+
+    train_file: str | None = field(
+        default=None, metadata={"help": "A text file of your own, UTF-8. Default: the documentation of Python"}
+    )
+    vocab_size: int = field(
+        default=2000, metadata={"help": "Tokens of the tokenizer that is trained on the text. Short texts need fewer"}
+    )
+    trainers: int = field(default=2, metadata={"help": "Number of trainers. Each keeps one core busy"})
+    max_global_steps: int = field(default=10, metadata={"help": "Stop after this many steps of the collaboration"})
+    output_dir: str = field(
+        default="demo", metadata={"help": "Folder for all that is made. What a previous demo left there is removed"}
+    )
+    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        require_positive(self, "vocab_size")
+        require(self.trainers >= 2, f"--trainers must be 2 or more, got {self.trainers}: one has nobody to train with")
+        require(
+            self.max_global_steps >= 2,
+            f"--max_global_steps must be 2 or more, got {self.max_global_steps}: the loss of the first step is that "
+            f"of the initial weights",
+        )
+        require(
+            self.train_file is None or Path(self.train_file).is_file(),
+            f"--train_file: there is no file '{self.train_file}'",
+        )
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ It prints the --initial_peers with which trainers join.
 """
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from arguments import (
@@ -18,12 +19,87 @@ from arguments import (
     ModelArguments,
     OptimizerArguments,
     ProgressTrackerArguments,
-    TrainingMonitorArguments,
+    ReportingArguments,
 )
+from lib.common.checks import check_maddr, parse_repo_id, require, require_not_negative, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 from lib.common.json_file import write_json
 from lib.common.processes import StopSignal, guard_children
+
+
+@dataclass
+class TrainingMonitorArguments(ReportingArguments):
+    """What the monitor watches, keeps and reports."""
+
+    _argument_group_name = "Monitor"
+
+    output_dir: str = field(
+        default="monitor_outputs", metadata={"help": "Folder for metrics.jsonl, checkpoints and the identity"}
+    )
+    refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the trainers' metrics"})
+    use_google_dns: bool = field(
+        default=False,
+        metadata={
+            "help": "Find out this machine's public IP address and announce it. The name is historical: a web service "
+            "is asked, see --public_ip_service"
+        },
+    )
+    public_ip_service: str = field(
+        default="https://api.ipify.org", metadata={"help": "Web service that answers with the caller's IP address"}
+    )
+    store_checkpoints: bool = field(
+        default=True, metadata={"help": "Download the state from trainers now and then, and keep it on disk"}
+    )
+    save_checkpoint_step_interval: int = field(default=5, metadata={"help": "Global steps between two checkpoints"})
+    save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
+    assist_in_averaging: bool = field(
+        default=False,
+        metadata={
+            "help": "Help the trainers average with this machine's bandwidth, without computing gradients. Pass their "
+            "--target_batch_size and --averaging_compression, too"
+        },
+    )
+    assistant_maddrs: list[str] = field(
+        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
+        metadata={
+            "help": "Multiaddresses that the assistant listens on, another port than the monitor's; open it as well"
+        },
+    )
+    repo_id: str | None = field(
+        default=None,
+        metadata={
+            "help": "Upload the newest checkpoint, with a model card, to this repository on the Hugging Face Hub: "
+            "NAME/MODEL. Needs a token that may write: `hf auth login` or HF_TOKEN"
+        },
+    )
+    upload_interval: float = field(default=3600.0, metadata={"help": "Seconds between two uploads"})
+    private_repo: bool = field(default=False, metadata={"help": "Make the repository private if it has to be created"})
+    upload_training_state: bool = field(
+        default=False,
+        metadata={"help": "Upload the optimizer's state too, for a run to be revived; three times the size"},
+    )
+    license: str | None = field(
+        default=None, metadata={"help": "License of the model for its card, as the Hub names it, e.g. apache-2.0"}
+    )
+    language: str | None = field(
+        default=None, metadata={"help": "Language of the model for its card, as in ISO 639-1, e.g. en"}
+    )
+
+    assistant_invitation: str | None = field(
+        default=None, metadata={"help": "The assistant's own --invitation, if the run needs one"}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
+        require_not_negative(self, "upload_interval")
+        for maddr in self.assistant_maddrs:
+            check_maddr("--assistant_maddrs", maddr)
+        if self.repo_id is not None:
+            self.repo_id = parse_repo_id("--repo_id", self.repo_id)
+            require(self.store_checkpoints, "--repo_id uploads checkpoints: drop --no_store_checkpoints")
+
 
 ARGUMENTS = (
     TrainingMonitorArguments,
@@ -61,80 +137,134 @@ def monitor(
     from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
     from lib.monitoring.hub_upload import HubUploader, check_repo, make_facts
-    from lib.monitoring.monitor import TrainingMonitor, open_keeper
+    from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
     from lib.monitoring.trackers import make_reporters
-    from lib.peer.addresses import (
-        announce_public_ip,
-        choose_internet_maddrs,
-        choose_maddrs,
-        log_visible_maddrs,
-    )
+    from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, load_config, load_tokenizer
+    from lib.training.observer import open_observer
 
+    args = monitor_args
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)
-    if optimizer_args.client_mode:
-        raise UserError("--client_mode: a monitor is there to be joined, so others must reach it; drop the flag")
-    assists = monitor_args.assist_in_averaging
-    if assists and peer_args.invitation is not None and monitor_args.assistant_invitation is None:
-        raise UserError("--assist_in_averaging: the assistant is another peer, pass its --assistant_invitation, too")
-    output_dir, run_id = Path(monitor_args.output_dir), peer_args.run_id
-    if monitor_args.store_checkpoints or monitor_args.assist_in_averaging:
+    check_flags(args, peer_args, optimizer_args)
+    output_dir, run_id = Path(args.output_dir), peer_args.run_id
+    if args.store_checkpoints or args.assist_in_averaging:
         tokenizer = load_tokenizer(model_args.tokenizer_path)
         config = load_config(model_args, tokenizer)
-    if monitor_args.store_checkpoints:
-        model = build_model(config, run_id)
-    if monitor_args.repo_id is not None:
-        facts = make_facts(monitor_args, run_id, model.config)
-        check_repo(monitor_args, facts)
-    if monitor_args.use_google_dns:
-        announce_public_ip(peer_args, monitor_args.public_ip_service)
+    if args.repo_id is not None:
+        facts = make_facts(args.repo_id, run_id, config, args.license, args.language)
+        check_repo(facts, args.private_repo)
+    if args.use_google_dns:
+        announce_public_ip(peer_args, args.public_ip_service)
 
     with ExitStack() as stack:
+        # The peer that the others join through
         peer = stack.enter_context(
             open_peer(peer_args, output_dir, client_mode=False, stop=stop, may_start_alone=True)
         )
         stack.enter_context(supervise({"DHT": peer.dht}, seconds=12.0, exit_code=0))
+        visible_maddrs = peer.dht.get_visible_maddrs()
+
+        # Checkpoints: downloaded from trainers, and offered to them
         keeper = uploader = None
-        if monitor_args.store_checkpoints:
-            keeper = stack.enter_context(
-                open_keeper(
-                    peer, run_id, model, tokenizer, hyperparameters, monitor_args, optimizer_args.load_state_timeout
-                )
+        if args.store_checkpoints:
+            model = build_model(config, run_id)
+            averager = stack.enter_context(
+                open_observer(model, peer, run_id, hyperparameters, optimizer_args.load_state_timeout)
             )
-        if monitor_args.assist_in_averaging:
+            keeper = CheckpointKeeper(
+                averager,
+                model,
+                tokenizer,
+                run_id,
+                output_dir,
+                args.save_checkpoint_step_interval,
+                args.save_total_limit,
+                args.refresh_period,
+            )
+            stack.callback(keeper.close)
+            keeper.restore()
+
+        # The auxiliary peer is a second peer: the monitor's own answers for checkpoints under the same name
+        if args.assist_in_averaging:
+            auxiliary_args = replace(
+                peer_args,
+                initial_peers=[str(maddr) for maddr in visible_maddrs],
+                use_ipfs=False,
+                host_maddrs=args.assistant_maddrs,
+                announce_maddrs=[],
+                identity_path=None,
+                invitation=args.assistant_invitation,
+                tunnel="none",
+                announce_tunnel=None,
+            )
+            if args.use_google_dns:
+                announce_public_ip(auxiliary_args, args.public_ip_service)
             stack.enter_context(
                 open_auxiliary_peer(
-                    build_model(config, run_id), peer, monitor_args, peer_args, hyperparameters, optimizer_args,
-                    averager_args, tracker_args, stop,
+                    build_model(config, run_id),
+                    auxiliary_args,
+                    output_dir / "assistant",
+                    hyperparameters,
+                    optimizer_args,
+                    averager_args,
+                    tracker_args,
+                    stop,
                 )
-            )  # fmt: skip
-        visible_maddrs = peer.dht.get_visible_maddrs()
+            )
+
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.
         write_json(output_dir / "peer.json", {"initial_peers": choose_maddrs(visible_maddrs, peer_args.use_ipfs)})
 
+        # What becomes of the trainers' metrics
         contributors = Contributors(output_dir, run_id)
-        if monitor_args.repo_id is not None:
+        if args.repo_id is not None:
             initial_peers = choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
-            uploader = HubUploader(monitor_args, facts, contributors, initial_peers)
+            uploader = HubUploader(
+                output_dir,
+                facts,
+                contributors,
+                initial_peers,
+                args.private_repo,
+                args.upload_interval,
+                args.upload_training_state,
+            )
             stack.callback(uploader.close)
-        reporter = make_reporters(monitor_args, run_id)
+        reporter = make_reporters(output_dir, run_id, args.report_to, args.wandb_project)
         stack.callback(reporter.close)
         aggregator = MetricsAggregator(
             reporter.last_step(),
             alive_timeout=tracker_args.metadata_expiration,
-            settle_time=max(10.0, monitor_args.refresh_period),
+            settle_time=max(10.0, args.refresh_period),
         )
         training_monitor = TrainingMonitor(
-            peer, run_id, aggregator, reporter, contributors, keeper, uploader, monitor_args
+            peer,
+            run_id,
+            aggregator,
+            reporter,
+            contributors,
+            keeper,
+            uploader,
+            refresh_period=args.refresh_period,
+            leaderboard_interval=args.save_checkpoint_step_interval,
         )
         while not stop.is_set():
             training_monitor.refresh()
-            stop.event.wait(monitor_args.refresh_period)
+            stop.event.wait(args.refresh_period)
         training_monitor.flush()
     logger.info("The monitor has stopped")
+
+
+def check_flags(
+    args: TrainingMonitorArguments, peer_args: BaseTrainingArguments, optimizer_args: OptimizerArguments
+) -> None:
+    """:raises UserError: if flags of different groups do not go together"""
+    if optimizer_args.client_mode:
+        raise UserError("--client_mode: a monitor is there to be joined, so others must reach it; drop the flag")
+    if args.assist_in_averaging and peer_args.invitation is not None and args.assistant_invitation is None:
+        raise UserError("--assist_in_averaging: the assistant is another peer, pass its --assistant_invitation, too")
 
 
 if __name__ == "__main__":

@@ -21,15 +21,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from arguments import TokenizationArguments
+from lib.common.checks import require, require_apart, require_not_negative, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
-from lib.common.objectives import OBJECTIVES
+from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 
 # The rest is imported where it is used: torch and transformers take seconds, which --help and a text file that cannot
 # be read need not wait for.
@@ -37,13 +37,106 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-    from lib.data.corpus import Documents
+    from lib.data.corpus import Documents, Source
     from lib.data.loading import Manifest
     from lib.data.packing import Counts, Recipe
 
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("dataset_dict.json",)
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
+
+
+@dataclass
+class TokenizationArguments:
+    """From text to a dataset that every trainer can load."""
+
+    _argument_group_name = "Tokenization"
+
+    dataset_name: str = field(
+        default="Salesforce/wikitext", metadata={"help": "Dataset on the Hugging Face Hub, with a column 'text'"}
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Its configuration. Default: wikitext-103-v1 for WikiText, else none"}
+    )
+    train_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "A text file of your own instead, UTF-8. Documents end at blank lines or, as in WikiText, at "
+            "titles"
+        },
+    )
+    validation_file: str | None = field(
+        default=None, metadata={"help": "A text file for validation. Default: a share of the documents is held out"}
+    )
+    sample: bool = field(
+        default=False,
+        metadata={"help": "Use the text that every Python carries (the topics of its documentation): no download"},
+    )
+    validation_share: float = field(
+        default=0.05, metadata={"help": "Share of the documents that is held out where the source has no validation"}
+    )
+    tokenizer: str = field(
+        default="albert-large-v2", metadata={"help": "Tokenizer: a name on the Hugging Face Hub or a local folder"}
+    )
+    train_tokenizer: bool = field(
+        default=False, metadata={"help": "Train a tokenizer on the text instead: nothing to download"}
+    )
+    tokenizer_type: Literal["sentencepiece", "wordpiece", "bpe"] | None = field(
+        default=None,
+        metadata={
+            "help": "Kind of tokenizer for --train_tokenizer: sentencepiece (ALBERT's), wordpiece (BERT's) or bpe "
+            "(GPT-2's for a causal objective, else RoBERTa's). Default: by objective, in this order"
+        },
+    )
+    vocab_size: int = field(default=30000, metadata={"help": "Size of the vocabulary for --train_tokenizer"})
+    objective: Literal[tuple(OBJECTIVES)] = field(
+        default=DEFAULT_OBJECTIVE,
+        metadata={
+            "help": "What the data is to train: "
+            + ", ".join(f"{objective.name} ({objective.short_description})" for objective in OBJECTIVES.values())
+        },
+    )
+    language: str = field(
+        default="en", metadata={"help": "Language of the text, as in ISO 639-1: decides where sentences end"}
+    )
+    max_seq_length: int = field(default=512, metadata={"help": "Tokens in an instance, special tokens included"})
+    output_path: str = field(
+        default="data/albert_tokenized_wikitext",
+        metadata={"help": "Folder for the tokenized dataset", "aliases": ["--dataset_path"]},
+    )
+    tokenizer_path: str = field(default="data/tokenizer", metadata={"help": "Folder for the tokenizer"})
+    cache_dir: str | None = field(default="data/cache", metadata={"help": "Folder for downloads and work in hand"})
+    archive: str | None = field(
+        default=None, metadata={"help": "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting"}
+    )
+    num_proc: int = field(default=2, metadata={"help": "Processes. The result does not depend on it"})
+    seed: int = field(
+        default=0, metadata={"help": "Decides where segments are split and swapped, and what is held out"}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Replace a dataset that is already there"})
+    debug: bool = field(default=False, metadata={"help": "Log more, and show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        if self.tokenizer_type is None:
+            self.tokenizer_type = OBJECTIVES[self.objective].tokenizer_type
+        require_positive(self, "vocab_size", "num_proc")
+        require_not_negative(self, "seed")
+        require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
+        require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
+        require(0 < self.validation_share < 1, f"--validation_share must be between 0 and 1: {self.validation_share}")
+        require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")
+        require(
+            self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"
+        )
+        for flag in ("train_file", "validation_file"):
+            path = getattr(self, flag)
+            require(path is None or Path(path).is_file(), f"--{flag}: there is no file '{path}'")
+        require(
+            self.archive is None or self.archive.endswith((".tar.gz", ".tgz")),
+            f"--archive must end in .tar.gz, got '{self.archive}'",
+        )
+        if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
+            self.dataset_config_name = "wikitext-103-v1"
 
 
 def main() -> None:
@@ -61,7 +154,7 @@ def main() -> None:
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
     from lib.common.atomic_files import check_target, new_folder, temporary_folder
-    from lib.data.corpus import open_source, read_corpus
+    from lib.data.corpus import read_corpus
     from lib.data.packing import Recipe
     from lib.data.schema import SPLITS
 
@@ -75,7 +168,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
         dataset_folder = stack.enter_context(new_folder(output_path, "--output_path", args.overwrite, DATASET_FILES))
         work = stack.enter_context(temporary_folder(Path(args.cache_dir or output_path.parent) / "work"))
         source = open_source(args)
-        corpus = read_corpus(source, args, work)
+        corpus = read_corpus(source, work, args.validation_share, args.seed)
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
         tokenizer, tokenizer_folder = make_tokenizer(args, corpus["train"], stack)
 
@@ -88,6 +181,17 @@ def prepare(args: TokenizationArguments) -> Manifest:
         manifest = build_manifest(args, source.name, tokenizer, counts)
         save_dataset(arrow_files, manifest, dataset_folder)
     return manifest
+
+
+def open_source(args: TokenizationArguments) -> Source:
+    """The source of the text that the flags ask for."""
+    from lib.data.corpus import open_files, open_hub_dataset, open_sample
+
+    if args.sample:
+        return open_sample()
+    if args.train_file is not None:
+        return open_files(args.train_file, args.validation_file)
+    return open_hub_dataset(args.dataset_name, args.dataset_config_name, args.cache_dir)
 
 
 def find_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:

@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from arguments import TokenizationArguments
 from lib.common.errors import UserError, first_line
 from lib.data.packing import hold_out, split_documents
 from lib.data.schema import SPLITS
@@ -94,10 +93,11 @@ def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
     return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
 
 
-def read_corpus(source: Source, args: TokenizationArguments, folder: Path) -> dict[str, Documents]:
+def read_corpus(source: Source, folder: Path, validation_share: float, seed: int) -> dict[str, Documents]:
     """Read the whole source.
 
     :param folder: where the files with the documents are written
+    :param validation_share: fraction of the documents that is held out if the source has no validation text
     :returns: documents of the splits "train" and "validation"
     :raises UserError: if there is no text, or too little to hold out documents for validation
     """
@@ -108,7 +108,7 @@ def read_corpus(source: Source, args: TokenizationArguments, folder: Path) -> di
             raise UserError(f"{source.name}: there is no text in its {split} part; pass a file that is not empty")
     if "validation" not in corpus:
         try:
-            train, validation = hold_out(len(corpus["train"]), args.validation_share, args.seed)
+            train, validation = hold_out(len(corpus["train"]), validation_share, seed)
         except ValueError:
             raise UserError(
                 f"{source.name} is a single document, none can be held out for validation: "
@@ -118,23 +118,21 @@ def read_corpus(source: Source, args: TokenizationArguments, folder: Path) -> di
     return corpus
 
 
-def open_source(args: TokenizationArguments) -> Source:
-    """The source that the flags ask for.
+def open_sample() -> Source:
+    """The text that every Python carries."""
+    return Source(f"the documentation topics of Python {platform.python_version()}", {"train": _sample_rows})
 
-    :raises UserError: if it is a dataset that cannot be had
-    """
-    if args.sample:
-        return Source(f"the documentation topics of Python {platform.python_version()}", {"train": _sample_rows})
-    if args.train_file is not None:
-        files = {"train": args.train_file}
-        if args.validation_file is not None:
-            files["validation"] = args.validation_file
-        # A file's folder may be nobody else's business: the name goes into the manifest, which is published.
-        return Source(
-            ", ".join(Path(path).name for path in files.values()),
-            {split: partial(read_text_file, path) for split, path in files.items()},
-        )
-    return _open_hub_dataset(args)
+
+def open_files(train_file: str, validation_file: str | None) -> Source:
+    """Text files of the user."""
+    files = {"train": train_file}
+    if validation_file is not None:
+        files["validation"] = validation_file
+    # The folder of a file may be private: the name goes into the manifest, which is published.
+    return Source(
+        ", ".join(Path(path).name for path in files.values()),
+        {split: partial(read_text_file, path) for split, path in files.items()},
+    )
 
 
 # --- embedded text ---------------------------------------------------------------------------------------------------
@@ -200,24 +198,28 @@ def go_offline_if_needed() -> None:
         constants.HF_HUB_OFFLINE = True  # `datasets` copies it when it is imported, transformers looks it up
 
 
-def _open_hub_dataset(args: TokenizationArguments) -> Source:
+def open_hub_dataset(name: str, config_name: str | None, cache_dir: str | None) -> Source:
+    """A dataset on the Hugging Face Hub.
+
+    :raises UserError: if it is not available, or has no split "train" with a column "text"
+    """
     go_offline_if_needed()
     import datasets
 
-    name = " ".join(filter(None, [args.dataset_name, args.dataset_config_name]))
+    full_name = " ".join(filter(None, [name, config_name]))
     try:
-        dataset = datasets.load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=args.cache_dir)
+        dataset = datasets.load_dataset(name, config_name, cache_dir=cache_dir)
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         raise UserError(
-            f"--dataset_name: '{name}' cannot be had from the Hugging Face Hub ({first_line(error)}); go online, "
+            f"--dataset_name: '{full_name}' cannot be had from the Hugging Face Hub ({first_line(error)}); go online, "
             f"check the name, or pass --train_file or --sample"
         ) from error
     except (ValueError, RuntimeError) as error:  # no such configuration, a dataset that is a script, ...
-        raise UserError(f"--dataset_name: '{name}' cannot be loaded: {first_line(error)}") from error
+        raise UserError(f"--dataset_name: '{full_name}' cannot be loaded: {first_line(error)}") from error
     if "train" not in dataset or "text" not in dataset["train"].column_names:
         columns = {split: part.column_names for split, part in dataset.items()}
-        raise UserError(f"--dataset_name: '{name}' has no split 'train' with a column 'text', but {columns}")
-    return Source(name, {split: partial(_hub_rows, dataset[split]) for split in SPLITS if split in dataset})
+        raise UserError(f"--dataset_name: '{full_name}' has no split 'train' with a column 'text', but {columns}")
+    return Source(full_name, {split: partial(_hub_rows, dataset[split]) for split in SPLITS if split in dataset})
 
 
 def _hub_rows(dataset) -> Iterator[str]:

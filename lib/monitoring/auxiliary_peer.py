@@ -4,7 +4,6 @@ DeDLOC and CALM had such peers. A monitor runs one with --assist_in_averaging.
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from arguments import (
     HyperparameterArguments,
     OptimizerArguments,
     ProgressTrackerArguments,
-    TrainingMonitorArguments,
 )
 from lib.averaging.coordinator import Outcome, RoundCoordinator
 from lib.averaging.optimizer import describe_round, make_round_log
@@ -26,9 +24,8 @@ from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
 from lib.common.processes import StopSignal
 from lib.common.threads import PeriodicThread
-from lib.peer.addresses import announce_public_ip
 from lib.peer.lifecycle import supervise
-from lib.peer.peer import Peer, start_peer
+from lib.peer.peer import start_peer
 from lib.training.ban_list import BanList
 from lib.training.optimizer import build_auxiliary
 
@@ -92,41 +89,24 @@ class Assistant(PeriodicThread):
 @contextlib.contextmanager
 def open_auxiliary_peer(
     model: torch.nn.Module,
-    monitor: Peer,
-    monitor_args: TrainingMonitorArguments,
     peer_args: BaseTrainingArguments,
+    folder: Path,
     hyperparameters: HyperparameterArguments,
     optimizer_args: OptimizerArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
     stop: StopSignal,
 ) -> Iterator[None]:
-    """Let an assistant work beside a monitor. Call it in the main thread.
-
-    It is a peer of its own, with its own port: the monitor's answers for checkpoints under the same name.
+    """Run an auxiliary peer in a thread. Call it in the main thread.
 
     :param model: of the run; its values are not used
+    :param folder: of this peer alone: the key of an invitation is written there
     """
-    args = dataclasses.replace(
-        peer_args,
-        initial_peers=[str(maddr) for maddr in monitor.dht.get_visible_maddrs()],
-        use_ipfs=False,
-        host_maddrs=monitor_args.assistant_maddrs,
-        announce_maddrs=[],
-        identity_path=None,
-        invitation=monitor_args.assistant_invitation,
-        tunnel="none",
-        announce_tunnel=None,
-    )
-    if monitor_args.use_google_dns:
-        announce_public_ip(args, monitor_args.public_ip_service)
     with contextlib.ExitStack() as stack:
-        # In a folder of its own: an invitation's key goes beside it, and the monitor has one, too.
-        folder = Path(monitor_args.output_dir) / "assistant"
-        peer = start_peer(args, folder / "identity.key", client_mode=False, should_stop=stop.event)
+        peer = start_peer(peer_args, folder / "identity.key", client_mode=False, should_stop=stop.event)
         stack.callback(peer.dht.shutdown)
         tracker, averager = build_auxiliary(
-            model, peer, args.run_id, hyperparameters, optimizer_args, averager_args, tracker_args
+            model, peer, peer_args.run_id, hyperparameters, optimizer_args, averager_args, tracker_args
         )
         stack.callback(averager.shutdown)
         children = {"assistant's DHT": peer.dht, "assistant's averager": averager}

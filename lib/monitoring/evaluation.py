@@ -16,7 +16,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import utils
-from arguments import EvaluatorArguments
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
 from lib.common.objectives import OBJECTIVES
@@ -70,18 +69,24 @@ class Evaluator:
     :param dataset: the split "validation"
     :param collator: makes batches of instances, see data.make_collator
     :param should_stop: asked after each batch
+    :param batch_size: samples that are evaluated at once
+    :param max_samples: evaluate the first so many, default: all
     """
 
     def __init__(
         self,
         dataset: datasets.Dataset,
         collator: Callable,
-        args: EvaluatorArguments,
         should_stop: Callable[[], bool],
+        batch_size: int = 16,
+        max_samples: int | None = None,
+        use_cpu: bool = False,
+        disable_tqdm: bool = False,
     ):
-        self.dataset = dataset.select(range(min(len(dataset), args.max_eval_samples or len(dataset))))
-        self.collator, self.args, self.should_stop = collator, args, should_stop
-        self.device = torch.device("cuda:0" if torch.cuda.is_available() and not args.use_cpu else "cpu")
+        self.dataset = dataset.select(range(min(len(dataset), max_samples or len(dataset))))
+        self.collator, self.should_stop = collator, should_stop
+        self.batch_size, self.disable_tqdm = batch_size, disable_tqdm
+        self.device = torch.device("cuda:0" if torch.cuda.is_available() and not use_cpu else "cpu")
 
     def evaluate(self, model: PreTrainedModel, objective: str, step: int) -> Evaluation | None:
         """The evaluation of a model, which is left as it is; None if it was told to stop.
@@ -91,9 +96,9 @@ class Evaluator:
         """
         model = copy.deepcopy(model).to(self.device).eval()
         indices = range(len(self.dataset))
-        loader = DataLoader(indices, self.args.per_device_eval_batch_size, collate_fn=self._make_batch)
+        loader = DataLoader(indices, self.batch_size, collate_fn=self._make_batch)
         tallies = Tallies()
-        bar = tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=self.args.disable_tqdm or None)
+        bar = tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=self.disable_tqdm or None)
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             for batch in bar:
                 if self.should_stop():
@@ -146,6 +151,10 @@ class EvaluationLoop:
     """Downloads the collaboration's state now and then, evaluates it, and tells of it.
 
     :param averager: that of an observer, around `model`; it offers no state and joins no group
+    :param interval: seconds between two evaluations
+    :param step_interval: global steps between two evaluations; takes the place of `interval`
+    :param last_step: the loop is done once this step, or a later one, is evaluated
+    :param refresh_period: seconds between two calls of `refresh`
     """
 
     def __init__(
@@ -157,14 +166,19 @@ class EvaluationLoop:
         objective: str,
         evaluator: Evaluator,
         reporter: Reporters,
-        args: EvaluatorArguments,
+        *,
+        interval: float,
+        step_interval: int | None,
+        last_step: int | None,
+        refresh_period: float,
     ):
         self.peer, self.run_id, self.averager, self.model, self.objective = peer, run_id, averager, model, objective
-        self.evaluator, self.reporter, self.args = evaluator, reporter, args
+        self.evaluator, self.reporter = evaluator, reporter
+        self.interval, self.step_interval, self.last_step = interval, step_interval, last_step
         self.aggregator = MetricsAggregator()
         self.evaluated_step = 0  # the initial weights are not worth it
         self._next_time = float("-inf")
-        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
+        self._backoff = Backoff(first=refresh_period, longest=MAX_PAUSE)
 
     def refresh(self) -> None:
         """Look at the trainers' metrics, and evaluate if it is time to."""
@@ -177,12 +191,12 @@ class EvaluationLoop:
 
     @property
     def is_done(self) -> bool:
-        return self.args.max_global_steps is not None and self.evaluated_step >= self.args.max_global_steps
+        return self.last_step is not None and self.evaluated_step >= self.last_step
 
     def _is_due(self, step: int) -> bool:
-        is_last = self.args.max_global_steps is not None and step >= self.args.max_global_steps
-        if self.args.evaluation_steps is not None:
-            return step >= self.evaluated_step + self.args.evaluation_steps or (is_last and step > self.evaluated_step)
+        is_last = self.last_step is not None and step >= self.last_step
+        if self.step_interval is not None:
+            return step >= self.evaluated_step + self.step_interval or (is_last and step > self.evaluated_step)
         return step > self.evaluated_step and (time.monotonic() >= self._next_time or is_last)
 
     def _evaluate(self) -> None:
@@ -199,12 +213,12 @@ class EvaluationLoop:
         if evaluation is None:
             return
         self.evaluated_step = evaluation.step
-        self._next_time = started + self.args.evaluation_interval
+        self._next_time = started + self.interval
         values = evaluation_values(evaluation)
         logger.info(
             f"{describe_evaluation(evaluation.step, values)}\t({time.monotonic() - started:.1f} s, from {donor})"
         )
         self.reporter.report_evaluation(evaluation.step, values)
-        lifetime = min(MAX_LIFETIME, 4 * self.args.evaluation_interval + 600)
+        lifetime = min(MAX_LIFETIME, 4 * self.interval + 600)
         key = f"{self.run_id}_evaluation"
         utils.store_record(self.peer.dht, key, self.peer.public_key, evaluation.dict(), lifetime)

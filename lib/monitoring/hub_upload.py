@@ -20,7 +20,6 @@ from typing import BinaryIO
 from hivemind.utils import get_logger
 from transformers import PretrainedConfig
 
-from arguments import TrainingMonitorArguments
 from lib.common.atomic_files import temporary_folder
 from lib.common.backoff import Backoff
 from lib.common.errors import UserError, describe
@@ -41,24 +40,27 @@ FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0  # seconds between attempts; each fail
 _STATE_FILES = (STATE_FILE, "collaboration.json")
 
 
-def make_facts(args: TrainingMonitorArguments, run_id: str, config: PretrainedConfig) -> CardFacts:
+def make_facts(
+    repo_id: str, run_id: str, config: PretrainedConfig, license: str | None = None, language: str | None = None
+) -> CardFacts:
+    """What the model card says of a run's model."""
     return CardFacts(
-        repo_id=args.repo_id,
+        repo_id=repo_id,
         run_id=run_id,
         model_type=config.model_type,
         model_class=get_model_class(config).__name__,
         objective=get_objective(config),
-        license=args.license,
-        language=args.language,
+        license=license,
+        language=language,
     )
 
 
-def check_repo(args: TrainingMonitorArguments, facts: CardFacts) -> None:
+def check_repo(facts: CardFacts, private: bool = False) -> None:
     """See to it that the repository is there and may be written to. A Hub that cannot be reached is only a warning.
 
     :raises UserError: if there is no token, or it may not write, or the Hub refuses the card's metadata
     """
-    command = [*_command(args), f"--metadata={make_metadata(facts).to_yaml()}"]
+    command = [*_command(facts.repo_id, private), f"--metadata={make_metadata(facts).to_yaml()}"]
     try:
         result = subprocess.run(command, env=_environment(), capture_output=True, timeout=CHECK_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -68,12 +70,12 @@ def check_repo(args: TrainingMonitorArguments, facts: CardFacts) -> None:
     if code == 1:
         raise UserError(f"--repo_id: {reason}")
     if code != 0:
-        logger.warning(f"Cannot check whether '{args.repo_id}' may be written to: {reason}. Uploads will be tried")
+        logger.warning(f"Cannot check whether '{facts.repo_id}' may be written to: {reason}. Uploads will be tried")
 
 
-def _command(args: TrainingMonitorArguments) -> list[str]:
-    command = [sys.executable, "-W", "ignore", "-m", hub_worker.__name__, args.repo_id, f"--parent={os.getpid()}"]
-    return [*command, "--private"] if args.private_repo else command
+def _command(repo_id: str, private: bool) -> list[str]:
+    command = [sys.executable, "-W", "ignore", "-m", hub_worker.__name__, repo_id, f"--parent={os.getpid()}"]
+    return [*command, "--private"] if private else command
 
 
 def _environment() -> dict[str, str]:
@@ -103,17 +105,24 @@ class HubUploader:
 
     :param facts: see `make_facts`
     :param initial_peers: addresses through which newcomers join over the internet; none if they cannot
+    :param folder: of the checkpoints
+    :param private: whether a repository that has to be created is private
+    :param interval: seconds between two uploads
+    :param with_training_state: upload the optimizer's state, too
     """
 
     def __init__(
         self,
-        args: TrainingMonitorArguments,
+        folder: Path,
         facts: CardFacts,
         contributors: Contributors,
         initial_peers: Sequence[str] = (),
+        private: bool = False,
+        interval: float = 3600.0,
+        with_training_state: bool = False,
     ):
-        self.args, self.facts, self.contributors, self.initial_peers = args, facts, contributors, initial_peers
-        self.folder = Path(args.output_dir)
+        self.folder, self.facts, self.contributors, self.initial_peers = folder, facts, contributors, initial_peers
+        self.private, self.interval, self.with_training_state = private, interval, with_training_state
         self.uploaded: str | None = None  # the checkpoint's name
         self._upload: _Upload | None = None
         self._due_at = float("-inf")
@@ -160,7 +169,8 @@ class HubUploader:
                 return
             output = stack.enter_context(tempfile.TemporaryFile())
             message = f"Step {step} of {' '.join(self.facts.run_id.split())}"
-            command = [*_command(self.args), f"--folder={folder}", f"--message={message}", f"--tag=step-{step}"]
+            command = _command(self.facts.repo_id, self.private)
+            command += [f"--folder={folder}", f"--message={message}", f"--tag=step-{step}"]
             process = subprocess.Popen(
                 command, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output
             )
@@ -168,7 +178,7 @@ class HubUploader:
 
     def _fill(self, folder: Path, checkpoint: Path, step: int) -> None:
         """Put what goes up into a folder."""
-        left_out = {"README.md"} if self.args.upload_training_state else {"README.md", *_STATE_FILES}
+        left_out = {"README.md"} if self.with_training_state else {"README.md", *_STATE_FILES}
         for path in checkpoint.iterdir():  # one that was downloaded from the Hub has its card and a hidden folder
             if path.name not in left_out and not path.is_dir():
                 _link(path, folder / path.name)
@@ -193,8 +203,8 @@ class HubUploader:
         else:
             self.uploaded = upload.checkpoint.name
             self._backoff.reset()
-            self._due_at = upload.started + self.args.upload_interval
-            logger.info(f"Uploaded {upload.checkpoint.name} to {self.args.repo_id}")
+            self._due_at = upload.started + self.interval
+            logger.info(f"Uploaded {upload.checkpoint.name} to {self.facts.repo_id}")
 
     def _end(self) -> None:
         upload, self._upload = self._upload, None
@@ -205,7 +215,7 @@ class HubUploader:
 
     def _fail(self, reason: str) -> None:
         pause = self._backoff.fail()
-        logger.warning(f"Could not upload to {self.args.repo_id}: {reason}; trying again in {pause:.0f} seconds")
+        logger.warning(f"Could not upload to {self.facts.repo_id}: {reason}; trying again in {pause:.0f} seconds")
 
 
 def _link(source: Path, target: Path) -> None:

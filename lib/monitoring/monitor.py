@@ -1,8 +1,6 @@
 """What the training monitor does: turns the trainers' records into one report a step, and keeps checkpoints."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +8,6 @@ from hivemind.utils import get_dht_time, get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import utils
-from arguments import HyperparameterArguments, TrainingMonitorArguments
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport, parse_usernames
@@ -21,7 +18,6 @@ from lib.peer.peer import Peer
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm
-from lib.training.observer import open_observer
 from utils import Evaluation, MonitorStatus
 
 logger = get_logger(__name__)
@@ -40,6 +36,10 @@ class CheckpointKeeper:
     since the checkpoint.
 
     Downloads take as long as the network does, so they run in a thread.
+
+    :param step_interval: global steps between two checkpoints
+    :param keep: the newest so many checkpoints stay
+    :param retry_period: seconds after the first failure; they grow with each further one
     """
 
     def __init__(
@@ -48,15 +48,17 @@ class CheckpointKeeper:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         run_id: str,
-        args: TrainingMonitorArguments,
+        folder: Path,
+        step_interval: int = 5,
+        keep: int = 2,
+        retry_period: float = 30.0,
     ):
         self.averager, self.model, self.tokenizer = averager, model, tokenizer
-        self.run_id, self.args = run_id, args
-        self.folder = Path(args.output_dir)
+        self.run_id, self.folder, self.step_interval, self.keep = run_id, folder, step_interval, keep
         self.saved_step = self._reported_step = -1
         averager.credible_epoch = self._credible_epoch
         # A step that was made up has no state, and each try costs the trainers bandwidth.
-        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
+        self._backoff = Backoff(first=retry_period, longest=MAX_PAUSE)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
         self._pending: Future | None = None
 
@@ -79,7 +81,7 @@ class CheckpointKeeper:
     def update(self, step: int, trainers_are_leaving: bool) -> None:
         """Called after each look at the metrics: `step` is the newest that trainers reported, -1 if none."""
         self._reported_step = step
-        interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
+        interval = 1 if trainers_are_leaving else self.step_interval
         next_step = max(self.saved_step, 0) + interval
         is_idle = self._pending is None or self._pending.done()
         if step >= next_step and is_idle and self._backoff.is_over:
@@ -104,7 +106,7 @@ class CheckpointKeeper:
             path = checkpoints.save_checkpoint(self.folder, self.model, self.tokenizer, state, info)
             self._offer(state.step)
             logger.info(f"Saved {path}")
-            checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)
+            checkpoints.remove_old_checkpoints(self.folder, keep=self.keep)
             self._backoff.reset()
         except Exception as error:
             self._backoff.fail()
@@ -114,29 +116,13 @@ class CheckpointKeeper:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-@contextlib.contextmanager
-def open_keeper(
-    peer: Peer,
-    run_id: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    hyperparameters: HyperparameterArguments,
-    args: TrainingMonitorArguments,
-    load_state_timeout: float,
-) -> Iterator[CheckpointKeeper]:
-    """A keeper that offers the newest checkpoint in its folder, if there is one. Call it in the main thread."""
-    with open_observer(model, peer, run_id, hyperparameters, load_state_timeout) as averager:
-        keeper = CheckpointKeeper(averager, model, tokenizer, run_id, args)
-        with contextlib.closing(keeper):
-            keeper.restore()
-            yield keeper
-
-
 class TrainingMonitor:
     """Watches a run: one report for each global step.
 
     :param keeper: keeps checkpoints, None to keep none
     :param uploader: uploads them, None to keep them here
+    :param refresh_period: seconds between two calls of `refresh`
+    :param leaderboard_interval: global steps between two leaderboards in the log
     """
 
     def __init__(
@@ -148,10 +134,12 @@ class TrainingMonitor:
         contributors: Contributors,
         keeper: CheckpointKeeper | None,
         uploader: HubUploader | None,
-        args: TrainingMonitorArguments,
+        refresh_period: float = 30.0,
+        leaderboard_interval: int = 5,
     ):
         self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
-        self.contributors, self.keeper, self.uploader, self.args = contributors, keeper, uploader, args
+        self.contributors, self.keeper, self.uploader = contributors, keeper, uploader
+        self.refresh_period, self.leaderboard_interval = refresh_period, leaderboard_interval
         self._refused_logged_at = float("-inf")
         self._client_mode_alarm = ClientModeAlarm()
         self._evaluated: dict[bytes, int] = {}  # an evaluator's public key -> its newest step that was reported
@@ -197,7 +185,7 @@ class TrainingMonitor:
 
     def _leaderboard(self, step: int) -> dict[str, int]:
         """Log who has contributed most, as often as checkpoints are saved, and return it for the curves."""
-        if step < self._leaders_shown_at + self.args.save_checkpoint_step_interval or not len(self.contributors):
+        if step < self._leaders_shown_at + self.leaderboard_interval or not len(self.contributors):
             return {}
         self._leaders_shown_at = step
         logger.info(format_leaderboard(self.contributors))
@@ -228,7 +216,7 @@ class TrainingMonitor:
             stores_checkpoints=self.keeper is not None,
             checkpoint_step=-1 if self.keeper is None else self.keeper.saved_step,
         )
-        lifetime = 4 * self.args.refresh_period + 60
+        lifetime = 4 * self.refresh_period + 60
         utils.store_record(
             self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime=lifetime
         )

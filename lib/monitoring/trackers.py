@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arguments import EvaluatorArguments, TrainingMonitorArguments
 from lib.common.errors import describe
 from lib.monitoring.aggregation import StepReport
 from utils import Evaluation
@@ -30,22 +29,23 @@ MAX_WAITING_LINES = 100_000  # about 20 MB; a run has 125 000 steps
 _BLOCK = 64 * 1024
 
 
-def make_reporters(args: TrainingMonitorArguments | EvaluatorArguments, run_id: str) -> "Reporters":
+def make_reporters(
+    output_dir: Path, run_id: str, report_to: str = "none", wandb_project: str | None = None
+) -> "Reporters":
     """The files in the output folder, and the dashboard that --report_to asks for.
 
     :raises OSError: if the output folder or a file there cannot be written to
     """
-    output_dir = Path(args.output_dir)
     metrics_file = MetricsFile(output_dir)
     dashboard = None
-    if args.report_to != "none":
+    if report_to != "none":
         try:
             from lib.monitoring.dashboards import Dashboard, build_tracker
 
-            tracker = build_tracker(args.report_to, output_dir, run_id, args.wandb_project)
+            tracker = build_tracker(report_to, output_dir, run_id, wandb_project)
             dashboard = Dashboard(tracker, metrics_file.path)
         except Exception as error:
-            message = f"No {args.report_to}: {describe(error)}; see {metrics_file.path} instead"
+            message = f"No {report_to}: {describe(error)}; see {metrics_file.path} instead"
             logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
     return Reporters(metrics_file, MetricsFile(output_dir, "evaluations.jsonl"), dashboard)
 

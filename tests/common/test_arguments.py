@@ -7,11 +7,13 @@ import pytest
 
 import run_evaluator
 import run_training_monitor
-from arguments import TRAINER_ARGUMENTS, InvitationArguments, RevocationArguments, TokenizationArguments
+from arguments import TRAINER_ARGUMENTS
+from invite import InvitationArguments, RevocationArguments
 from lib.common.argument_parser import ArgumentParser, endpoint_to_maddrs, translate_old_names
 from lib.common.checks import ArgumentsError
 from lib.common.cli import parse_arguments
 from tests.support.peers import ROOT
+from tokenize_wikitext103 import TokenizationArguments
 
 PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 PEER = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-from arguments import TokenizationArguments
 from lib.common.cli import parse_arguments
 from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVE_OF_MODEL, OBJECTIVES
 from lib.data.packing import SCHEMAS
 from tests.support.peers import ROOT
+from tokenize_wikitext103 import TokenizationArguments
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())

@@ -22,13 +22,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from arguments import DatasetArguments, TokenizationArguments
+from arguments import DatasetArguments
 from lib.common.errors import UserError, describe
 from lib.data import archive
 from lib.data import download as fetch
 from lib.data.archive import DATASET, TOKENIZER, file_sha256, unpack_archive, write_archive
 from lib.data.download import fetch_data, public_address
 from tests.support.peers import LOCAL, ROOT, Script, wait_until
+from tokenize_wikitext103 import TokenizationArguments
 
 SECRET = "hunter2"
 

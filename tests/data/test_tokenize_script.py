@@ -21,7 +21,7 @@ import torch
 from transformers import AlbertConfig, AlbertForPreTraining, AutoTokenizer, BertConfig, set_seed
 
 import tokenize_wikitext103
-from arguments import DatasetArguments, LocalTrainingArguments, TokenizationArguments
+from arguments import DatasetArguments, LocalTrainingArguments
 from lib.common.atomic_files import new_file, new_folder, temporary_folder
 from lib.common.errors import UserError, describe
 from lib.data import corpus
@@ -31,6 +31,7 @@ from lib.data.loading import Manifest, load_datasets, load_training_data, make_c
 from lib.data.packing import SCHEMAS
 from lib.data.tokenizers import train_tokenizer
 from tests.support.peers import ROOT
+from tokenize_wikitext103 import TokenizationArguments
 
 SCRIPT = ROOT / "tokenize_wikitext103.py"
 

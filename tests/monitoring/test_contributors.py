@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 import utils
-from arguments import TrainingMonitorArguments
 from lib.common import json_file
 from lib.monitoring import contributors
 from lib.monitoring.aggregation import MetricsAggregator, PeerStep, StepReport, parse_usernames
@@ -140,10 +139,9 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
     views: dict = {}
     monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key: views.get(key, {}))
     monkeypatch.setattr(utils, "store_record", lambda *_args, **_options: None)
-    args = TrainingMonitorArguments(output_dir=str(tmp_path), save_checkpoint_step_interval=2)
     reporter, counted = FakeReporter(), Contributors(tmp_path, "run")
     peer = SimpleNamespace(dht=None, public_key=b"monitor")
-    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, counted, None, None, args)
+    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, counted, None, None, leaderboard_interval=2)
     views["run_peers"] = {b"[owner:a]": SimpleNamespace(value={"username": "al\ni/<c>e", "leaving": False})}
     for step in range(1, 5):
         metric = {"step": step, "samples_per_second": 1.0, "samples_accumulated": 8, "loss": 2.0, "mini_steps": 1}

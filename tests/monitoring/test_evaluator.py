@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from arguments import DatasetArguments, EvaluatorArguments
+from arguments import DatasetArguments
 from lib.common.objectives import OBJECTIVE_OF_MODEL
 from lib.data.loading import load_validation_data
 from lib.monitoring.evaluation import Evaluator, Tallies, _add, _summarize
@@ -59,7 +59,7 @@ def evaluate(data):
     model = build_model(config, "run")
 
     def evaluate(should_stop=lambda: False, **options):
-        evaluator = Evaluator(dataset, collator, EvaluatorArguments(use_cpu=True, **options), should_stop)
+        evaluator = Evaluator(dataset, collator, should_stop, use_cpu=True, **options)
         return evaluator.evaluate(model, "mlm_sop", step=1), model
 
     return evaluate

@@ -13,7 +13,6 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoTokenizer
 
-from arguments import TrainingMonitorArguments
 from lib.common.errors import UserError
 from lib.monitoring import hub_upload as upload
 from lib.monitoring.aggregation import PeerStep, StepReport
@@ -40,19 +39,15 @@ def hub(monkeypatch, tmp_path) -> FakeHub:
         yield hub
 
 
-def make_args(folder: Path, **options) -> TrainingMonitorArguments:
-    return TrainingMonitorArguments(**{"output_dir": str(folder / "out"), "repo_id": "me/model", **options})
-
-
 @pytest.fixture
 def make_uploader(tmp_path):
     """Uploaders that are closed at the end of the test."""
     uploaders = []
 
     def make_uploader(**options) -> HubUploader:
-        args = make_args(tmp_path, **options)
-        contributors = Contributors(Path(args.output_dir), "my run")
-        uploader = HubUploader(args, make_facts(args, "my run", CONFIG), contributors, ["/dns4/x.org/tcp/1/p2p/Qm"])
+        folder = tmp_path / "out"
+        facts, contributors = make_facts("me/model", "my run", CONFIG), Contributors(folder, "my run")
+        uploader = HubUploader(folder, facts, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], **options)
         uploaders.append(uploader)
         return uploader
 
@@ -111,7 +106,7 @@ def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, capl
 
 
 def test_training_state_goes_up_where_asked_for(hub, make_uploader):
-    uploader = make_uploader(upload_training_state=True, private_repo=True)
+    uploader = make_uploader(with_training_state=True, private=True)
     save(uploader, 7)
     upload_newest(uploader)
     assert {"training_state.pt", "collaboration.json"} < set(hub.files)
@@ -130,7 +125,7 @@ def test_checkpoint_that_came_from_the_hub_goes_up_without_what_the_download_lef
 
 
 def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make_uploader):
-    uploader = make_uploader(upload_interval=3600)
+    uploader = make_uploader(interval=3600)
     save(uploader, 1)
     upload_newest(uploader)
     save(uploader, 2)
@@ -205,7 +200,7 @@ def test_pauses_grow_and_begin_anew_after_a_success(hub, make_uploader, monkeypa
     monkeypatch.setattr(upload, "FIRST_PAUSE", 0.2)
     monkeypatch.setattr(upload, "LONGEST_PAUSE", 0.4)
     hub.refusals = {"/commit/": [500, 500, 500]}
-    uploader = make_uploader(upload_interval=0)
+    uploader = make_uploader(interval=0)
     pauses = []
     monkeypatch.setattr(
         uploader, "_fail", lambda reason, fail=uploader._fail: (pauses.append(uploader._backoff.pause), fail(reason))
@@ -260,35 +255,34 @@ def test_full_disk_is_one_line(hub, make_uploader, monkeypatch, caplog):
 # Before the run
 
 
-def check(folder: Path, **options) -> None:
-    args = make_args(folder, **options)
-    check_repo(args, make_facts(args, "run", CONFIG))
+def check(repo_id: str = "me/model", private: bool = False, **options) -> None:
+    check_repo(make_facts(repo_id, "run", CONFIG, **options), private)
 
 
 def test_check_creates_the_repository(hub, tmp_path):
-    check(tmp_path, private_repo=True, license="apache-2.0", language="en")
+    check(private=True, license="apache-2.0", language="en")
     assert hub.repos == {"me/model": True} and hub.commits == []
-    check(tmp_path)  # it is there already
+    check()  # it is there already
 
 
 def test_no_token_is_told_before_the_run(hub, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserError, match="--repo_id: no token .*hf auth login"):
-        check(tmp_path)
+        check()
 
 
 def test_stored_token_is_found(hub, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text(TOKEN)
-    check(tmp_path)
+    check()
     assert hub.repos
 
 
 def test_wrong_token_is_told_before_the_run(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_Wrong")
     with pytest.raises(UserError, match="does not accept the token") as caught:
-        check(tmp_path)
+        check()
     assert "hf_Wrong" not in str(caught.value)
 
 
@@ -300,19 +294,19 @@ def test_token_that_may_not_write_is_told_before_the_run(hub, tmp_path, exists):
     else:
         hub.refusals = {"/api/models/": [404]}
     with pytest.raises(UserError, match="may not write to 'me/model'"):
-        check(tmp_path)
+        check()
 
 
 def test_license_that_the_hub_does_not_know_is_told_before_the_run(hub, tmp_path):
     with pytest.raises(UserError, match="--license or --language.*must be one of") as caught:
-        check(tmp_path, license="my-own")
+        check(license="my-own")
     assert "\n" not in str(caught.value)
 
 
 def test_offline_mode_is_told_before_the_run(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
-        check(tmp_path)
+        check()
 
 
 @pytest.mark.parametrize("trouble", ["closed", "silent", "broken"])
@@ -324,7 +318,7 @@ def test_hub_that_cannot_be_reached_is_a_warning(hub, tmp_path, monkeypatch, cap
         monkeypatch.setattr(upload, "CHECK_TIMEOUT", 5.0)
     else:
         hub.refusals = {"/repos/create": [503]}
-    check(tmp_path)
+    check()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "Uploads will be tried" in record.message
     assert child_processes() == []

@@ -9,7 +9,6 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import AutoConfig, AutoTokenizer
 
-from arguments import TrainingMonitorArguments
 from lib.monitoring.aggregation import PeerStep, StepReport
 from lib.monitoring.contributors import Contributor, Contributors
 from lib.monitoring.hub_upload import make_facts
@@ -176,7 +175,7 @@ def test_snippet_loads_the_model(tmp_path, data, model_type):
     model = build_model(config, "run")
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(tmp_path)
-    facts = make_facts(TrainingMonitorArguments(repo_id="me/model"), "run", config)
+    facts = make_facts("me/model", "run", config)
     card = make_card(facts, 1, [], Contributors(tmp_path, "run"), [])
     namespace: dict = {}
     exec(card.text.split("```python\n")[1].split("```")[0].replace("me/model", str(tmp_path)), namespace)

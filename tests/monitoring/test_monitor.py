@@ -7,7 +7,6 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 import utils
-from arguments import TrainingMonitorArguments
 from lib.monitoring.aggregation import MAX_OVERSHOOT, MetricsAggregator
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
@@ -42,7 +41,7 @@ def test_monitor_bounds_a_peer_by_the_target_batch_size_that_trainers_tell_of(tm
     monitor = TrainingMonitor(
         SimpleNamespace(dht=None, public_key=b"monitor"), "run", MetricsAggregator(),
         SimpleNamespace(report=lambda report, extra: reports.append(report)), Contributors(tmp_path, "run"),
-        keeper=None, uploader=None, args=TrainingMonitorArguments(output_dir=str(tmp_path)),
+        keeper=None, uploader=None,
     )  # fmt: skip
     monitor.refresh()
     assert [(report.step, report.samples) for report in reports] == [(1, 100 + MAX_OVERSHOOT * 100)]

@@ -12,7 +12,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 import invite as invite_script
-from arguments import InvitationArguments, RevocationArguments
+from invite import InvitationArguments, RevocationArguments
 from lib.common.errors import UserError
 from lib.peer.invitations import (
     SECONDS_A_DAY,

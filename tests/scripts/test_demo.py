@@ -17,12 +17,13 @@ from rich.console import Console
 
 import run_local_demo
 import run_training_monitor
-from arguments import TRAINER_ARGUMENTS, DemoArguments, TokenizationArguments
+from arguments import TRAINER_ARGUMENTS
 from lib.common.checks import ArgumentsError
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from run_local_demo import (
     Command,
+    DemoArguments,
     Result,
     View,
     Workers,
@@ -38,6 +39,7 @@ from run_local_demo import (
     trainer_command,
 )
 from tests.support.peers import ROOT, Script, hold_until_all_begin, wait_until
+from tokenize_wikitext103 import TokenizationArguments
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"
 STEPS = [

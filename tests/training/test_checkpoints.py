@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertForPreTraining
 
-from arguments import TrainingMonitorArguments
 from lib.common.atomic_files import lock_folder, remove_leftovers
 from lib.common.errors import UserError
 from lib.monitoring.monitor import CheckpointKeeper
@@ -138,8 +137,9 @@ def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
 
 
 def make_keeper(folder: Path, averager: FakeAverager, **options) -> CheckpointKeeper:
-    args = TrainingMonitorArguments(output_dir=str(folder), refresh_period=0.01, **options)
-    return CheckpointKeeper(averager, build_model(CONFIG, "run"), FakeTokenizer(), "run", args)
+    return CheckpointKeeper(
+        averager, build_model(CONFIG, "run"), FakeTokenizer(), "run", folder, retry_period=0.01, **options
+    )
 
 
 def test_monitor_retries_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch, caplog):
@@ -167,7 +167,7 @@ def test_monitor_retries_a_checkpoint_that_could_not_be_written(tmp_path, monkey
     ("step", "leaving", "is_due"), [(-1, False, False), (4, False, False), (5, False, True), (4, True, True)]
 )
 def test_checkpoint_is_due_every_interval_and_when_trainers_leave(tmp_path, step, leaving, is_due):
-    keeper = make_keeper(tmp_path, FakeAverager(step=max(step, 0)), save_checkpoint_step_interval=5)
+    keeper = make_keeper(tmp_path, FakeAverager(step=max(step, 0)), step_interval=5)
     keeper.update(step, leaving)
     assert (keeper._pending is not None) == is_due
     keeper.close()
@@ -201,7 +201,7 @@ def test_monitor_saves_what_a_revived_run_does_again(tmp_path):
     """The trainers were killed after step 17 was reported, and before a state after step 10 was saved."""
     save(tmp_path, 10)
     averager = FakeAverager(step=10)
-    keeper = make_keeper(tmp_path, averager, save_checkpoint_step_interval=5)
+    keeper = make_keeper(tmp_path, averager, step_interval=5)
     keeper.restore()
     for step in range(10, 15):
         averager.step = step
