@@ -1,8 +1,10 @@
-"""One all-reduce of gradients and parameters in a group whose members may lie, fail or leave.
+"""All-reduce of gradients and parameters in a group whose members may be malicious, fail or leave.
 
-hivemind's runner and reducer (hivemind/averaging/allreduce.py, partition.py), with these differences: parameters and
-gradients have separate weights; what a sender contributes is bounded; nobody waits for a peer that is known to be
-absent.
+Extends hivemind's runner, reducer and container (hivemind/averaging/allreduce.py, partition.py):
+
+- Gradients and parameters have separate weights.
+- Received parts are checked against bounds.
+- The round does not wait for a peer that is known to be absent.
 """
 
 import math
@@ -25,25 +27,26 @@ from hivemind.proto import averaging_pb2
 
 from lib.averaging.wire import TensorSpec, check_tensor
 
-# The weight of a peer without samples. Not 0: a part that all senders have weight 0 for would be 0/0.
+# Weight of a peer without samples. Not 0: a part for which all senders have weight 0 would be 0/0.
 MIN_WEIGHT = 1e-6
-# Of a gradient that a peer has clipped to the bound: compression adds up to some percent.
+# Tolerance for the norm of a clipped gradient: compression adds up to some percent.
 NORM_TOLERANCE = 1.1
-MAX_GRADIENT_NORM = 1e12  # where clipping is switched off: its square must not overflow in the optimizer's statistics
-# Of an averaged gradient, relative to the bound on a part: the part and the difference that answers it are both
-# compressed, with errors below their norms. Quantile8 makes 1.12 of 1.0 if one element is most of a part.
+MAX_GRADIENT_NORM = 1e12  # bound without clipping: the square must not overflow in the optimizer's statistics
+# Tolerance for the norm of an averaged gradient, relative to the bound on a part. The part and the returned difference
+# are both compressed, with errors below their norms. Quantile8 turns 1.0 into 1.12 if one element dominates a part.
 AVERAGE_TOLERANCE = 4.0
-MAX_RMS = 1e4  # of the elements of a parameter part: no model of the supported families comes near
+MAX_RMS = 1e4  # of the elements of a parameter part; models of the supported families stay far below
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an honest peer's contribution to a round stays below.
+    """Bounds on the contribution of an honest peer to a round.
 
-    :param weight: samples in one step
-    :param gradient_norm: of a whole contribution, so of each part, too; 0: not bounded
-    :param parameter_step: how far an element of the parameters may be from ours beyond half of our part's norm, as a
-      root mean square; None: our own parameters are no reference (an auxiliary peer, a peer that missed an update)
+    :param weight: samples in one global step
+    :param gradient_norm: norm of a whole contribution, and so of each part; 0: no bound
+    :param parameter_step: root mean square, per element, by which a parameter part may differ from this peer's own
+      part, in addition to half of the own part's norm. None: this peer's parameters are no reference (auxiliary peer,
+      peer that missed an update)
     """
 
     weight: float = math.inf
@@ -53,7 +56,7 @@ class Bounds:
     def find_violation(
         self, info: CompressionInfo, part: torch.Tensor, own_part: torch.Tensor, weight: float
     ) -> str | None:
-        """Say what is wrong with a part that another peer sent; None if nothing is."""
+        """Describe how a part from another peer violates the bounds; None if it does not."""
         norm = _norm(part)
         if not math.isfinite(norm):
             return "values that are not finite"
@@ -74,16 +77,16 @@ class Bounds:
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    """In double precision: squares of what a stranger sends overflow in single precision."""
+    """Compute the L2 norm in double precision: squares of untrusted values overflow in single precision."""
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 class SafeTensorPartReducer(TensorPartReducer):
-    """hivemind's reducer, which bans a sender whose part violates the bounds for the rest of the round."""
+    """Reducer that bans a sender for the rest of the round if its part violates the bounds."""
 
     def __init__(self, *args, **kwargs):
-        self.violations: dict[int, str] = {}  # index of a sender -> what it did
-        self.weights: dict[int, float] = {}  # index of a sender -> its weight in the average of the gradients
+        self.violations: dict[int, str] = {}  # sender index -> violation
+        self.weights: dict[int, float] = {}  # sender index -> weight of its gradients
         self._infos: Sequence[CompressionInfo] = ()
         self._own_parts: Sequence[torch.Tensor] = ()
         self._bounds, self._own_index = Bounds(), -1
@@ -92,7 +95,7 @@ class SafeTensorPartReducer(TensorPartReducer):
     def check_parts(
         self, infos: Sequence[CompressionInfo], own_parts: Sequence[torch.Tensor], bounds: Bounds, own_index: int
     ) -> None:
-        """Set what the parts of others are compared with. Call it before the first part arrives."""
+        """Set the reference parts and bounds for other senders. Call it before the first part arrives."""
         self._infos, self._own_parts, self._bounds, self._own_index = infos, own_parts, bounds, own_index
 
     async def accumulate_part(
@@ -113,17 +116,17 @@ class SafeTensorPartReducer(TensorPartReducer):
 
 
 class SafeTensorPartContainer(TensorPartContainer):
-    """hivemind's container, which keeps our own values where a reducer's answer violates the bounds."""
+    """Container that keeps this peer's values where a reducer's answer violates the bounds."""
 
     def __init__(self, *args, **kwargs):
-        self.violations: dict[int, str] = {}  # index of a reducer -> what it answered
+        self.violations: dict[int, str] = {}  # reducer index -> violation
         self.bounds, self.own_index = Bounds(), -1
         super().__init__(*args, **kwargs)
 
     def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
-        """Accept the difference between the average of a part and our own values of it.
+        """Accept the difference between the average of a part and this peer's own part.
 
-        :raises AllreduceException: if the average is more than honest senders can have made
+        :raises AllreduceException: if the average exceeds what honest senders can produce
         """
         if peer_index != self.own_index:
             own_part, info = self._input_parts_by_peer[peer_index][part_index]
@@ -131,7 +134,7 @@ class SafeTensorPartContainer(TensorPartContainer):
                 violation = f"a part of shape {tuple(part.shape)} instead of {tuple(own_part.shape)}"
             elif part.any():
                 violation = self.bounds.find_violation(info, own_part + part, own_part, weight=1.0)
-            else:  # zeros: of a reducer that has failed
+            else:  # zeros: hivemind registers them for a reducer that has failed
                 violation = None
             if violation is not None:
                 self.violations[peer_index] = violation
@@ -140,7 +143,7 @@ class SafeTensorPartContainer(TensorPartContainer):
 
 
 class _ClosingStub:
-    """A peer's averager, whose answers to `rpc_aggregate_part` end with the last one that a round expects."""
+    """Stub of a peer's averager that closes the stream of `rpc_aggregate_part` after the last expected answer."""
 
     def __init__(self, stub: StubBase, peer: PeerID, runner: "SafeAllReduceRunner"):
         self.stub, self.peer, self.runner = stub, peer, runner
@@ -167,13 +170,13 @@ class _ClosingStub:
 
 
 class SafeAllReduceRunner(AllReduceRunner):
-    """One round of all-reduce.
+    """Runner of one round of all-reduce.
 
-    The stream to a peer is closed once the peer has answered all, see SafeAverager._then_linger.
+    The stream to a peer is closed once the peer has sent all answers, see `SafeAverager._then_linger`.
 
-    :param weight: of this peer's gradients: its samples
-    :param parameter_weight: of this peer's parameters, lower if they lack an update
-    :param bounds: what the parts of other senders are checked against
+    :param weight: averaging weight of this peer's gradients: its samples
+    :param parameter_weight: averaging weight of this peer's parameters; lower if they lack an update
+    :param bounds: bounds on the parts of other senders
     """
 
     def __init__(self, *args, parameter_weight: float, bounds: Bounds, **kwargs):
@@ -193,28 +196,28 @@ class SafeAllReduceRunner(AllReduceRunner):
         return self.weight if info.role == TensorRole.GRADIENT else self.parameter_weight
 
     def part_specs(self, peer: PeerID) -> list[TensorSpec]:
-        """The parts that a peer reduces: what it is sent, and what it answers."""
+        """Return the specs of the parts that a peer reduces. They hold for the parts sent and for the answers."""
         parts = self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(peer)]
         return [TensorSpec(tuple(part.shape)) for part, _ in parts]
 
     @property
     def received_fraction(self) -> float:
-        """The fraction of the elements whose average arrived; the others kept our own values."""
+        """Fraction of the elements whose average arrived; the other elements kept this peer's values."""
         container = self.tensor_part_container
         return 1.0 - container.failed_size / max(1, container.total_size)
 
     def sender_weights(self) -> dict[PeerID, float]:
-        """The weights of the senders, as far as this peer reduces a gradient part."""
+        """Return the gradient weights of the senders, known only if this peer reduces a gradient part."""
         return {self.sender_peer_ids[index]: weight for index, weight in self.tensor_part_reducer.weights.items()}
 
     def violations(self) -> dict[PeerID, str]:
-        """The members that were banned for what they sent or answered, and what it was."""
+        """Return the members that sent or answered values out of bounds, with the violation."""
         sent = {self.sender_peer_ids[i]: text for i, text in self.tensor_part_reducer.violations.items()}
         answered = {self.ordered_peer_ids[i]: text for i, text in self.tensor_part_container.violations.items()}
         return sent | answered
 
     async def forget_absent(self, peer: PeerID) -> None:
-        """Do not wait for a peer's first part: the round has ended there, or the peer was called off."""
+        """Stop waiting for a sender that has not started: its round has ended or was cancelled."""
         waits_for_it = peer in self.sender_peer_ids and peer not in self.active_senders | self.banned_senders
         if waits_for_it and self.part_specs(self.peer_id):
             await self._ban_sender(peer)
@@ -232,7 +235,10 @@ class SafeAllReduceRunner(AllReduceRunner):
     async def _check_parts(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Pass on what a sender sends; raise ValueError before anything is deserialized that is no part of ours."""
+        """Forward the messages of a sender, each checked before it is deserialized.
+
+        :raises ValueError: if a message is not the next part that this peer reduces
+        """
         specs = [TensorSpec(tuple(part.shape)) for part in self.parts_for_local_averaging]
         index = 0
         async for message in stream:

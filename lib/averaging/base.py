@@ -1,7 +1,7 @@
-"""What the two averagers of a peer have in common: a process that serves other peers and survives their faults.
+"""Base class of a peer's two averagers: a process that serves other peers and survives their faults.
 
-Workarounds for hivemind 1.1.12: weak references to tasks, SIGINT switched off in the caller, streams that close before
-the caller has read them, a shutdown that fails in the middle of a round.
+Workarounds for hivemind 1.1.12: weak references to tasks, SIGINT ignored in the calling process, streams closed before
+the caller has read all messages, a shutdown that fails during a round.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ logger = get_logger(__name__)
 
 
 def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
-    """hivemind's event loop, which keeps a reference to each task until the task is done.
+    """Install hivemind's event loop, with a strong reference to each task until the task is done.
 
-    asyncio keeps only weak references to tasks. Once the garbage collector has taken a round that waits for its
-    trigger, the peer finds no group until it is restarted.
+    asyncio keeps only weak references to tasks. Nothing else references a round that waits for its trigger. Once the
+    garbage collector has taken the round, the peer finds no group until it is restarted.
     """
     loop, tasks = switch_to_uvloop(), set()
 
@@ -36,12 +36,12 @@ def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
 
 
 class SafeAverager(DecentralizedAverager):
-    """hivemind's averager process with the workarounds that both averagers need."""
+    """hivemind's averager process, with the workarounds that both averagers need."""
 
-    LINGER_SECONDS = 5.0  # how long after the last answer the caller may take to close the stream
+    LINGER_SECONDS = 5.0  # time for the caller to close the stream after the last answer
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start the process. hivemind would also ignore SIGINT in the calling process from here on."""
+        """Start the process. Unlike hivemind's method, it leaves SIGINT enabled in the calling process."""
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)
@@ -49,11 +49,12 @@ class SafeAverager(DecentralizedAverager):
     async def _then_linger(
         self, messages: AsyncIterator[Message], seconds: float | None = None
     ) -> AsyncIterator[Message]:
-        """Pass on all messages, then give the caller time to close the stream.
+        """Forward all messages, then give the caller time to close the stream.
 
-        When a handler ends, libp2p's daemon closes its stream for reading and for writing. The first wakes the reader
-        there, which takes it for an error and may reset the stream before the second is done; the caller's daemon then
-        discards what it has not passed on yet. One round of averaging in some 700 lost its results this way.
+        When a handler ends, libp2p's daemon closes its stream for reading, then for writing. The first close wakes the
+        daemon's reader, which takes it for an error and may reset the stream before the second close is done. The
+        caller's daemon then discards the messages that it has not delivered yet. One round in some 700 lost its
+        results this way.
         """
         has_sent = False
         async for message in messages:
@@ -65,12 +66,12 @@ class SafeAverager(DecentralizedAverager):
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Send our state to a peer, as in hivemind."""
+        """Send this peer's state to another peer, as in hivemind."""
         async for message in self._then_linger(super().rpc_download_state(request, context)):
             yield message
 
     async def _shutdown(self, _timeout: float | None) -> None:
-        """Answer no more calls and break off the rounds under way; hivemind's raises if there is one."""
+        """Remove the RPC handlers and cancel running rounds. hivemind's method raises if a round is running."""
         if not self.client_mode:
             await self.remove_p2p_handlers(self._p2p, namespace=self.prefix)
         for running_round in self._running_groups.values():

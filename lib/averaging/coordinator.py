@@ -1,4 +1,4 @@
-"""How a peer gets from "a global step is due" to the result of its round, whatever the other peers do meanwhile."""
+"""Coordination of a peer's rounds: from a due global step to the outcome of its round, whatever other peers do."""
 
 import json
 import logging
@@ -18,28 +18,29 @@ from lib.averaging.rounds import RoundAverager, RoundResult
 logger = get_logger(__name__)
 
 POLL_SECONDS = 0.05
-# Between two looks at the others' progress while a round waits for them; twice as long after each, up to the second.
+# Interval between two reads of the progress reports while a round waits for other peers: doubled after each read, up
+# to the maximum.
 LOOK_SECONDS, MAX_LOOK_SECONDS = 0.5, 2.0
-# How long reports must show that nobody will come any more before a search is given up.
+# Time for which the reports must give the same reason before a search is abandoned.
 GRACE_SECONDS = 1.0
 MAX_LOG_BYTES = 16 * 2**20
 
 
 class Outcome(Enum):
-    """How the round of a step ended at this peer."""
+    """Outcome of the round of a global step at this peer."""
 
     AVERAGED = "averaged"
-    ALONE = "alone"  # there is no other trainer at this step
-    MISSED = "missed"  # the others have completed the step without this peer
+    ALONE = "alone"  # no other trainer is at this step
+    MISSED = "missed"  # the other trainers have completed the step without this peer
     FAILED = "failed"  # other trainers are at this step, but no round with them succeeded
     STOPPED = "stopped"
 
 
 class RoundCoordinator:
-    """Looks for a group ahead of time, averages in it, and gives up when the others' reports say so.
+    """Searches for a group ahead of time, averages in it, and gives up when the progress reports say so.
 
-    :param matchmaking_time: seconds before a step is due at which the search for its group begins
-    :param averaging_timeout: seconds after which a round is given up although other trainers are at its step
+    :param matchmaking_time: seconds before a step is due at which the search for its group starts
+    :param averaging_timeout: seconds after which a round is abandoned even if other trainers are at its step
     """
 
     def __init__(
@@ -47,19 +48,19 @@ class RoundCoordinator:
     ):
         self.tracker, self.averager = tracker, averager
         self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
-        self.num_attempts = 0  # of the newest step
+        self.num_attempts = 0  # for the newest step
         self.last_error = ""
         self._timeout = averaging_timeout
         self._control: RoundControl | None = None
-        self._number: int | None = None  # the step that a round is under way for
-        self._told: tuple | None = None  # what the averager's process knows of the others
+        self._number: int | None = None  # step of the running round
+        self._told: tuple | None = None  # roster and finished step that the averager's process has received last
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         tracker.banned_peers = averager.banned_peers
         tracker.on_refresh = self.update_roster
 
     def update_roster(self) -> None:
-        """Tell the averager's process who may come to the next round. The tracker calls it after each look."""
+        """Send the roster of the next round to the averager's process. The tracker calls it after each refresh."""
         with self._lock:
             number = self.tracker.next_step if self._number is None else self._number
             roster = self.tracker.roster(number)
@@ -70,17 +71,17 @@ class RoundCoordinator:
 
     @property
     def is_requested(self) -> bool:
-        """Whether another peer looks for the group of the next step already."""
+        """Whether another peer already searches for the group of the next step."""
         return 0 <= self.averager.requested_number.value - self.tracker.next_step <= 1
 
     @property
     def has_group(self) -> bool:
-        """Whether the group of the next step has begun and waits for this peer."""
+        """Whether the group of the next step is formed and waits for this peer."""
         control = self._control
         return control is not None and control.has_group and control.number == self.tracker.next_step
 
     def look_ahead(self) -> None:
-        """Begin to look for the group of the next step if it will be due soon and others are there."""
+        """Start the search for the group of the next step if the step is due soon and other trainers are there."""
         number = self.tracker.next_step
         if self._control is not None and (self._control.done() or self._control.number != number):
             self.call_off()
@@ -98,15 +99,15 @@ class RoundCoordinator:
         return self._control
 
     def call_off(self) -> None:
-        """Leave the group of the next step, or stop looking for it."""
+        """Leave the group of the next step, or cancel the search for it."""
         control, self._control = self._control, None
         if control is not None:
             control.call_off()
 
     def average(self, number: int, weight: float, parameter_weight: float) -> tuple[Outcome, RoundResult | None]:
-        """Run the round of a step; the contribution is loaded. Call it after `tracker.begin_step`.
+        """Run the round of a step. Call it after the contribution was loaded and `tracker.begin_step` was called.
 
-        :returns: how it ended, and the result if it was AVERAGED
+        :returns: the outcome, and the result if the outcome is AVERAGED
         """
         self._number, self.num_attempts, self.last_error = number, 0, ""
         self.update_roster()
@@ -123,14 +124,14 @@ class RoundCoordinator:
             self.call_off()
         if outcome == Outcome.AVERAGED:
             self._timeout = self.averaging_timeout
-        elif outcome == Outcome.FAILED:  # the others may be out of reach: do not lose as much time on each step
+        elif outcome == Outcome.FAILED:  # the other peers may be unreachable: spend less time on the next step
             self._timeout = max(self._timeout / 2, 1.5 * self.matchmaking_time)
         return outcome, result
 
     def _attempt(
         self, number: int, weight: float, parameter_weight: float, deadline: float
     ) -> tuple[Outcome | None, RoundResult | None]:
-        """Look for a group and average in it; None for an outcome if it failed and can be tried again."""
+        """Search for a group and average in it. The outcome is None if the attempt failed and can be repeated."""
         control = self._control
         if control is None or control.done() or control.number != number:
             if (outcome := self._reason_to_give_up(number, deadline)) is not None:
@@ -172,22 +173,22 @@ class RoundCoordinator:
         return Outcome.FAILED if time.monotonic() >= deadline else None
 
     def stop(self) -> None:
-        """Break off the round under way and begin no other."""
+        """Cancel the running round and start no other."""
         self._stopped.set()
         self.call_off()
 
 
 class _QuietHandler(RotatingFileHandler):
-    """A full disk costs lines of the log, not the training."""
+    """Handler that warns if it cannot write the file: a full disk costs log lines, and training continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         logger.warning(f"Cannot write {self.baseFilename}")
 
 
 class RoundLog:
-    """One JSON line for each round, in a file that is rotated at 16 MiB.
+    """Log with one JSON line per round, in a file that is rotated at 16 MiB.
 
-    :param path: the file; it is appended to
+    :param path: the file; lines are appended
     """
 
     def __init__(self, path: Path):
@@ -195,6 +196,6 @@ class RoundLog:
         self._handler = _QuietHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True)
 
     def write(self, entry: dict) -> None:
-        """Append an entry."""
+        """Append an entry as a JSON line."""
         line = json.dumps(entry)
         self._handler.handle(logging.LogRecord("rounds", logging.INFO, "", 0, line, None, None))

@@ -1,7 +1,7 @@
 """One download of the training state: find the donors, ask them in turn, receive the state of one.
 
-Runs in the averager's process. Offers are unsigned records that any peer can write, so everything here is bounded:
-the time for a donor, the bytes, and the cost of deserializing them.
+Runs in the averager's process. Offers are unsigned records that any peer can write. The time per donor, the number of
+bytes, and the cost of deserializing them are therefore bounded.
 """
 
 import asyncio
@@ -32,25 +32,25 @@ DHT_TIMEOUT = 30.0  # seconds for reading the offers
 
 
 class StateLoadError(Exception):
-    """A state was offered, but cannot be used."""
+    """Raised if an offered state cannot be used."""
 
 
 class DoubtfulStepError(StateLoadError):
-    """The state is of a later step than the run is known to be at."""
+    """Raised if a state is of a later step than the run is known to be at."""
 
 
 class TooSlowError(Exception):
-    """A donor is too slow while others are left."""
+    """Raised if a donor is too slow while other donors are left."""
 
 
 @dataclass(frozen=True)
 class StateQuery:
-    """The state that is looked for.
+    """Request for a state.
 
-    :param min_epoch: the oldest step that is of use
-    :param credible_epoch: the newest step that the run is known to be at, None if nothing is known
-    :param only_metadata: ask for the step, not for the tensors
-    :param timeout: seconds in all
+    :param min_epoch: oldest acceptable step
+    :param credible_epoch: newest step that the run is known to be at; None if unknown
+    :param only_metadata: request the metadata, which contain the step, without the tensors
+    :param timeout: seconds for the whole download
     """
 
     min_epoch: int
@@ -60,19 +60,19 @@ class StateQuery:
 
 
 class StateDownload:
-    """Asks donors for their state until one has delivered.
+    """Asks donors in turn until one has delivered its state.
 
-    Order: donors whose step is credible, highest step first. The others follow only if none of these has sent
-    metadata with a credible step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports lag),
-    plus one for each second since the query, as no run makes more than a step a second.
+    Order: donors with a credible step first, highest step first. The other donors follow only if none of these has
+    sent metadata with a credible step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports
+    lag), plus one per second since the query: no run takes more than one step per second.
 
-    Time: all donors are dialed at once, MAX_DIALS at a time, so that offers of peers that do not exist cost little.
-    While other reachable donors are left, a donor may be silent for a quarter of the remaining time, and is abandoned
+    Time: all donors are dialed in advance, MAX_DIALS at a time, so that offers of nonexistent peers cost little. While
+    other reachable donors are left, a donor may be silent for a quarter of the remaining time. The donor is abandoned
     as soon as it would need, at its mean rate, more than three quarters of the time that was left when it began. The
-    last donor gets all of the time.
+    last donor gets all of the remaining time.
     """
 
-    MAX_ATTEMPTS = 3  # a newcomer that gives up too early would begin a second run
+    MAX_ATTEMPTS = 3  # a newcomer that gives up too early would start a second run
     MAX_DIALS = 64
     EPOCH_SLACK = 2
     GRACE_SECONDS = 10.0  # before a donor's rate is judged
@@ -81,16 +81,16 @@ class StateDownload:
         self.averager, self.query = averager, query
         self.started = time.monotonic()
         self.deadline = self.started + query.timeout
-        # At 600 seconds 1000 donors that cannot be reached take at most 320 of them; relays take 6 to 18 seconds.
+        # With a timeout of 600 s, 1000 unreachable donors take at most 320 s. Dialing through a relay takes 6 to 18 s.
         self.dial_timeout = min(20.0, max(3.0, query.timeout / 20))
         self._dials: dict[PeerID, asyncio.Task] = {}
-        self._queue: deque[PeerID] = deque()  # donors that are still to be asked
+        self._queue: deque[PeerID] = deque()  # donors that were not asked yet
         self._doubted: list[PeerID] = []
         self._told_credible_step = False
         self._may_retry = False
 
     async def run(self) -> tuple[str, dict, list[torch.Tensor]] | None:
-        """The donor's peer ID, metadata and tensors; None if nobody has delivered in time."""
+        """Return a donor's peer ID, metadata and tensors; None if no donor has delivered in time."""
         for attempt in range(1 if self.query.only_metadata else self.MAX_ATTEMPTS):
             await asyncio.sleep(attempt)
             self._may_retry = False
@@ -100,7 +100,7 @@ class StateDownload:
         return None
 
     async def _ask_all(self) -> tuple[str, dict, list[torch.Tensor]] | None:
-        """Ask each donor once. Sets `_may_retry` if a connection broke off, which need not happen again."""
+        """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
         offers = await self._find_offers()
         likely, unlikely = rank_donors(offers, self.max_epoch)
         self._doubted, self._told_credible_step, slots = [], False, asyncio.Semaphore(self.MAX_DIALS)
@@ -126,7 +126,7 @@ class StateDownload:
 
     @property
     def max_epoch(self) -> float:
-        """The newest step that is credible by now."""
+        """Newest step that is credible at this time; it grows by one per second."""
         if self.query.credible_epoch is None:
             return math.inf
         return self.query.credible_epoch + self.EPOCH_SLACK + time.monotonic() - self.started
@@ -145,7 +145,7 @@ class StateDownload:
     async def _dial(self, donor: PeerID, slots: asyncio.Semaphore) -> Exception | None:
         """Connect to a donor.
 
-        :returns: the error, None if the donor is reachable
+        :returns: the error; None if the donor is reachable
         """
         async with slots:
             try:
@@ -154,7 +154,10 @@ class StateDownload:
                 return error
 
     async def _ask(self, donor: PeerID, believe_all: bool) -> tuple[str, dict, list[torch.Tensor]] | None:
-        """Ask a donor, if it can be reached. Its state is checked unless only metadata are asked for."""
+        """Request the state of a donor, if the donor is reachable. Tensors, if requested, are checked.
+
+        :returns: the donor's peer ID, metadata and tensors; None if the donor has failed
+        """
         only_metadata = self.query.only_metadata
         try:
             if (error := await self._dials[donor]) is not None:
@@ -176,7 +179,13 @@ class StateDownload:
         return None
 
     async def _receive(self, donor: PeerID, believe_all: bool) -> tuple[dict, list[torch.Tensor]]:
-        """Receive a donor's state; raises if it is of no use, too slow, not what was expected, or ends too early."""
+        """Receive the state of a donor.
+
+        :raises StateLoadError: if the state is not usable or not the expected one
+        :raises TooSlowError: if the donor cannot deliver in time
+        :raises TimeoutError: if the donor is silent for too long
+        :raises ConnectionError: if the stream ends too early
+        """
         averager = self.averager
         stub = averager.get_stub(averager._p2p, donor, namespace=averager.prefix)
         stream = await asyncio.wait_for(stub.rpc_download_state(averaging_pb2.DownloadRequest()), self._max_silence())
@@ -219,17 +228,20 @@ class StateDownload:
         return metadata
 
     def _others_are_left(self) -> bool:
-        """Whether donors that are still to be asked are known by now to be reachable."""
+        """Whether at least one donor that was not asked yet is known to be reachable."""
         dials = (self._dials[donor] for donor in self._queue)
         return any(dial.done() and dial.result() is None for dial in dials)
 
     def _max_silence(self) -> float:
-        """Seconds to wait for the next message."""
+        """Return the timeout for the next message, in seconds."""
         remaining = max(0.0, self.deadline - time.monotonic())
         return min(self.averager.donor_timeout, remaining / 4 if self._others_are_left() else remaining)
 
     def _check_pace(self, began: float, fraction: float) -> None:
-        """Give up a donor that cannot deliver in time. One that trickles would use up the time of all others."""
+        """Abandon a donor that cannot deliver in time. One slow donor would use up the time of all other donors.
+
+        :raises TooSlowError: if the donor is too slow and another reachable donor is left
+        """
         elapsed, available = time.monotonic() - began, self.deadline - began
         is_too_slow = elapsed > min(self.GRACE_SECONDS, available / 10) and elapsed > fraction * 0.75 * available
         if is_too_slow and self._others_are_left():
@@ -237,10 +249,10 @@ class StateDownload:
 
 
 def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[PeerID]]:
-    """Sort the peers that offer their state by priority, which is their step: highest first, equals at random.
+    """Sort donors by the priority of their offer, which is their step: highest first, ties at random.
 
-    :param offers: the record in the DHT; malformed offers are left out
-    :returns: the donors whose step is credible, and the others
+    :param offers: the DHT record; malformed offers are skipped
+    :returns: the donors with a credible step, and the other donors
     """
     likely, unlikely = {}, {}
     for peer_id, offer in offers.items() if isinstance(offers, dict) else ():
@@ -252,7 +264,10 @@ def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[Pe
 
 
 def check_epoch(metadata: object, min_epoch: int = 0) -> None:
-    """:raises StateLoadError: if metadata have no valid step, or one before `min_epoch`"""
+    """Check the step in the metadata of a state.
+
+    :raises StateLoadError: if the metadata have no valid step, or a step before `min_epoch`
+    """
     epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
     if type(epoch) is not int or not 0 <= epoch <= MAX_STEP:
         raise StateLoadError("it has no step number")

@@ -1,13 +1,13 @@
-"""How peers find the group of a global step: one leader for each step, chosen by a rule from the progress reports.
+"""Matchmaking for the round of a global step. Each step has one leader, derived from the progress reports.
 
-Every peer ranks the peers of the roster for a step in the same order, asks the first one to join its group, and goes
-on to the next one only if that one cannot be reached. There is one key for each step, so peers of different steps
-never meet; a peer that is asked before it has reached the step keeps the request until then. The leader begins when
-the step is due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due.
+Every peer ranks the roster of a step in the same order. The peer asks the first candidate to join its group, and asks
+the next one only if the first cannot be reached. Each step has a separate key, so peers of different steps never meet.
+A peer that is asked before it has reached the step holds the request until then. The leader begins when the step is
+due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due.
 
-hivemind's own search (hivemind/averaging/matchmaking.py) knows neither the step nor the peers: it waits out
-`min_matchmaking_time` in each round unless the group is full, forms several groups under one key when peers come late,
-and takes peers of any step.
+hivemind's matchmaking (hivemind/averaging/matchmaking.py) knows neither the step nor the peers. It waits for the whole
+`min_matchmaking_time` in each round unless the group is full, forms several groups under one key when peers are late,
+and accepts peers of any step.
 """
 
 import asyncio
@@ -33,19 +33,20 @@ from hivemind.utils import get_logger
 logger = get_logger(__name__)
 
 MAX_HELD_REQUESTS = 1024
-LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is given up
-RETRY_SECONDS = 1.0  # until a leader that could not be reached is asked again
-MAX_ABSENCES = 2  # rounds in a row that a peer may miss before leaders stop waiting for it
+LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
+RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
+MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
 
 
 class RoundControl(StepControl):
-    """hivemind's handle of a round, which also says which global step the round belongs to.
+    """StepControl that also carries the global step of its round and a second weight.
+
+    `parameter_weight` is the averaging weight of this peer's parameters, `weight` that of its gradients.
 
     :param number: the global step that the round leads to
-    :param parameter_weight: of this peer's parameters in the average; `weight` is that of its gradients
     """
 
-    _NUMBER, _PARAMETER_WEIGHT = slice(18, 26), slice(26, 34)  # behind what hivemind keeps in the shared buffer
+    _NUMBER, _PARAMETER_WEIGHT = slice(18, 26), slice(26, 34)  # after hivemind's fields in the shared buffer
 
     def __init__(self, *args, number: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -68,11 +69,11 @@ class RoundControl(StepControl):
 
     @property
     def has_group(self) -> bool:
-        """Whether matchmaking is over and the round waits for its trigger."""
+        """Whether matchmaking is done and the round waits for its trigger."""
         return self.stage == AveragingStage.AWAITING_TRIGGER and not self.done()
 
     def call_off(self) -> None:
-        """Cancel the round unless it has ended; hivemind raises if that happens at the same moment."""
+        """Cancel the round unless it has ended. hivemind's error if it ends at the same moment is suppressed."""
         if not self.done():
             with suppress(Exception):
                 self.cancel()
@@ -82,8 +83,8 @@ class RoundControl(StepControl):
 class RosterEntry:
     """A peer that may take part in the round of a step.
 
-    :param is_client: whether it accepts no connections, and so cannot lead
-    :param is_established: whether it has completed a step of the run: the others know it by now
+    :param is_client: whether the peer accepts no connections, and so cannot lead
+    :param is_established: whether the peer has completed a step of the run, so that other peers know it
     """
 
     peer_id: PeerID
@@ -93,18 +94,21 @@ class RosterEntry:
 
 @dataclass
 class Search:
-    """The search for the group of one step, from this peer's point of view."""
+    """State of this peer's search for the group of one step."""
 
     control: RoundControl
-    unreachable: dict[PeerID, float] = field(default_factory=dict)  # leader -> when it was asked in vain
+    unreachable: dict[PeerID, float] = field(default_factory=dict)  # leader -> time of the failed request
     refused: dict[PeerID, str] = field(default_factory=dict)  # leader -> its answer
-    given_up: set[PeerID] = field(default_factory=set)  # leaders that accepted us and did not begin
+    given_up: set[PeerID] = field(default_factory=set)  # leaders that accepted this peer and did not begin
     triggered_at: float | None = None
 
 
 @dataclass
 class _Request:
-    """A peer that has asked to join our group. `answer`: the group, or the leader to ask instead of us."""
+    """Request of another peer to join this peer's group.
+
+    :param answer: future of the group, of the leader to ask instead, or of None (no group)
+    """
 
     number: int
     gather: bytes
@@ -113,17 +117,17 @@ class _Request:
 
 
 def rank(number: int, peer_id: PeerID) -> bytes:
-    """The order in which peers are asked to lead the round of a step: the same for all, another in each step."""
+    """Return the sort key of a peer as leader of a step: the same at all peers, different for each step."""
     return hashlib.sha256(struct.pack("q", number) + peer_id.to_bytes()).digest()
 
 
 def group_key(prefix: str, number: int) -> str:
-    """The matchmaking key of a global step, in hivemind's format."""
+    """Return the matchmaking key of a global step, in hivemind's format."""
     return f"{prefix}.0b{number:b}"
 
 
 def parse_group_key(prefix: str, key: str) -> int | None:
-    """The global step of a matchmaking key; None if it is none of this run."""
+    """Return the global step of a matchmaking key; None if the key does not belong to this run."""
     head, separator, bits = key.partition(".0b")
     if head != prefix or not separator or not 0 < len(bits) <= 62 or set(bits) - {"0", "1"}:
         return None
@@ -137,33 +141,33 @@ class StepMatchmaking(Matchmaking):
         super().__init__(*args, **kwargs)
         self.roster: dict[PeerID, RosterEntry] = {}
         self.max_group_size: int | None = None
-        self.finished_number = -1  # the newest step that this peer looks for no group of any more
-        self.requested_number = -1  # the newest step that another peer looks for a group of
-        self.missed: dict[PeerID, str] = {}  # peers that the last group does without, and why
-        self._absences: Counter[PeerID] = Counter()  # rounds in a row that a peer was missed in
+        self.finished_number = -1  # newest step for which this peer searches no group any more
+        self.requested_number = -1  # newest step for which another peer searches a group
+        self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
+        self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         self._requests: dict[PeerID, _Request] = {}
         self._search: Search | None = None
-        self._leader: PeerID | None = None  # the one that has accepted us
+        self._leader: PeerID | None = None  # leader that has accepted this peer
         self._banned_until: dict[PeerID, float] = {}
-        self._found: dict[bytes, RoundControl] = {}  # group ID -> our round, the newest 16
+        self._found: dict[bytes, RoundControl] = {}  # group ID -> this peer's round; the newest 16
         self._changed = asyncio.Event()
 
-    # What the averager's process is told
+    # Input from the main process
 
     def set_roster(self, entries: Iterable[RosterEntry]) -> None:
-        """Replace the peers that may take part in the next round, this one included."""
+        """Replace the roster: the peers that may take part in the next round, including this peer."""
         self.roster = {entry.peer_id: entry for entry in entries}
         self._changed.set()
 
     def finish(self, number: int) -> None:
-        """Refuse requests for a step and those before it from now on; it may be an older one than before."""
+        """Refuse requests for step `number` and earlier steps from now on. `number` may be lower than before."""
         self.finished_number = number
         for request in self._requests.values():
             if request.number <= number and not request.answer.done():
                 request.answer.set_result(None)
 
     def ban(self, peer_id: PeerID, until: float) -> None:
-        """Form no group with a peer until then, in the time of `time.time`."""
+        """Form no group with a peer before `until` (`time.time`)."""
         self._banned_until[peer_id] = until
 
     def is_banned(self, peer_id: PeerID) -> bool:
@@ -174,13 +178,13 @@ class StepMatchmaking(Matchmaking):
         return group_id in self._found
 
     def is_called_off(self, group_id: bytes) -> bool:
-        """Whether our round of a group has ended, maybe without having begun."""
+        """Whether this peer's round of a group has ended, possibly before it began."""
         return group_id in self._found and self._found[group_id].done()
 
-    # Looking for a group
+    # Search for a group
 
     async def look_for_group(self, step: RoundControl) -> GroupInfo | None:
-        """Find the group of a step. Ends when there is one; cancel it to give up."""
+        """Find the group of a step. Runs until a group is found; cancel it to give up."""
         async with self.lock_looking_for_group:
             search = self._search = Search(step)
             watch = asyncio.create_task(self._note_trigger(search))
@@ -230,17 +234,17 @@ class StepMatchmaking(Matchmaking):
         return search.refused.get(peer_id, "did not ask to join")
 
     def _candidates(self, search: Search) -> list[PeerID]:
-        """The peers that may lead, best first. Peers that are new to the run only if there is nobody else."""
+        """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
         nodes = [entry for entry in self.roster.values() if not entry.is_client and not self.is_banned(entry.peer_id)]
         established = [entry for entry in nodes if entry.is_established]
         number = search.control.number
         return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(number, peer_id))
 
     def _choose_leader(self, search: Search) -> PeerID | None:
-        """The best candidate, but none that has failed to answer; None: nobody for now.
+        """Return the best candidate that has not failed to answer; None if there is none at the moment.
 
-        Candidates that failed are asked again after a while, unless others wait for us to begin. A leader that nobody
-        has joined asks the others: they may have a group without it.
+        Candidates that failed are asked again after RETRY_SECONDS, unless other peers wait for this peer to begin. A
+        leader that no peer has joined asks the other candidates: they may have formed a group without it.
         """
         now = time.monotonic()
         joined = self._joined(search)
@@ -257,7 +261,7 @@ class StepMatchmaking(Matchmaking):
         return None if self.client_mode else self.peer_id
 
     async def _lead(self, search: Search) -> GroupInfo | None:
-        """Wait for the others and form the group; None if another peer should lead by now."""
+        """Wait for the other peers and form the group; None if another peer should lead instead."""
         while self._choose_leader(search) == self.peer_id:
             self._changed.clear()
             joined = self._joined(search)
@@ -277,7 +281,7 @@ class StepMatchmaking(Matchmaking):
         }
 
     def _expected(self, search: Search) -> set[PeerID]:
-        """The peers that are worth waiting for."""
+        """Return the peers of the roster that the leader waits for."""
         return {
             peer_id
             for peer_id in self.roster
@@ -288,7 +292,7 @@ class StepMatchmaking(Matchmaking):
         }
 
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
-        """Form the group; several of equal size if there are more peers than `max_group_size`.
+        """Form the group, or several groups of equal size if there are more peers than `max_group_size`.
 
         :returns: the group of this peer
         """
@@ -311,7 +315,7 @@ class StepMatchmaking(Matchmaking):
         return next(group for group in groups if self.peer_id in group)
 
     async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
-        """Ask a peer to lead us and wait until it begins; None if it does not."""
+        """Ask a peer to lead and wait until it begins; None if it does not."""
         control = search.control
         request = averaging_pb2.JoinRequest(
             schema_hash=self.schema_hash,
@@ -327,7 +331,7 @@ class StepMatchmaking(Matchmaking):
                 message = await asyncio.wait_for(anext(stream), self.request_timeout)
                 if message.code == averaging_pb2.ACCEPTED:
                     if self._is_asked_by(leader, control.number):
-                        return None  # both have asked each other: the better candidate leads
+                        return None  # the peers have asked each other: the better candidate leads
                     self._leader = leader
                     self._redirect(leader, control.number)
                     message = await self._await_begin(stream, search)
@@ -352,7 +356,7 @@ class StepMatchmaking(Matchmaking):
         return await self._follow(search, suggested, redirected=True)
 
     def _is_asked_by(self, leader: PeerID, number: int) -> bool:
-        """Whether a peer that we have asked has asked us, and we are the better candidate."""
+        """Whether the leader has itself asked this peer, and this peer is the better candidate."""
         request = self._requests.get(leader)
         has_asked = request is not None and request.number == number and not request.answer.done()
         return has_asked and rank(number, self.peer_id) < rank(number, leader)
@@ -360,7 +364,10 @@ class StepMatchmaking(Matchmaking):
     async def _await_begin(
         self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search
     ) -> averaging_pb2.MessageFromLeader:
-        """The leader's next message. A leader that has not begun long after the step was due is frozen."""
+        """Wait for the leader's next message.
+
+        :raises TimeoutError: if the leader has not begun long after the step was due; it may be frozen
+        """
         answer = asyncio.ensure_future(anext(stream))
         accepted_at = time.monotonic()
         try:
@@ -382,16 +389,16 @@ class StepMatchmaking(Matchmaking):
             return None
         return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
 
-    # Answering others
+    # Answers to other peers
 
     def _redirect(self, leader: PeerID, number: int) -> None:
-        """Send the peers that have asked us to the leader that has accepted us."""
+        """Redirect the peers that have asked this peer to the leader that has accepted it."""
         for peer_id, request in self._requests.items():
             if request.number == number and not request.answer.done():
                 request.answer.set_result(None if peer_id == leader else leader)
 
     def _refuse(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> int | None:
-        """The code to refuse a request with; None to accept it."""
+        """Return the code to refuse a request with; None to accept it."""
         number = parse_group_key(self._prefix, request.group_key)
         if number is None:
             return averaging_pb2.BAD_GROUP_KEY
@@ -408,7 +415,7 @@ class StepMatchmaking(Matchmaking):
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """A peer asks to join our group of a step; answer with the group, or with the leader that we follow."""
+        """Answer a request to join the group of a step: with the group, or with the leader that this peer follows."""
         peer_id = context.remote_id
         code = self._refuse(request, peer_id)
         if code is not None:

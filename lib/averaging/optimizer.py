@@ -1,9 +1,9 @@
-"""The collaborative optimizer: hivemind's, with one averaging round for each global step.
+"""The collaborative optimizer: hivemind.Optimizer with one averaging round per global step.
 
-The main thread accumulates gradients. A thread of this module watches the progress of all peers; when a global step
-is due it takes what has been accumulated, averages it with the others, and runs the optimizer on the offloaded
-parameters. The main thread copies these to the model at its next local step. A peer whose local step is long takes
-part in each round all the same, with what it has.
+The main thread accumulates gradients. A second thread, the step thread, watches the progress of all peers. When a
+global step is due, it takes the accumulated gradients, averages them with the other peers, and runs the optimizer on
+the offloaded parameters. The main thread copies these to the model at its next local step. A peer with long local
+steps therefore takes part in each round, with the gradients that it has.
 """
 
 import math
@@ -29,22 +29,21 @@ from lib.averaging.state import TrainingStateAverager, all_finite
 
 logger = get_logger(__name__)
 
-IDLE_SECONDS = 0.1  # between two looks at whether a step is due
-# How far a round may move parameters that lack no update, relative to their norm. Honest peers differ by rounding and,
-# after a step that one took alone, by an update: at most some percent.
+IDLE_SECONDS = 0.1  # polling interval for a due step
+# Bound on the change of the parameters in a round if they lack no update, relative to their norm. Honest peers differ
+# by rounding and, after a step that one peer took alone, by one update: at most some percent.
 MAX_PARAMETER_CHANGE = 0.2
-# Rounds that a peer's parameters count for nothing after it has missed an update: its optimizer statistics lack that
-# gradient, so its own updates differ from the others' until the gradient would have faded (beta1 = 0.9).
+# Rounds for which a peer's parameters have no weight after a missed update. Its optimizer statistics lack that
+# gradient, so its updates differ from those of other peers until the gradient would have faded (beta1 = 0.9).
 CONVALESCENCE_ROUNDS = 10
-MAX_MISSED_UPDATES = 64  # steps that the others can have made during a download
-MAX_FAILED_LOADS = 3  # until those that claim a step that nobody has a state of are ignored for a while
+MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download
+MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
 
 
 class Optimizer(hivemind.Optimizer):
-    """hivemind.Optimizer whose global step is one round of gradients and parameters.
+    """hivemind.Optimizer that averages gradients and parameters in one round per global step.
 
-    :param max_grad_norm: see RoundAverager
-    :param private_key: signs this peer's progress reports; must be the key that the DHT's validator has
+    :param private_key: signs this peer's progress reports; must be the key of the DHT's signature validator
     :param tracker_opts, round_opts, state_opts: further arguments of ProgressTracker, RoundAverager and
       TrainingStateAverager
     """
@@ -70,16 +69,16 @@ class Optimizer(hivemind.Optimizer):
         self.num_dropped_gradients = 0
         self.last_group_size = 0
         self._steps: deque[tuple[int, int | None]] = deque(maxlen=64)  # see pop_steps
-        self.missed_updates = 0  # updates that the others' parameters have and ours lack
-        self._convalescence = 0  # rounds until our parameters count again
-        self.last_step: int | None = None  # take no step beyond this one
+        self.missed_updates = 0  # updates that the other peers' parameters have and this peer's lack
+        self._convalescence = 0  # rounds until this peer's parameters have weight again
+        self.last_step: int | None = None  # no step beyond this one is taken
         self.round_log: RoundLog | None = None
         self._failed_loads = 0
         self._has_update = False  # whether the offloaded parameters are newer than the model's
         self._is_broken = False  # whether the offloaded parameters are not finite
         self._waits_for_step = False  # whether the main thread waits in `step`
         self._in_round = self._in_step = False
-        self._step_lock = threading.RLock()  # held by the step's thread from the begin of a step to its end
+        self._step_lock = threading.RLock()  # held by the step thread from the start of a step to its end
         self._update_lock = threading.RLock()  # held while parameters and statistics change or are copied
         self._wake, self._progressed, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -145,16 +144,17 @@ class Optimizer(hivemind.Optimizer):
 
     @property
     def processes(self) -> dict[str, multiprocessing.Process]:
-        """Its processes, by name. Training cannot continue without them."""
+        """The averagers' processes, by name. Training cannot continue without them."""
         return {"state averager": self.state_averager, "round averager": self.grad_averager}
 
     # Local steps, in the main thread
 
     def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
-        """Count a local step. Takes the global step as well if it is due and not delayed.
+        """Record a local step. Waits for the global step if the step is due and not delayed.
 
         :param batch_size: samples of this local step; default: `batch_size_per_step`
-        :raises ValueError: for hivemind's GradScaler, which is wrong here; torch's works
+        :returns: the loss that `closure` has returned; None without a closure
+        :raises ValueError: for hivemind's GradScaler, which gives wrong steps here; torch's works
         """
         if grad_scaler is not None:
             raise ValueError("use torch.amp.GradScaler, not hivemind's")
@@ -175,7 +175,7 @@ class Optimizer(hivemind.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of the model; what was accumulated for the global step stays."""
+        """Reset the gradients of the model. The gradients accumulated for the global step are kept."""
         for parameter in self.state_averager.main_parameters:
             if set_to_none:
                 parameter.grad = None
@@ -183,7 +183,10 @@ class Optimizer(hivemind.Optimizer):
                 parameter.grad.zero_()
 
     def _accumulate(self, num_samples: int) -> bool:
-        """Accumulate the gradients of the model, unless one is not finite."""
+        """Accumulate the gradients of the model, unless one has NaN or Inf.
+
+        :returns: whether the gradients were accumulated
+        """
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not all_finite(gradients):
             self.num_dropped_gradients += 1
@@ -194,12 +197,12 @@ class Optimizer(hivemind.Optimizer):
         return True
 
     def _wait_for_step(self) -> None:
-        """Wait until no step is due: the model has the newest parameters then."""
+        """Wait until no step is due, then copy the newest parameters to the model."""
         with self.tracker.pause_updates():
             self._waits_for_step = True
             try:
                 while not (self._stopped.is_set() or self._is_broken or self._is_out_of_sync() or self._is_over):
-                    # In this order: a step that begins in between says that it is busy before it is not due any more.
+                    # The order matters: a step that begins in between is marked as busy before it stops being due.
                     is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
                     is_busy = self._in_round if self.delay_optimizer_step else self._in_step
                     if not (is_due or is_busy):
@@ -215,25 +218,25 @@ class Optimizer(hivemind.Optimizer):
         return self.last_step is not None and self.local_epoch >= self.last_step
 
     def _apply_update(self) -> None:
-        """Copy the newest parameters to the model, if there are any."""
+        """Copy the offloaded parameters to the model if they are newer."""
         if self._has_update:
             with self._update_lock:
                 self._has_update = False
                 self.state_averager._apply_optimizer_parameters_()
 
     def finish_pending_update(self) -> None:
-        """Wait for the step under way, if there is one, and copy its parameters to the model."""
+        """Wait for the running step, if there is one, and copy its parameters to the model."""
         with self._step_lock:
             self._apply_update()
 
     @contextmanager
     def frozen_state(self) -> Iterator[None]:
-        """While this is open, model, parameters and statistics are of one step and stay so."""
+        """Keep model, parameters and optimizer statistics at one step while the context is open."""
         with self._step_lock, self._update_lock:
             self._apply_update()
             yield
 
-    # Global steps, in a thread of their own
+    # Global steps, in the step thread
 
     def _start_thread(self) -> None:
         if self._thread is None:
@@ -256,7 +259,7 @@ class Optimizer(hivemind.Optimizer):
                 self._progressed.set()
 
     def _advance(self) -> None:
-        """Look for the group of the next step ahead of time; take the step if it is due."""
+        """Search for the group of the next step ahead of time; take the step if it is due."""
         if self._stopped.is_set() or self._is_broken or self._is_out_of_sync():
             self.coordinator.call_off()
             return
@@ -265,7 +268,7 @@ class Optimizer(hivemind.Optimizer):
             return
         is_alone = not self.tracker.num_expected(self.local_epoch + 1)
         if is_alone and self._has_update and not self._waits_for_step:
-            return  # the main thread has yet to report the step before, and nobody waits for us
+            return  # the main thread has not reported the previous step yet, and no peer waits for this one
         self.coordinator.look_ahead()
         if self.tracker.seconds_to_step <= 0 or self.coordinator.has_group:
             self._take_step(self.local_epoch + 1)
@@ -274,7 +277,7 @@ class Optimizer(hivemind.Optimizer):
         self._in_step = self._in_round = True
         started = time.monotonic()
         if not all_finite(self._offloaded_parameters()):
-            self._is_broken = self._has_update = True  # the main thread finds them in the model, and recovers
+            self._is_broken = self._has_update = True  # the main thread finds the values in the model and recovers
             return
         samples = self.grad_averager.load_contribution()
         logger.info(f"Beginning optimizer step #{step}")
@@ -295,10 +298,10 @@ class Optimizer(hivemind.Optimizer):
         self.tracker.complete_step(step, carried)
 
     def _weights(self, samples: int) -> tuple[float, float]:
-        """The weights of our gradients and of our parameters.
+        """Return the averaging weights of this peer's gradients and parameters.
 
-        Parameters that lack an update count for nothing: each newcomer would take half an update back from everybody.
-        Gradients count if they are at most one update older than delayed ones always are.
+        Parameters that lack an update have no weight: each newcomer would undo half an update at all peers. Gradients
+        have weight if they are at most one update older than delayed gradients always are.
         """
         gradient_weight = float(samples) if self.missed_updates <= 1 else MIN_WEIGHT
         counts = self.missed_updates == 0 and self._convalescence == 0
@@ -307,7 +310,7 @@ class Optimizer(hivemind.Optimizer):
     def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
         """Bring the training state to a step.
 
-        :returns: the samples that are carried over into the next step
+        :returns: the number of samples carried over into the next step
         """
         if outcome == Outcome.MISSED:
             self.missed_updates += 1
@@ -342,14 +345,14 @@ class Optimizer(hivemind.Optimizer):
         return self.grad_averager.local_samples_accumulated
 
     def _bound_gradients(self) -> None:
-        """Scale the average down if it is larger than what honest peers send."""
+        """Scale the averaged gradient down if its norm exceeds what honest peers send."""
         bound = NORM_TOLERANCE * self.grad_averager.max_grad_norm
         norm = clip_norm(self.grad_averager.averaged_gradients, bound)
         if 0 < bound < norm or not math.isfinite(norm):
             logger.warning(f"The averaged gradient has norm {norm:.3g}, more than any peer may send: scaled down")
 
     def _check_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
-        """The averaged parameters, if the round had them and they are not too far from ours."""
+        """Return the averaged parameters; None if the round had none or they are too far from this peer's."""
         if not self.grad_averager.includes_parameters(step):
             return None
         averaged, own = self.grad_averager.averaged_parameters, self.grad_averager.parameters
@@ -385,23 +388,23 @@ class Optimizer(hivemind.Optimizer):
         self.round_log.write(entry)
 
     def pop_steps(self) -> list[tuple[int, int | None]]:
-        """The global steps that this peer has reached since the last call, and the samples that it gave to each.
+        """Return the global steps reached since the last call, with the samples that this peer contributed to each.
 
-        Several if they were completed within one local step. None for a step without this peer: it missed the round,
-        or has downloaded the state.
+        Several steps can be completed within one local step. The samples are None for a step without this peer: the
+        peer missed the round or downloaded the state.
         """
         return [self._steps.popleft() for _ in range(len(self._steps))]
 
     # Joining and catching up
 
     def _is_out_of_sync(self) -> bool:
-        """Whether the others are several steps ahead."""
+        """Whether another trainer has begun a step after the next one."""
         return not self._in_step and self.tracker.global_epoch > self.local_epoch + 1
 
     def load_state_from_peers(self, **_kwargs) -> bool:
-        """Download the newest state from peers, if any offers one that fits.
+        """Download the newest state that a peer offers and that fits.
 
-        :returns: whether the state was loaded. If not, training continues with ours.
+        :returns: whether a state was loaded; if not, training continues with this peer's state
         """
         self.coordinator.call_off()
         with self._step_lock, self.tracker.pause_updates():
@@ -414,8 +417,8 @@ class Optimizer(hivemind.Optimizer):
             if loaded:
                 self._has_update = self._is_broken = False
                 self.tracker.refresh()
-                # The others have made steps meanwhile. We take part in the round that they are in, or in the next, and
-                # receive what we lack.
+                # The other trainers have taken steps during the download. This peer takes part in their current or
+                # next round and receives the updates that it lacks.
                 epoch = max(self.local_epoch, self.tracker.agreed_epoch)
                 is_plausible = epoch <= self.local_epoch + MAX_MISSED_UPDATES
                 self.missed_updates = epoch - self.local_epoch if is_plausible else 0
@@ -431,15 +434,15 @@ class Optimizer(hivemind.Optimizer):
         return loaded
 
     def begin_at(self, epoch: int) -> None:
-        """The model was resumed from a checkpoint of a step: take it over."""
+        """Start at global step `epoch` with the parameters of the model, which was resumed from a checkpoint."""
         self.state_averager.sync_with_main_parameters(epoch)
         self.missed_updates = 0
         self.forget_progress()
 
     def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Go to a state, which may be an older one than ours, and drop what was accumulated for ours.
+        """Replace the training state, possibly by an older one, and drop the accumulated gradients.
 
-        :raises StateLoadError: if it does not fit; ours is then as it was
+        :raises StateLoadError: if the new state does not fit; the current state is then unchanged
         """
         with self._step_lock, self._update_lock:
             self.state_averager.restore(metadata, tensors)
@@ -452,7 +455,7 @@ class Optimizer(hivemind.Optimizer):
         return self.state_averager.download_state(min_epoch=epoch, only_metadata=True) is not None
 
     def _ignore_unbacked_epoch(self, claimed: int) -> None:
-        """A peer claims a later step, but nobody offers its state: ignore such claims after a few looks."""
+        """Record a claim of a later step whose state no peer offers; ignore such claims after MAX_FAILED_LOADS."""
         self._failed_loads += 1
         if self._failed_loads < MAX_FAILED_LOADS:
             self._stopped.wait(1.0)
@@ -463,13 +466,13 @@ class Optimizer(hivemind.Optimizer):
         logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no state of it is offered")
 
     def forget_progress(self) -> None:
-        """Drop the gradients accumulated so far: they belong to other parameters than the ones that we have now."""
+        """Drop the accumulated gradients: they belong to previous parameters."""
         self._is_broken = False
         self.grad_averager.drop_gradients()
         self.tracker.complete_step(self.local_epoch, 0)
 
     def share_state(self) -> None:
-        """Offer our state to peers that join. Call it once it has been trained or downloaded."""
+        """Offer this peer's state to joining peers. Call it once the state was trained or downloaded."""
         averager = self.state_averager
         if not (averager.client_mode or self.missed_updates):
             averager.offer(priority=averager.applied_epoch)
@@ -477,21 +480,24 @@ class Optimizer(hivemind.Optimizer):
     # Bans
 
     def banned_peers(self) -> dict[bytes, float]:
-        """IDs of the peers that sent values out of bounds, and until when they are left out (`time.time`)."""
+        """Return the peers banned for values out of bounds: peer ID -> end of the ban (`time.time`)."""
         return self.grad_averager.banned_peers()
 
     def ban(self, peers: dict[bytes, float]) -> None:
-        """Form no group with peers, given as `banned_peers` does, and do not count them."""
+        """Ban peers: form no group with them and ignore their progress.
+
+        :param peers: as returned by `banned_peers`
+        """
         self.grad_averager.ban(peers)
 
-    # The end
+    # Shutdown
 
     def say_goodbye(self) -> None:
         """Announce departure now; pending rounds may outlast the shutdown grace period."""
         self.tracker.shutdown(self.shutdown_timeout)
 
     def stop_averaging(self) -> None:
-        """Take no further step: break off the round under way, and end the thread."""
+        """Take no further step: cancel the running round and end the step thread."""
         self._stopped.set()
         self._wake.set()
         self.coordinator.stop()
@@ -508,7 +514,7 @@ class Optimizer(hivemind.Optimizer):
 
 
 def describe_round(result: RoundResult | None) -> dict:
-    """What the round log says of a round; peer IDs in base58."""
+    """Return the result of a round as fields of the round log; peer IDs in base58."""
     if result is None:
         return {"group": [], "weights": {}, "received": 0.0, "missed": {}, "violations": {}, "seconds": {}}
     return {
@@ -522,14 +528,14 @@ def describe_round(result: RoundResult | None) -> dict:
 
 
 def max_weight(target_batch_size: int) -> float:
-    """The most samples that a peer contributes to one step.
+    """Return the bound on the samples that a peer contributes to one step.
 
-    Peers compute until they notice that a step is due, and carry samples over from a step that they missed.
-    Four targets from one peer are more than that ever gave.
+    Peers compute until they notice that a step is due, and carry samples over from a missed step. No peer has ever
+    reached four target batches this way.
     """
     return 4.0 * target_batch_size
 
 
 def make_round_log(folder: Path) -> RoundLog:
-    """The log of a peer's rounds, beside its output."""
+    """Build the log of a peer's rounds, `rounds.jsonl` in its output folder."""
     return RoundLog(folder / "rounds.jsonl")

@@ -1,6 +1,6 @@
-"""The assignments to hivemind's modules and classes. hivemind looks these names up itself, so a subclass is no help.
+"""Assignments to hivemind's modules and classes. hivemind looks these names up itself, so a subclass has no effect.
 
-`SafeDHT.run` in lib/peer/dht.py makes one more, in the DHT process alone.
+`SafeDHT.run` in lib/peer/dht.py makes one more assignment, in the DHT process only.
 """
 
 import functools
@@ -18,9 +18,9 @@ from lib.averaging.upstream import warn_of_changes
 
 @functools.cache
 def apply_patches() -> None:
-    """Replace parts of hivemind in this process and in those that it forks from now on. `start_peer` calls it."""
+    """Replace parts of hivemind in this process and in all processes forked later. `start_peer` calls it."""
     warn_of_changes()
-    averager.Matchmaking = StepMatchmaking  # only the round averager ever looks for a group
+    averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
     allreduce.TensorPartContainer = SafeTensorPartContainer
     allreduce.TensorPartReducer = SafeTensorPartReducer

@@ -1,12 +1,12 @@
-"""What peers tell each other about their progress, and when a global step is due.
+"""Progress reports of the peers, and when a global step is due.
 
-Each trainer publishes a signed record under `{run_id}_training_progress`: the step that it has begun, the samples it
-has accumulated for the next one, and the newest step that it has completed. The key is this project's own, with a
-protocol number, so that trainers on plain hivemind or of another version count for nothing. Auxiliary peers publish
-one as well, without samples, so that the others know them.
+Each trainer publishes a signed record under `{run_id}_training_progress`: the newest step that it has begun, the
+samples accumulated for the next step, and the newest step that it has completed. The key is not hivemind's and the
+record has a protocol number, so that trainers on plain hivemind or of another version are ignored. Auxiliary peers
+publish a record without samples, so that other peers know them.
 
-Adapted from hivemind/optim/progress_tracker.py, which believes every claim to be ahead, keeps on extrapolating from
-old reports, and holds a lock that the training thread needs while it reads the DHT.
+Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step, extrapolates from old
+reports without limit, and, while it reads the DHT, holds a lock that the training thread needs.
 """
 
 import math
@@ -30,25 +30,26 @@ from lib.common.metrics_schema import MAX_STEP
 logger = get_logger(__name__)
 
 MAX_SAMPLES = 10**9
-HEARTBEAT_SECONDS = 5.0  # between two reports of a peer whose local steps are long
-ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # after which a peer without a report is not waited for
+HEARTBEAT_SECONDS = 5.0  # between two reports of a peer with long local steps
+ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # age of the newest report from which on a peer is not waited for
 MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
 MAX_CLOCK_SKEW = 60.0
 DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
-IGNORE_SECONDS = 600.0  # for which a claim of a later step is ignored once no state has borne it out
+IGNORE_SECONDS = 600.0  # for which a claim of a later step is ignored if no such state is offered
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
 
 @dataclass(frozen=True)
 class PeerProgress:
-    """The progress of one peer, as it says.
+    """Progress of one peer, as the peer reports it.
 
-    :param epoch: the newest global step that it has begun; its samples are for the one after
-    :param completed: the newest step whose update it has, or has gone on without
-    :param contributed: the samples that it gave to step `epoch`
-    :param time: when the newest of the samples were computed, DHT time
-    :param reported_at: when the peer last said so
+    :param epoch: newest global step that the peer has begun
+    :param completed: newest step whose update the peer has, or has skipped
+    :param samples_accumulated: samples for the step after `epoch`
+    :param contributed: samples that the peer contributed to step `epoch`
+    :param time: when the newest of the samples were computed (`get_dht_time`)
+    :param reported_at: when the peer last reported (`get_dht_time`)
     """
 
     peer_id: bytes
@@ -67,9 +68,10 @@ class PeerProgress:
 
 
 def parse_progress(value: object, now: float) -> PeerProgress:
-    """Read a record.
+    """Parse a progress record.
 
-    :raises ValueError: if it makes no sense
+    :param now: the current time (`get_dht_time`)
+    :raises ValueError: if a field is missing or out of range
     """
     if not isinstance(value, dict):
         raise ValueError("not a dictionary")
@@ -96,12 +98,12 @@ def _check(is_valid: bool, name: str) -> None:
 
 
 class ProgressTracker(threading.Thread):
-    """Publishes this peer's progress and reads that of the others.
+    """Publishes this peer's progress and reads the progress of the other peers.
 
     :param target_batch_size: samples that all peers together accumulate for one global step
-    :param min_refresh_period, max_refresh_period: seconds between two looks at the others' progress
-    :param default_refresh_period: the same while there are no others
-    :param metadata_expiration: seconds after which a report is forgotten
+    :param min_refresh_period, max_refresh_period: bounds on the seconds between two reads of the other peers' progress
+    :param default_refresh_period: seconds between two reads while there are no other peers
+    :param metadata_expiration: seconds after which a report expires
     """
 
     def __init__(
@@ -131,20 +133,20 @@ class ProgressTracker(threading.Thread):
         self.banned_peers: Callable[[], dict[bytes, float]] = dict
         self.on_refresh: Callable[[], None] = lambda: None
         self._subkey = RSASignatureValidator(private_key).local_public_key
-        self._lock = threading.RLock()  # held for moments only
+        self._lock = threading.RLock()  # never held while the DHT is read
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
-        self._ignored: dict[bytes, float] = {}  # subkey -> until when
+        self._ignored: dict[bytes, float] = {}  # subkey -> time.monotonic until which the peer is ignored
         self._warned_at: dict[bytes, float] = {}
         self._next_report = self._next_fetch = 0.0  # time.monotonic
         self._last_report = -math.inf
         self._num_fetches = 0
-        self._fetched_at = get_dht_time()  # when the reports that we have were read
+        self._fetched_at = get_dht_time()  # when the current reports were read
         self._num_fetches_before_step, self._completed_at = 0, -math.inf
-        self._pending_fetch: tuple[MPFuture, float] | None = None  # and when it was begun
+        self._pending_fetch: tuple[MPFuture, float] | None = None  # result and start time
         self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
-        self._is_reporting = auxiliary  # a trainer says nothing before it has computed something
+        self._is_reporting = auxiliary  # a trainer publishes nothing before its first local step
         self.local_progress = self._make_progress(0, 0, 0, 0)
 
     # This peer's progress
@@ -164,7 +166,7 @@ class ProgressTracker(threading.Thread):
         )
 
     def report_samples(self, samples_accumulated: int) -> None:
-        """This peer has accumulated so many samples for its next step. Call it after each local step."""
+        """Report the samples accumulated for the next step. Call it after each local step."""
         with self._lock:
             own = self.local_progress
             extra = samples_accumulated - own.samples_accumulated
@@ -178,11 +180,11 @@ class ProgressTracker(threading.Thread):
         self._report_soon(self.min_refresh_period)
 
     def begin_step(self, epoch: int, contributed: int) -> None:
-        """This peer begins the round of a step, with so many samples."""
+        """Report that this peer begins the round of a step and contributes so many samples."""
         self._set(epoch, self.local_progress.completed, 0, contributed)
 
     def complete_step(self, epoch: int, samples_accumulated: int) -> None:
-        """This peer is at a step: it has the update, or continues without it."""
+        """Report that this peer is at a step: it has the update or continues without it."""
         self._set(epoch, epoch, samples_accumulated, self.local_progress.contributed)
         self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
         self.look_in(self.min_refresh_period)
@@ -193,14 +195,14 @@ class ProgressTracker(threading.Thread):
         self._report_soon(0.0)
 
     def _report_soon(self, min_seconds: float) -> None:
-        """Report now, or as soon as the last report is `min_seconds` old."""
+        """Schedule a report for now, or for when the last report is `min_seconds` old."""
         with self._lock:
             self._next_report = min(self._next_report, max(time.monotonic(), self._last_report + min_seconds))
         self._wake.set()
 
     @contextmanager
     def pause_updates(self):
-        """Do not count the time as time of training."""
+        """Exclude the time in this context from the measured training speed."""
         with self.performance_ema.pause():
             yield
 
@@ -208,7 +210,7 @@ class ProgressTracker(threading.Thread):
 
     @property
     def others(self) -> list[PeerProgress]:
-        """The newest reports of the other peers that are believed, trainers and auxiliary peers."""
+        """Newest reports of the other trainers and auxiliary peers, without banned and ignored peers."""
         banned = self.banned_peers()
         now = time.monotonic()
         with self._lock:
@@ -217,7 +219,7 @@ class ProgressTracker(threading.Thread):
                 for subkey, progress in self._others.items()
                 if self._ignored.get(subkey, -math.inf) < now and progress.peer_id not in banned
             ]
-        # A peer that restarted has a new key: only its newest report counts.
+        # A peer that restarted may have a new key: only its newest report counts.
         newest = {
             progress.peer_id: progress for progress in sorted(believed, key=lambda progress: progress.reported_at)
         }
@@ -228,41 +230,41 @@ class ProgressTracker(threading.Thread):
         return [progress for progress in self.others if not progress.auxiliary]
 
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
-        """Those that had reported lately when their reports were read: a slow DHT makes nobody dead."""
+        """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
         return [progress for progress in peers if self._fetched_at - progress.reported_at < ALIVE_SECONDS]
 
     @property
     def global_epoch(self) -> int:
-        """The newest step that a believed trainer has begun, this one included."""
+        """Newest step that a trainer has begun, including this peer, without banned and ignored peers."""
         return max([self.local_progress.epoch, *(progress.epoch for progress in self.other_trainers)])
 
     @property
     def agreed_epoch(self) -> int:
-        """The newest step that at least half of the other live trainers have completed; 0 if there are none."""
+        """Newest step that at least half of the other live trainers have completed; 0 if there are none."""
         epochs = sorted((progress.completed for progress in self.alive(self.other_trainers)), reverse=True)
         return epochs[(len(epochs) + 1) // 2 - 1] if epochs else 0
 
     def credible_epoch(self) -> int | None:
-        """The newest step that two live trainers other than this one have begun, or the only one there is.
+        """Return the newest step that two other live trainers have begun; with only one such trainer, its step.
 
-        None if there are no others.
+        :returns: the step; None if there are no other live trainers
         """
         epochs = sorted((progress.epoch for progress in self.alive(self.other_trainers)), reverse=True)
         return epochs[min(1, len(epochs) - 1)] if epochs else None
 
     @property
     def next_step(self) -> int:
-        """The global step that the next round leads to: of an auxiliary peer, the one that most trainers work for."""
+        """Global step that the next round leads to; for an auxiliary peer, the step that most trainers work for."""
         if not self.auxiliary:
             return self.local_progress.epoch + 1
         completed = sorted(progress.completed for progress in self.alive(self.other_trainers))
-        # At least half of the trainers have completed this step: one that claims more moves nobody.
+        # At least half of the trainers have completed this step: a single false claim of a later step has no effect.
         median = completed[len(completed) // 2] if completed else 0
         own = self.local_progress.completed
-        return (median if median < own - 2 else max(median, own)) + 1  # a run that was revived has gone back
+        return (median if median < own - 2 else max(median, own)) + 1  # a revived run has gone back
 
     def roster(self, step: int) -> list[RosterEntry]:
-        """The peers that may take part in the round of a step, this one included."""
+        """Return the peers that may take part in the round of a step, including this peer."""
         peers = [self.local_progress]
         peers += [
             p for p in self.alive(self.others) if p.auxiliary or (step - 1 <= p.epoch <= step and p.completed < step)
@@ -275,20 +277,20 @@ class ProgressTracker(threading.Thread):
         return sum(progress.completed >= step for progress in others) * 2 > len(others)
 
     def num_expected(self, step: int) -> int:
-        """The number of other live trainers that have not completed a step and are not further than it."""
+        """Count the other live trainers that have begun step `step - 1` or later and not completed `step`."""
         return sum(p.completed < step and p.epoch >= step - 1 for p in self.alive(self.other_trainers))
 
     @property
     def global_progress(self) -> GlobalTrainingProgress:
-        """An estimate of where the run stands now."""
+        """Estimate of the current progress of the run."""
         step, now = self.next_step, get_dht_time()
         own = self.local_progress
         trainers = self.other_trainers + ([] if self.auxiliary else [own])
         total = estimated = 0.0
         rate = 1e-20
         for progress in trainers:
-            # A peer that lives reports now and then: one that was killed computes no more.
-            # Our own samples are known: a peer that is alone takes its step when it has all of them.
+            # Other peers' samples are extrapolated for one heartbeat after the report: a killed peer computes no more.
+            # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
             is_own = progress is own
             until = min(now, progress.reported_at + HEARTBEAT_SECONDS, progress.time + MAX_EXTRAPOLATION)
             is_alive = is_own or self._fetched_at - progress.reported_at < ALIVE_SECONDS
@@ -313,15 +315,16 @@ class ProgressTracker(threading.Thread):
 
     @property
     def seconds_to_step(self) -> float:
-        """Until the next step is due, as far as known; 0 if it is due.
+        """Estimated seconds until the next step is due; 0 if it is due.
 
-        It is due once all peers together have the samples, or half of the other live trainers have begun it.
+        A step is due once all peers together have accumulated the target batch, or once half of the other live
+        trainers have begun it.
         """
         step = self.next_step
         others = self.alive(self.other_trainers)
         is_outdated = self._num_fetches == self._num_fetches_before_step
         if others and is_outdated and time.monotonic() < self._completed_at + DHT_TIMEOUT:
-            # What we know of the others is of the step before: a fast peer would take this one alone.
+            # The known reports are of the previous step: a fast peer would take this step alone.
             return max(self.min_refresh_period, self.global_progress.eta_next_epoch - get_dht_time())
         have_begun = sum(progress.epoch >= step for progress in others)
         if others and have_begun * 2 >= len(others):
@@ -329,13 +332,13 @@ class ProgressTracker(threading.Thread):
         return max(0.0, self.global_progress.eta_next_epoch - get_dht_time())
 
     def look_in(self, seconds: float) -> None:
-        """Read the others' progress in so many seconds, if that is earlier than it is due."""
+        """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""
         with self._lock:
             self._next_fetch = min(self._next_fetch, time.monotonic() + seconds)
         self._wake.set()
 
     def refresh(self, timeout: float = DHT_TIMEOUT) -> bool:
-        """Wait until the others' progress has been read anew; False if it takes longer."""
+        """Read the other peers' progress and wait for the result; False if it takes longer than `timeout` seconds."""
         before, deadline = self._num_fetches, time.monotonic() + timeout
         self.look_in(0.0)
         while self._num_fetches <= before and time.monotonic() < deadline and self.is_alive():
@@ -343,9 +346,9 @@ class ProgressTracker(threading.Thread):
         return self._num_fetches > before
 
     def ignore_epochs_above(self, epoch: int) -> int:
-        """Ignore peers that claim to be past `epoch`, for a while. Call it when no state bears them out.
+        """Ignore peers that claim a step after `epoch`, for IGNORE_SECONDS. Call it if no such state is offered.
 
-        :returns: the number of peers
+        :returns: the number of peers that are ignored
         """
         with self._lock:
             subkeys = [subkey for subkey, progress in self._others.items() if progress.epoch > epoch]
@@ -380,10 +383,10 @@ class ProgressTracker(threading.Thread):
         self._store(record)
 
     def _sustained_rate(self) -> float:
-        """Samples per second that the others may count on.
+        """Return the samples per second that other peers may rely on.
 
-        A first local step says little (its batch was ready), and a local step that takes longer than those before it
-        shows that the peer is slower now.
+        0 before the second local step: the first one is too fast (its batch was ready). Lower than the average while
+        the current local step takes longer than the previous ones: the peer has become slower.
         """
         own = self.local_progress
         if self.performance_ema.num_updates < 2:
@@ -399,9 +402,10 @@ class ProgressTracker(threading.Thread):
         self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()
 
     def _finish_fetch(self) -> bool:
-        """Read the others' reports once they are there; the thread must keep reporting meanwhile.
+        """Read the reports once the DHT has answered. Does not block: the thread must keep reporting.
 
-        :raises TimeoutError: if the DHT does not answer
+        :returns: whether the reports were read
+        :raises TimeoutError: if the DHT does not answer in DHT_TIMEOUT
         """
         future, begun_at = self._pending_fetch
         if not future.done() and time.monotonic() < begun_at + DHT_TIMEOUT:
@@ -455,12 +459,12 @@ class ProgressTracker(threading.Thread):
             progress.num_peers + self.expected_drift_peers, progress.num_peers * (1 + self.expected_drift_rate)
         )
         period = eta * progress.num_peers / expected_peers
-        # The first rates of a peer say little: look after 0.5, 1, 2, 4 ... seconds.
+        # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
         period = min(period, time.monotonic() - max(self._first_seen.values(), default=-math.inf))
         return min(max(period, self.min_refresh_period), self.max_refresh_period)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop, and tell the others that this peer leaves."""
+        """Stop the thread and announce that this peer leaves."""
         if not self._stopped.is_set():
             self._stopped.set()
             self._wake.set()

@@ -1,7 +1,7 @@
-"""Workarounds for hivemind in reading DHT records: validators that hold for any key, and a bound for its serializer.
+"""Workarounds for hivemind in reading DHT records: validators for any key, and a bound for its serializer.
 
-They are DHT matters, but stand here because `utils.py`, which has the schemas of our records and puts the validators
-together, may not import `lib.peer`. docs/upgrading-hivemind.md lists what they replace.
+They concern the DHT, but are in this package because `utils.py`, which defines the record schemas and combines the
+validators, may not import `lib.peer`. docs/upgrading-hivemind.md lists what they replace.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 class RefusesWhatItCannotRead(RecordValidatorBase):
-    """hivemind's validators raise on some malformed keys and values instead of refusing them."""
+    """Mixin for hivemind's validators: refuses malformed keys and values on which they would raise."""
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -31,9 +31,9 @@ class RefusesWhatItCannotRead(RecordValidatorBase):
 class ReadableValidator(RecordValidatorBase):
     """Refuses records that break their readers, under any key.
 
-    hivemind unpacks values in a callback whose exceptions are lost: with one value that is no msgpack under a key,
-    `dht.get` of that key never returns. One byte stopped matchmaking and downloads for a day. A record without a
-    subkey makes nodes refuse all records with one under the same key for as long as it lives.
+    hivemind unpacks values in a callback whose exceptions are lost. If one value under a key is not msgpack, `dht.get`
+    of that key never returns: one byte stopped matchmaking and downloads for a day. A record without a subkey makes
+    nodes refuse all records with a subkey under the same key until it expires.
     """
 
     MAX_DEPTH = 8  # nested lists and dictionaries in a value; a history, the deepest record, has 2
@@ -48,7 +48,7 @@ class ReadableValidator(RecordValidatorBase):
 
     @property
     def priority(self) -> int:
-        return 7  # sees values as readers do, without their signature, and before LimitValidator counts them
+        return 7  # after the signature is stripped, since readers see values without it; before LimitValidator
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         return isinstance(other, ReadableValidator)
@@ -59,7 +59,7 @@ def _refuse(type_code: int, _data: bytes) -> object:
 
 
 def _is_plain(value: object, depth: int) -> bool:
-    """Whether a value consists of numbers, texts and at most `depth` nested lists and dictionaries of them."""
+    """Whether a value is None, a number, text, bytes, or lists and dictionaries of these, at most `depth` deep."""
     if isinstance(value, list):
         children = value
     elif isinstance(value, dict):
@@ -70,10 +70,14 @@ def _is_plain(value: object, depth: int) -> bool:
 
 
 class LimitValidator(RecordValidatorBase):
-    """Refuses records that are larger or meant to live longer than any of ours, under whatever key, and more subkeys
-    than any run has peers: what a dictionary holds must fit into one answer of 4 MiB, or nobody can read it.
+    """Refuses records that are too large or live too long, and too many subkeys per key, under any key.
 
-    :param max_subkeys: of one key; whoever is there first stays
+    The bounds exceed the records of this project and the peers of any run. A dictionary must fit into one answer of
+    4 MiB; otherwise no peer can read it.
+
+    :param max_bytes: of value and subkey together
+    :param max_lifetime: seconds from now to the expiration
+    :param max_subkeys: of one key; the first ones are kept
     """
 
     MAX_KEYS = 1000  # keys whose subkeys are counted
@@ -86,7 +90,7 @@ class LimitValidator(RecordValidatorBase):
         now = get_dht_time()
         if len(record.value) + len(record.subkey or b"") > self.max_bytes:
             return False
-        if not record.expiration_time <= now + self.max_lifetime:  # NaN, too, after which nothing expires any more
+        if not record.expiration_time <= now + self.max_lifetime:  # also refuses NaN, which would disable expiration
             return False
         return not record.subkey or self._has_room(record, now)
 
@@ -104,20 +108,20 @@ class LimitValidator(RecordValidatorBase):
 
     @property
     def priority(self) -> int:
-        return 5  # after the signature: one that is forged must not take up room
+        return 5  # after the signature check: a forged record must not take up room
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         return isinstance(other, LimitValidator)
 
 
 class RunValidator(CompositeValidator):
-    """All validators of a run's records, in hivemind's order. Remembers which records it has found valid.
+    """All validators of a run's records, in hivemind's order, with a cache of the records found valid.
 
-    A peer that reads a dictionary receives each record in it from each node that it asks. With 16 peers, checking
+    A peer that reads a dictionary receives each record in it from each node that it asks. With 16 peers, validating
     them took 60 % of the DHT's time.
     """
 
-    MAX_KNOWN = 8192  # of 100 bytes each
+    MAX_KNOWN = 8192  # records in the cache, 100 bytes each
 
     def __init__(self, validators: Iterable[RecordValidatorBase]):
         super().__init__(validators)
@@ -147,10 +151,10 @@ def _digest(record: DHTRecord) -> bytes:
 
 
 class BoundedExtensions:
-    """Stops hivemind's serializer from unpacking extension types inside of each other without end.
+    """Bounds the depth of nested extension types in hivemind's serializer.
 
-    Each level takes some 20 KB of the C stack: 2 KB from a stranger, 300 levels, end the process with a segmentation
-    fault. A dictionary of records, the deepest of ours, has 1.
+    Each level takes some 20 KB of the C stack: 300 levels, which are 2 KB of untrusted data, end the process with a
+    segmentation fault. A dictionary of records, the deepest value of this project, has 1 level.
     """
 
     MAX_DEPTH = 8

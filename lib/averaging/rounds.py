@@ -1,7 +1,7 @@
-"""The averager of a peer's rounds: one all-reduce over gradients and parameters for each global step.
+"""The round averager: one all-reduce over gradients and parameters per global step.
 
-A round reads the peer's gradients and parameters and writes their averages to separate tensors. Nothing of the
-training state changes before the round has ended and its result has been checked.
+A round reads the peer's gradients and parameters and writes the averages to separate tensors. The training state does
+not change before the round has ended and its result was checked.
 """
 
 import asyncio
@@ -35,21 +35,22 @@ from lib.averaging.matchmaking import RosterEntry, RoundControl
 
 logger = get_logger(__name__)
 
-PROTOCOL = 2  # of rounds and progress reports; peers of another number are not averaged with
-BAN_SECONDS = 600.0  # how long a peer that sent values out of bounds is left out; its machine may be repaired
-MAX_WAITING_STREAMS = 256  # of peers whose part arrives before our own round has begun
-MAX_BANDWIDTH = 1e9  # as claimed by strangers; only ratios matter
+PROTOCOL = 2  # version of rounds and progress reports; peers of different versions do not average
+BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; not longer, since the machine may be repaired
+MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
+MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
 
 
 @dataclass
 class RoundResult:
-    """What a round has achieved at this peer.
+    """Result of a round at this peer. Peers are given by their peer IDs.
 
-    :param members: peer IDs of the group
-    :param received: fraction of the elements whose average arrived; the others kept our values
-    :param weights: samples of the senders, as far as this peer reduces gradients
-    :param missed: peers of the roster that the group was formed without, and why
-    :param violations: members that were banned for what they sent, and what it was
+    :param members: peers of the group
+    :param received: fraction of the elements whose average arrived; the other elements kept this peer's values
+    :param weights: samples of the senders, known only if this peer reduces gradients
+    :param missed: peers of the roster that are not in the group, with the reason
+    :param violations: members that were banned for values out of bounds, with the violation
+    :param seconds: durations of the phases: matchmaking, waiting, allreduce
     """
 
     members: list[bytes]
@@ -61,14 +62,15 @@ class RoundResult:
 
 
 class RoundAverager(SafeAverager):
-    """Accumulates this peer's gradients and averages them, with the parameters, in one round for each global step.
+    """Accumulates this peer's gradients and averages them, together with the parameters, in one round per global step.
 
-    :param main_parameters: the model's, whose `.grad` is accumulated
-    :param parameters: the offloaded optimizer's, of the same shapes, on the CPU in shared memory
-    :param max_grad_norm: bound on the norm of this peer's mean gradient and of the average, 0: none. transformers'
-      Trainer would clip each micro-batch instead, which biases their mean
-    :param average_parameters_every: rounds of other steps average gradients only
-    :param max_weight: the most samples that a peer can have contributed to one step
+    :param main_parameters: parameters of the model, whose `.grad` is accumulated
+    :param parameters: parameters of the offloaded optimizer, of the same shapes, on the CPU in shared memory
+    :param max_grad_norm: bound on the norm of this peer's mean gradient and of the average; 0: no bound. transformers'
+      Trainer would clip each micro-batch instead, which biases the mean
+    :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
+      gradients only
+    :param max_weight: bound on the samples that a peer contributes to one step
     :param parameter_step: see Bounds; a multiple of the learning rate
     """
 
@@ -96,11 +98,12 @@ class RoundAverager(SafeAverager):
         self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
         self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
         self._outputs = [*self.averaged_gradients, *self.averaged_parameters]
-        self.requested_number = multiprocessing.RawValue("q", -1)  # the newest step that others look for a group of
+        self.requested_number = multiprocessing.RawValue("q", -1)  # newest step for which a peer searches a group
         self._finished_groups: deque[bytes] = deque(maxlen=64)
-        self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # groups, and whose part was refused there
+        self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._num_waiting = 0
-        self._banned: dict[bytes, float] = {}  # peer ID -> until when; in the main process, which hears of it here:
+        # Peer ID -> end of the ban, in the main process. The averager's process sends new bans through the queue.
+        self._banned: dict[bytes, float] = {}
         self._newly_banned, self._lock_bans = multiprocessing.SimpleQueue(), threading.Lock()
         self._lock_pipe = threading.Lock()
         super().__init__(
@@ -123,7 +126,10 @@ class RoundAverager(SafeAverager):
 
     @torch.no_grad()
     def accumulate(self, num_samples: int) -> int:
-        """Add the gradients of the model, the mean over `num_samples`, and return the samples accumulated so far."""
+        """Accumulate the gradients of the model, which are means over `num_samples`.
+
+        :returns: the number of samples accumulated so far
+        """
         with self.lock_accumulators:
             for parameter, accumulator in zip(self.main_parameters, self._accumulators, strict=True):
                 if parameter.grad is not None:
@@ -133,9 +139,9 @@ class RoundAverager(SafeAverager):
 
     @torch.no_grad()
     def load_contribution(self) -> int:
-        """Make the mean of the accumulated gradients, clipped, what the next round sends, and start anew.
+        """Load the clipped mean of the accumulated gradients for the next round, and reset the accumulators.
 
-        :returns: the number of samples in it
+        :returns: the number of samples in the contribution
         """
         with self.lock_accumulators:
             num_samples = self.local_samples_accumulated
@@ -147,7 +153,10 @@ class RoundAverager(SafeAverager):
 
     @torch.no_grad()
     def take_back_contribution(self, num_samples: int) -> int:
-        """Accumulate what `load_contribution` took: no round has used it. Returns the samples accumulated now."""
+        """Add the loaded contribution, which no round has used, to the accumulators again.
+
+        :returns: the number of samples accumulated so far
+        """
         with self.lock_accumulators:
             for gradient, accumulator in zip(self.gradients, self._accumulators, strict=True):
                 accumulator.add_(gradient.to(accumulator.device), alpha=num_samples)
@@ -156,7 +165,7 @@ class RoundAverager(SafeAverager):
 
     @torch.no_grad()
     def drop_gradients(self) -> None:
-        """Forget the accumulated gradients: they belong to other parameters than the ones that we have now."""
+        """Drop the accumulated gradients: they belong to previous parameters."""
         with self.lock_accumulators:
             self._reset()
 
@@ -168,14 +177,14 @@ class RoundAverager(SafeAverager):
     # In the main process: rounds
 
     def includes_parameters(self, number: int) -> bool:
-        """Whether the round of a step averages the parameters, too."""
+        """Whether the round of a step also averages the parameters."""
         return number % self.average_parameters_every == 0
 
     def schedule_round(self, number: int, timeout: float) -> RoundControl:
-        """Begin to look for the group of a step.
+        """Start the search for the group of a step.
 
-        :param timeout: seconds; the round is called off after that
-        :returns: its handle: set the weights and call `allow_allreduce` once the contribution is loaded
+        :param timeout: seconds after which the round is cancelled, unless its all-reduce is running
+        :returns: the handle of the round; set its weights and call `allow_allreduce` once the contribution is loaded
         """
         gather = self.serializer.dumps(number)
         control = RoundControl(
@@ -192,7 +201,7 @@ class RoundAverager(SafeAverager):
         return control
 
     def set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
-        """Tell the averager's process who may take part in the next round, and which step is behind us."""
+        """Send the roster of the next round and the newest finished step to the averager's process."""
         packed = [(entry.peer_id.to_bytes(), entry.is_client, entry.is_established) for entry in entries]
         self._send("_set_roster", packed=packed, finished_number=finished_number)
 
@@ -201,7 +210,7 @@ class RoundAverager(SafeAverager):
             self._outer_pipe.send((method, [], kwargs))
 
     def banned_peers(self) -> dict[bytes, float]:
-        """IDs of the peers that this averager forms no group with, and until when."""
+        """Return the banned peers: peer ID -> end of the ban (`time.time`)."""
         with self._lock_bans:
             while not self._newly_banned.empty():
                 peer_id, until = self._newly_banned.get()
@@ -209,7 +218,10 @@ class RoundAverager(SafeAverager):
             return {peer_id: until for peer_id, until in self._banned.items() if time.time() < until}
 
     def ban(self, peers: dict[bytes, float]) -> None:
-        """Form no group with peers, given as `banned_peers` does."""
+        """Form no group with peers.
+
+        :param peers: as returned by `banned_peers`
+        """
         if new := dict(peers.items() - self.banned_peers().items()):
             with self._lock_bans:
                 self._banned.update(new)
@@ -235,14 +247,15 @@ class RoundAverager(SafeAverager):
         timeout = max(0.0, step.deadline - get_dht_time())
         await asyncio.wait({work, cancelled}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not work.done() and not cancelled.done() and step.stage == AveragingStage.RUNNING_ALLREDUCE:
-            await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)  # it has a separate timeout
+            # The all-reduce has a separate timeout.
+            await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
         work.cancel()
         cancelled.cancel()
         (outcome, *_) = await asyncio.gather(work, cancelled, return_exceptions=True)
         step.stage = AveragingStage.FINISHED
         if isinstance(outcome, asyncio.CancelledError):
             outcome = TimeoutError("no group was found")
-        with suppress(Exception):  # cancelled by the main process at this moment
+        with suppress(Exception):  # the main process may cancel the round at this moment
             if isinstance(outcome, BaseException):
                 step.set_exception(AllreduceException(str(outcome) or type(outcome).__name__))
             else:
@@ -298,7 +311,7 @@ class RoundAverager(SafeAverager):
         self._wake_waiting_streams()
         for group_id, sender in self._refused:
             if group_id == group.group_id:
-                await runner.forget_absent(sender)  # it does not come twice
+                await runner.forget_absent(sender)  # a refused sender does not try again
         try:
             if self.mode == AveragingMode.AUX:
                 async for _ in runner:
@@ -316,9 +329,9 @@ class RoundAverager(SafeAverager):
         )
 
     def _read_gathered(self, group: GroupInfo) -> tuple[list[float | None], list[AveragingMode]]:
-        """Bandwidths (0 for clients) and modes of the members, as they claim them.
+        """Return the bandwidths (0 for clients, None if out of range) and modes that the members claim.
 
-        :raises AllreduceException: if a claim makes no sense
+        :raises AllreduceException: if a claim is malformed
         """
         bandwidths, modes = [], []
         for gathered in group.gathered:
@@ -349,7 +362,7 @@ class RoundAverager(SafeAverager):
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """A peer asks to average with us, see StepMatchmaking."""
+        """Answer a request to join this peer's group, see StepMatchmaking."""
         async for message in self._then_linger(self._matchmaking.rpc_join_group(request, context)):
             self.requested_number.value = max(self.requested_number.value, self._matchmaking.requested_number)
             yield message
@@ -357,10 +370,10 @@ class RoundAverager(SafeAverager):
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """A peer of our group sends its part of the tensors, maybe before our own round has begun.
+        """Receive a member's part of the tensors, possibly before this peer's round has begun.
 
-        hivemind waits for any round of ours to begin or end: one that ends while the next is being prepared makes it
-        refuse the part, and the whole group then waits for a quarter of the averaging timeout.
+        hivemind waits for any round of this peer to begin or end. A round that ends while the next one is prepared
+        makes it refuse the part, and the whole group then waits for a quarter of the averaging timeout.
         """
         async for message in self._then_linger(self._answer_part(stream, context)):
             yield message
@@ -377,7 +390,7 @@ class RoundAverager(SafeAverager):
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
 
     async def _will_begin(self, group_id: bytes) -> bool:
-        """Wait until our round of a group begins; False if it has ended or does not begin in time."""
+        """Wait until this peer's round of a group begins; False if it has ended or does not begin in time."""
         if group_id in self._running_groups:
             return True
         if self._num_waiting >= MAX_WAITING_STREAMS:
@@ -387,8 +400,9 @@ class RoundAverager(SafeAverager):
         try:
             while group_id not in self._running_groups:
                 has_ended = group_id in self._finished_groups or self._matchmaking.is_called_off(group_id)
-                # The news of a group may be late by one answer of its leader. Then this peer has left too early to
-                # hear of it, and the others need not wait. For a round that we know of, a sender waits no longer.
+                # An unknown group: the leader's announcement may be one answer late. After that time this peer has
+                # left too early to receive it, and the members need not wait. A known group: after `reducer_timeout`
+                # the sender stops waiting, too.
                 is_known = self._matchmaking.knows(group_id)
                 patience = self.allreduce_kwargs["reducer_timeout"] if is_known else self.request_timeout
                 if has_ended or time.monotonic() >= started + (patience or 0.0):
@@ -399,7 +413,7 @@ class RoundAverager(SafeAverager):
             self._num_waiting -= 1
 
     async def _groups_changed(self) -> None:
-        """Wait until a round begins or ends; a round that is called off before its trigger is noticed in a second."""
+        """Wait until a round begins or ends, at most 1 s: a round cancelled before its trigger sets no event."""
         self._pending_groups_registered.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._pending_groups_registered.wait(), 1.0)
@@ -418,7 +432,10 @@ class RoundAverager(SafeAverager):
 
 @torch.no_grad()
 def clip_norm(tensors: Sequence[torch.Tensor], max_norm: float) -> float:
-    """Scale tensors in place so that their common norm is at most `max_norm` (0: no bound); return the norm before."""
+    """Scale tensors in place so that their total norm is at most `max_norm` (0: no bound).
+
+    :returns: the total norm before scaling
+    """
     norm = math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
     if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
         for tensor in tensors:

@@ -4,10 +4,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def set_schedule(scheduler: LambdaLR, epoch: int) -> None:
-    """Bring a schedule to a global step at a constant cost, forwards or backwards.
+    """Set a schedule to global step `epoch`, forwards or backwards, at constant cost.
 
-    The result is that of calling `scheduler.step()` once for each step, which takes 9 to 15 microseconds a step: hours
-    for a step number of 2^31 - 1.
+    The result equals that of one `scheduler.step()` per global step, which takes 9 to 15 microseconds per step: hours
+    for step 2^31 - 1.
     """
     learning_rates = [
         base * scale(epoch) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)

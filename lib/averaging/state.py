@@ -1,4 +1,4 @@
-"""The training state of a peer: applying updates, offering it to other peers, downloading and restoring it."""
+"""Training state of a peer: apply updates, offer the state to other peers, download and restore a state."""
 
 import asyncio
 import copy
@@ -26,36 +26,37 @@ logger = get_logger(__name__)
 
 
 class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
-    """Holds the (offloaded) optimizer, offers the training state, and downloads that of others.
+    """Holds the (offloaded) optimizer, offers its training state, and downloads the state of other peers.
 
-    The name is part of the protocol: hivemind addresses the averager of another peer by the name of its class. It
-    averages nothing.
+    It averages nothing. The class name is part of the protocol: hivemind addresses the averager of another peer by
+    class name (hivemind/p2p/servicer.py).
 
-    `local_epoch` is the global step that this peer is at. `applied_epoch` is the global step whose update the
-    parameters have; it lags while an update runs in the background. Offers and snapshots carry `applied_epoch`.
+    `local_epoch` is the global step of this peer. `applied_epoch` is the global step whose update the parameters have;
+    it lags while an update runs in the background. Offers and snapshots carry `applied_epoch`.
 
     `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
-    `lock_averaged_tensors`, so that no reader sees a part of a change. Other code that writes into the parameters or
-    the optimizer must call `note_change` afterwards.
+    `lock_averaged_tensors`, so that no reader sees a partial change. Other code that writes into the parameters or the
+    optimizer must call `note_change` afterwards.
 
-    :param download_timeout: seconds that a download may take in all
+    :param download_timeout: seconds for a whole download
     :param donor_timeout: seconds that a donor may be silent
-    :param credible_epoch: returns the newest global step that the run is known to be at, None if nothing is known.
-      Called in the main process at the start of each download. Donors that claim to be more than 2 steps above it
-      (reports lag), plus one for each second since, are asked last, and not at all if another donor offers a
-      credible step. What to return:
+    :param credible_epoch: returns the newest global step that the run is known to be at; None if unknown. Called in
+      the main process at the start of each download. Donors that claim a step more than 2 above it (reports lag), plus
+      one per second since, are asked last, and not at all if another donor offers a credible step. Return value:
 
-      - in a trainer: from the progress reports, best a step that two other trainers have reached, as one may lie;
+      - in a trainer: a step from the progress reports, preferably one that two other trainers have reached, since a
+        single report may be false;
       - in a monitor or an evaluator: the newest step of the aggregated metrics;
-      - if nobody reports, as when a monitor revives a run, or nothing has been read yet: None, any step is accepted.
+      - without any reports, for example when a monitor revives a run or before the first read: None, which accepts any
+        step.
 
-      If all donors are above, the state of one is accepted with a warning: there is no other. A wrong step number
-      costs no time, since the schedule is set directly, and restoring a backup corrects it.
+      If all donors claim a later step, the state of one is accepted with a warning: there is no alternative. A wrong
+      step number costs no time, since the schedule is set directly, and restoring a backup corrects it.
     """
 
     LINGER_SECONDS = 1.0  # hivemind's own clients wait for the end of the stream, at most next_chunk_timeout (5 s)
-    UPLOAD_TIMEOUT = 3600.0  # seconds; a reader that stalls keeps a copy of the state in memory
-    COPY_SECONDS = 60.0  # how long an unchanged copy of the state is kept for the next download
+    UPLOAD_TIMEOUT = 3600.0  # seconds; a stalled reader keeps a copy of the state in memory
+    COPY_SECONDS = 60.0  # for which an unchanged copy of the state is kept for further downloads
 
     def __init__(
         self,
@@ -82,14 +83,14 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     # Changing the state
 
     def apply_update(self, epoch: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Take the optimizer's step to global step `epoch`, with the gradients in `.grad` of its parameters.
+        """Run the optimizer for global step `epoch`, with the gradients in `.grad` of its parameters.
 
         The learning rate is that of `epoch - 1`, as in hivemind, which steps the schedule after the optimizer. May run
         in a background thread: readers wait until it has ended. The main thread copies the result of an offloaded
         optimizer to the model with `_apply_optimizer_parameters_`. If the optimizer raises, restore a state.
 
-        :param parameters: what to start from instead of our own parameters: the average of a group
-        :raises ValueError: if their shapes are not ours; nothing has changed then
+        :param parameters: averaged parameters of a group, to start from instead of this peer's parameters
+        :raises ValueError: if their shapes differ from this peer's; the state is then unchanged
         """
         own = self._optimized_parameters()
         if parameters is not None and [p.shape for p in parameters] != [p.shape for p in own]:
@@ -107,11 +108,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 self.note_change()
 
     def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace the state by another one, which may be of an earlier step. The tensors are copied.
+        """Replace the state by another one, possibly of an earlier step. The tensors are copied.
 
-        :raises StateLoadError: if it does not fit; ours is then as it was
+        :raises StateLoadError: if the new state does not fit; the current state is then unchanged
         """
-        # torch's load_state_dict keeps the tensors that it is given: the next step would write into them.
+        # torch's load_state_dict keeps the given tensors: the next step would write into them.
         optimizer_state = copy.deepcopy(self.check_state(metadata, tensors))
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             self.optimizer.load_state_dict(optimizer_state)
@@ -126,7 +127,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def sync_with_main_parameters(self, epoch: int) -> None:
         """Copy parameters that were loaded into the model to the optimizer, and set their step.
 
-        An offloaded optimizer has its own copy of the weights, which would undo them at the next step.
+        An offloaded optimizer has a separate copy of the weights, which would overwrite them at the next step.
         """
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             for main_parameter, parameter in zip(self.main_parameters, self._optimized_parameters(), strict=True):
@@ -137,7 +138,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             self.note_change()
 
     def note_change(self) -> None:
-        """Drop the copy of the state, since the state has changed."""
+        """Drop the copy of the state. Call it after each change of the state."""
         self._copy = None
 
     def _set_applied_epoch(self, epoch: int) -> None:
@@ -149,7 +150,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             set_schedule(self.scheduler, max(0, epoch))
 
     def _update_scheduler(self) -> None:
-        """hivemind calls this after its own update, which led to `local_epoch`."""
+        """Set the step and the schedule after hivemind's own update, which led to `local_epoch`."""
         self._set_applied_epoch(self.local_epoch)
         self.note_change()
 
@@ -160,12 +161,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     # Offering the state
 
     def offer(self, priority: float) -> None:
-        """Offer the state to peers that join, from now on. They ask the donor of the highest priority first."""
+        """Offer the state to joining peers from now on. They ask the donor with the highest priority first."""
         self.state_sharing_priority = priority
         self.allow_state_sharing = True
 
     def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
-        """Return a copy of the state as it is sent to peers: metadata and tensors. It is shared: do not write into it.
+        """Return a copy of the state as it is sent to peers: metadata and tensors. Do not write into the tensors.
 
         The copy is kept until the state changes, for COPY_SECONDS at most: downloads of one state share one copy.
         """
@@ -193,7 +194,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
         """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.
 
-        hivemind's own hands out the live tensors: a download that takes longer than a step would be a mixture.
+        hivemind's method returns the live tensors: a download that takes longer than a step would mix two steps.
         """
         metadata, tensors = self.snapshot()
         roles = [TensorRole.PARAMETER] * len(self._optimized_parameters())
@@ -208,7 +209,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Serve a download, as in hivemind, within UPLOAD_TIMEOUT."""
+        """Serve a download, as in hivemind, for at most UPLOAD_TIMEOUT."""
         async with asyncio.timeout(self.UPLOAD_TIMEOUT):
             async for message in super().rpc_download_state(request, context):
                 yield message
@@ -218,7 +219,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def load_state_from_peers(self, **_kwargs) -> bool:
         """Download the newest state that a peer offers and that fits, and apply it.
 
-        :returns: whether a state was applied. If not, the state is unchanged.
+        :returns: whether a state was applied; if not, the current state is unchanged
         """
         downloaded = self.download_state(min_epoch=self.local_epoch)
         if downloaded is None:
@@ -231,10 +232,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def download_state(
         self, min_epoch: int = 0, only_metadata: bool = False
     ) -> tuple[str, dict, list[torch.Tensor]] | None:
-        """Ask the peers that offer their state, one after the other, for one of step `min_epoch` or later that fits.
+        """Ask donors in turn for a state of step `min_epoch` or later that fits.
 
-        :param only_metadata: do not wait for the tensors, nor check whether it fits; ask once, `donor_timeout` in all
-        :returns: the donor's peer ID, metadata and tensors, all checked; None if there is none in `download_timeout`
+        :param only_metadata: request neither the tensors nor the check that the state fits; one attempt, which takes
+          at most `donor_timeout` seconds
+        :returns: the donor's peer ID, metadata and tensors, all checked; None without a state in `download_timeout`
         """
         timeout = self.donor_timeout if only_metadata else self.download_timeout
         query = StateQuery(
@@ -252,7 +254,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             return None
 
     async def _download_state(self, future: MPFuture, query: StateQuery) -> None:
-        """Runs in the averager's process."""
+        """Run a download in the averager's process and return the state through `future`."""
         state = None
         self._downloads.add(asyncio.current_task())
         try:
@@ -262,7 +264,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             future.set_result(state)
 
     async def _shutdown(self, timeout: float | None) -> None:
-        """Break off downloads that a thread of the main process may be waiting for."""
+        """Cancel downloads for which a thread of the main process may be waiting, then shut down."""
         for download in self._downloads:
             download.cancel()
         await asyncio.gather(*self._downloads, return_exceptions=True)
@@ -272,13 +274,13 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     @property
     def max_metadata_bytes(self) -> int:
-        """Bound on what a donor may send as metadata; an entry of the optimizer's state has some 30 bytes."""
+        """Bound on the size of a donor's metadata; an entry of the optimizer's state has some 30 bytes."""
         return 2**16 + 256 * sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
 
     def expected_tensors(self, metadata: dict) -> list[TensorSpec]:
-        """Return what a donor must send with these metadata: tensors of our shapes and dtypes.
+        """Return the specs of the tensors that a donor must send with these metadata: this peer's shapes and dtypes.
 
-        Their number need not be ours: LAMB has numbers instead of tensors where a norm was zero.
+        The number of tensors may differ from this peer's: LAMB has numbers instead of tensors where a norm was zero.
 
         :raises StateLoadError: if the metadata are of another optimizer
         """
@@ -294,9 +296,10 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return specs
 
     def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
-        """Raise StateLoadError unless a state has a step, our shapes, our optimizer, and finite values.
+        """Check that a state has a step, this peer's shapes and optimizer, and finite values.
 
-        :returns: its optimizer state, in the structure of ours
+        :returns: the state dict of its optimizer, in the structure of this peer's
+        :raises StateLoadError: if the state does not fit
         """
         check_epoch(metadata)
         own = self._parameters_and_extras()
@@ -307,7 +310,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return self._match_optimizer_state(metadata, tensors[len(own) :])
 
     def _match_optimizer_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
-        """The donor's optimizer statistics in the structure of our optimizer; its hyper-parameters stay ours."""
+        """Build a state dict with the donor's optimizer statistics and this peer's structure and hyper-parameters."""
         own = self.optimizer.state_dict()
         values = []
         for entry in self._check_entries(metadata):
@@ -325,7 +328,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return {"state": nested_pack(statistics, own["state"]), "param_groups": own["param_groups"]}
 
     def _check_entries(self, metadata: dict) -> list[dict]:
-        """What stands for the values of the optimizer's state dict: {type: tensor, index} or {type: value, value}."""
+        """Return the entries for the values of the optimizer's state dict.
+
+        :returns: {type: tensor, index} or {type: value, value} for each value
+        :raises StateLoadError: if the entries are malformed or of another optimizer
+        """
         entries = metadata.get("optimizer_metadata")
         num_own = sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
         if not isinstance(entries, list) or len(entries) != num_own:
@@ -346,9 +353,11 @@ def _spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def _check_statistic(value: object, own_value: object) -> None:
-    """Check that a donor's optimizer statistic is of our shape and finite; scalars may be tensors or numbers.
+    """Check that a donor's optimizer statistic has this peer's shape and is finite.
 
-    Scalars are counts and norms: a negative count of steps would make the next update NaN.
+    Scalars may be tensors or numbers. They are counts and norms: a negative step count would make the next update NaN.
+
+    :raises StateLoadError: if the statistic does not fit
     """
     if isinstance(own_value, torch.Tensor) and own_value.ndim > 0:
         if not isinstance(value, torch.Tensor) or value.shape != own_value.shape:
@@ -363,7 +372,7 @@ def _check_statistic(value: object, own_value: object) -> None:
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether no tensor has a NaN or an Inf. One fused norm, one synchronisation with the device."""
+    """Whether no tensor has NaN or Inf. Takes one fused norm and one synchronization with the device."""
     floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not floating:
         return True

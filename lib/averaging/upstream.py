@@ -1,6 +1,6 @@
-"""What this code replaces, overrides or relies on in hivemind, as it was when the tests last passed with it.
+"""Digests of the hivemind code that this project replaces, overrides or relies on, in the tested version.
 
-docs/upgrading-hivemind.md has the catalogue of the workarounds and says what to do when hivemind changes.
+docs/upgrading-hivemind.md has the catalogue of the workarounds and the steps to take when hivemind changes.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 
 TESTED_VERSION = "1.1.12"
 
-# Name in hivemind -> row of the catalogue, and the first 16 hexadecimal digits of the SHA-256 of the source.
+# Name in hivemind -> (row of the catalogue, first 16 hexadecimal digits of the SHA-256 of the source)
 TESTED: dict[str, tuple[str, str]] = {
     "averaging.allreduce:AllReduceRunner.__init__": ("bounds", "597a0c8dbbeabbe3"),
     "averaging.allreduce:AllReduceRunner._accumulate_parts_streaming": ("bounds", "6c5a3c7266060303"),
@@ -88,7 +88,7 @@ TESTED: dict[str, tuple[str, str]] = {
 
 
 def digest(name: str) -> str:
-    """The digest of a class or function of hivemind, named as in TESTED; "missing" if there is none."""
+    """Return the digest of a class or function of hivemind, named as in TESTED; "missing" if it does not exist."""
     try:
         source = inspect.getsource(pkgutil.resolve_name(f"hivemind.{name}"))
     except (ImportError, AttributeError, OSError):
@@ -97,7 +97,10 @@ def digest(name: str) -> str:
 
 
 def find_changes() -> dict[str, list[str]]:
-    """Compare the installed hivemind with the tested one: rows of the catalogue -> the names that differ."""
+    """Compare the installed hivemind with the tested version.
+
+    :returns: rows of the catalogue -> names whose source differs
+    """
     changes: dict[str, list[str]] = {}
     for name, (row, tested_digest) in TESTED.items():
         if digest(name) != tested_digest:
@@ -106,7 +109,7 @@ def find_changes() -> dict[str, list[str]]:
 
 
 def warn_of_changes() -> None:
-    """Log one warning if the installed hivemind is not the tested one; call it before anything is replaced."""
+    """Log one warning if the installed hivemind is not the tested version. Call it before anything is replaced."""
     changes = find_changes()
     if not changes and hivemind.__version__ == TESTED_VERSION:
         return

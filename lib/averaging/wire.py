@@ -1,4 +1,4 @@
-"""Checks of serialized tensors from other peers, to be made before deserializing them.
+"""Checks of serialized tensors from other peers, made before they are deserialized.
 
 hivemind takes dtype, shape and compression from the sender. A dtype of "U50000" turns a message of 4 KB into 406 MB.
 """
@@ -19,9 +19,10 @@ _CODEBOOK_SIZE = 256  # of the 8-bit compressions
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The tensor that a peer is expected to send.
+    """Specification of a tensor that a peer is expected to send.
 
-    :param dtypes: names of the dtypes that it may have, such as "float32"
+    :param dtypes: names of the accepted dtypes, such as "float32"
+    :param compressions: accepted values of hivemind's CompressionType
     """
 
     shape: tuple[int, ...]
@@ -33,7 +34,7 @@ class TensorSpec:
         return math.prod(self.shape)
 
 
-# A statistic such as LAMB's trust ratio, where the other peer may have a tensor and this one a number.
+# A statistic such as LAMB's trust ratio, where the other peer may have a tensor and this peer a number.
 SCALAR = TensorSpec((), frozenset(_ITEM_SIZES))
 
 
@@ -41,8 +42,8 @@ def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int:
     """Check everything but the buffer of a serialized tensor.
 
     :param header: the tensor, or its first chunk if it is streamed in several
-    :returns: the number of bytes that its buffer must have in all
-    :raises ValueError: if it is another tensor than expected
+    :returns: the number of bytes that its whole buffer must have
+    :raises ValueError: if the tensor is not the expected one
     """
     if tuple(header.size) != tuple(spec.shape):
         raise ValueError(f"a tensor has shape {list(header.size)[:8]} instead of {list(spec.shape)}")
@@ -55,16 +56,16 @@ def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int:
     if header.compression == FLOAT16:
         return spec.numel * 2
     if header.compression == MEANSTD_16BIT:
-        return spec.numel * 2 + math.prod(spec.shape[:-1]) * 2 * 4  # one mean and one deviation a row, float32
+        return spec.numel * 2 + math.prod(spec.shape[:-1]) * 2 * 4  # one mean and one deviation per row, float32
     if header.compression in (UNIFORM_8BIT, QUANTILE_8BIT):
         return 8 + _CODEBOOK_SIZE * 4 + spec.numel
     raise ValueError(f"a tensor has compression {header.compression}, which is not supported")
 
 
 def check_tensor(message: runtime_pb2.Tensor, spec: TensorSpec) -> None:
-    """Check a whole serialized tensor. Deserializing it then gives `spec.shape`, at a cost that `spec` bounds.
+    """Check a whole serialized tensor. Deserializing it then gives `spec.shape`, at a cost bounded by `spec`.
 
-    :raises ValueError: if it is another tensor than expected
+    :raises ValueError: if the tensor is not the expected one
     """
     expected = expected_num_bytes(message, spec)
     if len(message.buffer) != expected:
@@ -72,14 +73,14 @@ def check_tensor(message: runtime_pb2.Tensor, spec: TensorSpec) -> None:
 
 
 class TensorAssembler:
-    """Puts streamed chunks together to tensors. Holds no more bytes than the expected tensors have."""
+    """Assembles tensors from streamed chunks. Holds no more bytes than the expected tensors have."""
 
     def __init__(self, specs: Iterable[TensorSpec]):
         self.specs: Sequence[TensorSpec] = list(specs)
         self.tensors: list[torch.Tensor] = []
         self._num_elements = max(1, sum(spec.numel for spec in self.specs))
         self._num_complete = 0  # elements
-        self._header: runtime_pb2.Tensor | None = None  # of the tensor that is being received
+        self._header: runtime_pb2.Tensor | None = None  # of the tensor being received
         self._buffer, self._expected = bytearray(), 0
 
     @property
@@ -88,14 +89,17 @@ class TensorAssembler:
 
     @property
     def fraction(self) -> float:
-        """The fraction of all elements that has arrived."""
+        """Fraction of all elements that has arrived."""
         elements = self._num_complete
         if self._header is not None and self._expected:
             elements += len(self._buffer) / self._expected * self.specs[len(self.tensors)].numel
         return elements / self._num_elements
 
     def add(self, chunk: runtime_pb2.Tensor) -> None:
-        """:raises ValueError: if the chunk does not belong to the expected tensors"""
+        """Add the next chunk.
+
+        :raises ValueError: if the chunk does not belong to the expected tensors
+        """
         if self.is_complete:
             raise ValueError("more tensors than expected")
         if self._header is None:
