@@ -1,4 +1,4 @@
-"""The addresses of a peer: which to announce, and which to hand to others."""
+"""Addresses of a peer: which to announce, and which to give to other peers."""
 
 import socket
 from collections.abc import Sequence
@@ -22,16 +22,21 @@ def get_free_port() -> int:
 
 
 def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
-    """Replace port 0 (any) by one that is free now, since a port must be known before it can be announced."""
+    """Replace port 0 (any) by a port that is free now: a port must be known before it can be announced.
+
+    :returns: the multiaddresses, and the port
+    """
     ports = {int(Multiaddr(maddr)["tcp"]) for maddr in host_maddrs if "/tcp/" in maddr} - {0}
     port = min(ports) if ports else get_free_port()
     return [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in host_maddrs], port
 
 
 def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
-    """Ask a web service for the address that it sees us under.
+    """Ask a web service for the public IP address of this machine.
 
-    :raises UserError: if it does not answer with an IP address
+    :param service: URL that returns the address of the caller as text
+    :param timeout: seconds
+    :raises UserError: if the service does not answer with an IP address
     """
     try:
         response = requests.get(service, timeout=timeout)
@@ -46,7 +51,7 @@ def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
 
 
 def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
-    """Announce this machine's public IP with the port that it really listens on."""
+    """Announce this machine's public IP address with the port that the peer listens on."""
     address = look_up_public_ip(service)
     args.host_maddrs, port = fix_tcp_port(args.host_maddrs)
     args.announce_maddrs = [*args.announce_maddrs, f"/ip{ip_address(address).version}/{address}/tcp/{port}"]
@@ -54,7 +59,7 @@ def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
 
 
 def _reach(maddr: Multiaddr) -> int:
-    """How far away peers may be that an address is good for: 3 the internet, 2 the local network, 1 this machine."""
+    """Return the scope of an address: 3 internet, 2 local network, 1 this machine."""
     protocols = {protocol.name for protocol in maddr.protocols()}
     if protocols & {"dns", "dns4", "dns6", "dnsaddr"}:
         return 3
@@ -65,7 +70,7 @@ def _reach(maddr: Multiaddr) -> int:
 
 
 def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
-    """The addresses to hand to others: those that reach farthest, or the peer ID alone for IPFS."""
+    """Return the addresses to give to other peers: those of the widest scope, or only the peer ID for IPFS."""
     if only_p2p:
         return sorted({f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs})
     farthest = max((_reach(maddr) for maddr in visible_maddrs), default=0)
@@ -73,13 +78,13 @@ def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -
 
 
 def choose_internet_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
-    """The addresses to hand to the public: none if they are good on this machine or network alone."""
+    """Return the addresses to publish on the internet; none if all are of this machine or the local network."""
     is_reachable = only_p2p or any(_reach(maddr) == 3 for maddr in visible_maddrs)
     return choose_maddrs(visible_maddrs, only_p2p) if is_reachable else []
 
 
 def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
-    """Print how others join through this peer."""
+    """Log how other peers join through this peer."""
     chosen = choose_maddrs(visible_maddrs, only_p2p)
     reach = 3 if only_p2p else max((_reach(maddr) for maddr in visible_maddrs), default=0)
     where = {3: "over the Internet", 2: "in this network"}.get(reach, "on this machine")

@@ -1,9 +1,10 @@
-"""Admission: a peer of a run with invitations talks to invited peers only, whatever the service.
+"""Admission: in an invitation-only run, each service of a peer communicates with invited peers only.
 
-`InvitedP2P` checks the other end of each call, in both directions, below the DHT and the averagers: hivemind's own
-authorizer covers the DHT alone (https://github.com/learning-at-home/hivemind/issues/253). libp2p has authenticated the
-remote peer ID; what is left to learn is its token, see `lib.peer.invitations`. The first call between a process and a
-peer asks for it over the connection that is there, which works with peers in client mode, too. Later calls look it up.
+`InvitedP2P` checks the other end of each call, in both directions, below the DHT and the averagers. hivemind's
+authorizer covers the DHT only (https://github.com/learning-at-home/hivemind/issues/253). libp2p has authenticated the
+remote peer ID; the token of the peer is missing, see `lib.peer.invitations`. The first call between a process and a
+peer requests the token over the existing connection, which also works with peers in client mode. Later calls look the
+token up.
 """
 
 import asyncio
@@ -28,43 +29,46 @@ logger = get_logger(__name__)
 
 
 class NotAdmittedError(P2PDaemonError):
-    """The other end of a call has no valid invitation. hivemind treats it as it does a peer that does not answer."""
+    """Raised if the other end of a call has no valid invitation. hivemind treats it as a peer that does not answer."""
 
 
 @dataclass
 class _Admitted:
-    """A peer that has shown its token."""
+    """A peer that has shown a valid token."""
 
     expiration_time: float
     asked_at: float  # time.monotonic
 
 
 class Admission:
-    """Which peers have shown a valid invitation. Each process of a peer has its own copy."""
+    """Record of the peers that have shown a valid invitation. Each process of a peer has a separate copy."""
 
     PROTOCOL = "collaboration.exchange_invitations.v1"
     TIMEOUT = 10.0  # seconds for the answer
-    PAUSE = 1.0  # seconds for which the next calls of a peer are refused at once after it has failed to answer
+    PAUSE = 1.0  # seconds for which calls of a peer are refused at once after the peer has failed to answer
     REFRESH_PERIOD = 30.0  # seconds after which a peer is asked again, in the background, for its revocation list
     MAX_REQUEST = 4096  # bytes; a token has some 800
-    MAX_PAUSED = 1000  # peers; anybody can make up as many peer IDs as they like
+    MAX_PAUSED = 1000  # peers; bounded because peer IDs are free to make up
 
     def __init__(self, invitation: Invitation, revocations: RevocationStore):
         self.invitation, self.revocations = invitation, revocations
-        self._admitted: dict[PeerID, _Admitted] = {}  # as many as have been invited
-        self._paused: dict[PeerID, tuple[float, str]] = {}  # until when, and the reason
+        self._admitted: dict[PeerID, _Admitted] = {}  # bounded by the number of invitations
+        self._paused: dict[PeerID, tuple[float, str]] = {}  # end (time.monotonic), and the reason
         self._questions: dict[PeerID, asyncio.Task] = {}
         self._is_dht_process = False
         self._warned_at = float("-inf")
 
     async def serve(self, p2p: P2P) -> None:
-        """Answer the peers that ask for our token. The DHT process does so for all processes of this peer."""
+        """Answer peers that request this peer's token. The DHT process does so for all processes of the peer."""
         self._is_dht_process = self.revocations.writes = True
         self.revocations.refresh()
         await p2p._client.add_unary_handler(self.PROTOCOL, self._answer)
 
     async def check_caller(self, p2p: P2P, peer_id: PeerID) -> None:
-        """:raises NotAdmittedError: if a peer that calls us has no valid invitation"""
+        """Check a peer that calls this peer.
+
+        :raises NotAdmittedError: if the peer has no valid invitation
+        """
         if not self._is_admitted(peer_id):
             until, reason = self._paused.get(peer_id, (float("-inf"), ""))
             if time.monotonic() < until:
@@ -72,7 +76,10 @@ class Admission:
         await self._check(p2p, peer_id, is_callee=False)
 
     async def check_callee(self, p2p: P2P, peer_id: PeerID) -> None:
-        """:raises NotAdmittedError: if a peer that we are about to call has no valid invitation"""
+        """Check a peer that this peer is about to call.
+
+        :raises NotAdmittedError: if the peer has no valid invitation
+        """
         if self._is_dht_process and self.invitation.expiration_time <= get_dht_time():
             self._warn("The invitation of this peer has expired")
         await self._check(p2p, peer_id, is_callee=True)
@@ -91,7 +98,10 @@ class Admission:
         return peer_id in self._admitted and get_dht_time() < self._admitted[peer_id].expiration_time
 
     def _ask(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> asyncio.Task:
-        """Exchange tokens with a peer, once at a time; the task returns the reason not to admit it, or None."""
+        """Exchange tokens with a peer, at most once at a time.
+
+        :returns: task with the reason not to admit the peer; None if the peer is admitted
+        """
         if peer_id not in self._questions:
             if peer_id in self._admitted:
                 self._admitted[peer_id].asked_at = time.monotonic()
@@ -106,7 +116,7 @@ class Admission:
             token, revocations = self._unpack(await asyncio.wait_for(call, self.TIMEOUT), bytes, bytes)
             self._admit(token, peer_id, asked_at=time.monotonic())
         except Exception as error:
-            is_known = is_callee or peer_id in self._admitted  # not a stranger that calls
+            is_known = is_callee or peer_id in self._admitted  # not an unknown caller
             if isinstance(error, P2PHandlerError) and is_known and self._is_dht_process:
                 self._warn(f"A peer refuses the invitation of this one ({str(error)[:200]!r})")
             reason = f"{peer_id} has not shown a valid invitation: {error!r}"
@@ -114,19 +124,19 @@ class Admission:
             self._pause(peer_id, reason)
             return reason
         if revocations:
-            with suppress(InvitationError):  # an invited peer may send nonsense, too
+            with suppress(InvitationError):  # an invited peer may send an invalid list
                 self.revocations.adopt(revocations)
         return None
 
     async def _answer(self, request: bytes, peer_id: PeerID) -> bytes:
-        """A peer shows its token and asks for ours."""
+        """Answer a peer that shows its token and requests this peer's token."""
         if len(request) > self.MAX_REQUEST:
             raise InvitationError("too long a request")
         token, known_serial = self._unpack(request, bytes, int)
         self.revocations.refresh()
         if peer_id in self.revocations.newest:
             raise InvitationError("it is revoked")
-        # It may know a newer list than ours: its next call makes us ask.
+        # The peer may have a newer revocation list: its next call makes this peer ask.
         asked_at = self._admitted[peer_id].asked_at if peer_id in self._admitted else float("-inf")
         self._admit(token, peer_id, asked_at)
         is_newer = self.revocations.newest.serial > known_serial
@@ -145,7 +155,7 @@ class Admission:
         self._paused[peer_id] = (time.monotonic() + self.PAUSE, reason)
 
     def _warn(self, what: str) -> None:
-        """Tell the user why others do not answer, at most once a minute."""
+        """Warn the user why other peers do not answer, at most once a minute."""
         if time.monotonic() >= self._warned_at + 60:
             self._warned_at = time.monotonic()
             logger.warning(f"{what}: ask the organiser of the run for another --invitation")
@@ -165,9 +175,9 @@ class Admission:
 def load_admission(invitation: Path, revocations: Path | None, folder: Path) -> Admission:
     """Read a peer's invitation and the organiser's revocation list.
 
-    :param revocations: the organiser's file; it need not exist yet
-    :param folder: of the peer; keeps the newest list that other peers have sent
-    :raises UserError: if a file is not what it should be
+    :param revocations: file of the organiser, which need not exist yet
+    :param folder: folder of the peer, where the newest list received from other peers is stored
+    :raises UserError: if a file is not valid
     """
     loaded = load_invitation(invitation)
     store = RevocationStore(loaded.authority, folder / "revocations", revocations)
@@ -180,13 +190,13 @@ def load_admission(invitation: Path, revocations: Path | None, folder: Path) -> 
 
 
 class InvitedP2P(RelayedP2P):
-    """hivemind's P2P, whose handlers answer invited peers only, and which calls invited peers only."""
+    """hivemind's P2P, restricted to calls from and to invited peers."""
 
     admission: Admission
 
     @classmethod
     async def create(cls, *args, admission: Admission, **kwargs) -> "InvitedP2P":
-        """Start a libp2p daemon, as in hivemind, and show our invitation to those that ask."""
+        """Start a libp2p daemon, as in hivemind, and show this peer's invitation on request."""
         p2p = await super().create(*args, **kwargs)
         p2p.admission = admission
         await admission.serve(p2p)
@@ -194,7 +204,7 @@ class InvitedP2P(RelayedP2P):
 
     @classmethod
     async def is_identity_taken(cls, *args, **kwargs) -> bool:
-        """As in hivemind, which starts another daemon for it. That one makes no calls and needs no invitation."""
+        """Check an identity, as in hivemind, in another daemon. That daemon makes no calls and needs no invitation."""
         return await RelayedP2P.is_identity_taken(*args, **kwargs)
 
     async def _add_protobuf_unary_handler(
@@ -207,7 +217,7 @@ class InvitedP2P(RelayedP2P):
         await super()._add_protobuf_unary_handler(handle_name, handle, *args, **kwargs)
 
     async def add_binary_stream_handler(self, name: str, handler: Callable, *args, **kwargs) -> None:
-        """As in hivemind. Its protobuf handlers that take or return a stream are registered here, too."""
+        """Register a handler, as in hivemind. This includes protobuf handlers that take or return a stream."""
 
         async def handle(info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -225,22 +235,22 @@ class InvitedP2P(RelayedP2P):
         return await super()._call_unary_protobuf_handler(peer_id, *args)
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str):
-        """As in hivemind. Its calls of protobuf handlers with streams are made here, too."""
+        """Call a handler, as in hivemind. This includes protobuf handlers that take or return a stream."""
         await self.admission.check_callee(self, peer_id)
         return await super().call_binary_stream_handler(peer_id, handler_name)
 
 
 class InvitedDHT(SafeDHT):
-    """A DHT peer whose P2P, and the replicas of it in other processes, talk to invited peers only."""
+    """DHT peer whose P2P, with its replicas in other processes, communicates with invited peers only."""
 
     p2p_class = InvitedP2P
 
     def __init__(self, *args, admission: Admission, **kwargs):
         self.admission = admission
-        super().__init__(*args, admission=admission, **kwargs)  # hands it to InvitedP2P.create
+        super().__init__(*args, admission=admission, **kwargs)  # passed on to InvitedP2P.create
 
     async def replicate_p2p(self) -> InvitedP2P:
-        """As in SafeDHT, with our invitation."""
+        """Return the P2P of this process, as in SafeDHT, with this peer's invitation."""
         p2p = await super().replicate_p2p()
         p2p.admission = self.admission
         return p2p

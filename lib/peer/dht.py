@@ -1,6 +1,6 @@
 """Workarounds for hivemind 1.1.12 in the DHT and in libp2p's daemon; those in averaging are in lib/averaging.
 
-`SafeDHT` continues when a process that has called it dies, and `RelayedP2P` makes a peer behind NAT reachable in
+`SafeDHT` keeps running when a process that has called it dies. `RelayedP2P` makes a peer behind NAT reachable in
 seconds instead of minutes. docs/upgrading-hivemind.md lists what they replace.
 """
 
@@ -25,10 +25,10 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 
 class RelayedP2P(P2P):
-    """libp2p's daemon, with the relays that it is given and no others.
+    """libp2p's daemon, restricted to the given relays.
 
-    hivemind lets libp2p look for others, too, and then libp2p takes none before it knows four or has waited for three
-    minutes.
+    hivemind leaves the discovery of relays on. libp2p then uses no relay until it has found four candidates or three
+    minutes have passed.
     """
 
     @staticmethod
@@ -39,9 +39,9 @@ class RelayedP2P(P2P):
 
 
 def use_own_socket_folder() -> None:
-    """Let DHTs that are built from now on keep their Unix sockets in a folder that is removed when this process ends.
+    """Keep the Unix sockets of DHTs that are built later in a folder that is removed when this process ends.
 
-    hivemind leaves them in /tmp, two or more a start. The folder of a process that was killed is removed by the next.
+    hivemind leaves two or more sockets per start in /tmp. The folder of a killed process is removed by the next call.
     """
     parent = Path(tempfile.gettempdir())
     for folder in parent.glob("hivemind-sockets-*"):
@@ -54,7 +54,7 @@ def use_own_socket_folder() -> None:
 
 
 async def connect(p2p: P2P, peer_id: PeerID, maddrs: Sequence[Multiaddr]) -> None:
-    """Let the daemon connect to a peer, which hivemind does for initial peers at the start alone.
+    """Connect the daemon to a peer. hivemind does so only for initial peers, at the start.
 
     :raises ControlFailure: if the peer does not answer
     """
@@ -62,9 +62,9 @@ async def connect(p2p: P2P, peer_id: PeerID, maddrs: Sequence[Multiaddr]) -> Non
 
 
 class _Inbox:
-    """The end of a pipe at which a DHT receives its calls; skips those of processes that have died since.
+    """Receiving end of the pipe for calls of a DHT. Skips calls of processes that have died since.
 
-    Averagers call it to the last, and a call names the socket at which its sender waits for the answer.
+    Averagers call the DHT until they end, and a call names the socket at which its sender waits for the answer.
     """
 
     def __init__(self, pipe: Connection):
@@ -72,7 +72,7 @@ class _Inbox:
         self.fileno, self.poll = pipe.fileno, pipe.poll
 
     def recv(self) -> tuple[str, list, dict]:
-        """The name of a method and its arguments."""
+        """Receive the next call: method name, positional and keyword arguments."""
         message = self.pipe.recv_bytes()
         try:
             return ForkingPickler.loads(message)
@@ -103,9 +103,10 @@ def _without_claims(found: ValueWithExpiration | None) -> ValueWithExpiration | 
 
 
 class SafeDHT(DHT):
-    """hivemind's, which ends with a traceback or is deaf for three seconds if a process dies that has called it.
+    """hivemind.DHT that survives the death of a process that has called it.
 
-    Uses `p2p_class`, in its own process and in those that replicate it, instead of hivemind's P2P.
+    hivemind's DHT then ends with a traceback or does not answer for three seconds. `p2p_class` replaces hivemind's
+    P2P, both in the DHT process and in processes that replicate the P2P.
     """
 
     p2p_class: type[P2P] = RelayedP2P
@@ -117,7 +118,7 @@ class SafeDHT(DHT):
         super().run()
 
     async def replicate_p2p(self) -> P2P:
-        """As in hivemind: the P2P of this process, connected to the daemon of the DHT process."""
+        """Return the P2P of this process, connected to the daemon of the DHT process, as in hivemind."""
         if self._p2p_replica is None or self._origin_pid != os.getpid():
             self._origin_pid = os.getpid()
             daemon_listen_maddr = self.run_coroutine(DHT._get_p2p_daemon_listen_maddr)

@@ -1,8 +1,8 @@
-"""Invitations: who may join a run that is not open to everybody.
+"""Invitations: signed access tokens for a run that is not open to everybody.
 
 An invitation is a file with a key pair, which becomes the peer's identity, and a token: the organiser's signature
-under the public key, a name, and the end of its validity. libp2p derives the peer ID from the public key, and the
-other end of each connection proves that it has the private key. So a token admits one peer ID, and is no secret.
+under the public key, a name, and an expiration time. libp2p derives the peer ID from the public key, and both ends of
+a connection prove that they have their private key. A token therefore admits one peer ID and is not secret.
 """
 
 import base64
@@ -27,32 +27,32 @@ SECONDS_A_DAY = 86_400.0
 
 
 class InvitationError(Exception):
-    """A token or a revocation list that is not valid. The message is the reason."""
+    """Raised for an invalid token or revocation list. The message is the reason."""
 
 
 @dataclass
 class Invitation:
-    """What an invited peer has."""
+    """The invitation of one peer."""
 
     authority: RSAPublicKey  # the organiser's
-    private_key: RSAPrivateKey  # the peer's own
+    private_key: RSAPrivateKey  # the invited peer's
     token: AccessToken
 
     @property
     def peer_id(self) -> PeerID:
-        """The peer that it admits."""
+        """ID of the invited peer."""
         return peer_id_of(self.private_key.get_public_key())
 
     @property
     def expiration_time(self) -> float:
-        """End of its validity, in the time of `get_dht_time`."""
+        """End of the validity (`get_dht_time`)."""
         return float(self.token.expiration_time)
 
 
 def peer_id_of(public_key: RSAPublicKey) -> PeerID:
-    """The ID that libp2p derives from a public key.
+    """Return the peer ID that libp2p derives from a public key.
 
-    See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md; hivemind has it for private keys only.
+    See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md. hivemind can do this for private keys only.
     """
     der = public_key._public_key.public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -62,9 +62,9 @@ def peer_id_of(public_key: RSAPublicKey) -> PeerID:
 
 
 def read_private_key(path: Path) -> RSAPrivateKey:
-    """Read a private key as libp2p keeps it.
+    """Read a private key in libp2p's format.
 
-    :raises ValueError: if the file holds none
+    :raises ValueError: if the file contains no private key
     """
     message = crypto_pb2.PrivateKey.FromString(path.read_bytes())
     return _to_private_key(message.data)
@@ -78,19 +78,19 @@ def _to_private_key(der: bytes) -> RSAPrivateKey:
 
 
 def write_private_key(key: RSAPrivateKey, path: Path) -> None:
-    """Write a private key as libp2p wants it, readable by its owner alone."""
+    """Write a private key in libp2p's format, readable only by the owner of the file."""
     content = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=key.to_bytes()).SerializeToString()
     write_secret(path, content)
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file that its owner alone can read."""
+    """Write a file that only its owner can read."""
     with new_file(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         file.write(content)
 
 
 def make_invitation(authority: RSAPrivateKey, username: str, days: float) -> Invitation:
-    """Invite somebody, for some days from now."""
+    """Make an invitation that expires in `days` days."""
     private_key = RSAPrivateKey()
     token = AccessToken(
         username=username,
@@ -106,19 +106,19 @@ def _signed_part(token: AccessToken) -> bytes:
 
 
 def check_token(token: AccessToken, authority: RSAPublicKey) -> tuple[PeerID, float]:
-    """Check that the authority signed a token and that it is still valid.
+    """Check that the authority has signed a token and that the token has not expired.
 
-    :returns: the peer that it admits, and until when
-    :raises InvitationError: if it admits nobody
+    :returns: the admitted peer, and the expiration time (`get_dht_time`)
+    :raises InvitationError: if the token is not valid
     """
     try:
         expiration_time = float(token.expiration_time)
         peer_id = peer_id_of(RSAPublicKey.from_bytes(token.public_key))
-    except Exception:  # whatever cryptography raises for bytes of a stranger
+    except Exception:  # cryptography raises various exceptions for untrusted bytes
         raise InvitationError("it is malformed") from None
     if not authority.verify(_signed_part(token), token.signature):
         raise InvitationError("it is not from the organiser of this run")
-    if not expiration_time > get_dht_time():  # NaN is no time, either
+    if not expiration_time > get_dht_time():  # also refuses NaN
         raise InvitationError("it has expired")
     return peer_id, expiration_time
 
@@ -135,7 +135,7 @@ def save_invitation(invitation: Invitation, path: Path) -> None:
 def load_invitation(path: Path) -> Invitation:
     """Read an invitation and check it.
 
-    :raises UserError: if it is none, or no longer holds
+    :raises UserError: if the file is missing, is not an invitation, was changed, or has expired
     """
     try:
         content = json.loads(path.read_text())

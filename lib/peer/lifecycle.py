@@ -1,4 +1,4 @@
-"""The life of a peer: started in the right order, supervised, and ended in the reverse order on every path."""
+"""Life cycle of a peer: started in order, supervised, and shut down in reverse order on every path."""
 
 import contextlib
 import multiprocessing
@@ -17,10 +17,11 @@ from lib.peer.tunnel import open_tunnel
 def open_peer(
     args: BaseTrainingArguments, output_dir: Path, client_mode: bool, stop: StopSignal, may_start_alone: bool = False
 ) -> Iterator[Peer]:
-    """A DHT peer that has joined the others and stays in touch with them, alone in its folder.
+    """Run a DHT peer that has joined the other peers and stays connected to them, while the context is open.
 
-    :param may_start_alone: without the others if none of them answers
-    :raises UserError: if the folder is another peer's, or nobody can be reached
+    :param output_dir: folder of the peer, locked against a second peer
+    :param may_start_alone: start without the other peers if none of them answers
+    :raises UserError: if another peer uses the folder, or no peer can be reached
     """
     with lock_folder(output_dir, "--output_dir"), open_tunnel(args):
         remove_leftovers(output_dir)
@@ -38,7 +39,7 @@ def open_peer(
 
 @contextlib.contextmanager
 def supervise(children: dict[str, multiprocessing.Process], seconds: float, exit_code: int) -> Iterator[None]:
-    """End the process if one of its children dies, or if shutting them down afterwards takes longer than `seconds`."""
+    """End this process if one of `children` dies, or if the shutdown afterwards takes longer than `seconds`."""
     watchdog = Watchdog(children)
     watchdog.start()
     try:

@@ -1,6 +1,6 @@
-"""What the organiser keeps beside the private key `authority.key` that signs the invitations.
+"""Files of the organiser beside `authority.key`, the private key that signs the invitations.
 
-`authority.issued.jsonl` has a line for each invitation, `authority.revoked` is the signed revocation list.
+`authority.issued.jsonl` has one line per invitation. `authority.revoked` is the signed revocation list.
 """
 
 import json
@@ -17,7 +17,7 @@ from lib.peer.revocations import Revocations
 
 
 def note_invitation(invitation: Invitation, authority_path: Path) -> None:
-    """Add an invitation to the organiser's list, such that it can be revoked without its file."""
+    """Add an invitation to the organiser's list, so that it can be revoked without its file."""
     record = {
         "username": invitation.token.username,
         "peer_id": invitation.peer_id.to_base58(),
@@ -28,9 +28,9 @@ def note_invitation(invitation: Invitation, authority_path: Path) -> None:
 
 
 def find_invitations(username: str, authority_path: Path) -> dict[str, float]:
-    """The invitations of a user that have not expired: peer ID in base58 -> expiration time.
+    """Return the invitations of a user that have not expired: peer ID in base58 -> expiration time.
 
-    :raises UserError: if there is none
+    :raises UserError: if there is none, or the list is damaged
     """
     path = authority_path.with_suffix(".issued.jsonl")
     try:
@@ -51,7 +51,7 @@ def revoke_invitations(expirations: Mapping[str, float], authority: RSAPrivateKe
     """Add invitations to the signed revocation list.
 
     :returns: the path of the list
-    :raises UserError: if the list cannot be read, or would be too long
+    :raises UserError: if the list is not valid, or would be too long
     """
     path = authority_path.with_suffix(".revoked")
     try:

@@ -1,4 +1,4 @@
-"""Starting a DHT peer: its identity, its validators, and joining the others."""
+"""Start of a DHT peer: identity, validators, and connection to the other peers."""
 
 import threading
 from dataclasses import dataclass
@@ -23,9 +23,11 @@ logger = get_logger(__name__)
 
 
 def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
-    """Read a peer's private key, or make one. It gives the peer its ID and signs its records, so that a peer that
-    restarts is known as the same one.
+    """Read a peer's private key, or create it if there is none.
 
+    The key determines the peer ID and signs the peer's records, so that a restarted peer keeps its identity.
+
+    :param flag: the flag that an error message names
     :raises UserError: if the file is not a private key
     """
     if not path.exists():
@@ -42,7 +44,7 @@ def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
 
 @dataclass
 class Peer:
-    """A running DHT peer and who it is."""
+    """A running DHT peer and its identity."""
 
     dht: DHT
     private_key: RSAPrivateKey
@@ -56,11 +58,12 @@ def start_peer(
     should_stop: threading.Event,
     may_start_alone: bool = False,
 ) -> Peer:
-    """Start a DHT peer and join the others, trying again until `args.bootstrap_timeout` seconds have passed.
+    """Start a DHT peer and join the other peers, with retries for `args.bootstrap_timeout` seconds.
 
-    :param should_stop: gives up early when set
-    :param may_start_alone: without the others if none of them answers in this time
+    :param should_stop: cancels the retries when set
+    :param may_start_alone: start without the other peers if none of them answers in this time
     :raises UserError: if no initial peer can be reached, or an address cannot be listened on
+    :raises SystemExit: if `should_stop` is set
     """
     apply_patches()
     start_shared_memory_manager()
@@ -117,7 +120,11 @@ def start_peer(
 
 
 def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:
-    """Wait for the DHT process in short turns, so that a signal or its death ends the wait."""
+    """Wait for the DHT process in short intervals, so that a signal or the death of the process ends the wait.
+
+    :raises TimeoutError: at the deadline (`get_dht_time`), or if `should_stop` is set
+    :raises RuntimeError: if the process has died
+    """
     while True:
         try:
             return dht.wait_until_ready(timeout=0.5)
@@ -129,12 +136,13 @@ def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -
 
 
 def _end(dht: DHT) -> None:
-    """End a DHT process that did not get ready, such that another one can start."""
-    dht.join(2)  # after an error it ends by itself
+    """End a DHT process that did not become ready, so that another one can start."""
+    dht.join(2)  # after an error the process ends without a kill
     if dht.is_alive():
         dht.kill()
         dht.join(5)
-        MPFuture.reset_backend()  # it may have died with hivemind's lock in its hands, which the next would wait for
+        # The dead process may still hold hivemind's global MPFuture lock; without a reset the next DHT deadlocks.
+        MPFuture.reset_backend()
 
 
 def _unreachable(args: BaseTrainingArguments) -> str:
@@ -148,7 +156,7 @@ def _unreachable(args: BaseTrainingArguments) -> str:
 
 
 def _explain_start_failure(error: Exception, args: BaseTrainingArguments) -> str | None:
-    """One line for a failure that trying again does not cure; None for one that it may."""
+    """Return an error message of one line for a permanent failure; None if a retry may succeed."""
     text = " ".join(str(error).split())
     if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
         return (

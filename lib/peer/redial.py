@@ -1,4 +1,4 @@
-"""Dialing the initial peers again and again."""
+"""Periodic dialing of the initial peers."""
 
 import asyncio
 import re
@@ -18,10 +18,11 @@ logger = get_logger(__name__)
 
 
 class BootstrapRedialer(PeriodicThread):
-    """Dials the initial peers again every `longest_period` seconds, and more often while one of them does not answer.
+    """Dials the initial peers every `longest_period` seconds, and more often while one of them does not answer.
 
-    hivemind forgets a peer that was away: a monitor that restarts at the same address would know no one, and the next
-    trainer that joins through it would begin a second run at step 0, or at that of the monitor's last checkpoint.
+    hivemind forgets a peer that was unreachable. Without redialing, a monitor restarted at the same address would know
+    no other peer, and the next trainer that joins through it would start a second run, at step 0 or at the monitor's
+    last checkpoint.
     """
 
     def __init__(self, dht: DHT, initial_peers: Sequence[str], longest_period: float = 10.0):
@@ -39,9 +40,12 @@ class BootstrapRedialer(PeriodicThread):
 
 
 async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -> bool:
-    """Runs in the DHT process: connect to each address again and introduce ourselves to its routing table.
+    """Connect to each address and ping the peer, which then adds this peer to its routing table.
 
-    :returns: whether all of them answer
+    Runs in the DHT process.
+
+    :param timeout: seconds for each of connecting and pinging
+    :returns: whether all peers answer
     """
     return all(await asyncio.gather(*(_dial(node, Multiaddr(maddr), timeout) for maddr in maddrs)))
 
@@ -49,7 +53,7 @@ async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -
 async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
     peer_id = PeerID.from_base58(maddr["p2p"])
     try:
-        # After each dial that fails libp2p refuses the next for longer, soon for minutes: see first whether it listens
+        # After each failed dial, libp2p refuses the next for longer, soon for minutes: first check the port.
         if (endpoint := _find_tcp_endpoint(maddr)) is not None:
             _, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), timeout)
             writer.close()
@@ -61,6 +65,6 @@ async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
 
 
 def _find_tcp_endpoint(maddr: Multiaddr) -> tuple[str, int] | None:
-    """Host and port of an address such as /ip4/192.0.2.1/tcp/31337/...; None if it begins otherwise."""
+    """Return host and port of an address such as /ip4/192.0.2.1/tcp/31337/...; None for other addresses."""
     match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)", str(maddr))
     return (match[1], int(match[2])) if match else None

@@ -1,6 +1,6 @@
 """The organiser's list of revoked invitations: signed, numbered, and passed on from peer to peer.
 
-The list is one file: a line with the signature, then JSON. Whoever has it can check it, so any peer may pass it on.
+The list is one file: a line with the signature, then JSON. Every peer can verify it, so any peer may pass it on.
 """
 
 import json
@@ -19,12 +19,12 @@ from lib.peer.invitations import InvitationError
 
 logger = get_logger(__name__)
 
-MAX_BYTES = 2**20  # of a list: some 10,000 invitations; a message between peers holds 4 MiB at most
+MAX_BYTES = 2**20  # of a list: some 10,000 invitations; a message between peers has at most 4 MiB
 
 
 @dataclass(frozen=True)
 class Revocations:
-    """A list of revoked invitations. Of two lists, the one with the higher serial number holds."""
+    """A list of revoked invitations. Of two lists, the one with the higher serial number is valid."""
 
     serial: int = 0
     expirations: Mapping[str, float] = field(default_factory=dict)  # peer ID in base58 -> end of its invitation
@@ -33,17 +33,17 @@ class Revocations:
         return peer_id.to_base58() in self.expirations
 
     def extend(self, expirations: Mapping[str, float]) -> "Revocations":
-        """The next list: this one and more, without the invitations that have expired in the meantime."""
+        """Return the next list: this list and `expirations`, without invitations that have expired."""
         everything = {**self.expirations, **expirations}
         now = get_dht_time()
         current = {peer_id: end for peer_id, end in everything.items() if end > now}
-        # The time: an organiser who has lost the list can still write one that peers take for newer.
+        # At least the current time: an organiser that has lost the list can still issue a newer one.
         return Revocations(max(self.serial + 1, int(now)), current)
 
     def sign(self, authority: RSAPrivateKey) -> bytes:
-        """The list as it is kept and sent.
+        """Serialize and sign the list, as it is stored and sent.
 
-        :raises ValueError: if it is too long
+        :raises ValueError: if the list is longer than MAX_BYTES
         """
         payload = json.dumps({"serial": self.serial, "revoked": dict(self.expirations)}, indent=1).encode()
         content = authority.sign(payload) + b"\n" + payload
@@ -53,9 +53,9 @@ class Revocations:
 
     @classmethod
     def parse(cls, content: bytes, authority: RSAPublicKey) -> "Revocations":
-        """Check and read a signed list.
+        """Verify and read a signed list.
 
-        :raises InvitationError: if the authority has not signed it
+        :raises InvitationError: if the list is too long or not signed by the authority
         """
         signature, _, payload = content.partition(b"\n")
         if len(content) > MAX_BYTES or not authority.verify(payload, signature):
@@ -65,24 +65,24 @@ class Revocations:
 
 
 class RevocationStore:
-    """The newest revocation list that this peer has seen, in a file that the peer's processes share.
+    """The newest revocation list that this peer has received, in a file shared by the peer's processes.
 
-    The DHT process writes it, the averagers' processes read it. It outlives a restart.
+    The DHT process writes the file, the averagers' processes read it. The list survives a restart.
 
     :param source: another file with the list, which the organiser may replace at any time
     """
 
-    PERIOD = 1.0  # seconds between two looks at the files
+    PERIOD = 1.0  # seconds between two checks of the files
 
     def __init__(self, authority: RSAPublicKey, path: Path, source: Path | None = None):
         self.authority, self.path, self.source = authority, path, source
         self.newest, self.content = Revocations(), b""
-        self.writes = False  # whether this process is the one that writes the file
-        self._versions: dict[Path, tuple[int, int]] = {}  # what was read last: modification time and inode
+        self.writes = False  # whether this process writes the file
+        self._versions: dict[Path, tuple[int, int]] = {}  # modification time and inode of the files read last
         self._next_look = float("-inf")
 
     def refresh(self) -> None:
-        """Read the files again if they have changed. Cheap: call it as often as you like."""
+        """Read the files again if they have changed. Checks once per PERIOD, so that frequent calls are cheap."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self.PERIOD
@@ -106,9 +106,9 @@ class RevocationStore:
             return file.read(MAX_BYTES + 1)
 
     def adopt(self, content: bytes) -> None:
-        """Replace the list by another one, unless that is older.
+        """Replace the list by a newer one; an older one is ignored.
 
-        :raises InvitationError: if it is not from this run's organiser
+        :raises InvitationError: if the new list is not from this run's organiser
         """
         if content == self.content:
             return

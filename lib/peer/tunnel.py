@@ -1,7 +1,7 @@
-"""A tunnel that makes a peer reachable which is itself behind a firewall or NAT: ngrok's, or one that the user runs.
+"""A tunnel that makes a peer behind a firewall or NAT reachable: ngrok's, or one that the user runs.
 
-Enter `open_tunnel` before the peer starts. The tunnel's address is announced beside the local ones, so that peers of
-the same network still find the short way.
+Enter `open_tunnel` before the peer starts. The tunnel's address is announced in addition to the local addresses, so
+that peers of the same network still connect directly.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ NGROK_TIMEOUT = 30.0  # seconds for opening a tunnel; the SDK itself sets no lim
 _TOKEN_PAGE = "https://dashboard.ngrok.com/get-started/your-authtoken"
 _ANOTHER = "or run another tunnel and pass --announce_tunnel HOST:PORT"
 _WRONG_TOKEN = f"does not accept the authtoken in {{source}}: copy it again from {_TOKEN_PAGE}"
-# What ngrok's error codes mean for somebody who wants a tunnel; any other is shown with ngrok's own words.
+# Error messages for ngrok's error codes. For other codes, ngrok's message is shown.
 _NGROK_ERRORS = {
     "ERR_NGROK_102": "has suspended this account for a failed payment: see https://dashboard.ngrok.com/billing",
     "ERR_NGROK_103": "has suspended this account: write to support@ngrok.com",
@@ -52,10 +52,12 @@ _NGROK_ERRORS = {
 
 @contextlib.contextmanager
 def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
-    """Make the peer that is about to start reachable through a tunnel while the block runs, if --tunnel or
-    --announce_tunnel ask for it. `args` then listen on a port that is known, and announce the tunnel.
+    """Make the peer that is about to start reachable through a tunnel while the context is open.
 
-    :raises UserError: if there is no tunnel to be had
+    Does nothing without --tunnel and --announce_tunnel. Otherwise sets a fixed port in `args.host_maddrs`, and adds
+    the tunnel to `args.announce_maddrs`.
+
+    :raises UserError: if no tunnel is available
     """
     with contextlib.ExitStack() as stack:
         if args.tunnel != "none" or args.announce_tunnel is not None:
@@ -67,7 +69,7 @@ def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
             else:
                 endpoint = args.announce_tunnel
                 remedy = f"check that your tunnel runs and leads to {local} (some routers never answer from inside)"
-            # hivemind announces nothing but these: what a peer without a tunnel would announce is added.
+            # hivemind announces these addresses only: include those that a peer without a tunnel would announce.
             args.announce_maddrs = [
                 *endpoint_to_maddrs("--announce_tunnel", endpoint),
                 *(args.announce_maddrs or find_local_maddrs(args.host_maddrs)),
@@ -79,15 +81,17 @@ def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
 
 
 def find_local_endpoint(host_maddrs: list[str], port: int) -> str:
-    """HOST:PORT under which this machine itself reaches the peer: where the tunnel must lead."""
+    """Return the HOST:PORT at which this machine reaches the peer. The tunnel must lead there."""
     _, version, host, *_ = next(maddr for maddr in host_maddrs if f"/tcp/{port}/" in f"{maddr}/").split("/")
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]:{port}" if version == "ip6" else f"{host}:{port}"
 
 
 def find_local_maddrs(host_maddrs: list[str]) -> list[str]:
-    """What a peer that listens on these is reached under in its own network: "all interfaces" become their addresses,
-    the loopback if there is no other."""
+    """Return the LAN addresses of a peer that listens on `host_maddrs`.
+
+    "All interfaces" is replaced by the addresses of the interfaces; by the loopback address if there is no other.
+    """
     families = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
     interfaces = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
     found = []
@@ -97,7 +101,7 @@ def find_local_maddrs(host_maddrs: list[str]) -> list[str]:
             found.append(maddr)
             continue
         hosts = [address.address for address in interfaces if address.family == families[version]]
-        hosts = [host for host in hosts if "%" not in host]  # IPv6 addresses that only hold on one cable
+        hosts = [host for host in hosts if "%" not in host]  # without IPv6 link-local addresses
         outside = [host for host in hosts if not ip_address(host).is_loopback]
         found += ["/".join(("", version, host, *rest)) for host in outside or hosts]
     return found
@@ -108,12 +112,12 @@ def find_local_maddrs(host_maddrs: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def ngrok_tunnel(local: str) -> Iterator[str]:
-    """Yield the public HOST:PORT of a TCP tunnel of ngrok that leads to `local`, and close it afterwards.
+    """Open a TCP tunnel of ngrok to `local`, yield its public HOST:PORT, and close it afterwards.
 
-    ngrok's SDK gets a process of its own: its threads abort an interpreter that is about to end, and each process that
-    is forked later would hold on to its connections.
+    ngrok's SDK runs in a separate process: its threads abort an interpreter that is shutting down, and each process
+    that is forked later would keep its connections open.
 
-    :raises UserError: if ngrok is not installed, has no token, refuses, or does not answer in time
+    :raises UserError: if ngrok is not installed, has no token, refuses, or does not answer in NGROK_TIMEOUT
     """
     token, source = find_ngrok_token()
     fork = multiprocessing.get_context("fork")
@@ -127,7 +131,7 @@ def ngrok_tunnel(local: str) -> Iterator[str]:
         try:
             yield url.removeprefix("tcp://")
         finally:
-            with contextlib.suppress(OSError):  # it may have died
+            with contextlib.suppress(OSError):  # the process may have died
                 ours.send("close")
             process.join(5)
     finally:
@@ -148,13 +152,16 @@ def _receive_url(connection: Connection) -> str:
 
 
 def _hold_ngrok_tunnel(token: str, source: str, local: str, parent: Connection) -> None:
-    """In a process of its own: open a tunnel, tell the parent (URL, complaint), and close it when the parent asks."""
+    """Open a tunnel, send (URL, error message) to the parent, and close the tunnel when the parent asks.
+
+    Runs in a separate process.
+    """
     try:
         ngrok = _import_ngrok()
         session, listener = asyncio.run(_connect(ngrok, token, local))
     except UserError as error:
         return parent.send(("", str(error)))
-    except ValueError as error:  # the SDK knows no other: (what failed, what ngrok said[, code])
+    except ValueError as error:  # the only type that the SDK raises: (what failed, ngrok's message[, code])
         return parent.send(("", _explain_refusal(error, token, source)))
     parent.send((listener.url(), ""))
     with contextlib.suppress(EOFError):
@@ -174,9 +181,9 @@ def _import_ngrok() -> ModuleType:
 
 
 def find_ngrok_token() -> tuple[str, str]:
-    """The account's token and where it was found: the environment, or a file that `ngrok config add-authtoken` wrote.
+    """Return the account's token and its source: NGROK_AUTHTOKEN, or a file of `ngrok config add-authtoken`.
 
-    :raises UserError: if there is none
+    :raises UserError: if there is no token, or the file cannot be read
     """
     import yaml
 
@@ -188,10 +195,10 @@ def find_ngrok_token() -> tuple[str, str]:
         try:
             config = yaml.safe_load(path.read_text()) if path.is_file() else None
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            # not what the parser says: it quotes the line, which may be the one with the token
+            # Without the parser's message: it quotes the line, which may contain the token.
             raise UserError(f"--tunnel ngrok: '{path}' cannot be read; mend it, or set NGROK_AUTHTOKEN") from None
         agent = config.get("agent") if isinstance(config, dict) else None
-        for section in (agent, config):  # since version 3 of the file, and before
+        for section in (agent, config):  # version 3 of the file, and earlier versions
             token = section.get("authtoken") if isinstance(section, dict) else None
             if isinstance(token, str) and token.strip():
                 return token.strip(), f"'{path}'"
@@ -207,7 +214,7 @@ async def _connect(ngrok: ModuleType, token: str, local: str) -> tuple:
 
 
 async def _disconnect(session, listener) -> None:
-    """Free the address at once; ngrok may not answer any more."""
+    """Close the tunnel, which frees the address at once. ngrok may no longer answer."""
     for part in (listener, session):
         with contextlib.suppress(TimeoutError, ValueError):
             await asyncio.wait_for(part.close(), 2.0)
@@ -227,15 +234,19 @@ def _explain_refusal(error: ValueError, token: str, source: str) -> str:
         return _unreachable(text)
     if code in _NGROK_ERRORS:
         return f"--tunnel ngrok: ngrok {_NGROK_ERRORS[code].format(source=source)} ({code})"
-    text = " ".join(text.split()).replace(token, "...")  # ngrok repeats the token that it does not like
+    text = " ".join(text.split()).replace(token, "...")  # ngrok quotes a token that it rejects
     return f"--tunnel ngrok: ngrok refuses: {text} ({code}, see https://ngrok.com/docs/errors/{code.lower()})"
 
 
-# Whether it works
+# Supervision
 
 
 def probe(endpoint: str, timeout: float = 10.0) -> str:
-    """Why no peer can be reached under HOST:PORT from here; empty if one can. libp2p greets whoever connects."""
+    """Check whether a peer answers at HOST:PORT. libp2p sends a greeting on each connection.
+
+    :param timeout: seconds
+    :returns: why no peer can be reached; empty if a peer answers
+    """
     host, port = endpoint.rsplit(":", 1)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
@@ -246,11 +257,12 @@ def probe(endpoint: str, timeout: float = 10.0) -> str:
 
 
 class TunnelWatch(PeriodicThread):
-    """Says when a tunnel no longer leads to this peer, and when it does again.
+    """Logs when a tunnel no longer leads to this peer, and when it does again.
 
     :param endpoint: HOST:PORT of the tunnel's public end
-    :param local: HOST:PORT where it leads; while the peer itself does not answer there, nothing is said
-    :param remedy: what to do about a tunnel that is broken
+    :param local: HOST:PORT of the peer; nothing is logged while the peer does not answer there
+    :param remedy: what the user can do about a broken tunnel
+    :param period: seconds between two checks
     """
 
     def __init__(self, endpoint: str, local: str, remedy: str, period: float = 30.0):
@@ -267,5 +279,5 @@ class TunnelWatch(PeriodicThread):
         if not reason and self._failures >= 2:
             logger.info(f"Peers can join through the tunnel {self.endpoint} again")
         self._failures = self._failures + 1 if reason else 0
-        if self._failures == 2:  # one lost packet is not worth a warning
+        if self._failures == 2:  # a single failure may be a lost packet
             logger.warning(f"Nobody can join through the tunnel {self.endpoint} ({reason}): {self.remedy}")
