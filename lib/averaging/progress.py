@@ -206,7 +206,7 @@ class ProgressTracker(threading.Thread):
         with self.performance_ema.pause():
             yield
 
-    # The others' progress
+    # The other peers' progress
 
     @property
     def others(self) -> list[PeerProgress]:
@@ -398,7 +398,7 @@ class ProgressTracker(threading.Thread):
         self.dht.store(self.key, subkey=self._subkey, value=record, expiration_time=expiration, return_future=True)
 
     def _begin_fetch(self) -> None:
-        self._next_fetch = time.monotonic() + self.default_refresh_period  # also if it fails
+        self._next_fetch = time.monotonic() + self.default_refresh_period  # retry interval if the fetch fails
         self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()
 
     def _finish_fetch(self) -> bool:

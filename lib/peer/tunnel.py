@@ -268,7 +268,7 @@ class TunnelWatch(PeriodicThread):
     def __init__(self, endpoint: str, local: str, remedy: str, period: float = 30.0):
         super().__init__(period)
         self.endpoint, self.local, self.remedy = endpoint, local, remedy
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive
 
     def work(self) -> None:
         if probe(self.local):
