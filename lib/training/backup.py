@@ -1,4 +1,4 @@
-"""The backup of a trainer: its newest sound training state, to return to when the parameters break."""
+"""Backup of a trainer's newest finite training state, for a rollback when its parameters become NaN or Inf."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +12,11 @@ logger = get_logger(__name__)
 
 
 class BackupWriter:
-    """Keeps the newest good training state in a file, written by a thread of its own."""
+    """Saves the newest finite training state to a file, in a background thread.
+
+    :param path: the file
+    :param run_id: stored with the state; a backup of another run is not read
+    """
 
     def __init__(self, path: Path, run_id: str):
         self.path, self.run_id = path, run_id
@@ -20,7 +24,10 @@ class BackupWriter:
         self._pending: Future | None = None
 
     def write(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Write in the background; skipped while the previous backup is still being written."""
+        """Save a state in the background; skip it while the previous backup is still being written.
+
+        :param metadata, tensors: see TrainingState
+        """
         if self._pending is None or self._pending.done():
             self._pending = self._executor.submit(self._write, TrainingState(self.run_id, metadata, tensors))
 
@@ -31,7 +38,10 @@ class BackupWriter:
             logger.error(f"Could not write the backup {self.path} ({error}); the one before it stays")
 
     def read(self) -> TrainingState | None:
-        """The backup, or None if there is none that can be read."""
+        """Load the newest backup, after a pending write has ended.
+
+        :returns: None if there is no readable backup of this run
+        """
         if self._pending is not None:
             self._pending.result()
         if not self.path.exists():

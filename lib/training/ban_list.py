@@ -1,6 +1,6 @@
-"""The persistent ban list of a peer: peers that sent values out of bounds, in banned_peers.json across restarts.
+"""Persistent ban list of peers that sent values out of bounds (`banned_peers.json`).
 
-A peer that has forgotten a ban and leads a group would bring the banned peer together with those that remember.
+A group leader that lost its ban list in a restart would put a banned peer into a group with peers that still ban it.
 """
 
 import time
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 class Bans(Protocol):
-    """What keeps bans while it runs: a RoundAverager or an Optimizer. Peer ID -> until when (`time.time`)."""
+    """The bans in memory, held by a RoundAverager or an Optimizer: peer ID -> end of the ban (`time.time`)."""
 
     def banned_peers(self) -> dict[bytes, float]: ...
 
@@ -26,9 +26,10 @@ class Bans(Protocol):
 
 
 class BanList:
-    """Keeps bans in a file, and restores them at the next start.
+    """Saves bans to a file and restores them at the next start.
 
-    :param folder: the folder of the peer
+    :param folder: the peer's output folder
+    :param bans: the object that enforces the bans; receives the saved ones
     """
 
     def __init__(self, folder: Path, bans: Bans):
@@ -37,7 +38,7 @@ class BanList:
         bans.ban(self._saved)
 
     def save(self) -> None:
-        """Write the file if a ban is new."""
+        """Write the file if there is a ban that it lacks."""
         banned = self.bans.banned_peers()
         if banned.items() <= self._saved.items():
             return
@@ -45,7 +46,7 @@ class BanList:
         self._file.save({PeerID(peer_id).to_base58(): until for peer_id, until in banned.items()})
 
     def _load(self) -> dict[bytes, float]:
-        """Peer IDs and the end of their bans."""
+        """Read peer IDs and the ends of their bans; empty if the file is absent or not usable."""
         try:
             return self._file.load(_parse) or {}
         except OSError as error:
@@ -54,6 +55,6 @@ class BanList:
 
 
 def _parse(content: dict[str, float]) -> dict[bytes, float]:
-    """No ban is longer than a new one, whatever the clock did meanwhile."""
+    """Decode the file's content. A ban ends at most BAN_SECONDS from now: the clock may have been set back."""
     latest = time.time() + BAN_SECONDS
     return {PeerID.from_base58(name).to_bytes(): min(latest, float(until)) for name, until in content.items()}

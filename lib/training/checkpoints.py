@@ -1,8 +1,9 @@
-"""Checkpoints of the collaboration on disk. A reader never sees half of one, and a writer never loses the one before.
+"""Checkpoints of the collaboration on disk, written atomically.
 
-A checkpoint is a folder `checkpoint-STEP` that `from_pretrained` opens (config, model.safetensors, tokenizer) with the
-training state beside it: the parameters and the optimizer's statistics as peers exchange them, in a file that
-`torch.load(weights_only=True)` opens.
+A checkpoint is a folder `checkpoint-STEP` that `from_pretrained` opens (config, model.safetensors, tokenizer). It also
+holds the training state as peers exchange it (parameters and optimizer statistics), in a file that
+`torch.load(weights_only=True)` opens. Readers never see an incomplete checkpoint. A failed write leaves the previous
+checkpoint unchanged.
 """
 
 import json
@@ -28,10 +29,10 @@ _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class TrainingState:
-    """The state that peers exchange.
+    """The training state that peers exchange.
 
-    `metadata`: `epoch` (the global step) and `optimizer_metadata`, plain numbers and indices into `tensors`;
-    `tensors`: the parameters in the order of the param groups, then the optimizer's statistics.
+    :param metadata: `epoch` (the global step) and `optimizer_metadata` (plain numbers and indices into `tensors`)
+    :param tensors: the parameters in the order of the param groups, then the optimizer statistics
     """
 
     run_id: str
@@ -50,9 +51,9 @@ def save_training_state(path: Path, state: TrainingState) -> None:
 
 
 def load_training_state(path: Path, run_id: str) -> TrainingState:
-    """Read a training state.
+    """Load a training state to the CPU.
 
-    :raises ValueError: if the file is cut off, foreign, or of another run; the message says which
+    :raises ValueError: if the file is truncated, no training state, or of another run; the message says which
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -69,6 +70,7 @@ def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: 
     """Write `checkpoint-STEP` into a folder: model, tokenizer, training state, and `info` as collaboration.json.
 
     :returns: the path of the checkpoint
+    :raises OSError: if the checkpoint cannot be written, such as on a full disk
     """
 
     path = folder / f"checkpoint-{state.step}"
@@ -82,7 +84,10 @@ def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: 
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest step first. By the step in the name: a folder's times say little."""
+    """List the checkpoints in a folder, highest step first.
+
+    The step is taken from the name: modification times are not reliable.
+    """
     steps = {
         path: int(match[1])
         for path in folder.glob("checkpoint-*")
@@ -92,7 +97,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def iterate_training_states(folder: Path, run_id: str) -> Iterator[TrainingState]:
-    """The training states of the checkpoints that can be read, newest first; what cannot is skipped with a message."""
+    """Yield the training states of the readable checkpoints, newest first; log a warning for each of the others."""
     for path in list_checkpoints(folder):
         try:
             yield load_training_state(path / STATE_FILE, run_id)
@@ -101,7 +106,10 @@ def iterate_training_states(folder: Path, run_id: str) -> Iterator[TrainingState
 
 
 def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> TrainingState | None:
-    """Load the newest checkpoint that can be read and that fits; None if there is none."""
+    """Restore the newest checkpoint that is readable and fits the model.
+
+    :returns: the restored state; None if there is no such checkpoint
+    """
     for state in iterate_training_states(folder, run_id):
         try:
             averager.restore(state.metadata, state.tensors)
@@ -114,7 +122,7 @@ def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -
 
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
     for path in list_checkpoints(folder)[keep:]:
-        # Renamed first: a folder that is half removed must not look like a checkpoint.
+        # Renamed first: a partly removed folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)

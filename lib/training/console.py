@@ -1,4 +1,4 @@
-"""What a trainer shows on its terminal, beside the log of its steps."""
+"""Terminal output of a trainer besides the log of its steps: a progress bar and a warning."""
 
 import sys
 import time
@@ -12,7 +12,10 @@ logger = get_logger(__name__)
 
 
 class StepProgressBar:
-    """How far all peers together are with the next global step; drawn on a terminal only."""
+    """Progress bar of the samples that all peers have accumulated for the next global step.
+
+    It is drawn on a terminal only.
+    """
 
     def __init__(self, optimizer: Optimizer, disable: bool):
         self.tracker = optimizer.tracker
@@ -31,10 +34,12 @@ class StepProgressBar:
 
 
 class ClientModeAlarm:
-    """Says now and then that nobody can average because every trainer is in client mode.
+    """Warns while all trainers are in client mode, which makes averaging impossible.
 
-    hivemind counts the steps of trainers that can be reached only, and a client's state cannot be downloaded: neither
-    a monitor nor an assistant takes the place of one trainer that is not in client mode.
+    hivemind counts only the steps of reachable trainers, and the state of a client-mode trainer cannot be downloaded.
+    A monitor or an auxiliary peer cannot replace a trainer that is not in client mode.
+
+    :param period: seconds between two warnings
     """
 
     def __init__(self, period: float = 300.0):
@@ -42,7 +47,11 @@ class ClientModeAlarm:
         self._last_time = float("-inf")
 
     def check(self, num_peers: int, num_clients: int) -> None:
-        """:param num_peers: trainers that are alive; a single one has nobody to average with in any case"""
+        """Log the warning if it applies and is due.
+
+        :param num_peers: number of live trainers; no warning for a single one, which has no peer to average with
+        :param num_clients: number of live trainers in client mode
+        """
         now = time.monotonic()
         if num_peers < 2 or num_clients < num_peers or now < self._last_time + self.period:
             return

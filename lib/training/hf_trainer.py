@@ -1,4 +1,4 @@
-"""transformers' Trainer for a collaboration, and the workarounds that it needs."""
+"""transformers' Trainer for a collaboration, with the workarounds that it needs."""
 
 import json
 import math
@@ -23,20 +23,22 @@ from lib.training.model import derive_seed
 
 logger = get_logger(__name__)
 
-# Local steps without end: a peer computes gradients until it is stopped, or the collaboration is done.
+# Number of local steps: a peer computes gradients until it is stopped or the collaboration ends.
 _ENDLESS = 2**31 - 1
 
 
 class PeerSampler(Sampler):
-    """A random order of samples that is this peer's own.
+    """Samples in a random order that differs between peers.
 
-    It depends on the peer ID, the seed, the collaboration's step at which a pass begins, and the number of the pass:
-    two peers see different orders, the same peer sees the same one again if it starts at the same step, and goes on
-    with new ones if it restarts later.
+    The order of a pass depends on the peer ID, the seed, the global step at which the pass begins, and the number of
+    the pass. A peer that restarts at the same step sees the same order again; a peer that restarts at a later step
+    sees a new one.
 
-    :param batch_size_per_step: samples of a local step. A pass has a multiple of that: it leaves out the last samples
-        of its order or, of data that has fewer, takes some twice. At the end of a pass the Trainer would make a local
-        step of what is left, and hivemind's optimizer counts each as a full one.
+    :param length: number of samples in the data
+    :param optimizer: its `local_epoch` is the global step
+    :param batch_size_per_step: samples of a local step. The length of a pass is a multiple of it: a pass omits the
+        last samples of its order or, if the data has fewer samples, repeats some. The Trainer would make a local step
+        of the remainder at the end of a pass, which hivemind's optimizer would count as a full one.
     """
 
     def __init__(self, length: int, peer_id: str, seed: int, optimizer: Optimizer, batch_size_per_step: int = 1):
@@ -57,7 +59,10 @@ class PeerSampler(Sampler):
 
 
 class NoOpScheduler(LRScheduler):
-    """For the Trainer, which wants one. The real scheduler is inside hivemind's optimizer, where steps are global."""
+    """Placeholder for the scheduler that the Trainer requires; it changes no learning rate.
+
+    The real scheduler is inside hivemind's optimizer and counts global steps.
+    """
 
     def get_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -73,10 +78,10 @@ class NoOpScheduler(LRScheduler):
 
 
 class CollaborativeTrainer(Trainer):
-    """Computes gradients for hivemind's optimizer, on samples in this peer's own order.
+    """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order.
 
     :param sampler: the order of the samples
-    :param loss_meter: is told the loss of each micro-batch
+    :param loss_meter: receives the loss of each micro-batch
     """
 
     def __init__(self, *args, sampler: PeerSampler, loss_meter: LossMeter, **kwargs):
@@ -94,11 +99,11 @@ class CollaborativeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _save_checkpoint(self, model, trial) -> None:
-        """Write a Trainer checkpoint as checkpoints.py does: complete or not at all, the newest by step kept."""
+        """Write a Trainer checkpoint atomically, as checkpoints.py does, and keep the newest ones by step."""
         final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             with (
-                self.collaborative_optimizer.frozen_state(),  # or weights and optimizer would be of two steps
+                self.collaborative_optimizer.frozen_state(),  # keeps weights and optimizer at one global step
                 new_folder(final, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary,
             ):
                 self._write_checkpoint(temporary, model, trial)
@@ -108,7 +113,11 @@ class CollaborativeTrainer(Trainer):
         checkpoints.remove_old_checkpoints(Path(self.args.output_dir), keep=self.args.save_total_limit)
 
     def _write_checkpoint(self, temporary: Path, model, trial) -> None:
-        """The Trainer writes RUN_DIR/checkpoint-N and rotates RUN_DIR: give it one of its own, take N out of it."""
+        """Write a Trainer checkpoint into the folder `temporary`.
+
+        The Trainer writes to RUN_DIR/checkpoint-N and deletes old checkpoints in RUN_DIR. RUN_DIR is therefore set to
+        `temporary`, and the content of checkpoint-N is moved up.
+        """
         self._run_dir = temporary
         try:
             super()._save_checkpoint(model, trial)
@@ -124,9 +133,9 @@ class CollaborativeTrainer(Trainer):
 
 
 def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
-    """Where to compute, and on how many devices: all GPUs of this machine, or its CPU.
+    """Return the device to compute on and the number of devices: all GPUs of this machine, or its CPU.
 
-    :raises UserError: if the flags ask for a precision that the device does not have
+    :raises UserError: if the device does not support the requested precision
     """
     choose_precision(args)
     num_gpus = 0 if args.use_cpu else torch.cuda.device_count()
@@ -134,9 +143,9 @@ def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
 
 
 def choose_precision(args: LocalTrainingArguments) -> tuple[bool, bool]:
-    """Whether to use (fp16, bf16): as asked, or what the device is good at.
+    """Return whether to use fp16 and bf16: the requested precision, or on a GPU bf16 if supported and fp16 if not.
 
-    :raises UserError: if the device does not have what was asked for
+    :raises UserError: if the device does not support the requested precision
     """
     has_gpu = torch.cuda.is_available() and not args.use_cpu
     if args.fp16 and not has_gpu:
@@ -152,13 +161,16 @@ def choose_precision(args: LocalTrainingArguments) -> tuple[bool, bool]:
 
 
 def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
-    """For torch.autocast in a loop of one's own; None for no mixed precision."""
+    """Return the dtype for `torch.autocast` in a custom training loop; None without mixed precision."""
     fp16, bf16 = choose_precision(args)
     return torch.float16 if fp16 else torch.bfloat16 if bf16 else None
 
 
 def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> TrainingArguments:
-    """Our flags for transformers. What the collaboration decides (schedule, optimizer, clipping) is switched off."""
+    """Build transformers' arguments from our flags.
+
+    Schedule, optimizer and clipping are switched off: they belong to the global step.
+    """
     fp16, bf16 = choose_precision(args)
     return TrainingArguments(
         output_dir=args.output_dir,
@@ -173,12 +185,12 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         dataloader_num_workers=args.dataloader_num_workers,
         dataloader_pin_memory=torch.cuda.is_available() and not args.use_cpu,
         dataloader_drop_last=True,  # each local step reports the same number of samples
-        remove_unused_columns=False,  # it would take special_tokens_mask away from the collator
-        seed=derive_seed(peer_id, args.seed) % 2**32,  # masks and dropout; numpy takes 32 bits
-        ignore_data_skip=True,  # the order moves on by itself, see PeerSampler
+        remove_unused_columns=False,  # the collator needs special_tokens_mask
+        seed=derive_seed(peer_id, args.seed) % 2**32,  # of masks and dropout; numpy takes 32 bits
+        ignore_data_skip=True,  # PeerSampler begins a new order after a restart
         logging_steps=args.logging_steps,
         logging_first_step=args.logging_first_step,
-        logging_nan_inf_filter=False,  # it would hide a loss that is not finite
+        logging_nan_inf_filter=False,  # the filter would hide a NaN or Inf loss
         save_steps=args.save_steps,
         save_total_limit=args.save_total_limit,
         disable_tqdm=True,
@@ -187,7 +199,7 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
 
 
 def find_checkpoint(output_dir: str) -> str | None:
-    """The newest Trainer checkpoint that is complete; one that cannot be read is skipped with a message."""
+    """Return the path of the newest readable Trainer checkpoint; log a warning for each unreadable one."""
     for path in checkpoints.list_checkpoints(Path(output_dir)):
         try:
             json.loads((path / "trainer_state.json").read_text())

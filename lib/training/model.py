@@ -1,6 +1,7 @@
-"""What is trained: tokenizer, configuration and model.
+"""Builders of the tokenizer, the configuration and the model.
 
-Trainer, monitor and evaluator build them here and nowhere else, or the states that they exchange would not fit.
+Trainers, monitors and evaluators must all use these builders: peers can exchange training states only between equal
+models.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from arguments import ModelArguments
 from lib.common.errors import UserError, first_line
 from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
 
-disable_progress_bar()  # of reading and writing weights, which takes a second
+disable_progress_bar()  # reading and writing weights takes only a second
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from anything that prints the same everywhere. Python's `hash` is salted in each process."""
+    """Derive a 63-bit seed from the printed form of some values. Python's `hash` is salted in each process."""
     digest = hashlib.sha256("\n".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -38,17 +39,19 @@ def load_tokenizer(
     use_hub: bool = False,
     cache_dir: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder.
+    """Load a tokenizer from a folder.
 
-    :param flag, remedy: what named it and what to do about a wrong name, for the message
-    :param use_hub: whether a name that is no folder is looked up on the Hugging Face Hub
-    :raises UserError: if there is none, or it cannot be read
+    :param name: path of the folder, or a repository on the Hugging Face Hub
+    :param flag: the flag that `name` comes from, for the error message
+    :param remedy: what to do about a wrong name, for the error message
+    :param use_hub: whether a name that is no folder is looked up on the Hub
+    :raises UserError: if there is no tokenizer, or it cannot be read
     """
     is_folder = Path(name).is_dir()
     if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
         raise UserError(f"{flag}: there is no folder '{name}'; {remedy}")
     try:
-        # Else it asks a person at the terminal whether it may run code
+        # The default of trust_remote_code asks at the terminal whether the repository's code may run.
         return AutoTokenizer.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
     except Exception as error:
         what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
@@ -56,9 +59,10 @@ def load_tokenizer(
 
 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The model's configuration, with the tokenizer's vocabulary and special tokens.
+    """Load the model configuration and set the tokenizer's vocabulary size and special tokens in it.
 
-    :raises UserError: if there is none at `args.model_name_or_path`, or the model family is not supported
+    :raises UserError: if there is no configuration at `args.model_name_or_path`, the model family is not supported,
+        or pretrained weights have a smaller vocabulary than the tokenizer
     """
     name = args.model_name_or_path
     path = CONFIGS / f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else Path(name)
@@ -80,7 +84,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
         )
     if not args.from_pretrained:
         config.vocab_size = len(tokenizer)
-    elif config.vocab_size < len(tokenizer):  # more is common: rounded up
+    elif config.vocab_size < len(tokenizer):  # a larger one is common: models round it up
         raise UserError(
             f"--from_pretrained: the model at '{name}' has a vocabulary of {config.vocab_size}, the tokenizer of "
             f"{len(tokenizer)}: prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
@@ -91,35 +95,35 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def get_objective(config: PretrainedConfig) -> str:
-    """The name of the objective that a model is trained for, see lib/common/objectives.py."""
+    """Return the name of the objective that a model is trained for, see lib/common/objectives.py."""
     return OBJECTIVE_OF_MODEL[config.model_type]
 
 
 def get_model_class(config: PretrainedConfig) -> type:
-    """The class that trains it, and that loads it from a checkpoint."""
+    """Return the transformers class that trains the model and loads its checkpoints."""
     return getattr(transformers, OBJECTIVES[get_objective(config)].model_class)
 
 
 def make_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
-    """The model that a trainer begins with, from scratch or from pretrained weights."""
+    """Build the model that a trainer begins with, from scratch or from pretrained weights."""
     return load_pretrained_model(config, args, run_id) if args.from_pretrained else build_model(config, run_id)
 
 
 def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
-    """A model with initial weights that depend on the run's name alone, so that peers that start together start alike.
+    """Build a model with initial weights that are seeded by the run ID alone, hence equal on all peers.
 
-    Its loss is a mean over the micro-batch.
+    The loss of the model is a mean over the micro-batch.
     """
     with _seeded_by(run_id):
         model_class = get_model_class(config)
-        build = getattr(model_class, "from_config", model_class)  # of an Auto class, or of one model
+        build = getattr(model_class, "from_config", model_class)  # Auto classes are built by `from_config`
         return _prepare(build(config))
 
 
 def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
-    """The model with the weights at `args.model_name_or_path`; layers that they lack begin as in `build_model`.
+    """Load the weights at `args.model_name_or_path`; layers without weights are initialized as in `build_model`.
 
-    :raises UserError: if there are none, or they do not fit
+    :raises UserError: if there are no weights, or they do not fit the configuration
     """
     name = args.model_name_or_path
     if Path(name).is_file():
@@ -133,8 +137,10 @@ def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id
 
 
 class CheckpointedAlbertLayer(AlbertLayer):
-    """Keeps its input only and computes the rest again in the backward pass. transformers can do so for the other
-    families, but not for ALBERT."""
+    """AlbertLayer that stores only its input and recomputes the activations in the backward pass.
+
+    transformers supports gradient checkpointing for the other families, but not for ALBERT.
+    """
 
     def forward(self, *args, **kwargs):
         if not (self.training and torch.is_grad_enabled()):
@@ -143,10 +149,10 @@ class CheckpointedAlbertLayer(AlbertLayer):
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Trade time for memory: recompute activations instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     albert_layers = [module for module in model.modules() if type(module) is AlbertLayer]
     for layer in albert_layers:
-        layer.__class__ = CheckpointedAlbertLayer  # not another `forward`, which DataParallel's replicas would share
+        layer.__class__ = CheckpointedAlbertLayer  # DataParallel's replicas would share a replaced `forward`
     if not albert_layers:
         model.activation_checkpointing_enable()
 
@@ -159,8 +165,8 @@ def _seeded_by(run_id: str) -> Iterator[None]:
 
 
 def _prepare(model: PreTrainedModel) -> PreTrainedModel:
-    # transformers believes that a `forward` with **kwargs divides its loss by the number of items in the accumulated
-    # batch, and does not divide by the accumulation steps itself. ALBERT's does not: loss and gradients came out
-    # multiplied by gradient_accumulation_steps.
+    # transformers assumes that a `forward` with **kwargs divides its loss by the number of items in the accumulated
+    # batch, and then does not divide by gradient_accumulation_steps. ALBERT's `forward` does not divide: loss and
+    # gradients were too large by a factor of gradient_accumulation_steps.
     model.accepts_loss_kwargs = False
     return model.to(torch.float32)

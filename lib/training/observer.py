@@ -1,4 +1,4 @@
-"""What downloads the trainers' state for a peer that does not train: a monitor or an evaluator."""
+"""Download of the trainers' state by a peer that does not train: a monitor or an evaluator."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,10 @@ def open_observer(
     hyperparameters: HyperparameterArguments,
     load_state_timeout: float,
 ) -> Iterator[TrainingStateAverager]:
-    """What downloads the trainers' state into `model` for a peer that does not train. Call it in the main thread."""
+    """Open an averager that downloads the trainers' state into `model`. Call this in the main thread.
+
+    :param load_state_timeout: seconds that a download may take
+    """
     averager = build_state_averager(model, peer, run_id, hyperparameters, load_state_timeout)
     try:
         with supervise({"averager": averager}, seconds=12.0, exit_code=0):

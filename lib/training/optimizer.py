@@ -1,6 +1,6 @@
-"""How the model is optimized: parameter groups, LAMB or AdamW, the learning-rate schedule, and hivemind around them.
+"""Builders of parameter groups, LAMB or AdamW, the learning-rate schedule, and hivemind's optimizer and averagers.
 
-Peers exchange the optimizer's state by position, so each of them must build it here.
+Peers exchange the optimizer state by position, so all of them must use these builders.
 """
 
 from functools import partial
@@ -33,11 +33,11 @@ from lib.averaging.state import TrainingStateAverager
 from lib.common.errors import UserError
 from lib.peer.peer import Peer
 
-# How many learning rates an element of one peer's parameters may be from another's: LAMB and AdamW move an element
-# by some three in their first steps.
+# Bound on the distance between an element of two peers' parameters, in learning rates. LAMB and AdamW move an element
+# by about three learning rates in their first steps.
 PARAMETER_STEPS = 10.0
 
-# Norms by class and by name: ALBERT's `full_layer_layer_norm` is missed by the customary "LayerNorm.weight".
+# Norm layers by class and by name: the usual pattern "LayerNorm.weight" misses ALBERT's `full_layer_layer_norm`.
 _NO_DECAY_CLASSES = [torch.nn.LayerNorm]
 _NO_DECAY_NAMES = [r"(^|\.)bias$", r"layer_?norm", r"(^|[._])norm($|\.)"]
 
@@ -51,10 +51,10 @@ COMPRESSIONS: dict[str, type[CompressionBase]] = {
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, whose state tells the number of steps as a number.
+    """torch's AdamW with the step count as a Python integer in the state dict.
 
-    torch keeps it in a tensor of float32, which hivemind would compress like the others when it sends the state: in
-    float16 steps above 2048 come out wrong and those above 65519 as infinity. torch takes numbers back.
+    torch keeps the count in a float32 tensor, which hivemind compresses like any other tensor of the state: in float16
+    counts above 2048 are rounded and counts above 65519 become infinite. torch's `load_state_dict` accepts integers.
     """
 
     def state_dict(self) -> dict:
@@ -65,7 +65,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def make_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: weights, which decay, and biases and norms, which do not."""
+    """Build two parameter groups: weights with weight decay, and biases and norms without."""
     decayed = set(get_parameter_names(model, _NO_DECAY_CLASSES, _NO_DECAY_NAMES))
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [
@@ -75,11 +75,11 @@ def make_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]
 
 
 def make_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
-    """The local optimizer that `args.optimizer` names, with statistics of zero.
+    """Build the local optimizer that `args.optimizer` names, with statistics of zero.
 
-    LAMB is that of its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction:
+    LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
-    does not: steps came out 0.32 of the paper's at the first step and 0.15 at the tenth.
+    does not. Its updates had 0.32 of the paper's size at the first step and 0.15 at the tenth.
     """
     common = {
         "lr": args.learning_rate,
@@ -96,9 +96,9 @@ def make_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> t
 
 
 def initialize_statistics(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's statistics without moving a weight.
+    """Create the optimizer statistics without changing a weight.
 
-    hivemind would run a real step with zero gradients at the full learning rate, at every start of every peer.
+    hivemind would take a step with zero gradients at the full learning rate at each start of a peer.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
@@ -112,11 +112,11 @@ def initialize_statistics(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = learning_rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-        optimizer.state[parameter]["step"] *= 0  # a number, or AdamW's tensor
+        optimizer.state[parameter]["step"] *= 0  # an integer in LAMB, a tensor in AdamW
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
-    """Linear warm-up and decay over the collaboration's steps."""
+    """Build the learning-rate schedule: linear warm-up and linear decay over global steps."""
     return get_linear_schedule_with_warmup(
         optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=args.total_steps
     )
@@ -131,10 +131,10 @@ def build_optimizer(
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
 ) -> Optimizer:
-    """The collaborative optimizer around the local one and its schedule. Call it in the main thread.
+    """Build the collaborative optimizer around the local one and its schedule. Call this in the main thread.
 
-    :param model: on its device already
-    :param batch_size_per_step: samples between two calls of its `step`
+    :param model: the model, already on its device
+    :param batch_size_per_step: samples of a local step
     :raises UserError: if the target batch size is below the samples of one local step
     """
     args = collaboration_args
@@ -189,9 +189,11 @@ def build_auxiliary(
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
 ) -> tuple[ProgressTracker, RoundAverager]:
-    """What a peer needs that takes part in rounds and contributes no gradients. Call it in the main thread.
+    """Build the progress tracker and the averager of an auxiliary peer, which joins rounds without gradients.
 
-    :param model: of the run; its values are not used
+    Call this in the main thread.
+
+    :param model: a model of the run, for the shapes of its parameters; their values are not used
     """
     args = optimizer_args
     tracker = ProgressTracker(
@@ -216,7 +218,7 @@ def build_auxiliary(
         allreduce_timeout=args.averaging_timeout,
         next_chunk_timeout=_chunk_timeout(args),
         average_parameters_every=args.average_state_every,
-        max_grad_norm=0.0,  # the bound is the trainers' own
+        max_grad_norm=0.0,  # each trainer clips its own gradients
         max_weight=max_weight(args.target_batch_size),
         target_group_size=averager_args.target_group_size,
         bandwidth=args.bandwidth,
@@ -227,13 +229,19 @@ def build_auxiliary(
 
 
 def _chunk_timeout(args: OptimizerArguments) -> float:
-    """Seconds of silence after which a peer is left out of a round. hivemind would take `matchmaking_time`, which
-    busy machines and slow lines exceed."""
+    """Return the seconds of silence after which a peer is excluded from a round.
+
+    hivemind's default is `matchmaking_time`, which busy machines and slow connections exceed.
+    """
     return max(args.matchmaking_time, args.averaging_timeout / 4)
 
 
 def _averaging_compressions(args: OptimizerArguments) -> dict[str, CompressionBase]:
-    """Parameters in 8 bits would be worth less than those that the peers have: they are averaged in float16 then."""
+    """Return the compressions of gradients and of parameters.
+
+    Parameters are averaged in float16 where gradients use 8 bits: an 8-bit average is less accurate than the
+    parameters that the peers have.
+    """
     parameter_compression = NoCompression if args.averaging_compression == "none" else Float16Compression
     return {
         "gradient_compression": COMPRESSIONS[args.averaging_compression](),
@@ -255,9 +263,12 @@ def _tracker_options(args: ProgressTrackerArguments) -> dict[str, float]:
 def build_state_averager(
     model: torch.nn.Module, peer: Peer, run_id: str, training_args: HyperparameterArguments, download_timeout: float
 ) -> TrainingStateAverager:
-    """What a peer needs that watches but does not train: it downloads the state that trainers offer.
+    """Build the averager that downloads the trainers' state for a peer that does not train.
 
-    It never joins a group, since nobody calls its `step`, and offers nothing until `allow_state_sharing` is set.
+    The averager never joins a group, since its `step` is not called. It offers no state until `allow_state_sharing` is
+    set.
+
+    :param download_timeout: seconds that a download may take; a donor may be silent for half of them
     """
     return TrainingStateAverager(
         dht=peer.dht,

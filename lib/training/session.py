@@ -1,4 +1,4 @@
-"""A trainer's part in the collaboration, whatever its training loop."""
+"""A trainer's part in the collaboration, independent of its training loop."""
 
 import itertools
 import time
@@ -29,17 +29,17 @@ logger = get_logger(__name__)
 
 
 class TrainingSession:
-    """A trainer's part in the collaboration: joining, reporting its steps, keeping its parameters sound, leaving.
+    """A trainer's part in the collaboration: join, report global steps, recover from NaN and Inf, leave.
 
-    A training loop calls `join` first, tells `loss_meter` the loss of each micro-batch, calls `after_local_step` after
-    each local step, and `leave` at the end. `CollaborativeCallback` does so for transformers' Trainer.
+    A training loop calls `join` first, `loss_meter.add` with the loss of each micro-batch, `after_local_step` after
+    each local step, and `leave` at the end. `CollaborativeCallback` makes these calls for transformers' Trainer.
 
-    :param folder: for the checkpoints, the backup, and what else is kept across restarts
-    :param should_stop: asked after each local step
+    :param folder: the output folder, for checkpoints, the backup, the ban list and the round log
+    :param should_stop: returns whether training is to end; called after each local step
     """
 
-    MAX_RECOVERIES = 3  # without a global step in between
-    MAX_JOIN_ATTEMPTS = 3  # to download the state of a run that a single trainer reports
+    MAX_RECOVERIES = 3  # rollbacks without a global step in between
+    MAX_JOIN_ATTEMPTS = 3  # downloads to try if only one trainer reports a later step
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class TrainingSession:
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
         self.bans = BanList(folder, optimizer)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
-        self.last_reported_step = 0  # or joined, or restored
+        self.last_reported_step = 0  # the newest global step that was reported, joined at or restored
         self.total_samples_processed = 0
         self.num_recoveries = 0
         self.client_mode_alarm = ClientModeAlarm()
         self.progress_bar = StepProgressBar(optimizer, disable_tqdm)
 
     def join(self) -> None:
-        """Begin at the newest state: the peers', or our own checkpoint's if the model was resumed from a newer one.
+        """Start from the newest training state: the other peers', or the resumed checkpoint's if that is newer.
 
-        :raises UserError: if several trainers are at a later step, but nobody's state can be downloaded
+        :raises UserError: if several trainers are at a later step, but no state can be downloaded
         """
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
@@ -85,11 +85,14 @@ class TrainingSession:
         self.introduce(leaving=False)
 
     def _load_newest_state(self) -> bool:
-        """Download the newest state; while reports show a run that is ahead of us, try again.
+        """Download the newest state; retry while trainers report a later step than ours.
 
-        One trainer that is ahead without a state to show may be a liar: it bars nobody for long.
+        A single trainer that reports a later step without offering its state may be lying. After MAX_JOIN_ATTEMPTS
+        attempts this peer starts without that trainer's state.
 
         :returns: whether a state was loaded
+        :raises UserError: if several trainers are at a later step, but no state can be downloaded within
+            `load_state_timeout`
         """
         tracker = self.optimizer.tracker
         deadline = time.monotonic() + self.args.load_state_timeout
@@ -116,10 +119,10 @@ class TrainingSession:
             tracker.refresh()
 
     def after_local_step(self) -> bool:
-        """Report and check after a local step.
+        """Check the parameters and report new global steps. Call this after each local step.
 
-        :returns: whether training goes on
-        :raises UserError: if the parameters broke and nothing is left to return to
+        :returns: whether training continues
+        :raises UserError: if the parameters are NaN or Inf and there is no state to return to
         """
         if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
             self.recover()
@@ -131,7 +134,7 @@ class TrainingSession:
         self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
         if self.should_stop():
             self.optimizer.say_goodbye()
-            self.optimizer.stop_averaging()  # a round may outlast the grace period
+            self.optimizer.stop_averaging()  # a round may outlast the shutdown grace period
             return False
         return self.args.max_global_steps is None or self.optimizer.local_epoch < self.args.max_global_steps
 
@@ -149,12 +152,15 @@ class TrainingSession:
         logger.info(f"Caught up with the collaboration at step #{step}")
         self.last_reported_step = step
         if self.optimizer.grad_averager.local_samples_accumulated == 0:
-            self.loss_meter.pop()  # of samples that were dropped
+            self.loss_meter.pop()  # the losses of dropped samples
 
     def report(self, step: int, samples: int) -> None:
-        """Log a global step and publish this peer's part in it.
+        """Log a global step and publish this peer's metrics for it.
 
-        The loss is that since the report before: of two steps within one local step, the first has it.
+        The loss covers the micro-batches since the previous report. If two global steps complete within one local
+        step, the first one has all of the loss.
+
+        :param samples: samples that this peer contributed to the step
         """
         self.last_reported_step = step
         self.total_samples_processed += samples
@@ -175,10 +181,10 @@ class TrainingSession:
                     mini_steps=mini_steps,
                 )
             )
-            self.introduce(leaving=False)  # the record expires: a monitor that was away would not know our name
+            self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
 
     def publish(self, metrics: LocalMetrics) -> None:
-        """Store signed records: the newest step for everybody, the last ones for a monitor that missed some."""
+        """Publish signed records: the metrics of the newest step, and a history for monitors that missed steps."""
         self.history.append(metrics)
         history = [entry.to_row() for entry in self.history]
         for name, value in (("metrics", metrics.dict()), ("history", history)):
@@ -186,9 +192,9 @@ class TrainingSession:
             utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def recover(self) -> None:
-        """The parameters are not finite: go to the peers' state or to the last backup, whichever is newer.
+        """Roll back NaN or Inf parameters to the peers' state or to the last backup, whichever is newer.
 
-        :raises UserError: if there is neither, or if it keeps happening
+        :raises UserError: if there is neither, or after MAX_RECOVERIES rollbacks without a global step
         """
         self.num_recoveries += 1
         self.loss_meter.pop()
@@ -214,13 +220,20 @@ class TrainingSession:
         self.last_reported_step = self.optimizer.local_epoch
 
     def introduce(self, leaving: bool) -> None:
-        """Publish who we are."""
+        """Publish this peer's PeerInfo record.
+
+        :param leaving: whether this peer waits for a monitor to save the last step
+        """
         info = PeerInfo(username=self.args.username, leaving=leaving, target_batch_size=self.args.target_batch_size)
         key = f"{self.args.run_id}_peers"
         utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
 
     def leave(self) -> None:
-        """After the last step: stay until a monitor that keeps checkpoints has it, or `leave_timeout` has passed."""
+        """Report the last steps and leave.
+
+        After the last step of the run, wait until the monitors that keep checkpoints have saved it, or for
+        `leave_timeout` seconds.
+        """
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
@@ -238,11 +251,14 @@ class TrainingSession:
         logger.warning(f"No monitor has saved step #{step}: leaving all the same")
 
     def restore_checkpoint(self) -> None:
-        """Go on from the newest of our own checkpoints, if there is one."""
+        """Restore the newest checkpoint in the output folder, if there is one."""
         checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)
 
     def save_checkpoint(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, keep: int) -> None:
-        """Write a checkpoint of the global step that we are at, and keep the newest few."""
+        """Write a checkpoint of the current global step; log an error if that fails.
+
+        :param keep: number of checkpoints to keep, the newest ones
+        """
         with self.optimizer.frozen_state():
             state = TrainingState(self.args.run_id, *self.optimizer.state_averager.snapshot())
             try:
