@@ -1,6 +1,6 @@
-"""The command line: parsed into the dataclasses of the scripts, with the names of older examples translated.
+"""Command-line parser of the scripts: fills their dataclasses and translates the flags of older examples.
 
-A wrong use is answered with one line.
+A usage error is one line on stderr.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from lib.common.checks import HOST_PORT, ArgumentsError, require
 
-# Names of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5), and what they are called here.
+# Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) -> their names here.
 _OLD_NAMES = {
     "--experiment_prefix": "--run_id",
     "--averaging_expiration": "--matchmaking_time",
@@ -25,13 +25,13 @@ _OLD_NAMES = {
     "--no_cuda": "--use_cpu",
     "--repo_url": "--repo_id",
 }
-# Endpoints in gRPC's notation, as in '[::]:*', that became multiaddresses.
+# Flags that took an endpoint in gRPC's notation, such as '[::]:*' -> the flags that take multiaddresses.
 _OLD_ENDPOINTS = {
     "--dht_listen_on": "--host_maddrs",
     "--listen_on": "--host_maddrs",
     "--endpoint": "--announce_maddrs",
 }
-# Names that no longer do anything, with the number of values that they may take.
+# Flags without an effect -> the explanation in the warning. Their values are dropped.
 _IGNORED_NAMES = {
     "--overwrite_output_dir": "a checkpoint in --output_dir is resumed from; choose another folder to start anew",
     "--logging_dir": "the training curves are the monitor's, see its --report_to",
@@ -63,12 +63,12 @@ def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
 
 
 def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[list[str], list[str]]:
-    """Rewrite the flags of older examples to those of this one.
+    """Translate the flags of older examples to the flags of this project.
 
     :param args: the command line
-    :param known_flags: flags of the script at hand; a name that it knows itself is left alone
-    :returns: the new command line, and a warning for each name that was translated or ignored
-    :raises ArgumentsError: for a name or value that has no translation, with what to pass instead
+    :param known_flags: flags of the script; they are not translated
+    :returns: the translated command line, and a warning for each flag that was translated or ignored
+    :raises ArgumentsError: if a flag or value has no translation; the message says what to pass instead
     """
     translated, warnings = [], []
     queue = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") and "=" in arg else [arg])]
@@ -97,7 +97,7 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
 
 
 class ArgumentParser(HfArgumentParser):
-    """transformers' dataclass parser that knows the old names and answers a wrong use with one line."""
+    """transformers' dataclass parser, with translated old flags and one-line usage errors."""
 
     def __init__(self, dataclass_types, description: str):
         super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
@@ -111,7 +111,7 @@ class ArgumentParser(HfArgumentParser):
         sys.exit(2)
 
     def parse(self, args: Sequence[str] | None = None) -> tuple:
-        """Parse the command line into instances of the dataclasses; exit with code 2 and one line if it is wrong."""
+        """Parse the command line into instances of the dataclasses; exit with one line and code 2 on a usage error."""
         try:
             args, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
             *dataclasses, unknown = self.parse_args_into_dataclasses(

@@ -1,7 +1,7 @@
-"""Folders and files that are either complete or not there, whatever moment a process is killed at.
+"""Atomic creation of files and folders: a target is complete or absent, even if the process is killed.
 
-They are made under a hidden name beside the target, synced to disk, and renamed. While it is being made, such a folder
-is locked by its maker: one that is not locked was left behind by a process that died, and is removed by the next.
+A target is made in a hidden folder beside it, synced to disk, and renamed. The process that fills a hidden folder
+holds a lock on it. A hidden folder without a lock was left by a killed process, and is removed by the next one.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from lib.common.errors import UserError
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder's entries, is on disk."""
+    """Wait until a file, or the entries of a folder, are on disk (`fsync`)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -27,13 +27,13 @@ def _sync(path: Path) -> None:
 
 
 def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> None:
-    """Check that a folder or file may be made at `target`.
+    """Check that a folder or file may be created at `target`.
 
-    :param flag: the flag that names it, for the message
-    :param overwrite: whether what is there may be replaced
-    :param replaceable: a folder is only replaced if it has one of these files: --overwrite with a mistyped path must
-        not cost anybody a home directory
-    :raises UserError: if something is there that is not to be replaced
+    :param flag: the flag that `target` comes from, for the error message
+    :param overwrite: whether an existing target may be replaced
+    :param replaceable: file names; for a folder. An existing folder is replaced only if it contains one of them, so
+        that --overwrite with a mistyped path cannot delete a home directory
+    :raises UserError: if the target exists and must not be replaced
     """
     if target.is_dir() and replaceable:
         if not any(target.iterdir()):
@@ -51,9 +51,9 @@ def _hidden_name(target: Path, suffix: str) -> Path:
 
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove what killed runs left in a folder; undo a replacement that was cut short.
+    """Remove the hidden folders that killed processes left in a folder, and undo their unfinished replacements.
 
-    :param name: pattern of the names of the targets
+    :param name: glob pattern of the target names
     """
     for path in folder.glob(f".{name}.{'[0-9a-f]' * 12}.old"):
         target = path.with_name(path.name[1:-17])
@@ -68,7 +68,10 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the process lives. Raises BlockingIOError if another process has locked it."""
+    """Lock a folder while the block runs. The lock ends with the process.
+
+    :raises BlockingIOError: if another process holds the lock
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if not lock_descriptor(descriptor, blocking=False):
@@ -79,7 +82,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def make_parent(target: Path) -> None:
-    """Make the folder that `target` is to be in."""
+    """Create the parent folder of `target`.
+
+    :raises UserError: if a part of its path is a file
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -88,7 +94,7 @@ def make_parent(target: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
-    """An empty hidden folder beside `target`, which is removed at the end unless it has been renamed."""
+    """Yield an empty hidden folder beside `target`; remove it at the end unless it has been renamed."""
     make_parent(target)
     remove_leftovers(target.parent, glob.escape(target.name))
     folder = _hidden_name(target, "new")
@@ -104,16 +110,17 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> Iterator[Path]:
     """Yield a folder to fill; it appears at `target` when the block ends, and not at all if the block raises.
 
-    A folder that is at `target` is there until then, see `check_target` for `flag`, `overwrite` and `replaceable`.
+    An existing folder at `target` stays until then. See `check_target` for `flag`, `overwrite`, `replaceable` and the
+    UserError that is raised.
     """
-    path = target.resolve()  # a link stays a link
-    remove_leftovers(path.parent, glob.escape(path.name))  # or bring the target back
+    path = target.resolve()  # a symbolic link is kept; the folder that it points to is replaced
+    remove_leftovers(path.parent, glob.escape(path.name))  # may restore the target
     check_target(target, flag, overwrite, replaceable)
     with temporary_folder(path) as folder:
         yield folder
         for entry in [*folder.rglob("*"), folder]:
             _sync(entry)
-        check_target(target, flag, overwrite, replaceable)  # another run may have been faster
+        check_target(target, flag, overwrite, replaceable)  # another process may have created the target
         old = _hidden_name(path, "old")
         try:
             if path.exists():
@@ -129,7 +136,7 @@ def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tu
 
 @contextlib.contextmanager
 def new_file(target: Path) -> Iterator[Path]:
-    """Yield the path of a file to write; it appears at `target`, in place of what is there, when the block ends."""
+    """Yield the path of a file to write; it replaces `target` when the block ends, and not if the block raises."""
     target = target.resolve()
     with temporary_folder(target) as folder:
         path = folder / target.name
@@ -141,13 +148,15 @@ def new_file(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, flag: str) -> Iterator[None]:
-    """Keep a second process from writing to the same folder.
+    """Keep other processes from using a folder while the block runs.
 
-    :raises UserError: if another process has it
+    :param flag: the flag that `folder` comes from, for the error message
+    :raises UserError: if another process uses the folder
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
-        # Not a FileLock: forked children would give it up, but hivemind's processes use the folder's identity, too.
+        # Not filelock's FileLock: a forked child would release it, but hivemind's child processes must keep it, since
+        # they use the folder's identity.
         if not lock_descriptor(file.fileno(), blocking=False):
             raise UserError(f"{flag}: '{folder}' is in use by another peer; pass another folder to this one")
         yield

@@ -1,13 +1,13 @@
-"""When to try again what has failed."""
+"""Exponential back-off between retries."""
 
 import time
 
 
 class Backoff:
-    """After each failure in a row the pause is twice as long, up to a bound.
+    """Delay before the next attempt: doubles with each failure in a row, up to a maximum.
 
-    :param first: seconds of the first pause
-    :param longest: seconds of the longest
+    :param first: seconds of the first delay
+    :param longest: seconds of the longest delay
     """
 
     def __init__(self, first: float, longest: float):
@@ -15,14 +15,14 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """It has worked."""
+        """Record a success."""
         self.pause = self.first
         self._until = float("-inf")
 
     def fail(self) -> float:
-        """It has failed.
+        """Record a failure.
 
-        :returns: the seconds for which it is better left alone
+        :returns: seconds before the next attempt
         """
         pause = self.pause
         self._until = time.monotonic() + pause
@@ -31,5 +31,5 @@ class Backoff:
 
     @property
     def is_over(self) -> bool:
-        """Whether to try (again)."""
+        """Whether the delay has elapsed."""
         return time.monotonic() >= self._until

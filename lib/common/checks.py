@@ -1,4 +1,4 @@
-"""Checks of the values of flags. Each raises ArgumentsError with a line that names the flag and the remedy."""
+"""Checks of flag values. Each raises ArgumentsError with one line that names the flag, the fault and the remedy."""
 
 import ipaddress
 import re
@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 
 class ArgumentsError(ValueError):
-    """A value that cannot work. The message names the flag, what is wrong with it, and what to pass instead."""
+    """An invalid flag value. The message names the flag, what is wrong with it, and what to pass instead."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -28,7 +28,7 @@ def require_not_negative(arguments: object, *names: str) -> None:
 
 
 def require_apart(name: str, path: str, other_name: str, other_path: str) -> None:
-    """Two folders that are written at the same time."""
+    """Check that neither of two folders, which are written at the same time, is inside the other."""
     resolved, other = Path(path).resolve(), Path(other_path).resolve()
     require(
         not (resolved.is_relative_to(other) or other.is_relative_to(resolved)),
@@ -37,7 +37,7 @@ def require_apart(name: str, path: str, other_name: str, other_path: str) -> Non
 
 
 def check_web_address(flag: str, url: str) -> None:
-    """The address itself is not repeated: it may hold a password."""
+    """Check that a value is an HTTP or HTTPS URL. The message omits the URL, which may contain a password."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -46,7 +46,7 @@ def check_web_address(flag: str, url: str) -> None:
     require(valid, f"{flag} must be an address like https://example.org/data.tar.gz")
 
 
-# A multiaddress, as far as it can be judged without starting libp2p: /name/value pairs, a few names stand alone.
+# A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.
 _PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
 HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")
 _VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-circuit", "http", "https", "webtransport"}
@@ -54,7 +54,7 @@ _PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", 
 
 
 def check_maddr(flag: str, maddr: str) -> dict[str, str]:
-    """Return the protocols of a multiaddress with their values; raise ArgumentsError if it is none."""
+    """Check a multiaddress and return its protocols with their values ("" for a protocol without a value)."""
     example = "it looks like /ip4/203.0.113.1/tcp/31337"
     require(maddr.startswith("/"), f"{flag}: '{maddr}' is not a multiaddress; {example}")
     parts = maddr.strip("/").split("/")
@@ -82,7 +82,7 @@ def check_maddr(flag: str, maddr: str) -> dict[str, str]:
 
 
 def check_endpoint(flag: str, endpoint: str) -> None:
-    """Raise ArgumentsError unless it is HOST:PORT with a host that can be dialled and a port that is known."""
+    """Check that a value is HOST:PORT, with a host that peers can dial and a port from 1 to 65535."""
     match = HOST_PORT.fullmatch(endpoint)
     require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; it looks like bore.pub:31337")
     host, port = match["host"].strip("[]"), match["port"]
@@ -125,7 +125,10 @@ _REPO_ID = re.compile(rf"(?:{_HUB_ADDRESS})?(?P<repo_id>\w[\w.-]*/\w[\w.-]{{0,95
 
 
 def parse_repo_id(flag: str, value: str) -> str:
-    """NAME/MODEL of a repository on the Hugging Face Hub, or of its address there."""
+    """Return NAME/MODEL of a repository on the Hugging Face Hub.
+
+    :param value: NAME/MODEL, or the repository's URL
+    """
     match = _REPO_ID.fullmatch(value)
     is_valid = match is not None and not re.search(r"--|\.\.|[.-](/|$)", match["repo_id"])
     require(is_valid, f"{flag}: '{value}' is not a repository on the Hugging Face Hub; pass NAME/MODEL")

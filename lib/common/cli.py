@@ -4,9 +4,13 @@ from collections.abc import Sequence
 
 
 def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
-    """One instance of each dataclass from the command line. `description`: the script's docstring."""
+    """Parse the command line into one instance of each dataclass; exit with code 2 on a usage error.
+
+    :param description: the script's docstring, whose first line --help shows
+    :param args: the command line; default: `sys.argv[1:]`
+    """
     from lib.common.argument_parser import (
-        ArgumentParser,  # takes a second, in which a script can already answer signals
+        ArgumentParser,  # the import takes a second; the script already handles signals
     )
 
     return ArgumentParser(dataclass_types, description).parse(args)

@@ -1,4 +1,4 @@
-"""What a person sees when a script cannot go on: one line that names the thing and the remedy, and an exit code."""
+"""Errors of the scripts: one line that names the flag or file and the remedy, and an exit code."""
 
 import errno
 import sys
@@ -21,20 +21,20 @@ ORGANISER_MODULES = {"boto3", "rich", "sentencepiece", "sentencex", "trackio", "
 
 
 class UserError(Exception):
-    """Something that the user can mend. The message is one line: what was wrong, with what, and what to do."""
+    """An error that the user can fix. The message is one line: what is wrong, where, and what to do."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in the place of a traceback."""
+        """Return the lines that a notebook shows instead of a traceback."""
         return [f"error: {self}"]
 
 
 def first_line(error: BaseException, limit: int | None = 200) -> str:
-    """The first line of an error's message, at most `limit` characters; the error's class if there is no message."""
+    """Return the first line of an error's message, at most `limit` characters; its class if there is no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:limit]
 
 
 def describe(error: BaseException) -> str:
-    """One line for any error, with a remedy where one is known."""
+    """Return one line for an error, with the remedy where one is known."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in ORGANISER_MODULES:
@@ -51,7 +51,10 @@ def exit_with(message: str, code: int = 1) -> NoReturn:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; an exception becomes one line on stderr and exit code 1 (traceback: --debug)."""
+    """Run a script's `main`; on an exception print one line to stderr and exit with code 1.
+
+    --debug also prints the traceback. The exit code after Ctrl-C is 130.
+    """
     try:
         main()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A small JSON file that a process keeps across restarts: complete or not there, and never a reason not to start."""
+"""A small JSON file that a process keeps across restarts. It is written atomically; an invalid one is set aside."""
 
 import json
 import logging
@@ -15,28 +15,28 @@ T = TypeVar("T")
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace a file at once.
+    """Write a JSON file atomically.
 
-    :raises OSError: if it cannot be written
+    :raises OSError: if the file cannot be written
     """
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
 
 
 class JsonFile:
-    """Content that also lives in memory: the file matters after a restart only."""
+    """File for content that the process also holds in memory. It is read once, after a restart."""
 
     def __init__(self, path: Path):
         self.path = path
         self._has_warned = False
 
     def load(self, parse: Callable[[object], T]) -> T | None:
-        """Read the file; one that cannot be used is renamed to NAME.old with a warning.
+        """Read the file; rename an invalid file to NAME.old and log a warning.
 
-        :param parse: turns the content into what is returned; raises ValueError, KeyError, TypeError or AttributeError
-            if it is not what it should be
-        :returns: None if there is no file that can be used
-        :raises OSError: if it cannot be read
+        :param parse: converts the content to the result; raises ValueError, KeyError, TypeError or AttributeError if
+            the content is invalid
+        :returns: the result; None if there is no valid file
+        :raises OSError: if the file cannot be read
         """
         if not self.path.exists():
             return None
@@ -50,7 +50,7 @@ class JsonFile:
             return None
 
     def save(self, content: object) -> None:
-        """Write the file. A failure, such as a full disk, is one warning until it works again."""
+        """Write the file. Log one warning for consecutive failures, such as on a full disk, instead of raising."""
         try:
             write_json(self.path, content)
             self._has_warned = False

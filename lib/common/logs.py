@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 
 class AboveProgressBar:
-    """A stream for the log that does not tear a progress bar apart."""
+    """Log stream on stderr that writes above a tqdm progress bar."""
 
     def write(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr, end="")
@@ -21,13 +21,15 @@ class AboveProgressBar:
 
 
 def _renew_tqdm_lock() -> None:
-    """A thread of the parent may have held the lock at the moment of the fork; it would never be released here."""
+    """Replace tqdm's lock in a forked process: a thread of the parent may have held it during the fork."""
     tqdm.set_lock(threading.RLock())
 
 
 class OneLineFilter(logging.Filter):
-    """Makes one line of warning of what hivemind logs as an error with a traceback: that a round of averaging failed,
-    a peer went away. With volunteers this happens all the time, and it carries on by itself."""
+    """Turns hivemind's errors with a traceback into warnings of one line.
+
+    hivemind logs them when a round fails or a peer leaves. This is common with volunteers, and training continues.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name.startswith("hivemind.") and record.exc_info:
@@ -38,7 +40,10 @@ class OneLineFilter(logging.Filter):
 
 
 def setup_logging(debug: bool = False) -> None:
-    """One format for hivemind's log and ours, on stderr, above a progress bar if there is one."""
+    """Log to stderr with one format for hivemind's lines and ours, above a progress bar if there is one.
+
+    :param debug: log debug messages, and keep the tracebacks of hivemind's errors
+    """
     use_hivemind_log_handler("in_root_logger")
     logging.getLogger().setLevel(logging.DEBUG if debug else logging.INFO)
     for noisy in ("httpx", "httpcore", "urllib3", "filelock", "matplotlib", "datasets", "fsspec"):
@@ -47,9 +52,9 @@ def setup_logging(debug: bool = False) -> None:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stderr.isatty():
             handler.setStream(AboveProgressBar())
             os.register_at_fork(after_in_child=_renew_tqdm_lock)
-    # hivemind sets the schedule to the step of a state that it has loaded, without a step of the optimizer
+    # After loading a state, hivemind steps the schedule without a step of the optimizer.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
     if not debug:
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tasks of a peer that leaves
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # errors of pending tasks while a peer leaves
         for handler in logging.getLogger().handlers:
             handler.addFilter(OneLineFilter())

@@ -1,8 +1,8 @@
-"""The metrics that a trainer publishes after each global step, each declared once, as a field of `LocalMetrics`.
+"""Schema of the metrics that a trainer publishes after each global step.
 
-The DHT's validators, the columns of the history, the monitor's parser, its aggregation, and the records of
-metrics.jsonl and the dashboards derive from the declaration; docs/adding-a-metric.md shows how to add one. Imports
-neither hivemind nor torch.
+Each metric is declared once, as a field of `LocalMetrics`. The DHT's validators, the columns of the history, the
+monitor's parser and aggregation, and the records of metrics.jsonl and the dashboards derive from the declaration.
+docs/adding-a-metric.md shows how to add a metric. This module imports neither hivemind nor torch.
 """
 
 from dataclasses import dataclass
@@ -13,37 +13,43 @@ import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v
 MAX_STEP = 2**31 - 1  # more global steps than any run makes
 MAX_COUNT = 10**9
 MAX_NUMBER = 1e9
-MAX_FIELDS = 32  # of a record, unknown ones included
+MAX_FIELDS = 32  # of a record, including unknown fields
 
-HISTORY_LENGTH = 64  # the most entries that a trainer's history has
-# hivemind's control pipe takes 4 KiB in one piece when several threads write to it, of which the record's keys and its
-# signature are 900 bytes.
+HISTORY_LENGTH = 64  # maximum number of entries in a trainer's history
+# Several threads write to hivemind's control pipe, which keeps messages of up to 4 KiB in one piece. The keys and the
+# signature of a record take 900 bytes of them.
 _HISTORY_BYTES = 3200
 
 Step = pydantic.conint(strict=True, ge=0, le=MAX_STEP)
 Count = pydantic.conint(strict=True, ge=0, le=MAX_COUNT)
-Rate = pydantic.confloat(strict=True, ge=0.0, le=MAX_NUMBER)  # bounds also refuse NaN and infinity
+Rate = pydantic.confloat(strict=True, ge=0.0, le=MAX_NUMBER)  # the bounds also reject NaN and Inf
 Sum = pydantic.confloat(strict=True, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
 RULES = ("sum", "mean", "maximum", "live sum")
 
 
 class InvalidValue(ValueError):
-    """A value that is not used; the message is the reason, one of a few fixed ones."""
+    """An invalid value of a record. The message is one of a few fixed reasons."""
 
 
 class LocalMetrics(pydantic.BaseModel):
-    """The metrics of one trainer for one global step; the first five are the record of hivemind's own ALBERT example.
+    """Metrics of one trainer for one global step. The first five fields are the record of hivemind's ALBERT example.
 
-    `step`: the global step that was reached; `samples_accumulated`: samples that this peer contributed to it;
-    `loss`: the sum of the losses of `mini_steps` micro-batches.
+    Further metrics come after these and are optional, so that peers without them stay in the run. Undeclared fields
+    belong to newer peers and are accepted if they are numbers.
 
-    Further metrics come after these and are optional: peers without them stay in the run. `combine` says how the
-    values of peers become that of the step: their "sum"; their "mean", weighted by samples, each value divided by the
-    field `per` if there is one; their "maximum"; or the "live sum", over the newest values of all live peers, whether
-    they contributed to this step or not.
+    `combine` of a field says how the values of the peers are aggregated for a step:
 
-    Fields that are not declared here are those of newer peers: they are accepted if they are numbers.
+    - "sum": the sum over the peers;
+    - "mean": the mean weighted by samples, of each value divided by the field `per` if there is one;
+    - "maximum": the maximum over the peers;
+    - "live sum": the sum over the newest values of all live peers, whether they contributed to the step or not.
+
+    :param step: the global step that was reached
+    :param samples_per_second: this peer's rate
+    :param samples_accumulated: samples that this peer contributed to the step
+    :param loss: sum of the losses of the micro-batches
+    :param mini_steps: number of micro-batches
     """
 
     step: Step
@@ -64,17 +70,17 @@ class LocalMetrics(pydantic.BaseModel):
         return values
 
     def dict(self, **options) -> dict:
-        """The fields that are set: a validated record must come out as it went in, without optional fields, too."""
+        """Return the fields that are set. hivemind's validation requires an unchanged record."""
         return super().dict(**{**options, "exclude_unset": True})
 
     def to_row(self) -> list:
-        """The values as an entry of a history, in the order of the declaration."""
+        """Return the values as an entry of a history, in the order of the declaration."""
         return [getattr(self, metric.name) for metric in describe_metrics(type(self))]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A field of `LocalMetrics`: its bounds, and how the values of peers are combined (None: not at all)."""
+    """A field of `LocalMetrics`: its type, its bounds, and how peers' values are aggregated (None: they are not)."""
 
     name: str
     is_whole: bool
@@ -85,9 +91,9 @@ class Metric:
     per: str | None
 
     def read(self, value: object) -> int | float | None:
-        """Check a value of an untrusted record; None if it is missing and may be.
+        """Check a value of an untrusted record and return it; None for an optional value that is missing.
 
-        :raises InvalidValue: if its type is wrong, or it is out of bounds
+        :raises InvalidValue: if the type is wrong or the value is out of bounds
         """
         if value is None and self.is_optional:
             return None
@@ -96,9 +102,9 @@ class Metric:
 
 @cache
 def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
-    """The declared metrics, in order.
+    """Return the declared metrics, in order.
 
-    :raises TypeError: if one is not declared as described at `LocalMetrics`
+    :raises TypeError: if a declaration does not follow the rules of `LocalMetrics`
     """
     metrics = []
     for field in schema.__fields__.values():
@@ -117,14 +123,14 @@ def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
 
 
 def history_length(schema: type[LocalMetrics] = LocalMetrics) -> int:
-    """The steps that a trainer's history holds: as many as fit its record, with at most 9 bytes for a number."""
+    """Return the number of steps in a trainer's history: as many as fit into its record at 9 bytes a number."""
     return min(HISTORY_LENGTH, _HISTORY_BYTES // (1 + 9 * len(describe_metrics(schema))))
 
 
 def read_whole(value: object, minimum: int, maximum: int) -> int:
-    """Check an integer of an untrusted record.
+    """Check an integer of an untrusted record and return it.
 
-    :raises InvalidValue: if it is none, or not within the bounds
+    :raises InvalidValue: if the value is no integer, or out of bounds
     """
     if type(value) is not int:  # type() because bool is an int to isinstance
         raise InvalidValue("not a whole number")
@@ -134,9 +140,9 @@ def read_whole(value: object, minimum: int, maximum: int) -> int:
 
 
 def read_real(value: object, minimum: float, maximum: float) -> float:
-    """Check a number of an untrusted record.
+    """Check a number of an untrusted record and return it as a float.
 
-    :raises InvalidValue: if it is none, or not within the bounds
+    :raises InvalidValue: if the value is no number, NaN, or out of bounds
     """
     if type(value) is not float and type(value) is not int:
         raise InvalidValue("not a number")
@@ -153,9 +159,9 @@ def _read_unknown(value: object) -> None:
 
 
 def read_record(record: dict, schema: type[LocalMetrics] = LocalMetrics) -> list[int | float | None]:
-    """The values of an untrusted record of metrics, in the order of the declaration.
+    """Return the values of an untrusted record of metrics, in the order of the declaration.
 
-    :raises InvalidValue: if a field is missing or wrong
+    :raises InvalidValue: if a field is missing or invalid
     """
     metrics = describe_metrics(schema)
     if len(record) > MAX_FIELDS or any(metric.name not in record for metric in metrics if not metric.is_optional):
@@ -164,9 +170,9 @@ def read_record(record: dict, schema: type[LocalMetrics] = LocalMetrics) -> list
 
 
 def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int | float | None]:
-    """The values of an untrusted entry of a history; columns that a newer peer has added at its end are left out.
+    """Return the values of an untrusted entry of a history, without columns that a newer peer has added at the end.
 
-    :raises InvalidValue: if a column is missing or wrong
+    :raises InvalidValue: if a column is missing or invalid
     """
     metrics = describe_metrics(schema)
     num_required = sum(not metric.is_optional for metric in metrics)
@@ -180,7 +186,7 @@ def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int
 
 
 class HistoryRow(list):
-    """An entry of a history as `LocalMetrics.to_row` gives it; the type of a field in a pydantic model."""
+    """An entry of a history, as returned by `LocalMetrics.to_row`. Serves as a field type in pydantic models."""
 
     @classmethod
     def __get_validators__(cls):

@@ -1,7 +1,7 @@
-"""The objectives that a model can be trained for, and all that depends on which it is.
+"""Training objectives, and the settings that depend on the objective.
 
-A new model family with one of these objectives is an entry in its `model_types`. A new objective also needs a way to
-pack its samples (lib/data/packing.py) and to evaluate it (lib/monitoring/evaluation.py), chosen by its properties.
+To add a model family to an objective, add it to `model_types`. A new objective also needs packing of its samples
+(lib/data/packing.py) and evaluation (lib/monitoring/evaluation.py), which are selected by the properties below.
 """
 
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Objective:
-    """What a model learns to predict.
+    """A training objective.
 
     :param name: the value of --objective
-    :param description: words for the model card
-    :param short_description: words for --help
-    :param columns: of the prepared data, in this order; their types are in lib/data/packing.py
-    :param model_types: the families of transformers that are trained for it
-    :param model_class: the class of transformers that trains them and loads their checkpoints
-    :param required_tokens: special tokens that a tokenizer must have, by its attribute without "_token"
-    :param tokenizer_type: what --train_tokenizer trains by default
-    :param pipeline_tag: the Hub's name of the task
-    :param is_causal: each token predicts the next one; else masked tokens are predicted
-    :param has_sentence_order: also predicts whether two segments are swapped
+    :param description: text for the model card
+    :param short_description: text for --help
+    :param columns: columns of the prepared data, in this order; their types are in lib/data/packing.py
+    :param model_types: transformers' model types that are trained with this objective
+    :param model_class: transformers' class that trains these models and loads their checkpoints
+    :param required_tokens: special tokens that the tokenizer must have: its attributes without the suffix "_token"
+    :param tokenizer_type: default type of tokenizer for --train_tokenizer
+    :param pipeline_tag: name of the task on the Hugging Face Hub
+    :param is_causal: whether the model predicts each next token, instead of masked tokens
+    :param has_sentence_order: whether the model also predicts if two segments are swapped
     """
 
     name: str
@@ -77,5 +77,5 @@ _ALL = (
 
 OBJECTIVES = {objective.name: objective for objective in _ALL}
 DEFAULT_OBJECTIVE = "mlm_sop"
-# model type -> name of the objective that its data must have been prepared for
+# Model type -> name of the objective that the data must be prepared for
 OBJECTIVE_OF_MODEL = {model_type: objective.name for objective in _ALL for model_type in objective.model_types}

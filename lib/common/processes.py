@@ -1,8 +1,7 @@
-"""The life of a peer's processes: children that end with their parent, signals that end a run cleanly, and a watchdog
-for children that die.
+"""Processes of a peer: children that end with their parent, clean shutdown on signals, and a watchdog for children.
 
-hivemind starts a DHT process, two averagers, and libp2p's daemon. Left to themselves they outlive a killed parent and
-go on offering its state; Ctrl-C kills the daemon but not the trainer; and nobody notices when one of them dies.
+hivemind starts a DHT process, two averager processes, and libp2p's daemon. By default they outlive a killed parent and
+continue to offer its state, Ctrl-C kills the daemon but not the trainer, and the death of a child is not noticed.
 """
 
 import contextlib
@@ -27,10 +26,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def leave_with_parent() -> None:
-    """In each forked child: end when the parent does, and stay out of the terminal's Ctrl-C.
+    """End a child process when its parent ends, and detach it from the terminal's Ctrl-C. Runs in each forked child.
 
-    The kernel watches the thread that forked: hivemind's objects must be built in the main thread. For the children of
-    `subprocess`, which knows no hooks, it is the `preexec_fn`.
+    The kernel watches the parent's thread that forked, so hivemind's objects must be built in the main thread.
+    `subprocess` runs no fork hooks: pass this function as `preexec_fn`.
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
@@ -44,22 +43,23 @@ _guarded = False
 
 
 def guard_children() -> None:
-    """Let every process that is forked from now on end with this one. Call it once, before hivemind starts any."""
+    """Make every process that is forked from now on end with this one. Call this before hivemind forks a process."""
     global _guarded
     if not _guarded:
-        # Averagers hold locks and cannot be pickled, as "spawn" and "forkserver" (Python 3.14's default) need.
+        # "spawn" and "forkserver" (Python 3.14's default) pickle the process object; averagers hold locks, which
+        # cannot be pickled.
         multiprocessing.set_start_method("fork", force=True)
         os.register_at_fork(after_in_child=leave_with_parent)
         _guarded = True
 
 
 def start_shared_memory_manager() -> None:
-    """Let torch start its helper for shared memory while no signal can get in between.
+    """Start torch's shared-memory manager with SIGINT and SIGTERM blocked.
 
-    libshm waits for it in a loop that a signal makes endless. The helper inherits the blocked signals, so that Ctrl-C
-    does not reach it: without it, what peers share would stay in /dev/shm.
+    libshm waits for the manager in a loop that a signal makes endless. The manager inherits the blocked signals, so
+    Ctrl-C does not end it: without the manager, shared tensors would stay in /dev/shm.
     """
-    import torch  # takes a second, in which a script can already answer signals
+    import torch  # the import takes a second; the script already handles signals
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
@@ -70,17 +70,22 @@ def start_shared_memory_manager() -> None:
 
 
 def keep_memory_shared() -> None:
-    """Let children share what is there now with us. Call it before the first of them is forked.
+    """Exclude all current objects from garbage collection. Call this before the first child is forked.
 
-    A process whose garbage collector walks over what it inherited gets a copy of it all: 60 MB in each of ours, some
-    minutes after the start.
+    The garbage collector of a child writes to the objects that the child shares with its parent, which copies their
+    memory: 60 MB for each child, some minutes after the start.
     """
     gc.collect()
     gc.freeze()
 
 
 def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
-    """End this process `seconds` from now whatever the main thread waits for. Children follow, see guard_children."""
+    """End this process after `seconds`, even if the main thread is blocked. The children end too, see guard_children.
+
+    :param code: exit code
+    :param why: the reason, for the log
+    :returns: the timer, which can be cancelled
+    """
 
     def end() -> None:
         logger.warning(f"{why}: ending now")
@@ -93,11 +98,11 @@ def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
 
 
 class StopSignal:
-    """SIGINT and SIGTERM as a wish to stop. The first sets `event`; a second ends the process at once.
+    """Handler of SIGINT and SIGTERM: the first signal sets `event`, the second ends the process immediately.
 
-    Before `defer` is called there is nothing to finish yet, and the first signal ends the script with exit code 0.
+    Before `defer` is called, the script has nothing to finish, and the first signal ends it with exit code 0.
 
-    :param grace: seconds from the first signal within which the process ends in any case
+    :param grace: seconds after the first signal at which the process is ended
     """
 
     def __init__(self, grace: float = 12.0):
@@ -105,8 +110,8 @@ class StopSignal:
         self.grace = grace
         self._requested = self._deferred = False
         self._previous: dict[int, object] = {}
-        # A handler runs in the middle of whatever the main thread does, maybe with a lock of `threading` taken: it
-        # only writes to a pipe, and a thread does the rest.
+        # The handler may interrupt the main thread while it holds a lock of `threading`. The handler therefore only
+        # writes to a pipe, and a thread sets the event.
         self._reading_end, self._writing_end = os.pipe()
         threading.Thread(target=self._watch, name="StopSignal", daemon=True).start()
 
@@ -120,7 +125,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """From here on the main thread watches `event` and ends by itself."""
+        """Leave it to the main thread to watch `event` and end: signals no longer raise SystemExit."""
         self._deferred = True
 
     def is_set(self) -> bool:
@@ -145,9 +150,10 @@ class StopSignal:
 class Watchdog(PeriodicThread):
     """Ends the process with a message when one of its children has died.
 
-    hivemind waits for answers from its children without a time limit, so the main thread may never come back.
+    hivemind waits for answers of its children without a timeout, so the main thread may be blocked forever.
 
-    :param children: name -> process object with `is_alive()`
+    :param children: name -> process
+    :param period: seconds between two checks
     :param on_death: called with the message; the default logs it and exits with code 1
     """
 

@@ -1,12 +1,12 @@
-"""Background work at regular intervals."""
+"""Threads that do background work at regular intervals."""
 
 import threading
 
 
 class PeriodicThread(threading.Thread):
-    """Calls `work` every `period` seconds until it is stopped. A daemon: it does not keep the process alive.
+    """Thread that calls `work` every `period` seconds until `stop` is called. A daemon: it does not block exit.
 
-    :param period: seconds between the end of one call and the next; `work` may change it
+    :param period: seconds between the end of one call and the start of the next; `work` may change it
     """
 
     def __init__(self, period: float):
@@ -15,7 +15,7 @@ class PeriodicThread(threading.Thread):
         self.stopped = threading.Event()
 
     def work(self) -> None:
-        """One turn. An exception ends the thread."""
+        """Do the work of one period. An exception ends the thread."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -23,5 +23,5 @@ class PeriodicThread(threading.Thread):
             self.work()
 
     def stop(self) -> None:
-        """Begin no further turn. One that is under way continues; `join` waits for it."""
+        """Start no further call of `work`. A running call continues; `join` waits for it."""
         self.stopped.set()
