@@ -1,4 +1,4 @@
-"""transformers' Trainer as a member of the collaboration."""
+"""Callback that connects transformers' Trainer to the collaboration."""
 
 from hivemind.utils import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -9,9 +9,9 @@ logger = get_logger(__name__)
 
 
 class CollaborativeCallback(TrainerCallback):
-    """Calls a session at the Trainer's events: at the begin of training and after each local step.
+    """Joins the collaboration when training begins, and reports to it after each local step.
 
-    :param session: of this peer; training ends when it says so
+    :param session: this peer's session. Training stops when its `after_local_step` returns False
     """
 
     def __init__(self, session: TrainingSession):

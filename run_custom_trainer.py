@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Train together with others in a training loop of your own: plain PyTorch, no Trainer.
+"""Train a language model together with other peers, in a plain PyTorch training loop without transformers' Trainer.
 
-It takes the flags of run_trainer.py and can train in the same run:
+The script takes the flags of run_trainer.py and can train in the same run:
 
     ./run_custom_trainer.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
 
-Copy this file and change the loop below. It must do three things: call `join` first, `optimizer.step()` after each
-`batch_size_per_step` samples, and `after_local_step` after that.
+To use another training loop, copy this file and change the loop below. The loop must call `session.join` first,
+`optimizer.step` after each `batch_size_per_step` samples, and `session.after_local_step` after each `optimizer.step`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,7 @@ def train(
     tracker_args: ProgressTrackerArguments,
     stop: StopSignal,
 ) -> None:
-    # Seconds of imports, which --help and a wrong flag need not wait for.
+    # These imports take seconds, which --help and usage errors do not need.
     import torch
     from hivemind.utils import get_logger
     from torch.utils.data import DataLoader
@@ -65,7 +65,7 @@ def train(
     setup_logging(collaboration_args.debug)
     logger = get_logger(__name__)
 
-    # The data, and the model on this machine's device
+    # Data and model
     device, _ = choose_devices(training_args)
     fetch_data(dataset_args, training_args.disable_tqdm)
     tokenizer = load_tokenizer(dataset_args.tokenizer_path)
@@ -79,13 +79,13 @@ def train(
     output_dir = Path(training_args.output_dir)
     num_micro_batches = training_args.gradient_accumulation_steps
     with ExitStack() as stack:
-        # A peer in the DHT
+        # DHT peer
         peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
         if not collaboration_args.client_mode:
             log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=collaboration_args.use_ipfs)
         peer_id = str(peer.dht.peer_id)
 
-        # hivemind's optimizer around LAMB or AdamW
+        # hivemind's optimizer, around LAMB or AdamW
         optimizer = build_optimizer(
             model,
             peer,
@@ -98,17 +98,17 @@ def train(
         stack.callback(optimizer.shutdown)
         stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
 
-        # What is told the collaboration, and what is taken from it
+        # Session: joining, metrics, rollback, checkpoints
         session = TrainingSession(
             peer, optimizer, model, collaboration_args, output_dir, stop.is_set, training_args.disable_tqdm
         )
         stack.callback(session.close)
 
-        torch.manual_seed(derive_seed(peer_id, training_args.seed))  # masks and dropout are this peer's own
+        torch.manual_seed(derive_seed(peer_id, training_args.seed))  # masks and dropout differ between peers
         loader = DataLoader(
             dataset,
             training_args.per_device_train_batch_size,
-            sampler=PeerSampler(len(dataset), peer_id, training_args.seed, optimizer),  # and so is the order
+            sampler=PeerSampler(len(dataset), peer_id, training_args.seed, optimizer),  # and so does the order
             collate_fn=collator,
             drop_last=True,  # each local step reports the same number of samples
             num_workers=training_args.dataloader_num_workers,
@@ -118,7 +118,7 @@ def train(
         scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
         session.restore_checkpoint()
-        session.join()  # takes the state of those who are further
+        session.join()  # downloads the state of peers that are at a later step
         for number, batch in enumerate(endless(loader), start=1):
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
@@ -127,8 +127,8 @@ def train(
             session.loss_meter.add(loss)
             if number % num_micro_batches:
                 continue
-            # Adds to what this peer contributes; once all peers together have target_batch_size samples, averages and
-            # takes the global step. The contribution as a whole is clipped there, to --max_grad_norm.
+            # Accumulates the gradients. Once all peers together have target_batch_size samples, the optimizer averages
+            # the gradients and takes the global step. It clips this peer's mean gradient to --max_grad_norm then.
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -144,7 +144,7 @@ def train(
 
 
 def endless(loader: Iterable) -> Iterator:
-    """One pass over the data after the other."""
+    """Yield batches in an unlimited number of passes over the data."""
     while True:
         yield from loader
 

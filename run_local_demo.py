@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""See a collaboration at work on this machine: several trainers that train one small language model together.
+"""Run a collaboration on this machine: a monitor, and several trainers that train one small language model together.
 
-    ./run_local_demo.py                                    # two trainers, on the documentation that Python carries
+    ./run_local_demo.py                                    # two trainers, on the documentation that Python includes
     ./run_local_demo.py --train_file my.txt --trainers 3
 
-It runs the scripts that strangers run on machines far apart, shows their command lines, and downloads nothing.
+The demo runs the same scripts as a collaboration over the internet, shows their command lines, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 from lib.common.processes import leave_with_parent
 
-# rich is imported where it is used: `run_script` tells how to install it.
+# rich is imported inside functions, so that `run_script` can say how to install it.
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 SCRIPTS = Path(__file__).parent
-COMMANDS_FILE = "commands.txt"  # also marks a folder as one that the next demo may replace
+COMMANDS_FILE = "commands.txt"  # also marks a folder that the next demo may replace
 
 RUN_ID = "demo"
 SEQUENCE_LENGTH = 128
-# A core computes about 85 samples per second: two trainers need some 3 seconds for a step. In one of these gradients
-# and parameters are averaged in the background.
+# A core computes about 85 samples per second, so two trainers need about 3 seconds for a global step. One of these
+# seconds covers the averaging of gradients and parameters in the background.
 TARGET_BATCH_SIZE = 512
-LEARNING_RATE = 0.06  # brings the loss from 8.3 to 7 in 10 steps; at 0.1 it soon bounces
+LEARNING_RATE = 0.06  # the loss falls from 8.3 to 7 in 10 steps; with 0.1 it soon oscillates
 
 STOP_TIMEOUT = 20.0  # seconds; a trainer ends by itself within 15
-STALL_TIMEOUT = 300.0  # seconds without news; with ten other busy processes on two cores, a first step took 80
+STALL_TIMEOUT = 300.0  # seconds without a new step; with ten other busy processes on two cores, a first step took 80
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def main() -> None:
     (args,) = parse_arguments([DemoArguments], __doc__)
     from rich.console import Console
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: an exception, which ends the processes
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which stops the processes
     started = time.monotonic()
     console = Console(highlight=False, soft_wrap=True)
     with new_demo_folder(Path(args.output_dir)) as folder:
@@ -104,7 +104,10 @@ def main() -> None:
 
 
 def train_together(args: DemoArguments, workers: Workers, console: Console) -> None:
-    """Prepare the data, start monitor and trainers, and wait until the trainers have made all their steps."""
+    """Prepare the data, start monitor and trainers, and wait until the trainers have completed all global steps.
+
+    :raises UserError: if a process fails or no step completes within `STALL_TIMEOUT` seconds
+    """
     console.print("Each of the commands below could be typed in a terminal, or on a machine, of its own.\n")
     console.print("[bold]1. Text and tokenizer[/bold] (some 10 seconds, if the text is not long)")
     tokenization = workers.start("tokenize", tokenize_command(args))
@@ -129,9 +132,9 @@ def train_together(args: DemoArguments, workers: Workers, console: Console) -> N
 
 @contextmanager
 def new_demo_folder(folder: Path) -> Iterator[Path]:
-    """The folder of this run: what an earlier demo left in it is removed, and no other demo gets it meanwhile.
+    """Yield an empty folder for this demo, locked against other demos. The output of an earlier demo is removed.
 
-    :raises UserError: if it holds something else, or another demo is using it
+    :raises UserError: if the folder contains other files, or another demo uses it
     """
     check_target(folder, "--output_dir", overwrite=True, replaceable=(COMMANDS_FILE,))
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,12 +150,17 @@ def new_demo_folder(folder: Path) -> Iterator[Path]:
         yield folder
 
 
-# --- the command lines -----------------------------------------------------------------------------------------------
+# --- command lines ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line of one of the project's scripts. `flags`: name -> value, True for a flag that has none."""
+    """A command line of one of the project's scripts.
+
+    :param script: path of the script, relative to this file
+    :param flags: name -> value; True for a flag without a value
+    :param environment: environment variables to set
+    """
 
     script: str
     flags: dict[str, object]
@@ -160,7 +168,7 @@ class Command:
 
     @property
     def parts(self) -> list[list[str]]:
-        """The flags, each with its value."""
+        """The words of each flag: its name, and its value if it has one."""
         return [[f"--{flag}"] if value is True else [f"--{flag}", str(value)] for flag, value in self.flags.items()]
 
     @property
@@ -168,7 +176,7 @@ class Command:
         return [word for part in self.parts for word in part]
 
     def as_typed(self, width: int = 110) -> str:
-        """The command as a person types it in the current folder, in lines of about `width` characters."""
+        """Return the command for a shell in the current folder, in lines of about `width` characters."""
         script = os.path.relpath(SCRIPTS / self.script)
         script = script if "/" in script else f"./{script}"
         environment = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -199,7 +207,7 @@ def tokenize_command(args: DemoArguments) -> Command:
 
 
 def peer_flags(args: DemoArguments, name: str) -> dict[str, object]:
-    """What the monitor and all trainers are told alike, and the folder of this one."""
+    """Return the flags that the monitor and all trainers have in common, and the output folder of peer `name`."""
     return {
         "run_id": RUN_ID,
         "host_maddrs": "/ip4/127.0.0.1/tcp/0",
@@ -229,19 +237,22 @@ def trainer_command(args: DemoArguments, number: int, address: str) -> Command:
         "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 1,
         "target_batch_size": TARGET_BATCH_SIZE,
-        "target_group_size": args.trainers,  # a group that is complete need not wait for others
+        "target_group_size": args.trainers,  # a complete group does not wait for more peers
         "matchmaking_time": 3.5,
         "max_global_steps": args.max_global_steps,
         "leave_timeout": 30,
     }
-    return Command("run_trainer.py", flags, environment={"OMP_NUM_THREADS": "1"})  # a core for each
+    return Command("run_trainer.py", flags, environment={"OMP_NUM_THREADS": "1"})  # one core each
 
 
-# --- the processes ---------------------------------------------------------------------------------------------------
+# --- processes -------------------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """One of the scripts as a process, with its output in a file."""
+    """A process that runs one of the scripts, with its output in a file.
+
+    :param log: the file, for stdout and stderr
+    """
 
     def __init__(self, name: str, command: Command, log: Path):
         self.name, self.log = name, log
@@ -252,7 +263,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                preexec_fn=leave_with_parent,  # this program has no threads, which would make it unsafe
+                preexec_fn=leave_with_parent,  # safe without threads, and this program has none
             )
 
     @property
@@ -263,17 +274,20 @@ class Worker:
         return self.log.read_text(errors="replace")
 
     def check(self) -> None:
-        """:raises UserError: if the process has failed"""
+        """Check that the process has not failed.
+
+        :raises UserError: if it has; the message has the last line of its output
+        """
         code = self.process.poll()
         if code:
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
             last_line = next(reversed(self.read_log().strip().splitlines()), "(empty)")
-            reason = last_line.split(": error: ")[-1].strip()  # our scripts' last words, see errors.py
+            reason = last_line.split(": error: ")[-1].strip()  # the format of errors.py
             raise UserError(f"{self.name} ended with {how}: {reason} (see {self.log})")
 
 
 class Workers:
-    """All processes of the demo. None of them is left running when the block ends, whatever the reason."""
+    """All processes of the demo. Those that still run when the block ends are stopped."""
 
     def __init__(self, folder: Path, console: Console):
         self.folder, self.console = folder, console
@@ -290,7 +304,7 @@ class Workers:
             self.stop()
 
     def start(self, name: str, command: Command) -> Worker:
-        """Print a command line and start it; its output goes to NAME.log."""
+        """Print a command line and start it, with its output in NAME.log."""
         typed = command.as_typed()
         self.console.print(f"{typed}\n", style="cyan", markup=False)
         with open(self.folder / COMMANDS_FILE, "a") as file:
@@ -302,7 +316,9 @@ class Workers:
     def wait_for(self, condition: Callable[[], T], timeout: float, what: str) -> T:
         """Wait until a condition is true.
 
-        :returns: its value
+        :param timeout: seconds
+        :param what: what the condition means, for the error message
+        :returns: the value of the condition
         :raises UserError: if a process fails, or after `timeout` seconds
         """
         deadline = time.monotonic() + timeout
@@ -315,12 +331,15 @@ class Workers:
         return value
 
     def check(self) -> None:
-        """:raises UserError: if a process has failed"""
+        """Check that no process has failed.
+
+        :raises UserError: if one has
+        """
         for worker in self.all:
             worker.check()
 
     def stop(self) -> None:
-        """Ask the processes that run to end, and kill those that do not within `STOP_TIMEOUT` seconds."""
+        """Terminate the running processes, and kill those that have not ended within `STOP_TIMEOUT` seconds."""
         running = [worker.process for worker in self.all if worker.is_running]
         for process in running:
             process.terminate()
@@ -328,26 +347,26 @@ class Workers:
         try:
             while any(process.poll() is None for process in running) and time.monotonic() < deadline:
                 time.sleep(0.1)
-        finally:  # a second Ctrl-C does not wait
+        finally:  # a second Ctrl-C ends the wait
             for process in running:
-                process.kill()  # and with it its children, see processes.py
+                process.kill()  # its children end with it, see processes.py
                 process.wait()
 
 
 def read_address(peer_file: Path) -> str | None:
-    """The address at which others join through the monitor; None before it has started."""
+    """Read the monitor's address for --initial_peers; None before the monitor has started."""
     return json.loads(peer_file.read_text())["initial_peers"][0] if peer_file.exists() else None
 
 
-# --- the view --------------------------------------------------------------------------------------------------------
+# --- view ------------------------------------------------------------------------------------------------------------
 
 
 def watch(
     args: DemoArguments, workers: Workers, monitor: Worker, trainers: Sequence[Worker], console: Console
 ) -> None:
-    """Show the steps until all trainers have ended.
+    """Show the global steps until all trainers have ended.
 
-    :raises UserError: if a process fails, or nothing happens for `STALL_TIMEOUT` seconds
+    :raises UserError: if a process fails, or no step completes within `STALL_TIMEOUT` seconds
     """
     metrics_path = Path(args.output_dir) / "monitor" / "metrics.jsonl"
     num_steps, changed = 0, time.monotonic()
@@ -367,7 +386,10 @@ def watch(
 
 
 class View:
-    """Shows the steps: in a terminal as a table that grows, elsewhere as a line each."""
+    """Shows the global steps: on a terminal as a table that is redrawn, elsewhere as one line each.
+
+    :param max_global_steps: number of global steps of the demo
+    """
 
     MAX_ROWS = 15
 
@@ -376,7 +398,7 @@ class View:
 
         self.console, self.max_global_steps = console, max_global_steps
         can_redraw = sys.stdout.isatty() and not console.is_dumb_terminal
-        # Without its thread that redraws: a process with threads must not fork
+        # No automatic refresh, which needs a thread: a process with threads must not fork
         self.live = Live(console=console, auto_refresh=False) if can_redraw else None
         self.num_printed = 0
 
@@ -390,7 +412,11 @@ class View:
             self.live.stop()
 
     def update(self, steps: Sequence[dict], messages: dict[str, str]) -> None:
-        """:param messages: what each process said last, by its name"""
+        """Show the steps so far.
+
+        :param steps: records of metrics.jsonl
+        :param messages: name of a process -> the last message in its log
+        """
         from rich.console import Group
         from rich.text import Text
 
@@ -433,16 +459,16 @@ def format_loss(loss: float | None) -> str:
 
 
 def last_message(log: str) -> str:
-    """The newest message in a log, without time and level."""
+    """Return the newest message of a log, without time and level."""
     messages = re.findall(r"^.{,30}\[(?:INFO|WARN|WARNING|ERROR)\] (.*)$", log, flags=re.MULTILINE)
     return messages[-1] if messages else "starting"
 
 
-# --- the result ------------------------------------------------------------------------------------------------------
+# --- result ----------------------------------------------------------------------------------------------------------
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The lines of a file that a process may be writing; none if it is not there."""
+    """Read the complete lines of a JSON Lines file that a process may be writing; empty if there is no file."""
     if not path.exists():
         return []
     *lines, _incomplete = path.read_text().split("\n")
@@ -450,19 +476,23 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def count_rounds(entries: Iterable[dict]) -> Counter[int]:
-    """Group size -> rounds in which gradients were averaged by so many peers, from rounds.jsonl of all trainers."""
+    """Count the averaging rounds by group size.
+
+    :param entries: records of the rounds.jsonl of all trainers
+    :returns: number of peers in the group -> number of rounds
+    """
     rounds = {(entry["step"], frozenset(entry["group"])) for entry in entries if entry["outcome"] == "averaged"}
-    return Counter(len(group) for _, group in rounds)  # each of the group has written it
+    return Counter(len(group) for _, group in rounds)  # a set: each peer of a group has a record of the round
 
 
 def find_checkpoint(monitor_folder: Path) -> str | None:
-    """The monitor's newest checkpoint."""
+    """Return the path of the monitor's newest checkpoint; None if there is none."""
     found = sorted(monitor_folder.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
     return str(found[-1]) if found else None
 
 
 def dashboard_command(monitor_folder: Path) -> str | None:
-    """What shows the curves; None if the monitor could not start its dashboard."""
+    """Return the command that shows the curves; None if the monitor could not start its dashboard."""
     folder = Path(os.environ.get("TRACKIO_DIR", monitor_folder.resolve() / "trackio"))
     if not folder.is_dir():
         return None
@@ -471,7 +501,13 @@ def dashboard_command(monitor_folder: Path) -> str | None:
 
 @dataclass
 class Result:
-    """What came out of a demo. `rounds`: see `count_rounds`; `dashboard`: the command that shows the curves."""
+    """Result of a demo.
+
+    :param steps: records of the monitor's metrics.jsonl
+    :param rounds: see `count_rounds`
+    :param checkpoint: path of the monitor's newest checkpoint
+    :param dashboard: command that shows the curves
+    """
 
     steps: list[dict]
     rounds: Counter[int]
@@ -493,7 +529,10 @@ class Result:
         return [step["loss"] for step in self.steps if step["loss"] is not None]
 
     def check(self) -> None:
-        """:raises UserError: if the trainers did not train together, or learnt nothing"""
+        """Check that the trainers averaged gradients with each other and that the loss fell.
+
+        :raises UserError: if not
+        """
         if not any(size >= 2 for size in self.rounds):
             raise UserError("no step was averaged by two trainers; see 'Averag' in their logs")
         if len(self.losses) < 2:
@@ -502,7 +541,7 @@ class Result:
             raise UserError(f"the loss did not fall: {self.losses[0]:.3f} at first, {self.losses[-1]:.3f} at last")
 
     def summarize(self, folder: Path, seconds: float) -> str:
-        """For people: what happened, and where to look next."""
+        """Return a text for the terminal: the result, the output files, and commands to try next."""
         rounds = ", ".join(f"{number} x {size} peers" for size, number in sorted(self.rounds.items())) or "never"
         lines = ["", f"Done in {seconds:.0f} s: {len(self.steps)} steps"]
         if self.losses:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train a language model together with others: compute gradients and average them with the other peers.
+"""Train a language model together with other peers: compute gradients and average them with the group.
 
 Join a collaboration with
 
     ./run_trainer.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
 
-where the address is one that a training monitor, or any trainer, prints when it starts.
+where the address is one that the monitor or any trainer prints at its start.
 """
 
 from contextlib import ExitStack
@@ -39,7 +39,7 @@ def train(
     tracker_args: ProgressTrackerArguments,
     stop: StopSignal,
 ) -> None:
-    # Seconds of imports, which --help and a wrong flag need not wait for.
+    # These imports take seconds, which --help and usage errors do not need.
     from callback import CollaborativeCallback
     from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
@@ -60,7 +60,7 @@ def train(
 
     setup_logging(collaboration_args.debug)
 
-    # The data, and the model on this machine's device
+    # Data and model
     device, num_devices = choose_devices(training_args)
     fetch_data(dataset_args, training_args.disable_tqdm)
     tokenizer = load_tokenizer(dataset_args.tokenizer_path)
@@ -73,27 +73,27 @@ def train(
     output_dir = Path(training_args.output_dir)
     batch_size_per_step = training_args.batch_size_per_step(num_devices)
     with ExitStack() as stack:
-        # A peer in the DHT
+        # DHT peer
         peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
         if not collaboration_args.client_mode:
             log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=collaboration_args.use_ipfs)
         peer_id = str(peer.dht.peer_id)
 
-        # hivemind's optimizer around LAMB or AdamW: its `step` counts a local step, and averages with the other peers
-        # once all together have target_batch_size samples
+        # hivemind's optimizer, around LAMB or AdamW. `step` counts a local step; once all peers together have
+        # target_batch_size samples, the optimizer averages the gradients and takes the global step.
         optimizer = build_optimizer(
             model, peer, batch_size_per_step, training_args, collaboration_args, averager_args, tracker_args
         )
         stack.callback(optimizer.shutdown)
         stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
 
-        # What is told the collaboration, and what is taken from it
+        # Session: joining, metrics, rollback, checkpoints
         session = TrainingSession(
             peer, optimizer, model, collaboration_args, output_dir, stop.is_set, training_args.disable_tqdm
         )
         stack.callback(session.close)
 
-        # transformers' Trainer, on samples in this peer's own order
+        # transformers' Trainer
         trainer = CollaborativeTrainer(
             model=model,
             args=build_training_arguments(training_args, peer_id),

@@ -1,4 +1,4 @@
-"""The records that peers publish in the DHT, and their validators."""
+"""Records that peers publish in the DHT: schemas, validators, reading and writing."""
 
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 from hivemind.dht import DHT
@@ -26,16 +26,22 @@ _Share = pydantic.confloat(strict=True, ge=0.0, le=1.0)
 
 
 class MonitorStatus(pydantic.BaseModel):
-    """What a monitor tells the trainers. `checkpoint_step`: the newest step that it has on disk, -1 if none."""
+    """Record that a monitor publishes for the trainers.
+
+    :param stores_checkpoints: whether the monitor saves checkpoints
+    :param checkpoint_step: the global step of its newest checkpoint on disk; -1 if there is none
+    """
 
     stores_checkpoints: pydantic.StrictBool
     checkpoint_step: pydantic.conint(strict=True, ge=-1, le=MAX_STEP)
 
 
 class PeerInfo(pydantic.BaseModel):
-    """What a trainer tells of itself. `leaving`: it has made its last step and waits for a monitor to save it.
+    """Record that a trainer publishes about itself.
 
-    `target_batch_size`: samples of a global step; may be missing.
+    :param username: its name on the leaderboard
+    :param leaving: whether the trainer has completed its last step and waits for a monitor to save it
+    :param target_batch_size: samples of a global step; may be missing
     """
 
     username: pydantic.constr(strict=True, max_length=64)
@@ -43,13 +49,18 @@ class PeerInfo(pydantic.BaseModel):
     target_batch_size: pydantic.conint(strict=True, ge=1, le=MAX_COUNT) | None = None
 
     def dict(self, **options) -> dict:
-        """The fields that are set: a validated record must come out as it went in, without the optional field, too."""
+        """Return the fields that are set. hivemind's validation requires an unchanged record."""
         return super().dict(**{**options, "exclude_unset": True})
 
 
 class Evaluation(pydantic.BaseModel):
-    """What an evaluator found for the parameters of a global step, on `samples` samples that nobody trains on. Values
-    that the objective does not have are None."""
+    """Record of an evaluator: the results for the parameters of a global step.
+
+    :param step: the global step
+    :param samples: number of validation samples
+    :param loss, perplexity, mlm_accuracy, sop_accuracy: means over the samples; None where the objective has no such
+        metric
+    """
 
     step: Step
     samples: Count
@@ -60,20 +71,20 @@ class Evaluation(pydantic.BaseModel):
 
 
 class MetricSchema(pydantic.BaseModel):
-    """The keys of a run, without its prefix: each a dictionary from the signer's public key to a record."""
+    """The DHT keys of a run without the prefix; each holds a dictionary from the signer's public key to a record."""
 
     metrics: dict[BytesWithPublicKey, LocalMetrics]
-    # The metrics of the newest steps, without their names
+    # The metrics of the newest steps, without field names
     history: dict[BytesWithPublicKey, pydantic.conlist(HistoryRow, max_items=HISTORY_LENGTH)]
     monitor: dict[BytesWithPublicKey, MonitorStatus]
     peers: dict[BytesWithPublicKey, PeerInfo]
     evaluation: dict[BytesWithPublicKey, Evaluation]
-    # Checked where it is read, see lib/averaging/progress.py: peers of another protocol shall be told so
+    # Checked by the reader (lib/averaging/progress.py), which warns about peers with another protocol number
     training_progress: dict[BytesWithPublicKey, dict | None]
 
 
-# What hivemind's averagers declare: whether a peer looks for a group, and the priority (its step) of the state that it
-# offers, None if it no longer does. Their keys are no names of Python's, hence no class.
+# Records of hivemind's averagers: the priority (global step) of the state that a peer offers, None once the offer is
+# withdrawn. The key is no Python identifier, so this schema is no class.
 _Priority = pydantic.confloat(strict=True, ge=0.0, le=MAX_STEP) | Step | None
 AveragerSchema = pydantic.create_model(
     "AveragerSchema",
@@ -84,15 +95,19 @@ AveragerSchema = pydantic.create_model(
 
 
 class SignatureValidator(RefusesWhatItCannotRead, RSASignatureValidator):
-    """A record under a subkey with a public key must be signed with the private one."""
+    """Requires that a record under a subkey with a public key is signed with the private key."""
 
 
 class RunSchemaValidator(RefusesWhatItCannotRead, SchemaValidator):
-    """A record under a key of the run must look like MetricSchema or AveragerSchema says."""
+    """Requires that a record under a key of the run matches MetricSchema or AveragerSchema."""
 
 
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
-    """The validators of a run's records, and the subkey (owner tag with public key) that our own are signed under."""
+    """Build the validators of a run's records.
+
+    :param private_key: signs this peer's records; default: the key of the process
+    :returns: the validators, and the subkey (owner tag with public key) of this peer's records
+    """
     signature_validator = SignatureValidator(private_key)
     schemas = [RunSchemaValidator(schema, prefix=run_id) for schema in (MetricSchema, AveragerSchema)]
     validators = [LimitValidator(), ReadableValidator(), *schemas, signature_validator]
@@ -100,9 +115,10 @@ def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tu
 
 
 def get_dictionary(dht: DHT, key: str, timeout: float = 10.0) -> dict:
-    """The newest records under a key: subkey -> ValueWithExpiration. Empty if there are none, or in case of trouble.
+    """Read the newest records under a key; log a warning if that fails.
 
-    The wait is bounded: `dht.get` alone never returns after the DHT process has died.
+    :param timeout: seconds. `dht.get` without a timeout never returns after the DHT process has died
+    :returns: subkey -> ValueWithExpiration; empty if there are no records or reading failed
     """
     try:
         found = dht.get(key, latest=True, return_future=True).result(timeout=timeout)
@@ -113,5 +129,9 @@ def get_dictionary(dht: DHT, key: str, timeout: float = 10.0) -> dict:
 
 
 def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime: float) -> None:
-    """Publish a signed record without waiting for the outcome."""
+    """Publish a signed record without waiting for the result.
+
+    :param public_key: the subkey, from `make_validators`
+    :param lifetime: seconds until the record expires
+    """
     dht.store(key, subkey=public_key, value=value, expiration_time=get_dht_time() + lifetime, return_future=True)
