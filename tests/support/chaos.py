@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""A run under fire: a monitor and three trainers are killed, frozen and restarted at random, one after the other,
-while one peer sends NaN and another writes hostile records. Beside it, the same run in peace.
+"""Fault-injection test: compare a run with faults to a quiet run.
+
+In the run with faults, a monitor and three trainers are killed, frozen and restarted at random, one after the other,
+while one peer sends NaN and another writes hostile records.
 
     python tests/support/chaos.py --steps 40
 
-Prints the figures, and exits with 1 if the step went back, a step took too long, the loss did not fall as in the quiet
-run, the peers' parameters differ, or something was left running. `make soak` runs it.
+The script prints the figures. It exits with 1 if the global step decreased, a step took too long, the loss fell less
+than in the quiet run, the peers' parameters differ, or a process was left running. `make soak` runs it.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from lib.training.checkpoints import TrainingState, load_training_state
 from tests.support.peers import Script, Scripts, prepare_data, read_jsonl, steps_of, wait_until
 
 MAX_SECONDS_A_STEP = 60
-# Float16 on the way from one to the other; a step of LAMB moves weights by 0.03 of their norm here.
+# Relative to the norm. Transfers use float16; a step of LAMB moves the weights by 0.03 of their norm here.
 MAX_DIFFERENCE = 0.003
 MAX_STEP = 10_000  # the hostile peer claims more
 TRAINERS = ("one", "two", "three")
@@ -40,25 +42,29 @@ TRAINERS = ("one", "two", "three")
 
 @dataclass
 class Run:
-    """One run of the collaboration, and what was done to it."""
+    """One run of the collaboration, with or without faults.
+
+    :param num_steps: global steps
+    :param seed: seed of the choice of faults
+    """
 
     scripts: Scripts
     num_steps: int
     seed: int
     max_events: float = math.inf
-    is_patient: bool = False  # harm nobody before all are back
-    max_difference: float = MAX_DIFFERENCE  # between the parameters in the end
+    is_patient: bool = False  # inject a fault only while all peers are running
+    max_difference: float = MAX_DIFFERENCE  # between the trainers' parameters at the end
     address: str = ""
-    events: dict[str, int] = field(default_factory=dict)
+    events: dict[str, int] = field(default_factory=dict)  # fault -> how often it was injected
     monitor: Script | None = None
     trainers: dict[str, Script] = field(default_factory=dict)
-    exit_codes: list[int] = field(default_factory=list)  # of trainers that were asked to end
-    difference: float = math.inf  # between the parameters of trainers after the same step, the last time it was seen
+    exit_codes: list[int] = field(default_factory=list)  # of trainers that received SIGTERM
+    difference: float = math.inf  # between the trainers' parameters after the same step, when last measured
 
     def start(self, hostile: bool) -> None:
         self.start_monitor()
         self.address = self.monitor.address
-        if hostile:  # before anybody is there to contradict it
+        if hostile:  # before trainers report other steps
             self.scripts.start("tests/support/hostile_peer.py", "chaos", self.address, 50, log="hostile")
             self.scripts.trainer("poisoner", *self.trainer_args(), name_of_script="tests/support/nan_peer.py")
         for name in TRAINERS:
@@ -69,8 +75,11 @@ class Run:
         self.monitor = self.scripts.monitor("--run_id", "chaos", "--save_checkpoint_step_interval", 2, *port)
 
     def trainer_args(self) -> tuple:
-        """Global steps of eight seconds: shorter ones may be over before the averaging of the last is. The same for
-        both runs: a group that is full starts at once, one that lacks somebody waits for as long as half a step."""
+        """Return the flags of the trainers, the same for both runs.
+
+        A global step takes eight seconds: a shorter one may end before the averaging of the previous step. A full
+        group starts at once; an incomplete group waits for up to half a step.
+        """
         return (
             "--run_id", "chaos", "--initial_peers", self.address, *steps_of(seconds=8, num_trainers=3),
             "--target_group_size", len(TRAINERS), "--averaging_timeout", 20,
@@ -85,21 +94,21 @@ class Run:
         self.events[event] = self.events.get(event, 0) + 1
 
     def records(self) -> list[dict]:
-        """What the monitor reported, without what it believed of the hostile peer while nobody contradicted."""
+        """Return the monitor's records, without the steps that the hostile peer claimed before trainers reported."""
         records = read_jsonl(self.scripts.folder / "monitor" / "metrics.jsonl")
         return [record for record in records if record["step"] <= MAX_STEP]
 
     def newest_step(self) -> int:
-        """Of those that trainers tell of."""
+        """Return the newest global step in the trainers' logs."""
         steps = [re.findall(r"\bStep #(\d+)", trainer.output)[-1:] for trainer in self.trainers.values()]
         return max((int(step) for found in steps for step in found), default=0)
 
     def is_reported(self) -> bool:
-        """Whether the monitor has seen the last step."""
+        """Whether the monitor has reported the last step."""
         return any(record["step"] >= self.num_steps for record in self.records())
 
     def longest_step(self) -> float:
-        """Seconds, between the moments at which the first of the trainers told of a step and of the next."""
+        """Return the seconds of the longest global step, by the first log line of any trainer for each step."""
         times: dict[int, float] = {}
         for trainer in self.trainers.values():
             for stamp, step in re.findall(r"(\S+ \d+ [\d:.]+) \[INFO\] Step #(\d+)$", trainer.log.read_text(), re.M):
@@ -109,7 +118,7 @@ class Run:
         return max((after - before for before, after in itertools.pairwise(ordered)), default=0.0)
 
     def harm(self, generator: random.Random) -> None:
-        """Do one thing to one of the peers."""
+        """Inject one random fault into one of the peers."""
         event = generator.choice(("kill a trainer", "freeze a trainer", "end a trainer", "kill the monitor"))
         self.count(event)
         if event == "kill the monitor":
@@ -142,24 +151,29 @@ class Run:
         )
 
     def run(self, deadline: float, harm_every: float | None) -> None:
-        """Until the last step, with something done to it every `harm_every` seconds on average."""
+        """Run until the last step, with a fault every `harm_every` seconds on average (None: no faults).
+
+        :param deadline: `time.monotonic` at which the run is given up
+        """
         generator = random.Random(self.seed)
         next_harm = time.monotonic() + 15
         while self.newest_step() < self.num_steps and time.monotonic() < deadline:
-            is_ending = self.newest_step() >= self.num_steps - 3  # who is killed now would have no time to come back
+            is_ending = self.newest_step() >= self.num_steps - 3  # a killed peer would have no time to rejoin
             if is_ending:
                 self.end_hostile_peers()
             elif harm_every is not None and time.monotonic() >= next_harm and self.may_harm():
                 self.harm(generator)
                 next_harm = time.monotonic() + generator.uniform(0.5, 1.5) * harm_every
             time.sleep(0.2)
-        # ... and until all have the same parameters, and the monitor has seen it.
+        # Wait until all trainers have the same parameters and the monitor has reported the last step.
         while not (self.is_reported() and self.are_together()) and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def are_together(self) -> bool:
-        """Whether all trainers have the same parameters after a step: once all have averaged with all, which those
-        that were away for a while need a step or two for."""
+        """Whether all trainers have the same parameters after the same step.
+
+        A trainer that was away needs one or two rounds with the whole group for that.
+        """
         paths = [self.scripts.folder / name / "backup.pt" for name in TRAINERS]
         if not all(path.exists() for path in paths):
             return False
@@ -170,15 +184,15 @@ class Run:
         return self.difference <= self.max_difference
 
     def end_hostile_peers(self) -> None:
-        """Each trainer that has come back loses a round or two to the peer that sends NaN, before it leaves it out."""
+        """Kill the hostile peers. Each restarted trainer loses one or two rounds before it bans the peer with NaN."""
         for script in self.scripts.running:
             if script not in (*self.trainers.values(), self.monitor) and script.process.poll() is None:
                 script.kill_all()
 
     def finish(self) -> list[int]:
-        """Stop the trainers, all at once so that nobody goes on alone, and the monitor.
+        """Stop all trainers at once, so that none continues alone, and then the monitor.
 
-        :returns: their exit codes, and those of the trainers that were asked to end before
+        :returns: their exit codes, and those of the trainers that were ended before
         """
         for trainer in self.trainers.values():
             trainer.family()
@@ -187,7 +201,7 @@ class Run:
         return [*self.exit_codes, *codes, self.monitor.stop()]
 
     def left_running(self) -> list[psutil.Process]:
-        """What has not ended within 15 seconds."""
+        """Return the processes that have not ended within 15 seconds."""
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self._family(), 15, "the end of all")
         return self._family()
@@ -196,13 +210,13 @@ class Run:
         return [process for script in self.scripts.running for process in script.family()]
 
     def print_last_lines(self, number: int = 15) -> None:
-        """Of each trainer and of the monitor."""
+        """Print the last lines of the logs of the monitor and each trainer."""
         for script in (self.monitor, *self.trainers.values()):
             print(f"  {script.log.name}:", *script.output.splitlines()[-number:], sep="\n    ")
 
 
 def largest_difference(states: list[TrainingState]) -> float:
-    """Between the parameters of any two states, relative to their norm."""
+    """Return the largest difference between the parameters of any two states, relative to their norm."""
     vectors = []
     for state in states:
         statistics = [entry for entry in state.metadata["optimizer_metadata"] if entry["type"] == "tensor"]
@@ -211,7 +225,7 @@ def largest_difference(states: list[TrainingState]) -> float:
 
 
 def check(run: Run, codes: list[int]) -> list[str]:
-    """What is wrong with a run; empty if nothing."""
+    """Return the problems of a run, and print its figures."""
     steps = [record["step"] for record in run.records()]
     slowest = run.longest_step()
     problems = []
@@ -227,7 +241,7 @@ def check(run: Run, codes: list[int]) -> list[str]:
         problems.append(f"the parameters differ by {run.difference:.1%}")
     if left := run.left_running():
         problems.append(f"left running: {left}")
-    logs = [script.log for script in (run.monitor, *run.trainers.values())]  # of all that had the name
+    logs = [script.log for script in (run.monitor, *run.trainers.values())]  # restarted peers append to the log
     traces = [log.name for log in logs if "Traceback" in log.read_text(errors="replace")]
     if traces:
         problems.append(f"tracebacks in {traces}")
@@ -243,7 +257,11 @@ def losses(run: Run) -> dict[int, float]:
 def play(
     folder: Path, data: Path, num_steps: int, seed: int, harm_every: float | None, seconds: float, **options
 ) -> tuple[Run, list[str]]:
-    """One run from start to end: the run, and what is wrong with it."""
+    """Run the collaboration from start to end.
+
+    :param seconds: timeout of the run
+    :returns: the run, and its problems
+    """
     folder.mkdir(parents=True)
     run = Run(Scripts(folder, data), num_steps, seed, **options)
     try:

@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face Hub: as much of its HTTP API as creating a repository and committing takes."""
+"""Fake Hugging Face Hub: the part of its HTTP API that is needed to create a repository and commit files."""
 
 import base64
 import contextlib
@@ -23,16 +23,19 @@ class Commit:
 
 @dataclass
 class FakeHub:
-    """What the Hub knows, and how it is to misbehave.
+    """State of the fake Hub, and its injected faults.
 
-    `refusals`: statuses for the next requests whose path contains a key, first to last; `silent`: answer nothing;
-    `licenses`: what it takes for one.
+    :param repos: name -> whether the repository is private
+    :param objects: large files by SHA-256
+    :param refusals: part of a path -> HTTP status codes for the next requests with it, in order
+    :param licenses: valid values for the license of a model card
+    :param silent: while set, requests are not answered
     """
 
     endpoint: str = ""
-    repos: dict[str, bool] = field(default_factory=dict)  # -> private
+    repos: dict[str, bool] = field(default_factory=dict)
     writable: bool = True
-    objects: dict[str, bytes] = field(default_factory=dict)  # large files by SHA-256
+    objects: dict[str, bytes] = field(default_factory=dict)
     commits: list[Commit] = field(default_factory=list)
     tags: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
@@ -43,7 +46,7 @@ class FakeHub:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The repository's content after all commits."""
+        """The files of the repository after all commits."""
         return {name: content for commit in self.commits for name, content in commit.files.items()}
 
 
@@ -76,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
         for part, statuses in self.hub.refusals.items():
             if part in self.path and statuses:
                 return statuses.pop(0), {"error": "told to refuse"}
-        if self.path.startswith("/storage/"):  # signed addresses: no token
+        if self.path.startswith("/storage/"):  # signed URLs need no token
             if hashlib.sha256(body).hexdigest() != self.path.rsplit("/", 1)[-1]:
                 return 400, {}
             self.hub.objects[self.path.rsplit("/", 1)[-1]] = body
@@ -145,7 +148,7 @@ class _Server(ThreadingHTTPServer):
     hub: FakeHub
 
     def handle_error(self, *_args) -> None:
-        """A client that was ended in the middle is nothing to report."""
+        """Print nothing: tests kill clients in the middle of a request."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Stand-ins: samples, a tokenizer, and what a session or a keeper of checkpoints works with."""
+"""Fakes: samples, a tokenizer, and the objects that a session or a checkpoint keeper uses."""
 
 import contextlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from lib.training.session import TrainingSession
 
 
 def make_batch(vocab_size: int = 1000, size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
-    """Random samples with the same number of tokens to predict in each."""
+    """Build random samples with the same number of masked tokens in each."""
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(5, vocab_size, (size, length), generator=generator)
     labels = input_ids.clone()
@@ -26,7 +26,7 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
 
 
 class FakeTokenizer:
-    """Enough of a tokenizer to be saved."""
+    """Tokenizer that can only be saved."""
 
     def save_pretrained(self, folder: Path) -> None:
         (Path(folder) / "tokenizer.json").write_text("{}")
@@ -37,7 +37,7 @@ def make_state(step: int, run_id: str = "run") -> TrainingState:
 
 
 class FakeAverager:
-    """Offers the state of a step, as trainers would."""
+    """Averager whose download returns the state of one step."""
 
     def __init__(self, step: int):
         self.step, self.offered_step, self.local_epoch = step, None, 0
@@ -57,7 +57,10 @@ class FakeAverager:
 
 
 class FakeStateAverager(FakeAverager):
-    """Of a trainer whose parameters break."""
+    """State averager of a trainer whose parameters become NaN or Inf.
+
+    :param offered: the step of the state that other peers offer, None if they offer none
+    """
 
     def __init__(self, model, step: int, offered: int | None):
         super().__init__(step)
@@ -76,7 +79,10 @@ class FakeStateAverager(FakeAverager):
 
 
 def make_session(folder: Path, offered: int | None) -> TrainingSession:
-    """A session at step 9 with a fake optimizer. `offered`: the step of the state that the others offer."""
+    """Build a session at step 9 with a fake optimizer.
+
+    :param offered: the step of the state that other peers offer, None if they offer none
+    """
     model = torch.nn.Linear(2, 2)
     state_averager = FakeStateAverager(model, 9, offered)
     optimizer = SimpleNamespace(

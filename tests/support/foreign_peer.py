@@ -1,4 +1,4 @@
-"""A trainer of the same run that others must not mind: plain hivemind, or another version of this project.
+"""Trainer with the same run ID that other peers must ignore: plain hivemind, or this project with another protocol.
 
 python tests/support/foreign_peer.py hivemind|protocol RUN_ID MULTIADDRESS
 """
@@ -25,7 +25,7 @@ OTHER_PROTOCOL = 1000
 
 
 def plain_trainer(model: torch.nn.Module, run_id: str, address: str) -> hivemind.Optimizer:
-    """As in the README of hivemind."""
+    """Build the optimizer as in hivemind's README."""
     validators = [RSASignatureValidator()]
     dht = hivemind.DHT(initial_peers=[address], host_maddrs=[LOCAL], record_validators=validators, start=True)
     return hivemind.Optimizer(

@@ -1,4 +1,4 @@
-"""A DHT node without our validators that writes everything it should not, again and again, until it is killed.
+"""DHT node without our validators that writes invalid records repeatedly, until it is killed.
 
 python tests/support/hostile_peer.py RUN_ID MULTIADDRESS [NUMBER_OF_FAKE_PEERS]
 """
@@ -19,7 +19,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from lib.averaging.rounds import PROTOCOL
 from lib.common.processes import guard_children
 
-# Whatever it claims is far from where the runs of the tests are, so that they can tell it from what trainers report.
+# The claimed steps are far above those of the tests' runs, so that tests can tell them from the trainers' reports.
 GOOD = {"step": 30_000, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
 NAN, INFINITY = float("nan"), float("inf")
 METRICS = [
@@ -32,14 +32,14 @@ METRICS = [
 
 
 def nest(levels: int, extension: bool = False) -> bytes:
-    """Msgpack of nested lists, or of the extension type that hivemind packs tuples into."""
+    """Return msgpack of nested lists, or of the nested extension type that hivemind packs tuples into."""
     packed = b"\x90"
     for _ in range(levels):
         packed = b"\x91" + (b"\xc9" + len(packed).to_bytes(4, "big") + b"\x40" if extension else b"") + packed
     return packed
 
 
-# Bytes that hivemind's readers choke on: no msgpack, cut off, an extension type that raises, nested values
+# Bytes that make hivemind's readers raise: no msgpack, truncated, an extension type that raises, nested values
 RAW = [b"\xc1", b"", b"\x92\x01", b"\xc7\x01\x50\xc0", nest(400), nest(400, extension=True)]
 KEYS_OF_AVERAGERS = [
     f"{averager}.{name}" for averager in ("round_averager", "state_averager") for name in ("0b", "all_averagers")
@@ -47,7 +47,7 @@ KEYS_OF_AVERAGERS = [
 
 
 class RawValues(RecordValidatorBase):
-    """Stores the bytes of a value {"raw": bytes} as they are; `DHT.store` alone always packs."""
+    """Stores the bytes of a value {"raw": bytes} unpacked; `DHT.store` always packs values."""
 
     def validate(self, record: DHTRecord) -> bool:
         return True
@@ -58,7 +58,10 @@ class RawValues(RecordValidatorBase):
 
 
 def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
-    """A progress report; `when`: seconds from now."""
+    """Build a progress report.
+
+    :param when: its time, in seconds from now
+    """
     return {
         "protocol": PROTOCOL, "peer_id": dht.peer_id.to_bytes(), "epoch": epoch, "completed": epoch,
         "samples_accumulated": 0, "contributed": 0, "samples_per_second": rate, "time": get_dht_time() + when,
@@ -67,7 +70,7 @@ def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0, client_
 
 
 def main(run_id: str, address: str, num_fakes: int) -> None:
-    # each validator signs what is stored under its own subkey and leaves the rest alone; merging would keep one only
+    # hivemind merges signature validators and keeps the first: records under `own` are signed, all others are not.
     validators = [RawValues(), *(RSASignatureValidator(RSAPrivateKey()) for _ in range(8))]
     dht = DHT(initial_peers=[address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=validators)
     own = validators[1].local_public_key
@@ -118,5 +121,5 @@ def main(run_id: str, address: str, num_fakes: int) -> None:
 
 
 if __name__ == "__main__":
-    guard_children()  # or its DHT process would outlive it
+    guard_children()  # its DHT process must end with it
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 0)

@@ -1,8 +1,8 @@
-"""Starts our scripts in a moment: forks them from a process that has imported what they import.
+"""Fast start of our scripts: fork them from a process that has already imported their modules.
 
-A script spends 7 CPU seconds on its imports, and the tests start hundreds. The launcher's process talks to the tests
-through a socket, a JSON line for each request and answer, and ends when they do. Tests of what happens during the
-imports start their scripts afresh.
+A script spends 7 CPU seconds on its imports, and the tests start hundreds of scripts. The launcher process exchanges
+requests and answers with the tests through a socket, one JSON line each, and ends with the tests. Tests that depend on
+the imports start their scripts without the launcher.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ MODULES = (
     "run_custom_trainer", "run_evaluator", "run_trainer", "run_training_monitor",
 )  # fmt: skip
 PYTHON = (sys.executable, "-u", "-W", "ignore")
-# A core and no GPU, on which all of a test's trainers would crowd
+# One core, and no GPU: all trainers of a test would share it
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 _libc = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """In a script's process, before it begins: end when the tests do, even if they are killed.
+    """End a script's process when the tests end, even if they are killed. Runs in the process before the script.
 
-    The kernel watches the thread that started the script. Python runs the hook of `guard_children` before, which makes
-    a process group (so that a new session is not possible any more) and ignores SIGINT.
+    The kernel watches the thread that started the process. The fork hook of `guard_children` may have run before: it
+    makes a process group (after which `setsid` fails) and ignores SIGINT.
     """
     with contextlib.suppress(PermissionError):
         os.setpgid(0, 0)
@@ -50,7 +50,7 @@ def end_with_parent() -> None:
 
 
 class LaunchedProcess:
-    """A process that the launcher has started; the part of subprocess.Popen that tests use."""
+    """A process that the launcher has started, with the methods of subprocess.Popen that tests use."""
 
     def __init__(self, launcher: "Launcher", pid: int):
         self.launcher, self.pid = launcher, pid
@@ -72,7 +72,10 @@ class LaunchedProcess:
 
 
 class Launcher:
-    """The tests' end. Build it in the main thread: its process ends with the thread that has started it."""
+    """Client of the launcher process. Build it in the main thread: the process ends with the thread that starts it.
+
+    :param log: file for the output of the launcher process
+    """
 
     def __init__(self, log: Path):
         self._lock = threading.Lock()
@@ -86,11 +89,11 @@ class Launcher:
         self._socket, self._file = ours, ours.makefile("rw")
 
     def can_start(self, environment: dict[str, str]) -> bool:
-        """Whether a script would see the environment that it should: libraries read it when they are imported."""
+        """Whether a forked script gets the right environment: the imported libraries have already read theirs."""
         return _relevant(os.environ) == self._environment and environment.keys() <= {"PACE"}
 
     def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> LaunchedProcess:
-        """Start a script of Python, in the folder of its log."""
+        """Start a Python script in the folder of its log."""
         log.touch()
         return LaunchedProcess(self, self.ask(command=list(command), environment=environment, log=str(log)))
 
@@ -106,14 +109,14 @@ class Launcher:
 
 
 def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a script sees of the environment, without the name of the test."""
+    """Return the environment without the name of the running test."""
     return {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def serve(connection: socket.socket) -> dict:
-    """In the launcher's process: fork a process for each request, until there are no more.
+    """Fork a process for each start request until the connection closes. Runs in the launcher process.
 
-    :returns: in the forked process, what it shall be
+    :returns: the request, in the forked process only
     """
     codes: dict[int, int] = {}
     with connection, connection.makefile("rw") as file:
@@ -135,7 +138,7 @@ def serve(connection: socket.socket) -> dict:
 
 
 def become(command: list[str], environment: dict[str, str], log: str) -> None:
-    """In a forked process: be a script."""
+    """Run a script in this forked process."""
     from hivemind.utils import MPFuture
 
     end_with_parent()
@@ -145,7 +148,7 @@ def become(command: list[str], environment: dict[str, str], log: str) -> None:
     os.dup2(file, 2)
     os.chdir(Path(log).parent)
     os.environ.update(environment)
-    MPFuture.reset_backend()  # its locks would be common to all scripts
+    MPFuture.reset_backend()  # all scripts would share its locks
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     runpy.run_path(command[0], run_name="__main__")
 
@@ -155,7 +158,7 @@ def main() -> None:
     for name in MODULES:
         importlib.import_module(name)
     threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
-    # That of pyarrow's allocator starts anew in a forked process; others would not.
+    # A forked process has no copies of threads. Only the thread of pyarrow's allocator restarts there.
     assert len(threads - {"jemalloc_bg_thd"}) == 1, threads
     become(**serve(connection))
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Memory, threads, file descriptors and processes of a monitor and a trainer over a long run, while another trainer
-joins and leaves every few steps.
+"""Leak check: memory, threads, file descriptors and processes of a monitor and a trainer over a long run.
+
+Another trainer, the guest, joins and leaves every few steps.
 
     python tests/support/long_run.py --steps 500
 
-Prints a table, and exits with 1 if something grew after the warm-up. `make soak` runs it.
+The script prints a table, and exits with 1 if a figure grew after the warm-up. `make soak` runs it.
 """
 
 import argparse
@@ -22,14 +23,17 @@ import psutil
 from lib.common.processes import guard_children
 from tests.support.peers import Script, Scripts, prepare_data, steps_of
 
-PACE = 0.05  # seconds for a micro-batch; a step of less than a second
-# (largest growth allowed from the warm-up to the end: a factor, and an amount that is noise in any case)
+PACE = 0.05  # seconds for a micro-batch; a global step takes less than a second
+# Largest growth allowed from the warm-up to the end: a factor, and an absolute amount that counts as noise
 LIMITS = {"memory MB": (1.2, 60.0), "threads": (1.1, 6), "file descriptors": (1.1, 12), "processes": (1.0, 1)}
 
 
 def measure(script: Script) -> dict[str, float]:
-    """Of a script and all its processes. Memory is what they have written (anonymous and shared memory, each page
-    counted once); pages of files count for whoever else has them open, and say nothing."""
+    """Measure a script and all its processes.
+
+    Memory is anonymous and shared memory, with each page counted once. Pages of files are excluded: their share
+    depends on the other processes that have them open.
+    """
     total = dict.fromkeys(LIMITS, 0.0)
     for process in script.family():
         with contextlib.suppress(psutil.Error, FileNotFoundError):
@@ -42,7 +46,7 @@ def measure(script: Script) -> dict[str, float]:
 
 
 def least(rows: list, name: str, first_step: float, last_step: float) -> dict[str, float]:
-    """The smallest of each figure in a range of steps: what comes and goes with a guest is no growth."""
+    """Return the minimum of each figure in a range of steps, so that temporary growth with a guest does not count."""
     values = [peers[name] for step, peers in rows if first_step <= step <= last_step]
     return {what: min(value[what] for value in values) for what in LIMITS}
 

@@ -1,7 +1,7 @@
-"""A small internet on this machine: public hosts, and homes behind routers that translate addresses (NAT).
+"""A small internet on this machine: public hosts, and homes behind routers with network address translation (NAT).
 
-Each host is a network namespace that lives as long as its processes: nothing has a name that another test could take,
-nothing is left when they have ended, however that came about, and the machine's own network is not touched.
+Each host is an unnamed network namespace that exists as long as its processes. Tests therefore cannot collide, nothing
+is left when the processes end for any reason, and the machine's own network does not change.
 """
 
 import os
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from lib.common.processes import leave_with_parent
 from tests.support.peers import wait_until
 
-# libp2p counts the addresses that are reserved for documentation as private ones, which it does not use for relays.
-# Nothing leaves the namespaces, so that somebody's real addresses do no harm.
+# libp2p treats the address ranges for documentation as private and does not use them for relays. These are public
+# addresses of others, which is safe: no packet leaves the namespaces.
 _NETWORK = "1.2.3"
-HOME_ADDRESS = "192.168.1.2"  # in each home, as with routers that people buy
+HOME_ADDRESS = "192.168.1.2"  # the same in each home, as with consumer routers
 _ROUTER_ADDRESS = "192.168.1.1"
 
 
 def why_unavailable() -> str | None:
-    """Why namespaces cannot be made here, or None if they can."""
+    """Return the reason why network namespaces are not available here; None if they are."""
     missing = [name for name in ("ip", "iptables", "nsenter", "unshare") if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not found (packages iproute2, iptables, util-linux)"
@@ -37,7 +37,7 @@ def why_unavailable() -> str | None:
 
 
 class Host:
-    """A machine of its own, as far as the network goes."""
+    """A host with its own network namespace."""
 
     def __init__(self):
         machine = os.readlink("/proc/self/ns/net")
@@ -53,7 +53,7 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """What to put before a command to run it on this host. The process keeps its id."""
+        """Prefix for a command that runs it on this host. The process ID does not change."""
         return ["nsenter", f"--net={self.namespace}", "--"]
 
     def run(self, command: str) -> None:
@@ -61,20 +61,23 @@ class Host:
         assert result.returncode == 0, f"{command}: {result.stderr}"
 
     def add_link(self, name: str, peer: "Host", peer_name: str) -> None:
-        """Put a cable between two hosts."""
+        """Connect two hosts with a virtual cable."""
         self.run(f"ip link add {name} type veth peer name {peer_name} netns {peer._holder.pid}")
         self.run(f"ip link set {name} up")
         peer.run(f"ip link set {peer_name} up")
 
     def listen(self, port: int) -> None:
-        """Accept TCP connections from now on."""
+        """Accept TCP connections on a port until the host is closed."""
         code = f"import socket\nserver = socket.create_server(('', {port}))\nwhile True: server.accept()[0].close()"
         command = [*self.enter, sys.executable, "-S", "-c", code]
         self._processes.append(subprocess.Popen(command, preexec_fn=leave_with_parent))
         wait_until(lambda: self.can_connect("127.0.0.1", port), 30, "a listening socket")
 
     def can_connect(self, address: str, port: int, timeout: float = 2) -> bool:
-        """Whether a TCP connection can be made from here."""
+        """Whether this host can open a TCP connection.
+
+        :param timeout: seconds
+        """
         code = f"import socket\nsocket.create_connection(('{address}', {port}), timeout={timeout})"
         command = [*self.enter, sys.executable, "-S", "-c", code]
         return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
@@ -87,7 +90,7 @@ class Host:
 
 @dataclass
 class Home:
-    """A machine with a private address and the router that it reaches the others through."""
+    """A host with a private address, behind a router."""
 
     host: Host
     router: Host
@@ -96,14 +99,14 @@ class Home:
 
 @dataclass
 class Public:
-    """A machine that everybody can connect to."""
+    """A host that all hosts can connect to."""
 
     host: Host
     address: str
 
 
 class Internet:
-    """A switch that machines are plugged into as they come."""
+    """A network switch, to which hosts are added."""
 
     def __init__(self, stack: ExitStack):
         self._stack = stack
@@ -118,7 +121,7 @@ class Internet:
         return host
 
     def _plug_in(self, host: Host) -> str:
-        """Connect a host through its interface "wan" and return the address that it gets."""
+        """Connect a host's interface "wan" to the switch and return the host's address."""
         self._num_links += 1
         name, address = f"port{self._num_links}", f"{_NETWORK}.{self._num_links}"
         self._switch.add_link(name, host, "wan")
@@ -131,7 +134,7 @@ class Internet:
         return Public(host, self._plug_in(host))
 
     def add_home(self) -> Home:
-        """Its router passes on what comes from the home, and what answers it; nothing else gets in."""
+        """Add a home. Its router forwards outgoing connections and their answers, and drops incoming connections."""
         host, router = self._new_host(), self._new_host()
         home = Home(host, router, self._plug_in(router))
         router.add_link("lan", host, "eth0")
@@ -148,6 +151,6 @@ class Internet:
 
 @contextmanager
 def make_internet() -> Iterator[Internet]:
-    """It is gone afterwards, with all that runs on its hosts."""
+    """Yield an empty internet; at the end, close all of its hosts with their processes."""
     with ExitStack() as stack:
         yield Internet(stack)

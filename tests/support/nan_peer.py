@@ -1,4 +1,4 @@
-"""run_trainer.py with all its guards against NaN taken out: it sends NaN in the place of each gradient."""
+"""run_trainer.py without its guards against NaN, which sends NaN in place of each gradient."""
 
 import sys
 from pathlib import Path

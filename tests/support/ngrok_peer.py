@@ -1,4 +1,4 @@
-"""run_training_monitor.py with ngrok's servers replaced by those at FAKE_NGROK, a port of localhost."""
+"""run_training_monitor.py with a fake ngrok server at localhost; the variable FAKE_NGROK holds its port."""
 
 import os
 import sys

@@ -1,9 +1,9 @@
-"""A trainer whose micro-batches take a given time, the same on each machine, and little CPU.
+"""Trainer whose micro-batches take a fixed time on every machine, and little CPU.
 
     PACE=0.25 python tests/support/paced.py run_trainer.py FLAGS
 
-The collator sleeps until PACE seconds after the batch before. A test can thus choose the length of a global step in
-seconds, and trainers on a busy machine stay in step.
+The collator sleeps until PACE seconds after the previous batch. Tests can therefore choose the duration of a global
+step in seconds, and trainers on a busy machine have equal rates.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from lib.common.errors import run_script
 
 
 class PacedCollator:
-    """Calls a collator at most once in `seconds`. A batch that is late is not made up for."""
+    """Calls a collator at most once in `seconds`. The time lost with a late batch is not made up for."""
 
     def __init__(self, collator: Callable, seconds: float):
         self.collator, self.seconds = collator, seconds
@@ -39,7 +39,7 @@ def pace(train: Callable, seconds: float) -> Callable:
     """Wrap the function `train` of a script."""
 
     def paced_train(*args) -> None:
-        from lib.data import loading as data  # seconds of imports, in which a trainer answers signals
+        from lib.data import loading as data  # the import takes seconds; the trainer already handles signals
 
         load = data.load_training_data
 
@@ -54,7 +54,7 @@ def pace(train: Callable, seconds: float) -> Callable:
 
 
 def main() -> None:
-    del sys.argv[0]  # the script's name takes its place, for messages
+    del sys.argv[0]  # error messages name the script that is now sys.argv[0]
     for script in (run_trainer, run_custom_trainer):
         script.train = pace(script.train, float(os.environ["PACE"]))
     name = sys.argv[0].removesuffix(".py").replace("/", ".")

@@ -1,4 +1,4 @@
-"""A script that pauses in the middle of its first checkpoint until a signal has arrived.
+"""Run a script that pauses in the middle of its first checkpoint until a signal has arrived.
 
 python tests/support/pausing.py run_training_monitor.py FLAGS
 """
@@ -26,7 +26,7 @@ def handle_and_note(self: StopSignal, number: int, frame) -> None:
 
 
 def sync_after_a_signal(path: Path) -> None:
-    """The last thing that is done to a file before its checkpoint is complete."""
+    """Pause before a file of the checkpoint is synced, which is the last step before the checkpoint is renamed."""
     if "/.checkpoint-" in str(path) and not signals:
         print(IN_THE_MIDDLE, flush=True)
         while not signals:
@@ -37,7 +37,7 @@ def sync_after_a_signal(path: Path) -> None:
 def main() -> None:
     StopSignal._handle = handle_and_note
     atomic._sync = sync_after_a_signal
-    del sys.argv[0]  # the script's name takes its place, for messages
+    del sys.argv[0]  # error messages name the script that is now sys.argv[0]
     run_script(importlib.import_module(sys.argv[0].removesuffix(".py").replace("/", ".")).main)
 
 

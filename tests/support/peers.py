@@ -1,4 +1,4 @@
-"""Helpers of the tests: real scripts as processes, and peers inside the test's own process."""
+"""Helpers of the tests: scripts in separate processes, and peers in the test's process."""
 
 import contextlib
 import json
@@ -26,17 +26,17 @@ from arguments import (
 from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
-# Trainers are paced, see paced.py: a micro-batch takes PACE seconds on each machine. The model needs 0.02 s of them.
+# Seconds of a micro-batch, see paced.py. The model needs 0.02 s of them.
 PACE = 0.25
 BATCH_SIZE = 16
 
 
 def steps_of(seconds: float, num_trainers: int, pace: float = PACE) -> tuple[str, int]:
-    """The flag for global steps that take so many trainers together so long."""
+    """Return the flag for global steps that take `num_trainers` trainers together `seconds`."""
     return "--target_batch_size", round(seconds * num_trainers * BATCH_SIZE / pace)
 
 
-# Long enough for two trainers that begin together to see each other in the first step.
+# Long enough for two trainers that start together to find each other in the first step.
 LONG_STEPS = steps_of(seconds=5, num_trainers=2)
 TINY_ALBERT = {
     "model_type": "albert",
@@ -52,7 +52,7 @@ TINY_ALBERT = {
 }
 _TINY_BERT = {**TINY_ALBERT, "hidden_size": 16, "intermediate_size": 32}
 del _TINY_BERT["embedding_size"], _TINY_BERT["classifier_dropout_prob"]
-# The model families; each vocabulary is the smallest that the kind of tokenizer makes of the sample text, or so.
+# Small models of all families.
 TINY_CONFIGS = {
     "albert": TINY_ALBERT,
     "bert": {**_TINY_BERT, "model_type": "bert"},
@@ -69,7 +69,7 @@ TINY_CONFIGS = {
 
 
 def prepare_data(folder: Path, objective: str = "mlm_sop", vocab_size: int = 500, *args: str) -> None:
-    """Make `dataset`, `tokenizer` and `config.json` in a folder, as a user would."""
+    """Create `dataset`, `tokenizer` and `config.json` in a folder with tokenize_wikitext103.py."""
     command = [
         sys.executable, "-W", "ignore", str(ROOT / "tokenize_wikitext103.py"), "--sample", "--train_tokenizer",
         "--vocab_size", str(vocab_size), "--max_seq_length", "32", "--output_path", str(folder / "dataset"),
@@ -82,21 +82,29 @@ def prepare_data(folder: Path, objective: str = "mlm_sop", vocab_size: int = 500
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The records that a monitor or an evaluator has written so far."""
+    """Return the records that a monitor or an evaluator has written so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def reserve_maddr() -> str:
-    """An address to listen on, now and after a restart. The port is not one that the system gives away meanwhile."""
+    """Return an address that a peer can listen on now and after a restart.
+
+    The port is below the range from which the system assigns ports to other programs.
+    """
     while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)  # Linux gives away 32768 and up
+        port = random.SystemRandom().randrange(10_000, 32_768)  # Linux assigns ports from 32768
         with socket.socket() as candidate, contextlib.suppress(OSError):
             candidate.bind(("127.0.0.1", port))
             return f"/ip4/127.0.0.1/tcp/{port}"
 
 
 def wait_until(condition, timeout: float, what: str):
-    """Wait for a condition to be true and return its value. Where no time is promised, two minutes are enough."""
+    """Wait until a condition is true and return its value.
+
+    :param timeout: seconds; where the code under test promises no time, tests use up to 120
+    :param what: what the condition means, for the error message
+    :raises AssertionError: after `timeout`
+    """
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if value := condition():
@@ -106,10 +114,10 @@ def wait_until(condition, timeout: float, what: str):
 
 
 class Script:
-    """One of our scripts, running as a process of its own group with its output in a file.
+    """A process that runs one of our scripts, in a separate process group, with its output in a file.
 
-    :param enter: what to put before its command, to run it on another host
-    :param launcher: starts it in a moment, if that makes no difference
+    :param enter: prefix of the command, to run it on another host (see Host.enter)
+    :param launcher: forks the script if its environment allows that; otherwise the script is started from scratch
     """
 
     def __init__(
@@ -122,7 +130,7 @@ class Script:
         launcher: Launcher | None = None,
     ):
         self.log = log
-        self._offset = log.stat().st_size if log.exists() else 0  # a restarted script goes on with the same file
+        self._offset = log.stat().st_size if log.exists() else 0  # a restarted script appends to the same file
         command, env = [str(ROOT / name), *map(str, args)], env or {}
         if launcher is not None and not enter and launcher.can_start(env):
             self.process = launcher.start(command, env, log)
@@ -139,7 +147,7 @@ class Script:
         return self.log.read_bytes()[self._offset :].decode(errors="replace")
 
     def family(self) -> list[psutil.Process]:
-        """This process and all its descendants so far that are still alive."""
+        """Return the live processes of the script: its main process and all descendants seen so far."""
         with contextlib.suppress(psutil.NoSuchProcess):
             main = psutil.Process(self.process.pid)
             for process in [main, *main.children(recursive=True)]:
@@ -147,7 +155,10 @@ class Script:
         return [process for process in self._known.values() if _is_alive(process)]
 
     def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
-        """Wait for a line of the output; fail with the output if the process ends before."""
+        """Wait until the output matches a pattern.
+
+        :raises AssertionError: with the output, if the process ends before that, or after `timeout` seconds
+        """
 
         def found():
             self.family()
@@ -164,7 +175,7 @@ class Script:
             raise AssertionError(f"{error}\n{self.output}") from None
 
     def wait(self, timeout: float = 60) -> int:
-        """Wait for the process to end, and return its exit code."""
+        """Wait until the main process ends, and return its exit code."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
             self.family()
@@ -173,17 +184,20 @@ class Script:
         return self.process.returncode
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
-        """Send a signal to the main process and wait for its end."""
+        """Send a signal to the main process, wait until it ends, and return its exit code."""
         self.family()
         self.process.send_signal(number)
         return self.wait(timeout)
 
     def assert_nothing_left(self, timeout: float = 15) -> None:
-        """No process of ours may be left `timeout` seconds after the main process has ended."""
+        """Check that no process of the script is left `timeout` seconds after the end of the main process."""
         wait_until(lambda: not self.family(), timeout, f"the end of {[p.pid for p in self.family()]} {self.family()}")
 
     def kill_all(self) -> None:
-        """torch_shm_manager ends by itself once the others have, and removes what they had in /dev/shm."""
+        """Kill all processes of the script but torch_shm_manager.
+
+        torch_shm_manager ends by itself after the others, and removes their files in /dev/shm.
+        """
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if not process.name().startswith("torch_shm"):
@@ -196,16 +210,20 @@ class Script:
 
 
 def join_together(*trainers: Script) -> None:
-    """Hold back each trainer after its first batch until all are there: on a busy machine the first would go alone."""
+    """Suspend each trainer after its first batch until all have come that far.
+
+    On a busy machine the first trainer would otherwise take steps alone.
+    """
     for trainer in trainers:
         trainer.family()
     hold_until_all_begin({psutil.Process(trainer.process.pid): trainer.log for trainer in trainers})
 
 
 def hold_until_all_begin(trainers: dict[psutil.Process, Path], timeout: float = 120) -> None:
-    """Stop each trainer after its first batch, and let them continue once all have come that far.
+    """Suspend each trainer after its first batch, and resume all once all have come that far.
 
-    :param trainers: their main processes and logs
+    :param trainers: main process -> log
+    :param timeout: seconds
     """
     waiting = dict(trainers)
 
@@ -233,10 +251,12 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 class Scripts:
-    """Starts scripts and makes sure that none outlives the test.
+    """Starts scripts, and kills those that still run when it is closed.
 
-    :param enter: what to put before their commands, to run them on another host
-    :param launcher: starts them in a moment; without one, each spends seconds on its imports
+    :param folder: for output folders and logs
+    :param data: folder with the files of `prepare_data`
+    :param enter: prefix of the commands, to run the scripts on another host (see Host.enter)
+    :param launcher: forks the scripts; without it, each script spends seconds on its imports
     """
 
     def __init__(self, folder: Path, data: Path, enter: Sequence[str] = (), launcher: Launcher | None = None):
@@ -250,7 +270,10 @@ class Scripts:
         return script
 
     def monitor(self, *args: object, name: str = "monitor", wrappers: Sequence[str] = ()) -> Script:
-        """:param wrappers: scripts that run this one, such as tests/support/pausing.py"""
+        """Start a monitor.
+
+        :param wrappers: scripts that run the monitor's script, such as tests/support/pausing.py
+        """
         return self.start(
             *wrappers, "run_training_monitor.py", "--tokenizer_path", self.data / "tokenizer", "--model_name_or_path",
             self.data / "config.json", "--host_maddrs", reserve_maddr(), "--refresh_period", 0.5, "--output_dir",
@@ -260,7 +283,11 @@ class Scripts:
     def trainer(
         self, name: str, *args: object, name_of_script: str = "run_trainer.py", pace: float = PACE, wrappers=()
     ) -> Script:
-        """No data loader processes; steps of 64 samples, a second of one trainer, unless told otherwise."""
+        """Start a trainer. By default a global step has 64 samples, which take one trainer a second.
+
+        :param pace: seconds of a micro-batch
+        :param wrappers: scripts that run the trainer's script
+        """
         return self.start(
             *wrappers, "tests/support/paced.py", name_of_script,
             "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
@@ -289,7 +316,7 @@ def invite(authority, path: Path, days: float = 1.0) -> str:
 def local_peer(
     folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options
 ) -> Iterator:
-    """A DHT peer inside the test's process."""
+    """Start a DHT peer in the test's process."""
     from lib.peer.peer import start_peer
 
     options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, **options}
@@ -303,7 +330,10 @@ def local_peer(
 
 @contextlib.contextmanager
 def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> Iterator:
-    """The optimizer as trainers build it, without delays: the global step is done when `step` returns."""
+    """Build a trainer's optimizer without delays: the global step is complete when `step` returns.
+
+    :param collaboration: fields of CollaborationArguments, and some of LocalTrainingArguments
+    """
     from lib.training.optimizer import build_optimizer
 
     hyperparameters = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0}

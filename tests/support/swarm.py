@@ -1,4 +1,4 @@
-"""A small swarm inside the test's own process, and one process that computes what the swarm should."""
+"""A small swarm of peers in the test's process, and a reference that takes the same steps in one process."""
 
 import itertools
 from collections import Counter
@@ -30,7 +30,7 @@ TRACKER = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.
 SAMPLES = make_batch(size=200)
 
 
-# The local steps of one trainer: a batch, and the global step whose parameters its gradient was computed at
+# The local steps of one trainer: a batch, and the global step at whose parameters its gradient was computed
 Contribution = list[tuple[dict[str, torch.Tensor], int]]
 
 
@@ -38,14 +38,14 @@ DELAYED = {"delay_grad_averaging": True, "delay_optimizer_step": True}
 
 
 class NoEstimate(PerformanceEMA):
-    """Measures no rate: peers take the step when all samples have been reported, not when they should have been."""
+    """Performance estimate of zero: peers take a step when all samples are reported, not when they are expected."""
 
     def update(self, task_size: float, interval: float | None = None) -> float:
         return self.samples_per_second
 
 
 class RecordingLog:
-    """Stands in for a RoundLog."""
+    """RoundLog that keeps its entries in memory."""
 
     def __init__(self):
         self.entries: list[dict] = []
@@ -59,14 +59,14 @@ def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters in the optimizer's order."""
+    """Return the parameters in the optimizer's order."""
     return [parameter for group in make_param_groups(model, 0.01) for parameter in group["params"]]
 
 
 class Trainer:
-    """A peer whose local steps the test takes.
+    """A trainer whose local steps are taken by the test.
 
-    :param version: the global step whose parameters the model has
+    Its attribute `version` is the global step whose parameters the model has.
     """
 
     def __init__(self, stack: ExitStack, peer: Peer, client_mode: bool = False, **options):
@@ -97,7 +97,7 @@ class Trainer:
 
     @property
     def entry(self) -> dict:
-        """What the round log says of the newest step."""
+        """The newest entry of the round log."""
         return self.log.entries[-1]
 
     @property
@@ -106,20 +106,20 @@ class Trainer:
 
     @property
     def parameters(self) -> torch.Tensor:
-        """Those of the newest step, which the model may not have yet."""
+        """The parameters of the newest step, which the model may not have yet."""
         return flat(self.optimizer._offloaded_parameters())
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep the trainer from taking a global step."""
+        """Keep the trainer from taking a global step while the block runs."""
         with self.optimizer.frozen_state():
-            self.version = self.optimizer.state_averager.applied_epoch  # it applies a pending update
+            self.version = self.optimizer.state_averager.applied_epoch  # frozen_state applies a pending update
             yield
 
     def local_step(self, batch: dict[str, torch.Tensor], poison: float | None = None) -> None:
         """Compute the mean gradient of a batch and call `step`.
 
-        :param poison: put into the gradient
+        :param poison: a value to put into the gradient
         """
         optimizer = self.optimizer
         self.contribution.append((batch, self.version))
@@ -130,7 +130,7 @@ class Trainer:
         optimizer.step(batch_size=len(batch["labels"]))
 
     def pop_contribution(self) -> Contribution:
-        """What it has computed since the last call."""
+        """Return the local steps since the last call."""
         contribution, self.contribution = self.contribution, []
         return contribution
 
@@ -139,7 +139,7 @@ class Trainer:
         return flat(self.optimizer.state_averager.main_parameters)
 
     def knows(self, trainers: Sequence["Trainer"]) -> bool:
-        """Whether this trainer knows which step the others have completed, those that have reported one."""
+        """Whether this trainer knows the completed step of each other trainer that has reported one."""
         known = {progress.peer_id: progress.completed for progress in self.tracker.others}
         return all(
             known.get(trainer.id) == trainer.completed
@@ -158,7 +158,7 @@ class Trainer:
 
 
 class Network:
-    """DHT peers of this process that know each other. Tests borrow them: starting one takes seconds."""
+    """DHT peers in this process that know each other. Tests share them, since starting a peer takes seconds."""
 
     def __init__(self, stack: ExitStack, folder: Path):
         self.stack, self.folder = stack, folder
@@ -175,15 +175,15 @@ class Network:
         return str(self.peer(0).dht.get_visible_maddrs()[0])
 
     def start(self, stack: ExitStack, folder: Path, client_mode: bool = False) -> Peer:
-        """Start another peer, which lives as long as `stack`."""
+        """Start another peer, which ends with `stack`."""
         addresses = (self.address,) if self._peers else ()
         return stack.enter_context(local_peer(folder, "run", addresses, client_mode=client_mode))
 
 
 class Swarm:
-    """The peers of one run, which no other test has: trainers, and maybe an auxiliary peer.
+    """The peers of one run: trainers and auxiliary peers. Each swarm has a different run ID.
 
-    :param options: of each optimizer, as in `local_optimizer`
+    :param options: options of each optimizer, as in `local_optimizer`
     """
 
     _run_numbers = itertools.count()
@@ -206,8 +206,8 @@ class Swarm:
         self._num_taken = 0
 
     def borrow(self, client_mode: bool = False) -> Peer:
-        """A peer that this swarm does not use yet."""
-        self.network.peer(0)  # the others join through it
+        """Return a peer of the network that this swarm does not use yet."""
+        self.network.peer(0)  # the other peers join through it
         number = self._num_borrowed[client_mode]
         self._num_borrowed[client_mode] += 1
         return self.network.peer(number, client_mode)
@@ -215,8 +215,9 @@ class Swarm:
     def add(self, client_mode: bool = False, peer: Peer | None = None, identity: str = "", **options) -> Trainer:
         """Add a trainer.
 
-        :param peer: by default one of the network
-        :param identity: starts a peer; a trainer that is added again under the same name is the same peer, restarted
+        :param peer: its DHT peer; default: one of the network
+        :param identity: name of a new DHT peer to start. A trainer that is added with the name of a removed one is
+            that peer after a restart
         """
         stack = self.stack.enter_context(ExitStack())
         if identity:
@@ -230,12 +231,12 @@ class Swarm:
         return [self.add(client_mode) for client_mode in client_modes]
 
     def remove(self, trainer: Trainer) -> None:
-        """Shut a trainer down."""
+        """Shut down a trainer."""
         self.trainers.remove(trainer)
         trainer.stack.close()
 
     def add_assistant(self) -> Assistant:
-        """Add an auxiliary peer and let it work."""
+        """Add and start an auxiliary peer."""
         names = OptimizerArguments.__dataclass_fields__
         options = {name: value for name, value in self.options.items() if name in names}
         args = OptimizerArguments(**{**TIMEOUTS, **options})
@@ -252,36 +253,39 @@ class Swarm:
         return assistant
 
     def take(self, size: int) -> dict[str, torch.Tensor]:
-        """The next samples."""
+        """Return the next samples."""
         begin, self._num_taken = self._num_taken, self._num_taken + size
         return {name: values[begin : begin + size] for name, values in SAMPLES.items()}
 
     def compute(self, *sizes: int, trainers: Sequence[Trainer] = ()) -> None:
-        """Let trainers compute so many samples each; trainers with delays do not wait for the step."""
+        """Take a local step of each trainer, with `sizes` samples. Trainers with delays do not wait for the round."""
         for trainer, size in zip(trainers or self.trainers, sizes, strict=True):
             if size:
                 trainer.local_step(self.take(size))
 
     def wait_for(self, step: int, trainers: Sequence[Trainer] = ()) -> list[Contribution]:
-        """Wait until trainers have completed a step.
+        """Wait until trainers have completed a global step.
 
-        :returns: what they contributed
+        :returns: the contribution of each trainer
         """
         for trainer in trainers or self.trainers:
             trainer.wait_for(step)
-            # The model gets the parameters in the next local step, after its gradient is computed.
+            # With delays, the model gets the parameters in the next local step, after its gradient is computed.
             trainer.version = step - 1 if trainer.optimizer.delay_grad_averaging else step
         return [trainer.pop_contribution() for trainer in trainers or self.trainers]
 
     def meet(self, trainers: Sequence[Trainer] = ()) -> None:
-        """Wait until trainers know each other and what they have completed."""
+        """Wait until trainers know each other and each other's completed steps."""
         trainers = trainers or self.trainers
         for trainer in trainers:
             wait_until(lambda trainer=trainer: trainer.knows(trainers), 60, "that all know each other")
 
     def schedule_rounds(self, step: int, timeout: float = 60.0) -> list[RoundControl]:
-        """Let the averagers of all trainers look for the group of a step, without their optimizers."""
-        self.compute(*[1] * len(self.trainers))  # from then on they report their progress
+        """Start matchmaking for a step in the averagers of all trainers, without their optimizers.
+
+        :returns: the handle of each trainer's round
+        """
+        self.compute(*[1] * len(self.trainers))  # trainers report progress after their first local step
 
         def know_each_other() -> bool:
             return all(len(trainer.tracker.roster(step)) == len(self.trainers) for trainer in self.trainers)
@@ -295,17 +299,18 @@ class Swarm:
         return rounds
 
     def in_order(self, step: int) -> list[int]:
-        """The numbers of the trainers in the order in which they lead the group of a step."""
+        """Return the indices of the trainers in the order in which they are asked to lead the group of a step."""
         peer_ids = [trainer.peer.dht.peer_id for trainer in self.trainers]
         return sorted(range(len(peer_ids)), key=lambda number: rank(step, peer_ids[number]))
 
     def global_step(self, *sizes: int, trainers: Sequence[Trainer] = ()) -> list[Contribution]:
-        """Let trainers take a step to which each contributes so many samples, the target batch size in all.
+        """Let trainers take a global step.
 
-        Without delays the trainers take a step in the local step that finds it due. One of them makes it due; the
-        others, which have contributed already, compute one sample more.
+        Without delays, a trainer takes the global step within the local step that finds it due. The first trainer's
+        local step makes it due; the other trainers, which have contributed already, compute one more sample.
 
-        :returns: what they contributed
+        :param sizes: samples that each trainer contributes, the target batch size in total
+        :returns: the contribution of each trainer
         """
         trainers = trainers or self.trainers
         step = trainers[0].completed + 1
@@ -327,7 +332,10 @@ class Swarm:
 
 
 class Replay:
-    """One process that takes the same steps. `versions` are its parameters after each."""
+    """Reference: one process that takes the same global steps.
+
+    :param max_grad_norm: bound on the norm of each contribution's mean gradient, 0: none
+    """
 
     def __init__(self, max_grad_norm: float = 0.0, **hyperparameters):
         self.max_grad_norm = max_grad_norm
@@ -335,13 +343,14 @@ class Replay:
         args = HyperparameterArguments(**{**HYPERPARAMETERS, **hyperparameters})
         self.optimizer = make_optimizer(make_param_groups(self.model, args.weight_decay), args)
         self.scheduler = make_scheduler(self.optimizer, args)
+        # The parameters after each step
         self.versions = [[parameter.detach().clone() for parameter in parameters_of(self.model)]]
         self.norms: list[float] = []  # of the contributions, before clipping
 
     def step(self, contributions: list[Contribution]) -> torch.Tensor:
-        """Take a step with what some peers contributed; each is clipped.
+        """Take a step with the contributions of some trainers, each clipped.
 
-        :returns: the parameters after it
+        :returns: the parameters after the step
         """
         total, num_samples = [torch.zeros_like(p) for p in parameters_of(self.model)], 0
         for contribution in contributions:
@@ -361,7 +370,7 @@ class Replay:
         return flat(self.versions[version])
 
     def gradient(self, contribution: Contribution) -> tuple[list[torch.Tensor], int]:
-        """The mean gradient of all samples of a contribution, and their number."""
+        """Return the mean gradient over all samples of a contribution, and the number of samples."""
         total, num_samples = [torch.zeros_like(p) for p in parameters_of(self.model)], 0
         for batch, version in contribution:
             self._go_to(version)

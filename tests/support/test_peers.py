@@ -1,4 +1,4 @@
-"""The helpers that start scripts: nothing is left when the tests are killed."""
+"""Tests of the helpers that start scripts: no script outlives the tests."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The figures of benchmarks/rounds.py and benchmarks/swarm.py, from records that are made up."""
+"""Tests of the figures of benchmarks/rounds.py and benchmarks/swarm.py, with synthetic records."""
 
 import json
 
@@ -15,7 +15,7 @@ from benchmarks.round_records import (
 
 
 def make_peer(name: str, steps: dict[int, Round]) -> PeerRecords:
-    """A trainer with the peer ID `id-NAME` that makes a local step of 10 samples each second."""
+    """Build the records of a trainer with the peer ID `id-NAME` and a local step of 10 samples each second."""
     local_steps = [(float(second), 10, 0.25) for second in range(1, 100)]
     return PeerRecords(name, peer_id=f"id-{name}", rounds=steps, local_steps=local_steps)
 
@@ -34,7 +34,7 @@ def test_a_round_is_complete_if_all_live_trainers_are_in_one_group():
     assert [step.is_complete for step in summary.steps] == [True, True, False]
     assert summary.durations == [10.0, 10.0]
     assert summary.latencies == [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]
-    # From the first step to the last: 20 local steps each, and the rounds of steps 2 and 3
+    # Between the first and the last global step: 20 local steps of each trainer, and the rounds of steps 2 and 3
     assert (summary.computed, summary.applied, summary.applied_share) == (400, 400, 1.0)
     assert summary.seconds_waited == 10.0
 

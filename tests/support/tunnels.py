@@ -1,4 +1,4 @@
-"""What stands in for tunnels in the tests: a plain TCP forwarder, and ngrok's servers."""
+"""Fake tunnels: a TCP forwarder, and ngrok's servers."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-# ngrok: a frame is 3 bytes of length, 4 bits of type, 4 bits of flags, and 4 bytes with the number of its stream. A
-# stream begins with 4 bytes that say what it is for.
+# ngrok's protocol: a frame has 3 bytes of length, 4 bits of type, 4 bits of flags, and 4 bytes with the number of its
+# stream. A stream begins with 4 bytes for its type.
 _RESET, _DATA, _WINDOW, _GO_AWAY = 0, 1, 2, 3  # types of frames
 _FIN, _SYN = 1, 2  # flags of frames
 _LOGIN, _BIND, _UNBIND, _PROXY, _HEARTBEAT = 0, 1, 2, 3, 0xFFFFFFFF  # types of streams
 
 
 class _Server:
-    """An asyncio server in a thread of the test."""
+    """An asyncio server in a background thread."""
 
     def __init__(self):
         self.bytes_passed = 0
@@ -44,16 +44,16 @@ class _Server:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=10)
 
     def break_down(self) -> None:
-        """From now on nobody answers, and who is connected is not any more."""
+        """Close all connections and stop accepting new ones."""
         self.run(self.stop())
 
     def repair(self) -> None:
-        """Be there again, at the same port."""
+        """Start again, at the same port."""
         self.run(self.start())
 
 
 class Forwarder(_Server):
-    """Passes what comes to its port on to another one of this machine, as bore, frp, ssh -R or a router does."""
+    """Forwards TCP connections to another port of this machine, as bore, frp, `ssh -R` or a router does."""
 
     def __init__(self, target_port: int):
         super().__init__()
@@ -90,7 +90,7 @@ class Forwarder(_Server):
 
 
 def make_certificate() -> tuple[bytes, bytes]:
-    """A certificate for localhost that is its own authority, and its private key."""
+    """Return a self-signed certificate for localhost and its private key, both in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -105,20 +105,21 @@ def make_certificate() -> tuple[bytes, bytes]:
 
 
 class FakeNgrok(_Server):
-    """ngrok's servers, as far as its SDK can tell: TLS, streams within one connection, and the calls that open a TCP
-    endpoint. What comes to the endpoint passes through the SDK for real.
+    """Fake ngrok server: TLS, streams within one connection, and the calls that open a TCP endpoint.
 
-    :param refuse_login: answer a login with this error
-    :param refuse_endpoint: answer the wish for an endpoint with this error
-    :param silent: never answer
+    Connections to the endpoint pass through the real SDK.
+
+    :param refuse_login: error to answer a login with
+    :param refuse_endpoint: error to answer a request for an endpoint with
+    :param silent: whether to answer no request
     """
 
     def __init__(self, refuse_login: str = "", refuse_endpoint: str = "", silent: bool = False):
         super().__init__()
         self.refusals = {_LOGIN: refuse_login, _BIND: refuse_endpoint}
         self.silent = silent
-        self.port = self.public_port = 0  # for the SDK, and for everybody
-        self.tokens: list[str] = []  # that somebody logged in with
+        self.port = self.public_port = 0  # for the SDK, and of the endpoint
+        self.tokens: list[str] = []  # of all logins
         self.sessions: list[_Session] = []
         self.calls: list[int] = []
         self.certificate, key = make_certificate()
@@ -131,7 +132,7 @@ class FakeNgrok(_Server):
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody is connected or has an endpoint."""
+        """Whether there is a session or an endpoint."""
         return self._endpoint is not None or not all(session.has_ended for session in self.sessions)
 
     @property
@@ -158,7 +159,7 @@ class FakeNgrok(_Server):
         writer.transport.abort()
 
     async def open_endpoint(self, session: "_Session") -> int:
-        await self.close_endpoint(self._owner)  # a session that comes back has it already
+        await self.close_endpoint(self._owner)  # a session that reconnects still has one
         self._endpoint = await asyncio.start_server(session.let_in, "127.0.0.1", self.public_port)
         self._owner, self.public_port = session, self._endpoint.sockets[0].getsockname()[1]
         return self.public_port
@@ -175,7 +176,7 @@ class _Session:
     def __init__(self, server: FakeNgrok, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.server, self.reader, self.writer = server, reader, writer
         self.has_ended = False
-        self._requests: dict[int, bytes] = {}  # stream -> what came so far
+        self._requests: dict[int, bytes] = {}  # stream -> bytes received so far
         self._visitors: dict[int, asyncio.StreamWriter] = {}
         self._last_stream = 0
 
@@ -195,7 +196,7 @@ class _Session:
             elif kind == _DATA and stream in self._visitors:
                 self._send(_WINDOW, 0, stream, struct.pack(">I", len(body)))
                 await self._to_visitor(stream, body, bool(flags & _FIN))
-            elif kind == _DATA and body and not self.server.silent:  # an empty one ends a call that was answered
+            elif kind == _DATA and body and not self.server.silent:  # an empty frame ends an answered call
                 self._send(_WINDOW, 0, stream, struct.pack(">I", len(body)))
                 self._requests[stream] = self._requests.get(stream, b"") + body
                 await self._answer(stream)
@@ -206,7 +207,7 @@ class _Session:
             self._send(_DATA, 0, stream, request)
             self._requests[stream] = kind
             return
-        with contextlib.suppress(json.JSONDecodeError):  # the rest is to come
+        with contextlib.suppress(json.JSONDecodeError):  # the request is incomplete
             answer = await self._call(struct.unpack(">I", kind)[0], json.loads(request))
             self._send(_DATA, _FIN, stream, json.dumps(answer).encode())
 
@@ -225,7 +226,7 @@ class _Session:
         return {}
 
     async def let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Somebody connects to the endpoint."""
+        """Pass a connection to the endpoint on to the SDK, in a new stream."""
         self._last_stream = stream = self._last_stream + 2
         self._visitors[stream] = writer
         header = {"Id": "endpoint", "ClientAddr": "127.0.0.1:1", "Proto": "tcp", "EdgeType": "1",

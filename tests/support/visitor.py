@@ -1,6 +1,6 @@
-"""A bare libp2p peer that calls every service of another one, with or without an invitation.
+"""Bare libp2p peer that calls every service of another peer, with or without an invitation.
 
-python tests/support/visitor.py RUN_ID MULTIADDRESS calls them again and again, until it is killed.
+python tests/support/visitor.py RUN_ID MULTIADDRESS repeats the calls until it is killed.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ AVERAGERS = {"round_averager": RoundAverager, "state_averager": TrainingStateAve
 async def visitor(
     address: str, private_key: RSAPrivateKey | None = None, token: AccessToken | None = None, is_silent: bool = False
 ) -> AsyncIterator[P2P]:
-    """A client that has connected to a peer.
+    """Yield a libp2p client that is connected to a peer.
 
-    :param token: what it shows to those that ask for its invitation
-    :param is_silent: whether it leaves them without an answer instead
+    :param token: the invitation with which the client answers requests for one
+    :param is_silent: whether the client leaves such requests unanswered
     """
 
     async def show_token(_request: bytes, _peer: PeerID) -> bytes:
@@ -58,7 +58,11 @@ async def visitor(
 
 
 async def call_services(p2p: P2P, address: str, run_id: str, timeout: float = 20.0) -> dict[str, str]:
-    """Call every service of a peer at once, and say for each whether it has answered, or why it has not."""
+    """Call all services of a peer at the same time.
+
+    :param timeout: seconds
+    :returns: service -> "answered: TYPE", or the error
+    """
     peer = PeerID.from_base58(Multiaddr(address)["p2p"])
     dht = super(DHTProtocol, DHTProtocol).get_stub(p2p, peer)  # without hivemind's wrapper
     key = DHTID.generate().to_bytes()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a script of the project as on a machine that has requirements.txt installed and nothing else.
+"""Run a script as on a volunteer's machine, which has only requirements.txt installed.
 
 python tests/support/volunteer.py run_trainer.py --initial_peers …
 """
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class VolunteerFinder(PathFinder):
-    """Finds what is installed, but for the organiser's modules."""
+    """Finds installed modules except the organiser's modules."""
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
