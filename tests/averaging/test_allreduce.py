@@ -1,4 +1,4 @@
-"""What a reducer accepts from the senders of a round, and what they accept from it."""
+"""Tests of the bounds in an all-reduce: on the parts that a reducer accepts, and on its answers to the senders."""
 
 import asyncio
 from dataclasses import replace
@@ -35,11 +35,11 @@ GRADIENT, PARAMETER = info(TensorRole.GRADIENT), info(TensorRole.PARAMETER)
     [
         (GRADIENT, OWN, 256.0),
         (GRADIENT, -OWN, 1.0),
-        (GRADIENT, 1.05 * OWN, 1.0),  # compression
+        (GRADIENT, 1.05 * OWN, 1.0),  # error of compression
         (GRADIENT, 0 * OWN, MIN_WEIGHT),
         (PARAMETER, OWN, 64.0),
         (PARAMETER, 1.4 * OWN, 64.0),
-        (PARAMETER, 100 * OWN, MIN_WEIGHT),  # it lacks updates, and counts for nothing
+        (PARAMETER, 100 * OWN, MIN_WEIGHT),  # a sender that missed updates, without weight in the average
     ],
 )
 def test_honest_parts_are_accepted(part_info, part, weight):
@@ -78,7 +78,7 @@ def test_reducer_without_parameters_of_its_own_bounds_their_size():
 
 
 def make_reducer(roles: list[TensorRole], num_senders: int) -> SafeTensorPartReducer:
-    """The reducer of sender 0."""
+    """Build the reducer of the peer with sender index 0."""
     reducer = SafeTensorPartReducer([OWN.shape] * len(roles), num_senders)
     reducer.check_parts([info(role) for role in roles], [OWN] * len(roles), BOUNDS, own_index=0)
     return reducer
@@ -94,7 +94,7 @@ def test_sender_that_violates_the_bounds_is_left_out_of_the_round():
         async def lying() -> None:
             with pytest.raises(BannedException, match="norm"):
                 await reducer.accumulate_part(1, 0, 1e20 * OWN, 2.0)
-            reducer.on_sender_failed(1)  # as the runner does
+            reducer.on_sender_failed(1)  # the runner calls this after a ban
 
         results = await asyncio.wait_for(asyncio.gather(honest(0, 0.1), honest(2, 0.08), lying()), 5)
         for averages in results[:2]:
@@ -106,7 +106,7 @@ def test_sender_that_violates_the_bounds_is_left_out_of_the_round():
 
 
 def test_gradients_and_parameters_have_weights_of_their_own():
-    """A peer that lacks an update gives its gradients and receives the parameters."""
+    """A peer that missed an update contributes gradients with its weight and parameters without weight."""
 
     async def scenario():
         reducer = make_reducer([TensorRole.GRADIENT, TensorRole.PARAMETER], 2)
@@ -133,7 +133,7 @@ def test_part_of_another_shape_is_refused():
 
 
 def make_container(tensor: torch.Tensor = OWN) -> SafeTensorPartContainer:
-    """That of peer 1, which reduces the second of two gradients."""
+    """Build the container of peer 1, which reduces the second of two gradients."""
     infos = [CompressionInfo.from_tensor(tensor, key=key, role=TensorRole.GRADIENT) for key in range(2)]
     container = SafeTensorPartContainer([tensor, tensor], [0.5, 0.5], tensor_infos=infos)
     container.bounds, container.own_index = replace(BOUNDS, gradient_norm=AVERAGE_TOLERANCE), 1
@@ -149,7 +149,7 @@ NOT_FINITE = torch.full((100,), float("nan"))
 def test_average_that_violates_the_bounds_is_refused_and_its_reducer_has_failed(difference):
     async def scenario():
         container = make_container()
-        container.register_processed_part(1, 0, NOT_FINITE)  # our own: others check it
+        container.register_processed_part(1, 0, NOT_FINITE)  # our own average is checked by the other peers
         with pytest.raises(AllreduceException):
             container.register_processed_part(0, 0, difference)
         container.register_failed_reducer(0)
@@ -171,7 +171,7 @@ def test_reducer_may_fail_whatever_our_own_values_are():
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_average_of_honest_parts_is_taken_whatever_the_compression(name):
-    """One element is most of the part, which 8 bits distort most."""
+    """The part is dominated by one element, where the error of 8-bit compression is largest."""
 
     async def scenario():
         compression = COMPRESSIONS[name]()

@@ -1,4 +1,4 @@
-"""How the round of a step ends, whatever the other peers do: no processes."""
+"""Tests of RoundCoordinator: the outcome of a step's round for each behaviour of the other peers. No processes."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ from tests.support.peers import wait_until
 
 
 class FakeControl:
-    """The handle of a round that looks for a group until it is told otherwise."""
+    """Handle of a round that stays in matchmaking until the test changes its stage."""
 
     def __init__(self, number: int):
         self.number, self.stage = number, AveragingStage.LOOKING_FOR_GROUP
@@ -60,7 +60,7 @@ class FakeAverager:
 
 
 class FakeTracker:
-    """Knows of `others` trainers that have not completed the step, and of `done` ones that have."""
+    """Tracker that reports `others` trainers that have not completed the step, and `done` trainers that have."""
 
     def __init__(self):
         self.others, self.done, self.step, self.seconds_to_step = 2, 0, 5, 0.0
@@ -95,7 +95,7 @@ def parts(monkeypatch):
 
 
 def begin(parts, number: int = 5):
-    """Begin the round of a step in a thread; return what it will return, and the newest handle."""
+    """Begin the round of a step in a thread; return the future of its result, and the newest handle."""
     coordinator, _, averager, pool = parts
     future = pool.submit(coordinator.average, number, 8.0, 4.0)
     wait_until(lambda: averager.controls or future.done(), 5, "a search")

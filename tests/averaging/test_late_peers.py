@@ -1,4 +1,4 @@
-"""Peers that join, leave, miss a step or are slow: what they give to the rounds, and what they receive."""
+"""Tests of peers that join, leave, miss a step or are slow: their contributions and the averages they receive."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from hivemind.utils import PerformanceEMA, get_dht_time
 from tests.support.peers import wait_until
 from tests.support.swarm import SAMPLES, Replay, Trainer, assert_equal_parameters, flat
 
-# Coming and going
+# Joining and leaving
 
 
 def test_fresh_peer_offers_no_state_and_trained_one_does(build_swarm):
@@ -27,7 +27,7 @@ def test_fresh_peer_offers_no_state_and_trained_one_does(build_swarm):
 
 
 def test_client_is_no_donor(build_swarm):
-    """No peer can ask it. A newcomer that finds no other peer starts without waiting."""
+    """The state of a client cannot be downloaded. A newcomer that finds no donor starts without waiting."""
     swarm = build_swarm()
     newcomer, client = swarm.add_several(False, True)
     client.optimizer.begin_at(5)
@@ -50,7 +50,7 @@ def test_peer_that_says_goodbye_is_not_counted(build_swarm):
 
 
 def test_lone_peer_looks_often_for_others(build_swarm):
-    """Its first local step was slow: by that, a global step takes hours, and reports are read twice a minute."""
+    """A slow first local step predicts global steps of hours, for which reports are read only twice a minute."""
     swarm = build_swarm(target_batch_size=1000)
     first, second = swarm.add_several(False, False)
     for trainer in (first, second):
@@ -66,7 +66,7 @@ def test_lone_peer_looks_often_for_others(build_swarm):
     second.local_step(swarm.take(1))
     wait_until(lambda: first.tracker.other_trainers, 10, "that the first knows the second")
     wait_until(lambda: seconds_to_look() > 2, 30, "that it looks less often: the step is not due soon")
-    first.tracker.complete_step(1, 0)  # the others may have completed it, too
+    first.tracker.complete_step(1, 0)  # the other trainer may have completed it, too
     assert seconds_to_look() < 1
 
 
@@ -121,10 +121,11 @@ def test_newcomer_without_the_last_update_receives_it_and_does_not_draw_the_othe
 
 
 def assert_received_what_it_lacked(trainer: Trainer, parameters: torch.Tensor, expected: torch.Tensor) -> None:
-    """A peer that missed an update starts its step from the others' parameters. Its own statistics lack the update:
-    early in a run it makes another step then, of the same size.
+    """Check that a trainer that missed an update started its step from the other peers' parameters.
 
-    :param parameters, expected: of the others before and after the step
+    Its optimizer statistics lack the update, so early in a run its step differs in direction, but not in size.
+
+    :param parameters, expected: the other peers' parameters before and after the step
     """
     assert (flat(trainer.averager.averaged_parameters) - parameters).abs().max() < 1e-5
     assert (trainer.parameters - expected).norm() < 0.7 * (expected - parameters).norm()
@@ -154,7 +155,7 @@ def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm, pla
     for trainer in swarm.trainers:
         assert trainer.entry["outcome"] == "averaged" and len(trainer.entry["group"]) == 3
         assert trainer.entry["weights"].get(late.name, num_late + 2) == num_late + 2
-    late.version = 0  # its model has had no update yet
+    late.version = 0  # its model has no update yet
     expected = replay.step(swarm.global_step(4, 4, 4))
     assert_equal_parameters(others, expected)
     assert_received_what_it_lacked(late, replay.parameters(2), expected)
@@ -168,18 +169,18 @@ def test_peer_that_is_two_steps_behind_downloads_the_state(build_swarm):
         replay.step(swarm.wait_for(1, others))
         replay.step(swarm.global_step(6, 6, trainers=others))
         wait_until(lambda: late.tracker.global_epoch == 2, 60, "the reports of the others")
-    late.local_step(swarm.take(1))  # finds out that the others are ahead
+    late.local_step(swarm.take(1))  # notices that the other peers are ahead
     assert late.optimizer.local_epoch == late.optimizer.state_averager.applied_epoch == 2
     assert late.averager.local_samples_accumulated == 0
     assert_equal_parameters([late], replay.parameters())
     late.version = 2
-    late.pop_contribution()  # dropped
+    late.pop_contribution()  # the optimizer has dropped it
     assert_equal_parameters(swarm.trainers, replay.step(swarm.global_step(4, 4, 4)))
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_peer_whose_download_outlasts_a_step_gets_in(build_swarm, num_steps):
-    """It lacks one update: its gradients count. It lacks two: it only receives."""
+    """A newcomer that lacks one update contributes gradients; a newcomer that lacks two only receives averages."""
     swarm, replay = build_swarm(), Replay()
     others = swarm.add_several(False, False)
     replay.step(swarm.global_step(6, 6))
@@ -205,7 +206,7 @@ def test_peer_whose_download_outlasts_a_step_gets_in(build_swarm, num_steps):
 
 
 def test_peer_with_long_local_steps_contributes_to_each_round(build_swarm):
-    """They take longer than matchmaking, and most of a global step."""
+    """A local step takes longer than matchmaking, and most of a global step."""
     swarm = build_swarm(target_batch_size=40)
     slow, *others = swarm.add_several(False, False, False)
     is_over = threading.Event()

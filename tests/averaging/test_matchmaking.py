@@ -1,4 +1,4 @@
-"""How the group of a global step is found, on an in-memory network: no processes, no libp2p."""
+"""Tests of matchmaking for a global step, on an in-memory network without processes and libp2p."""
 
 import asyncio
 import itertools
@@ -15,16 +15,16 @@ from hivemind.proto import averaging_pb2
 from lib.averaging import matchmaking
 from lib.averaging.matchmaking import RosterEntry, StepMatchmaking, group_key, parse_group_key, rank
 
-PATIENCE = 0.6  # seconds of min_matchmaking_time here
+PATIENCE = 0.6  # min_matchmaking_time in seconds
 
 
 def make_ids(number: int) -> list[PeerID]:
-    """Peer IDs in the order in which they are asked to lead step 1."""
+    """Return peer IDs in the order in which they are asked to lead step 1."""
     return sorted((PeerID(b"\x12\x20" + bytes([i] * 32)) for i in range(number)), key=lambda peer: rank(1, peer))
 
 
 class Control:
-    """The handle of a round, as far as matchmaking looks at it."""
+    """Handle of a round, with the attributes that matchmaking reads."""
 
     def __init__(self, number: int, is_due: bool = True):
         self.number, self.deadline, self.data_for_gather = number, 0.0, b"gathered"
@@ -43,7 +43,7 @@ class Control:
 
 
 class Servicer(ServicerBase):
-    """Connects the peers of a network."""
+    """Stub that connects the peers of a network."""
 
     @classmethod
     def get_stub(cls, p2p, peer: PeerID, namespace: str | None = None) -> "Stub":
@@ -64,7 +64,7 @@ class Stub:
 
 
 class Network:
-    """Peers that find groups with each other."""
+    """In-memory network of peers that look for groups with each other."""
 
     def __init__(self):
         self.peers: dict[PeerID, StepMatchmaking] = {}
@@ -81,7 +81,12 @@ class Network:
         return self.peers[peer_id]
 
     def know(self, known: Iterable[PeerID], new: Iterable[PeerID] = (), by: Iterable[PeerID] | None = None) -> None:
-        """Let peers (all of them) have these in their roster."""
+        """Set the roster of peers.
+
+        :param known: the peers of the roster
+        :param new: the peers of the roster that are not established
+        :param by: the peers whose roster is set; default: all
+        """
         entries = [
             RosterEntry(p, self.peers[p].client_mode if p in self.peers else False, p not in new) for p in known
         ]
@@ -93,7 +98,7 @@ class Network:
         return control, asyncio.create_task(self.peers[peer_id].look_for_group(control))
 
     async def find(self, peer_ids: Iterable[PeerID], number: int = 1, timeout: float = 10.0) -> list[GroupInfo]:
-        """Let peers look for the group of a step at the same time."""
+        """Let peers look for the group of a step at the same time, and return the group that each has found."""
         tasks = [self.search(peer_id, number)[1] for peer_id in peer_ids]
         return await asyncio.wait_for(asyncio.gather(*tasks), timeout)
 
@@ -105,7 +110,12 @@ def short_waits(monkeypatch):
 
 
 def make_network(number: int, clients: int = 0, patience: float = PATIENCE) -> tuple[Network, list[PeerID]]:
-    """Peers that know each other, the last ones in client mode."""
+    """Build a network of peers that know each other.
+
+    :param number: number of peers
+    :param clients: how many of them, the last ones, are in client mode
+    :param patience: `min_matchmaking_time` in seconds
+    """
     network, ids = Network(), make_ids(number)
     for index, peer_id in enumerate(ids):
         network.add(peer_id, client_mode=index >= number - clients, patience=patience)
@@ -166,7 +176,7 @@ def test_group_begins_when_the_step_is_due():
         controls, tasks = zip(*(network.search(peer_id, is_due=False) for peer_id in ids), strict=True)
         done, _ = await asyncio.wait(tasks, timeout=0.5)
         assert not done, "all are there, but the step is not due"
-        controls[0].allow_allreduce()  # the leader's
+        controls[0].allow_allreduce()  # of the leader
         assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 2), ids)
 
     asyncio.run(scenario())
@@ -186,7 +196,7 @@ def test_next_peer_leads_if_the_first_cannot_be_reached(state):
 def test_leader_that_accepts_and_never_begins_is_given_up():
     async def scenario():
         network, ids = make_network(3)
-        # The first is not due, as far as it knows: it holds the requests.
+        # For the first peer the step is not due: it keeps the requests without beginning.
         _, held = network.search(ids[0], is_due=False)
         assert_one_group(await network.find(ids[1:]), ids[1:])
         held.cancel()
@@ -195,7 +205,7 @@ def test_leader_that_accepts_and_never_begins_is_given_up():
 
 
 def test_leader_that_was_given_up_is_not_asked_again_because_another_peer_still_follows_it():
-    """Two that give it up one after the other would send each other back to it, again and again."""
+    """Two followers that give up a leader one after the other must not redirect each other to it repeatedly."""
 
     async def scenario():
         network, ids = make_network(3)
@@ -271,7 +281,7 @@ def test_leader_that_learns_of_a_better_one_brings_its_followers():
 
 
 def test_newcomer_that_nobody_knows_asks_the_others():
-    """It has the best rank, but does not lead: it knows that it is new."""
+    """The newcomer has the best rank but does not lead: it is not established, and asks the other peers."""
 
     async def scenario():
         network, ids = make_network(3)
@@ -301,7 +311,7 @@ def test_newcomers_lead_only_newcomers():
 def test_two_that_ask_each_other_form_one_group(monkeypatch):
     async def scenario():
         network, ids = make_network(2)
-        # Each knows only of the other as one that may lead.
+        # For each peer, the other is the only established one and so the only candidate for the leader.
         for own, other in itertools.permutations(ids):
             network.peers[own].set_roster([RosterEntry(own, False, False), RosterEntry(other, False, True)])
         assert_one_group(await network.find(ids), ids)

@@ -1,4 +1,4 @@
-"""What a peer makes of the others' progress reports: no DHT, no processes."""
+"""Tests of ProgressTracker: how a peer uses the progress reports of other peers. No DHT, no processes."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def peer_id(number: int) -> bytes:
 
 
 class FakeDHT:
-    """One key, in memory."""
+    """One DHT key in memory."""
 
     peer_id = PeerID(peer_id(0))
 
@@ -50,7 +50,10 @@ def make_tracker(target: int = 100, **options) -> ProgressTracker:
 
 
 def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age: float = 0.0, **fields) -> dict:
-    """What peer `number` reports; `age`: seconds since it has."""
+    """Build a progress report of peer `number`.
+
+    :param age: seconds since the report
+    """
     now = get_dht_time()
     return {
         "protocol": PROTOCOL, "peer_id": peer_id(number), "epoch": epoch, "completed": epoch,
@@ -60,14 +63,14 @@ def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age
 
 
 def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
-    """Let a tracker read these records, each signed with a separate key."""
+    """Let a tracker read some records, each under a separate subkey."""
     tracker.dht.records = {b"key %d" % index: value for index, value in enumerate(records)}
     tracker._begin_fetch()
     assert tracker._finish_fetch()
     return tracker
 
 
-# What is believed
+# Valid and invalid reports
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_samples_of_other_steps_do_not_count():
 
 
 def test_samples_that_a_peer_has_given_to_the_round_still_count():
-    """Or those that are a moment later would take the step for unfinished as soon as the first has begun."""
+    """Otherwise the step would no longer be due for slower peers as soon as the first peer has begun it."""
     reports = [record(1, epoch=1, completed=0, contributed=60), record(2, samples=30), record(3, samples=5)]
     tracker = see(make_tracker(target=100), *reports)
     tracker.report_samples(5)
@@ -155,7 +158,7 @@ def test_step_is_due_when_half_of_the_others_have_begun_it(epochs, is_due):
 def test_others_are_assumed_to_compute_while_they_live():
     tracker = make_tracker(target=1000)
     working = see(tracker, record(1, samples=100, rate=50.0, age=4.0))
-    assert 0 < working.seconds_to_step < 15  # 300 of 1000 samples by now
+    assert 0 < working.seconds_to_step < 15  # 300 of 1000 samples so far
     killed = see(make_tracker(target=1000), record(1, samples=100, rate=50.0, age=ALIVE_SECONDS + 1))
     assert killed.seconds_to_step > 1000, "it does not contribute any more"
 
@@ -170,7 +173,7 @@ def test_step_is_not_due_before_the_others_have_been_asked_in_it():
 
 
 def test_peer_that_is_alone_takes_its_step_with_all_of_its_samples():
-    """Not when it should have them by its speed."""
+    """The step of a lone peer is not due before that, whatever its rate predicts."""
     tracker = make_tracker(target=100)
     for samples in range(10, 100, 10):
         tracker.report_samples(samples)
@@ -191,11 +194,11 @@ def test_waiting_does_not_count_as_slow_training(monkeypatch):
     assert tracker.local_progress.samples_per_second == pytest.approx(10.0)
 
 
-# Who takes part
+# Roster
 
 
 def roster(tracker: ProgressTracker, step: int) -> dict[int, tuple[bool, bool]]:
-    """Number of a peer -> (is_client, is_established)."""
+    """Return the roster of a step: number of a peer -> (is_client, is_established)."""
     return {entry.peer_id.to_bytes()[2]: (entry.is_client, entry.is_established) for entry in tracker.roster(step)}
 
 
@@ -227,7 +230,7 @@ def test_nobody_is_established_in_the_first_step():
     ("completed", "is_done"), [([5], True), ([4], False), ([5, 4], False), ([5, 5, 4], True), ([], False)]
 )
 def test_step_is_done_elsewhere_if_most_say_so(completed, is_done):
-    """One liar of several makes nobody give up."""
+    """One false report among several does not end the round of this peer."""
     reports = [record(number + 1, epoch=5, completed=value) for number, value in enumerate(completed)]
     assert see(make_tracker(), *reports).is_done_elsewhere(5) == is_done
 
@@ -252,12 +255,14 @@ def test_step_of_the_run(epochs, agreed, credible):
 
 
 def test_step_that_the_others_have_begun_is_not_theirs_before_it_is_completed():
-    """A newcomer takes part in it; if it reported it as completed, the others would continue without its update."""
+    """A newcomer joins the round of the begun step. If the newcomer reported that step as completed, the other peers
+    would continue without its update.
+    """
     tracker = see(make_tracker(), record(1, epoch=8, completed=7), record(2, epoch=8, completed=7))
     assert (tracker.agreed_epoch, tracker.credible_epoch()) == (7, 8)
 
 
-# The thread
+# Background thread
 
 
 def test_reports_are_limited_and_steps_are_told_at_once(monkeypatch):
@@ -277,7 +282,7 @@ def test_reports_are_limited_and_steps_are_told_at_once(monkeypatch):
 
 
 def test_rate_that_others_count_on_falls_while_a_local_step_takes_longer(monkeypatch):
-    """Or a peer whose first batch was ready at once would make the others' steps due early."""
+    """Otherwise a peer whose first batch was ready at once would make other peers' steps due early."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(progress_module, "get_dht_time", lambda: clock.now)

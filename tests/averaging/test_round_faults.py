@@ -1,4 +1,4 @@
-"""Peers that send nonsense, make false claims or belong to another run: what they cost the others."""
+"""Tests of faulty peers: peers that send invalid values, report false steps, or belong to another run."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_gradient_that_is_not_finite_is_dropped_and_counted(build_swarm, value):
 
 
 def send(trainer: Trainer, kind: str, value: float) -> None:
-    """Let a trainer send a value in the place of all of its gradients or parameters, from its next step on."""
+    """Make a trainer send `value` in place of each element of its gradients or parameters, from its next step on."""
     averager = trainer.averager
     load_contribution = averager.load_contribution
 
@@ -44,7 +44,7 @@ BAD_VALUES = [("gradients", math.nan), ("gradients", 1e20), ("parameters", 1e22)
 
 @pytest.mark.parametrize(("kind", "value"), BAD_VALUES)
 def test_bad_sender_changes_nothing_and_is_banned(build_swarm, kind, value):
-    """It is in client mode: the next test has one that also reduces."""
+    """The sender is in client mode and does not reduce; the next test has a faulty peer that does."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
     *honest, bad = swarm.add_several(False, False, True)
     bad.averager.max_grad_norm = 0.0
@@ -58,7 +58,7 @@ def test_bad_sender_changes_nothing_and_is_banned(build_swarm, kind, value):
 
 @pytest.mark.parametrize(("kind", "value"), BAD_VALUES)
 def test_bad_member_that_reduces_is_banned_and_costs_its_part_of_one_round(build_swarm, kind, value):
-    """It sends nonsense as averages, too. The others keep their own values there, and go on without it."""
+    """The faulty peer also sends invalid averages. The other peers keep their own values there and continue."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
     swarm.add_several(False, False, False)
     bad = swarm.trainers[swarm.in_order(step=1)[1]]  # the second of three reduces gradients and parameters
@@ -66,7 +66,7 @@ def test_bad_member_that_reduces_is_banned_and_costs_its_part_of_one_round(build
     send(bad, kind, value)
     swarm.compute(4, 5, 3)
     swarm.wait_for(1, honest)
-    senders = honest if kind == "gradients" else swarm.trainers  # its gradients come before its parameters
+    senders = honest if kind == "gradients" else swarm.trainers  # gradients are sent before parameters
     gradients = [trainer.averager.gradients for trainer in senders]
     samples = [size for trainer, size in zip(swarm.trainers, (4, 5, 3), strict=True) if trainer in senders]
     for trainer in honest:
@@ -77,7 +77,7 @@ def test_bad_member_that_reduces_is_banned_and_costs_its_part_of_one_round(build
             assert torch.allclose(averaged, mean, atol=1e-6) or torch.equal(averaged, own)
         assert (flat(trainer.averager.averaged_parameters) - replay.parameters()).abs().max() < 1e-6
         assert all(statistic.isfinite().all() and statistic.abs().max() < 1 for statistic in statistics_of(trainer))
-    # With such parameters of its own it takes the others for liars, and returns no average to them.
+    # A peer with such parameters bans the other peers and returns no average to them.
     witnesses = [trainer for trainer in honest if bad.name in trainer.entry["violations"]]
     assert witnesses == honest if kind == "gradients" else witnesses
     for trainer in witnesses:
@@ -92,7 +92,7 @@ def test_bad_member_that_reduces_is_banned_and_costs_its_part_of_one_round(build
 
 
 def statistics_of(trainer: Trainer) -> list[torch.Tensor]:
-    """The moments of the gradient that its optimizer keeps."""
+    """Return the gradient moments of the trainer's optimizer."""
     states = trainer.optimizer.state_averager.optimizer.state.values()
     return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
 
@@ -101,18 +101,18 @@ def ids(reports: list[PeerProgress]) -> set[bytes]:
     return {report.peer_id for report in reports}
 
 
-# Claims
+# False reports
 
 
 def claim(swarm: Swarm, **options) -> None:
-    """Report the progress of a peer that is not there."""
+    """Publish a progress report of a peer that does not train."""
     liar = swarm.borrow()
     report = progress(liar.dht, **options)
     store_record(liar.dht, f"{swarm.run_id}_training_progress", liar.public_key, report, lifetime=120)
 
 
 def test_liar_about_the_step_is_ignored_though_others_offer_their_state(build_swarm):
-    """Without that, a trainer would load the same state again and again, and drop each time what it accumulated."""
+    """Otherwise a trainer would load the same state repeatedly and drop its accumulated gradients each time."""
     swarm = build_swarm(load_state_timeout=10.0)
     trainer, _ = swarm.add_several(False, False)
     swarm.global_step(6, 6)
@@ -135,7 +135,7 @@ def test_liar_about_the_step_is_ignored_though_others_offer_their_state(build_sw
 
 @pytest.mark.parametrize("kind", ["hivemind", "protocol"])
 def test_trainer_that_does_not_belong_to_the_run_changes_nothing(build_swarm, tmp_path, caplog, kind):
-    """Plain hivemind's under the same name, or another version of this project with another protocol number."""
+    """The trainer is plain hivemind with the same run ID, or this project with another protocol number."""
     swarm, replay = build_swarm(matchmaking_time=15.0, averaging_timeout=40.0), Replay()
     swarm.add_several(False, False)
     stranger = Script(

@@ -1,4 +1,4 @@
-"""Rounds of real peers: what a swarm computes is what one process computes from the same samples."""
+"""Tests of rounds between real peers: a swarm takes the same steps as one process with the same samples."""
 
 import asyncio
 import gc
@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from types import SimpleNamespace
-from typing import AsyncIterator  # noqa: UP035, hivemind reads the annotations and knows this one only
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import pytest
 import torch
@@ -24,8 +24,10 @@ from tests.support.swarm import Replay, flat
 
 @pytest.mark.parametrize("are_delayed", [True, False], ids=["delayed", "not delayed"])
 def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
-    """Three trainers, one of them in client mode, and an auxiliary peer. Clipping bites. Then one trainer restarts,
-    and another joins."""
+    """Three trainers, one of them in client mode, and an auxiliary peer; every gradient is clipped.
+
+    After two steps one trainer restarts and another joins.
+    """
     max_grad_norm = 0.5
     swarm = build_swarm(
         max_grad_norm=max_grad_norm, delay_grad_averaging=are_delayed, delay_optimizer_step=are_delayed
@@ -62,7 +64,7 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
     [("none", 1e-6), ("float16", 5e-3), ("scaled_float16", 5e-3), ("uniform8", 0.05), ("quantile8", 0.2)],
 )
 def test_every_compression_takes_about_the_steps_of_one_process(build_swarm, compression, tolerance):
-    """Errors are relative to the norm of all updates so far."""
+    """Tolerances are relative to the norm of the sum of all updates."""
     assert set(COMPRESSIONS) == {"none", "float16", "scaled_float16", "uniform8", "quantile8"}
     swarm, replay = build_swarm(averaging_compression=compression), Replay()
     swarm.add_several(False, True, False)
@@ -88,22 +90,22 @@ def test_clipping_bounds_what_a_peer_contributes(build_swarm):
     assert torch.allclose(contributed / contributed.norm(), own / own.norm(), atol=1e-5)
 
 
-# One round, from its search to its end
+# One round, from matchmaking to its end
 
 
 def fill(trainer, value: float) -> None:
-    """What a trainer sends as its gradient in a bare round, in all elements."""
+    """Set all elements of the gradients that a trainer sends in a round without its optimizer."""
     for gradient in trainer.averager.gradients:
         gradient.fill_(value)
 
 
 async def collect_garbage(self) -> None:
-    """Runs in the averager's process."""
+    """Collect garbage in the averager's process."""
     gc.collect()
 
 
 def test_rounds_that_wait_survive_the_garbage_collector(build_swarm, monkeypatch):
-    """One waits for the peer that it follows to begin, then one that has a group for its trigger."""
+    """Garbage is collected while a follower waits for its leader, and while it waits for its trigger with a group."""
     monkeypatch.setattr(RoundAverager, "collect_garbage", collect_garbage, raising=False)
     swarm = build_swarm(target_batch_size=1000)
     trainers = swarm.add_several(False, False)
@@ -123,7 +125,7 @@ def test_rounds_that_wait_survive_the_garbage_collector(build_swarm, monkeypatch
 
 
 async def end_another_round(self) -> None:
-    """Runs in the averager's process. hivemind takes it for the news that a peer's part waits for."""
+    """Report the end of another round in the averager's process; hivemind then stops waiting for the awaited round."""
     self._wake_waiting_streams()
 
 
@@ -140,7 +142,7 @@ def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(build_s
     rounds[early].allow_allreduce()
     time.sleep(3.5)
     swarm.trainers[late].averager._outer_pipe.send(("end_another_round", [], {}))
-    time.sleep(3.5)  # in all less than a quarter of the timeout, and more than the matchmaking time
+    time.sleep(3.5)  # 7 s in total: less than a quarter of the timeout, more than the matchmaking time
     rounds[late].allow_allreduce()
     for trainer, control in zip(swarm.trainers, rounds, strict=True):
         assert control.result(20).received == 1.0
@@ -155,7 +157,7 @@ def test_round_that_is_called_off_keeps_nobody_waiting(build_swarm):
     leader.allow_allreduce()
     wait_until(lambda: follower.has_group, 60, "the group")
     follower.call_off()
-    leader.result(15)  # a silent peer is waited for 30 seconds
+    leader.result(15)  # the timeout for a silent peer is 30 seconds
 
 
 def test_catching_up_keeps_nobody_waiting(build_swarm):
@@ -164,12 +166,12 @@ def test_catching_up_keeps_nobody_waiting(build_swarm):
     rounds = swarm.schedule_rounds(step=1)
     leader, follower = swarm.in_order(step=1)
     optimizer = swarm.trainers[follower].optimizer
-    with optimizer.frozen_state():  # or its thread would call the round off: the step is not due soon
+    with optimizer.frozen_state():  # its thread would cancel the round, since the step is not due soon
         optimizer.coordinator._control = rounds[follower]
         rounds[leader].allow_allreduce()
         wait_until(lambda: optimizer.coordinator.has_group, 60, "the group")
         assert not optimizer.load_state_from_peers(), "nobody offers a state"
-        rounds[leader].result(15)  # a silent peer is waited for 30 seconds
+        rounds[leader].result(15)  # the timeout for a silent peer is 30 seconds
 
 
 def is_averaging(trainer) -> bool:
@@ -197,7 +199,7 @@ def test_optimizer_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd
 
 
 def test_averager_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd):
-    """Without having called it off before, as an optimizer does."""
+    """The round is not cancelled first, as an optimizer does at its end."""
     monkeypatch.setattr(RoundAverager, "_average_in_group", be_slow)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's keeps what it prints
     swarm = build_swarm(averaging_timeout=60.0)
@@ -219,14 +221,14 @@ def test_optimizer_ends_after_a_round_that_was_called_off(build_swarm, capfd):
 
 
 def test_building_an_optimizer_leaves_sigint_to_its_caller(build_swarm):
-    """hivemind would ignore SIGINT in the whole process."""
+    """hivemind ignores SIGINT in the process that starts an averager."""
     before = signal.getsignal(signal.SIGINT)
     build_swarm().add()
     assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
 
 
 async def count_streams(self, future: MPFuture) -> None:
-    """Runs in the averager's process: the number of members that it still exchanges parts with."""
+    """Count the members with an open stream of parts. Runs in the averager's process."""
     names = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
     future.set_result(names.count("_communicate_with_peer"))
 
@@ -238,7 +240,7 @@ def has_open_streams(trainer) -> bool:
 
 
 def test_callers_close_the_stream_once_they_have_all(build_swarm, monkeypatch):
-    """They would keep it until the others do, and so many of them from round to round."""
+    """Otherwise each side would wait for the other to close its stream, and open streams would pile up over rounds."""
     monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 60.0)
     monkeypatch.setattr(RoundAverager, "count_streams", count_streams, raising=False)
     swarm = build_swarm(averaging_timeout=120.0)
@@ -251,11 +253,11 @@ def test_callers_close_the_stream_once_they_have_all(build_swarm, monkeypatch):
         wait_until(lambda trainer=trainer: not has_open_streams(trainer), 20, "the end of the streams")
 
 
-# The parts that others send to a round that has not begun yet, or has ended
+# Parts that arrive before a round begins or after it has ended
 
 
 class StandInRound:
-    """A round of all-reduce, as far as a peer that sends its part can tell."""
+    """All-reduce that answers each part with an average."""
 
     async def rpc_aggregate_part(self, stream, context):
         async for _ in stream:
@@ -263,7 +265,7 @@ class StandInRound:
 
 
 class LateAverager(RoundAverager):
-    """Has no process. Another round has just ended, which hivemind takes for the news that a part waits for."""
+    """Averager without a process. Another round has just ended, after which hivemind stops waiting for this round."""
 
     def __init__(self):
         self._running_groups, self._finished_groups, self._refused, self._num_waiting = {}, [], [], 0
@@ -280,7 +282,7 @@ class LateAverager(RoundAverager):
         pass
 
     async def answer(self, group_id: bytes = b"group") -> AsyncIterator[AveragingData]:
-        """Answer a part of a round that begins in a moment."""
+        """Answer a part of a round that begins 0.3 seconds later."""
         loop = asyncio.get_running_loop()
         current_round = loop.create_future()
         current_round.set_result(StandInRound())
@@ -291,7 +293,7 @@ class LateAverager(RoundAverager):
         return await anext(await self.answer(group_id))
 
     async def ends_by_itself(self, seconds: float) -> bool:
-        """Whether it ends `seconds` after its last answer, before the caller closes the stream."""
+        """Whether the answers end within `seconds` after the last one although the caller keeps the stream open."""
         answers = await self.answer()
         await anext(answers)
         try:
@@ -333,7 +335,7 @@ def test_part_for_a_round_that_begins_later_is_taken():
 
 
 def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_answers(monkeypatch):
-    """libp2p's daemon may discard what it has not passed on yet when the one that answers closes first."""
+    """If the answering peer closes the stream first, libp2p's daemon may discard data that it has not delivered."""
     assert not asyncio.run(LateAverager().ends_by_itself(1.0))
     monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 0.5)
     assert asyncio.run(LateAverager().ends_by_itself(5.0))

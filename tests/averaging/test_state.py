@@ -1,4 +1,4 @@
-"""The training state: updates, offers, downloads from good and bad donors, and going back to another state."""
+"""Tests of the training state: updates, offers, downloads from good and faulty donors, and rollback."""
 
 import asyncio
 import multiprocessing
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import AsyncIterator  # noqa: UP035, hivemind reads the annotations and knows this one only
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def build_averager(
     offload_optimizer: bool = True,
     **options,
 ):
-    """A state averager as trainers have it."""
+    """Build a state averager with the settings of a trainer."""
     hyperparameters = hyperparameters or arguments()
     return averager_class(
         dht=peer.dht,
@@ -68,7 +68,7 @@ def build_averager(
 
 
 class Swarm:
-    """Peers in this process that have joined each other. Each has a state averager around a model of its own."""
+    """Connected peers in this process, each with a state averager around a separate model."""
 
     def __init__(self, stack: ExitStack, folder: Path):
         self.stack, self.folder, self.peers = stack, folder, []
@@ -83,7 +83,10 @@ class Swarm:
         return peer
 
     def add(self, behaviour: Callable | None = None, client_mode: bool = False, **options) -> TrainingStateAverager:
-        """:param behaviour: serves downloads in the averager's process, in place of hivemind's method"""
+        """Add a peer with a state averager.
+
+        :param behaviour: replaces hivemind's method that serves downloads, in the averager's process
+        """
         peer = self.add_peer(client_mode)
         averager = build_averager(build_model(CONFIG, "run"), peer, start=False, **options)
         averager.behaviour = behaviour
@@ -92,7 +95,7 @@ class Swarm:
         return averager
 
     def wait_for_offers(self, *donors: TrainingStateAverager) -> None:
-        """Wait until every peer can know of these offers and no others."""
+        """Wait until the DHT has the offers of these donors, and no others, at every peer."""
         expected = {donor.peer_id.to_bytes(): donor.state_sharing_priority for donor in donors}
 
         def known(peer) -> dict:
@@ -153,7 +156,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
-# The schedule
+# Schedule
 
 
 def build_schedule():
@@ -199,7 +202,7 @@ def test_step_number_of_a_state_costs_no_time_and_may_be_lower(swarm):
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
 @pytest.mark.parametrize("are_averaged", [False, True])
 def test_updates_are_those_of_one_process(swarm, optimizer, are_averaged):
-    """Also where an update starts from parameters that a group has averaged."""
+    """With `are_averaged`, each update starts from the averaged parameters of a group."""
     args = arguments(optimizer=optimizer, warmup_steps=2, total_steps=5)
     averager = swarm.add(hyperparameters=args)
     alone = make_optimizer(make_param_groups(build_model(CONFIG, "run"), args.weight_decay), args)
@@ -230,7 +233,7 @@ def test_update_to_a_later_step_has_the_learning_rate_of_the_one_before_it(swarm
     used = []
     step = averager.optimizer.step
     averager.optimizer.step = lambda: (used.extend(learning_rates(averager.optimizer)[:1]), step())
-    for epoch in (1, 5, 3):  # one that others took without us, and one that went back
+    for epoch in (1, 5, 3):  # 5: after steps without this peer; 3: after a rollback
         averager.apply_update(epoch)
     assert used == pytest.approx([0.010, 0.006, 0.008])
     assert learning_rates(averager.optimizer) == pytest.approx([0.007, 0.007])
@@ -256,7 +259,7 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update(swarm):
 
     averager.optimizer.step = step
     averaged = [torch.ones_like(parameter) for parameter in averager._optimized_parameters()]
-    averager.snapshot()  # of the state before, which is kept
+    averager.snapshot()  # keeps a copy of the state before the update
     update = swarm.pool.submit(averager.apply_update, 1, averaged)
     assert is_in_the_middle.wait(60)
     readers = [swarm.pool.submit(averager.snapshot), swarm.pool.submit(averager.get_current_state),
@@ -274,7 +277,7 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update(swarm):
 
 def test_state_during_an_update_by_hivemind_carries_its_own_step(swarm):
     averager = swarm.add()
-    with averager.lock_optimizer:  # as hivemind's thread in the background does
+    with averager.lock_optimizer:  # as in hivemind's background thread
         states = [swarm.pool.submit(averager.snapshot), swarm.pool.submit(averager.get_current_state)]
         averager.optimizer.step()
         assert not wait(states, timeout=0.2).done
@@ -286,7 +289,7 @@ def test_state_during_an_update_by_hivemind_carries_its_own_step(swarm):
 def test_offers_and_snapshots_carry_the_applied_step(swarm):
     averager = swarm.add()
     averager.sync_with_main_parameters(5)
-    averager.local_epoch = 6  # its update is still in the background
+    averager.local_epoch = 6  # the update to step 6 is still running in the background
     assert averager.applied_epoch == averager.snapshot()[0]["epoch"] == averager.get_current_state()[0]["epoch"] == 5
 
 
@@ -312,7 +315,7 @@ def test_downloads_of_one_state_share_a_copy_which_no_update_changes(swarm):
 
 
 def test_restored_tensors_are_copied(swarm):
-    """torch's optimizers would go on with the tensors that they were given."""
+    """torch's optimizers would keep and update the tensors that they are given."""
     averager = swarm.add()
     state = averager.snapshot()
     before = flat(state[1]).clone()
@@ -376,7 +379,7 @@ def statistics(averager: TrainingStateAverager) -> list:
 @pytest.mark.parametrize(("compression", "tolerance"), [("none", 0.0), ("float16", 2e-3)])
 @pytest.mark.parametrize("offload_optimizer", [True, False], ids=["trainer", "observer"])
 def test_state_survives_the_transfer(swarm, optimizer, compression, tolerance, offload_optimizer):
-    """Statistics of LAMB are tensors, or numbers where a norm was zero; steps above 2048 are no float16."""
+    """LAMB's statistics are tensors, or numbers where a norm is zero. Float16 has no exact step counts above 2048."""
     options = {"hyperparameters": arguments(optimizer=optimizer), "compression": compression}
     donor = swarm.add(**options)
     newcomer = swarm.add(**options, offload_optimizer=offload_optimizer)
@@ -384,7 +387,7 @@ def test_state_survives_the_transfer(swarm, optimizer, compression, tolerance, o
         fill_gradients(donor, seed=epoch)
         donor.apply_update(epoch)
     for entry in donor.optimizer.state.values():
-        entry["step"] += 5000  # a number, or a tensor
+        entry["step"] += 5000  # an integer in LAMB, a tensor in AdamW
     donor._apply_optimizer_parameters_()
     offer(donor, step=2)
     swarm.wait_for_offers(donor)
@@ -406,7 +409,7 @@ def test_state_survives_the_transfer(swarm, optimizer, compression, tolerance, o
 
 
 def test_newcomer_that_finds_no_donor_starts_at_once(swarm):
-    """A client cannot be asked for its state."""
+    """The state of a client cannot be downloaded."""
     newcomer, client = swarm.add(), swarm.add(client_mode=True)
     with pytest.raises(ValueError, match="client mode"):
         client.allow_state_sharing = True
@@ -416,13 +419,13 @@ def test_newcomer_that_finds_no_donor_starts_at_once(swarm):
 
 
 def test_silent_donor_is_passed_over_and_without_any_ours_stays(swarm):
-    """The first donor is silent in the middle of its work, the second answers; then neither does."""
+    """The first donor stops answering and the second answers; then neither answers."""
     silent, good = swarm.add(), swarm.add()
     newcomer = swarm.add(donor_timeout=3.0, download_timeout=10.0)
     fill_gradients(good, seed=0)
     good.apply_update(1)
     good._apply_optimizer_parameters_()
-    offer(silent, step=1, priority=100.0)  # so that it is asked first
+    offer(silent, step=1, priority=100.0)  # highest priority: asked first
     offer(good, step=1)
     swarm.wait_for_offers(silent, good)
     with silent.lock_averaged_tensors:
@@ -483,7 +486,7 @@ def test_averager_that_ends_breaks_off_its_download(swarm):
 
 
 def test_download_that_breaks_off_is_tried_again(swarm):
-    """The donor may be the only one that has the run's state: a newcomer without it would begin a second run."""
+    """The donor may be the only peer with the run's state; a newcomer without it would begin a second run."""
     donor, newcomer = swarm.add(behaviour=break_off_once), swarm.add()
     offer(donor, step=5)
     swarm.wait_for_offers(donor)
@@ -514,7 +517,7 @@ def test_donor_that_trickles_leaves_the_others_their_time(swarm):
 
 
 def test_donor_that_is_slow_and_alone_may_finish(swarm):
-    """Beside it, peers are offered that do not exist."""
+    """The other offers are of peers that do not exist."""
     slow, newcomer = swarm.add(behaviour=send_slowly), swarm.add(download_timeout=100.0)
     offer(slow, step=5)
     offer_nonexistent_peers(newcomer, 3)
@@ -572,7 +575,7 @@ def offer_nonexistent_peers(averager: TrainingStateAverager, number: int) -> Non
 
 
 def find_slowly(method: Callable, real_peers: list[PeerID]) -> Callable:
-    """libp2p's call, which takes 2 seconds to find out that a peer does not exist."""
+    """Wrap a call of libp2p's client so that it fails after 2 seconds for peers that do not exist."""
 
     async def find(self, peer_id: PeerID, *args):
         if peer_id not in real_peers:
@@ -616,7 +619,7 @@ def test_donor_of_a_doubtful_step_is_asked_last_and_refused_if_others_offer(swar
         newcomer.credible_epoch = lambda known=known: known
         assert downloaded_step() == expected
     newcomer.credible_epoch = lambda: 7
-    offer(liar, step=30_000, priority=8)  # the liar's record is credible, its state is not
+    offer(liar, step=30_000, priority=8)  # a credible priority, but not a credible step in the state
     swarm.wait_for_offers(honest, liar)
     assert downloaded_step() == 7
     with honest.lock_averaged_tensors:
@@ -664,7 +667,7 @@ def test_metadata_query_does_not_wait_for_the_tensors(swarm):
     assert time.monotonic() - started < 10
 
 
-# What donors send
+# Invalid states
 
 
 def test_states_that_do_not_fit_are_refused_whole(swarm):
@@ -732,7 +735,7 @@ async def send_forever(self, request: DownloadRequest, context) -> AsyncIterator
 
 
 def deserialize_or_die(message):
-    """Stands for the end of a process that has run out of memory."""
+    """Exit the process on an unexpected dtype, as if it had run out of memory."""
     if message.dtype != "float32":
         os._exit(1)
     return hiveminds_deserialize(message)
@@ -773,7 +776,7 @@ def test_download_closes_the_stream_when_complete(swarm, monkeypatch):
 
 @contextmanager
 def sigint_kept() -> Iterator[None]:
-    """hivemind ignores SIGINT in a process that starts an averager."""
+    """Restore the handler of SIGINT: plain hivemind ignores SIGINT in a process that starts an averager."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -782,8 +785,10 @@ def sigint_kept() -> Iterator[None]:
 
 
 def test_plain_hivemind_client_downloads_a_state_without_a_timeout(swarm):
-    """It reads until the donor closes the stream, and waits `next_chunk_timeout` for that: 5 seconds in hivemind's
-    example."""
+    """hivemind's client reads until the donor closes the stream, for at most `next_chunk_timeout`.
+
+    In hivemind's example that is 5 seconds.
+    """
     donor = swarm.add()
     offer(donor, step=5)
     with sigint_kept():

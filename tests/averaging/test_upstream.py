@@ -1,4 +1,4 @@
-"""The installed hivemind is the one that the workarounds were tested with, and their catalogue is complete."""
+"""Checks that hivemind is the tested version and that the catalogue of workarounds is complete."""
 
 import importlib
 import inspect
@@ -23,12 +23,12 @@ REQUIREMENTS = ROOT / "requirements.txt"
 
 
 def catalogue_rows() -> dict[str, str]:
-    """The first column of the catalogue's tables -> the whole line."""
+    """Return the rows of the catalogue's tables: first column -> the whole line."""
     return {match[1]: match[0] for match in re.finditer(r"^\| `([a-z-]+)` \|.*$", CATALOGUE.read_text(), re.M)}
 
 
 def overrides() -> Iterator[tuple[str, str]]:
-    """What our classes override: its name as in `upstream.TESTED`, and our class."""
+    """Yield the overridden methods of hivemind: the name as in `upstream.TESTED`, and our class."""
     for package in (lib.averaging, lib.peer):
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             for cls in vars(importlib.import_module(module.name)).values():

@@ -1,4 +1,4 @@
-"""What other peers send is checked before it is deserialized."""
+"""Tests of the checks of received tensors before they are deserialized."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Workarounds for hivemind that need no round to be seen."""
+"""Tests of workarounds for hivemind that need no round."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ from utils import get_dictionary
 
 
 def test_scaler_of_hivemind_is_refused():
-    """accelerate hides from it that the optimizer scales, so that it would step on scaled gradients."""
+    """accelerate's wrapper hides hivemind's scaler from the optimizer, which would use scaled gradients."""
     with pytest.raises(ValueError, match=r"torch\.amp\.GradScaler"):
         Optimizer.step(SimpleNamespace(), grad_scaler=object())
 
@@ -46,7 +46,7 @@ def test_handle_of_a_round_keeps_its_values_apart():
 
 
 def test_reading_from_a_dht_that_has_died_ends():
-    """Without return_future, hivemind waits for ever."""
+    """hivemind's `get` without `return_future` never returns then."""
     dht = SimpleNamespace(get=lambda key, latest, return_future=False: MPFuture())
     assert get_dictionary(dht, "key", timeout=0.1) == {}
 
