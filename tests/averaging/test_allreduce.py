@@ -48,7 +48,7 @@ def test_honest_parts_are_accepted(part_info, part, weight):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38])
 @pytest.mark.parametrize("part_info", [GRADIENT, PARAMETER], ids=["gradient", "parameter"])
-def test_parts_that_are_not_finite_are_refused(part_info, value):
+def test_non_finite_parts_are_refused(part_info, value):
     part = OWN.clone()
     part[3:5] = value
     assert BOUNDS.find_violation(part_info, part, OWN, 1.0) is not None
@@ -160,7 +160,7 @@ def test_average_that_violates_the_bounds_is_refused_and_its_reducer_has_failed(
     asyncio.run(scenario())
 
 
-def test_reducer_may_fail_whatever_our_own_values_are():
+def test_failed_reducer_violates_no_bounds():
     async def scenario():
         container = make_container(1e20 * OWN)
         container.register_failed_reducer(0)
@@ -170,7 +170,7 @@ def test_reducer_may_fail_whatever_our_own_values_are():
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_average_of_honest_parts_is_taken_whatever_the_compression(name):
+def test_honest_average_is_accepted_with_every_compression(name):
     """The part is dominated by one element, where the error of 8-bit compression is largest."""
 
     async def scenario():
@@ -191,7 +191,7 @@ def test_average_of_honest_parts_is_taken_whatever_the_compression(name):
 
 
 @pytest.mark.parametrize(("max_norm", "after"), [(0.5, 0.5), (10.0, 5.0), (0.0, 5.0)])
-def test_norm_is_that_of_all_tensors(max_norm, after):
+def test_norm_is_over_all_tensors(max_norm, after):
     tensors = [torch.tensor([3.0]), torch.tensor([[0.0, 4.0]])]
     assert clip_norm(tensors, max_norm) == pytest.approx(5.0)
     assert float(torch.nn.utils.get_total_norm(tensors)) == pytest.approx(after, rel=1e-4)

@@ -110,7 +110,7 @@ def test_round_that_succeeds(parts):
     assert future.result(5) == (Outcome.AVERAGED, "result")
 
 
-def test_search_is_given_up_soon_after_the_others_have_completed_the_step(parts):
+def test_search_ends_once_the_others_have_completed_the_step(parts):
     _, tracker, _, _ = parts
     future, control = begin(parts)
     tracker.others, tracker.done = 0, 2
@@ -120,7 +120,7 @@ def test_search_is_given_up_soon_after_the_others_have_completed_the_step(parts)
     assert tracker.num_looks > 0, "it keeps looking at the reports"
 
 
-def test_report_that_is_taken_back_does_not_end_the_search(parts):
+def test_revoked_report_does_not_end_the_search(parts):
     _, tracker, _, _ = parts
     future, control = begin(parts)
     for _ in range(4):
@@ -133,7 +133,7 @@ def test_report_that_is_taken_back_does_not_end_the_search(parts):
     assert future.result(5)[0] == Outcome.AVERAGED
 
 
-def test_all_reduce_under_way_is_not_given_up(parts):
+def test_running_all_reduce_is_not_abandoned(parts):
     _, tracker, _, _ = parts
     future, control = begin(parts)
     control.stage = AveragingStage.RUNNING_ALLREDUCE
@@ -144,14 +144,14 @@ def test_all_reduce_under_way_is_not_given_up(parts):
     assert future.result(5)[0] == Outcome.AVERAGED
 
 
-def test_peer_whose_others_have_left_goes_on_alone(parts):
+def test_peer_continues_alone_after_the_others_have_left(parts):
     _, tracker, _, _ = parts
     future, control = begin(parts)
     tracker.others = 0
     assert future.result(5)[0] == Outcome.ALONE and control.is_called_off
 
 
-def test_lone_peer_looks_for_nobody(parts):
+def test_lone_peer_skips_matchmaking(parts):
     coordinator, tracker, averager, _ = parts
     tracker.others = 0
     coordinator.look_ahead()
@@ -159,7 +159,7 @@ def test_lone_peer_looks_for_nobody(parts):
     assert not averager.controls
 
 
-def test_failed_round_is_tried_again_for_the_same_step(parts):
+def test_failed_round_is_retried_for_the_same_step(parts):
     coordinator, _, averager, _ = parts
     future, control = begin(parts)
     control.finish(RuntimeError("a member left"))
@@ -170,7 +170,7 @@ def test_failed_round_is_tried_again_for_the_same_step(parts):
     assert coordinator.num_attempts == 2 and "a member left" in coordinator.last_error
 
 
-def test_round_that_never_succeeds_fails_after_its_time_and_sooner_from_then_on(parts):
+def test_timeout_halves_with_each_failed_step(parts):
     coordinator, *_ = parts
     coordinator.averaging_timeout = coordinator._timeout = 1.0
     coordinator.matchmaking_time = 0.1
@@ -192,7 +192,7 @@ def test_stop_ends_a_round_at_once(parts):
     assert future.result(2)[0] == Outcome.STOPPED and control.is_called_off
 
 
-def test_group_is_looked_for_ahead_of_time_and_used_for_its_step(parts):
+def test_matchmaking_begins_ahead_of_the_step(parts):
     coordinator, tracker, averager, _ = parts
     tracker.seconds_to_step = 6.0
     coordinator.look_ahead()
@@ -210,7 +210,7 @@ def test_group_is_looked_for_ahead_of_time_and_used_for_its_step(parts):
     assert future.result(5)[0] == Outcome.AVERAGED
 
 
-def test_search_for_a_step_that_is_not_the_next_any_more_is_called_off(parts):
+def test_search_for_an_outdated_step_is_cancelled(parts):
     coordinator, tracker, averager, _ = parts
     coordinator.look_ahead()
     tracker.step = 7
@@ -219,7 +219,7 @@ def test_search_for_a_step_that_is_not_the_next_any_more_is_called_off(parts):
     assert [control.number for control in averager.controls] == [5, 7]
 
 
-def test_request_of_another_peer_makes_us_look_at_the_reports(parts):
+def test_request_of_another_peer_refreshes_the_reports(parts):
     coordinator, tracker, averager, _ = parts
     tracker.seconds_to_step = 100.0
     coordinator.look_ahead()
@@ -229,7 +229,7 @@ def test_request_of_another_peer_makes_us_look_at_the_reports(parts):
     assert tracker.num_looks == 1 and not averager.controls
 
 
-def test_averager_hears_of_changes_of_the_roster_only(parts):
+def test_averager_receives_changed_rosters_only(parts):
     coordinator, tracker, averager, _ = parts
     for _ in range(3):
         coordinator.update_roster()
@@ -246,6 +246,6 @@ def test_log_has_a_line_for_each_round(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_log_that_cannot_be_written_stops_nothing(tmp_path):
+def test_unwritable_log_is_ignored(tmp_path):
     (tmp_path / "rounds.jsonl").mkdir()
     RoundLog(tmp_path / "rounds.jsonl").write({"step": 1})

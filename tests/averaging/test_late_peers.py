@@ -37,7 +37,7 @@ def test_client_is_no_donor(build_swarm):
     assert time.monotonic() - started < 5
 
 
-def test_peer_that_says_goodbye_is_not_counted(build_swarm):
+def test_peer_that_announced_departure_is_not_counted(build_swarm):
     swarm = build_swarm()
     staying, leaving = swarm.add_several(False, False)
     assistant = swarm.add_assistant()
@@ -49,7 +49,7 @@ def test_peer_that_says_goodbye_is_not_counted(build_swarm):
     assert staying.tracker.global_progress.num_peers == 1
 
 
-def test_lone_peer_looks_often_for_others(build_swarm):
+def test_lone_peer_reads_reports_often(build_swarm):
     """A slow first local step predicts global steps of hours, for which reports are read only twice a minute."""
     swarm = build_swarm(target_batch_size=1000)
     first, second = swarm.add_several(False, False)
@@ -70,7 +70,7 @@ def test_lone_peer_looks_often_for_others(build_swarm):
     assert seconds_to_look() < 1
 
 
-def test_joining_in_the_middle_of_a_step_throws_nobody_back(build_swarm):
+def test_joining_within_a_step_does_not_set_others_back(build_swarm):
     swarm, replay = build_swarm(), Replay()
     trainers = swarm.add_several(False, False)
     replay.step(swarm.global_step(6, 6))
@@ -88,7 +88,7 @@ def test_joining_in_the_middle_of_a_step_throws_nobody_back(build_swarm):
     assert [len(trainer.entry["group"]) for trainer in trainers] == [2, 2]
 
 
-def test_newcomer_does_not_take_the_step_that_was_due_before_its_download(build_swarm):
+def test_step_is_no_longer_due_after_its_download(build_swarm):
     swarm = build_swarm()
     trainers = swarm.add_several(False, False)
     newcomer = swarm.add()
@@ -161,7 +161,7 @@ def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm, pla
     assert_received_what_it_lacked(late, replay.parameters(2), expected)
 
 
-def test_peer_that_is_two_steps_behind_downloads_the_state(build_swarm):
+def test_peer_two_steps_behind_downloads_the_state(build_swarm):
     swarm, replay = build_swarm(), Replay()
     *others, late = swarm.add_several(False, False, False)
     with late.hold():
@@ -179,7 +179,7 @@ def test_peer_that_is_two_steps_behind_downloads_the_state(build_swarm):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_peer_whose_download_outlasts_a_step_gets_in(build_swarm, num_steps):
+def test_newcomer_joins_although_its_download_outlasts_a_step(build_swarm, num_steps):
     """A newcomer that lacks one update contributes gradients; a newcomer that lacks two only receives averages."""
     swarm, replay = build_swarm(), Replay()
     others = swarm.add_several(False, False)

@@ -142,7 +142,7 @@ def test_peers_of_a_step_form_one_group_at_once(number, clients):
     asyncio.run(scenario())
 
 
-def test_another_peer_leads_each_step():
+def test_leader_changes_between_steps():
     ids = make_ids(8)
     assert len({min(ids, key=lambda peer: rank(step, peer)) for step in range(50)}) > 4
 
@@ -161,12 +161,12 @@ def test_peers_of_different_steps_never_meet(distance):
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 2**31, 2**61])
-def test_key_has_the_whole_step(number):
+def test_group_key_encodes_the_whole_step(number):
     assert parse_group_key("run", group_key("run", number)) == number
 
 
 @pytest.mark.parametrize("key", ["", "run", "run.0b", "run.0b2", "other.0b1", "run.0b1.0b1", "run.0b" + "1" * 63])
-def test_keys_that_are_no_step_are_refused(key):
+def test_invalid_group_keys_are_refused(key):
     assert parse_group_key("run", key) is None
 
 
@@ -183,7 +183,7 @@ def test_group_begins_when_the_step_is_due():
 
 
 @pytest.mark.parametrize("state", ["down", "frozen"])
-def test_next_peer_leads_if_the_first_cannot_be_reached(state):
+def test_next_peer_leads_if_the_first_is_unreachable(state):
     async def scenario():
         network, ids = make_network(4, patience=30.0)
         getattr(network, state).add(ids[0])
@@ -193,7 +193,7 @@ def test_next_peer_leads_if_the_first_cannot_be_reached(state):
     asyncio.run(scenario())
 
 
-def test_leader_that_accepts_and_never_begins_is_given_up():
+def test_leader_that_never_begins_is_abandoned():
     async def scenario():
         network, ids = make_network(3)
         # For the first peer the step is not due: it keeps the requests without beginning.
@@ -204,7 +204,7 @@ def test_leader_that_accepts_and_never_begins_is_given_up():
     asyncio.run(scenario())
 
 
-def test_leader_that_was_given_up_is_not_asked_again_because_another_peer_still_follows_it():
+def test_abandoned_leader_is_not_asked_again_through_its_followers():
     """Two followers that give up a leader one after the other must not redirect each other to it repeatedly."""
 
     async def scenario():
@@ -220,7 +220,7 @@ def test_leader_that_was_given_up_is_not_asked_again_because_another_peer_still_
     asyncio.run(scenario())
 
 
-def test_peer_that_is_asked_before_it_is_at_the_step_keeps_the_request():
+def test_early_request_is_kept_until_the_step():
     async def scenario():
         network, ids = make_network(2, patience=30.0)
         _, early = network.search(ids[1])
@@ -232,7 +232,7 @@ def test_peer_that_is_asked_before_it_is_at_the_step_keeps_the_request():
     asyncio.run(scenario())
 
 
-def test_peer_that_does_not_come_is_waited_for_a_while_and_not_each_time():
+def test_absent_peer_is_waited_for_in_two_rounds_only():
     async def scenario():
         network, ids = make_network(3)
         present = [peer_id for peer_id in ids if peer_id != ids[2]]
@@ -248,7 +248,7 @@ def test_peer_that_does_not_come_is_waited_for_a_while_and_not_each_time():
     asyncio.run(scenario())
 
 
-def test_late_peer_gets_in_while_the_leader_waits_for_it():
+def test_late_peer_joins_while_the_leader_waits():
     async def scenario():
         network, ids = make_network(3)
         tasks = [network.search(peer_id)[1] for peer_id in ids[:2]]
@@ -259,7 +259,7 @@ def test_late_peer_gets_in_while_the_leader_waits_for_it():
     asyncio.run(scenario())
 
 
-def test_peer_that_does_not_know_the_leader_is_sent_to_it():
+def test_peer_that_does_not_know_the_leader_is_redirected():
     async def scenario():
         network, ids = make_network(4, patience=3.0)
         network.know(ids[1:], by=ids[2:])
@@ -268,7 +268,7 @@ def test_peer_that_does_not_know_the_leader_is_sent_to_it():
     asyncio.run(scenario())
 
 
-def test_leader_that_learns_of_a_better_one_brings_its_followers():
+def test_leader_redirects_its_followers_to_a_better_leader():
     async def scenario():
         network, ids = make_network(4, patience=30.0)
         network.know(ids[1:], by=ids[1:3])
@@ -280,7 +280,7 @@ def test_leader_that_learns_of_a_better_one_brings_its_followers():
     asyncio.run(scenario())
 
 
-def test_newcomer_that_nobody_knows_asks_the_others():
+def test_unknown_newcomer_does_not_lead():
     """The newcomer has the best rank but does not lead: it is not established, and asks the other peers."""
 
     async def scenario():
@@ -308,7 +308,7 @@ def test_newcomers_lead_only_newcomers():
     asyncio.run(scenario())
 
 
-def test_two_that_ask_each_other_form_one_group(monkeypatch):
+def test_peers_that_ask_each_other_form_one_group(monkeypatch):
     async def scenario():
         network, ids = make_network(2)
         # For each peer, the other is the only established one and so the only candidate for the leader.
@@ -334,7 +334,7 @@ def test_clients_wait_for_a_peer_that_accepts_connections():
 
 
 @pytest.mark.parametrize(("number", "clients", "size"), [(10, 0, 4), (10, 8, 4), (6, 5, 2), (4, 0, 4)])
-def test_more_peers_than_a_group_may_have_are_dealt_out(number, clients, size):
+def test_too_many_peers_are_split_into_groups(number, clients, size):
     async def scenario():
         network, ids = make_network(number, clients, patience=30.0)
         for peer in network.peers.values():
@@ -365,7 +365,7 @@ def test_banned_peer_is_left_out():
     asyncio.run(scenario())
 
 
-def test_same_step_is_found_again_after_a_round_that_failed():
+def test_group_is_found_again_after_a_failed_round():
     async def scenario():
         network, ids = make_network(3, patience=30.0)
         first, second = await network.find(ids), await network.find(ids)
@@ -402,7 +402,7 @@ def test_first_answer_to_a_request(join_request, code):
     asyncio.run(scenario())
 
 
-def test_requests_for_a_step_that_is_over_are_sent_away():
+def test_pending_requests_are_disbanded_with_the_step():
     async def scenario():
         network, ids = make_network(2)
         peer = network.peers[ids[0]]
@@ -414,7 +414,7 @@ def test_requests_for_a_step_that_is_over_are_sent_away():
     asyncio.run(scenario())
 
 
-def test_number_of_requests_that_are_kept_is_bounded(monkeypatch):
+def test_number_of_pending_requests_is_bounded(monkeypatch):
     async def scenario():
         monkeypatch.setattr(matchmaking, "MAX_HELD_REQUESTS", 2)
         network, ids = make_network(4)
@@ -432,7 +432,7 @@ def test_number_of_requests_that_are_kept_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("members", ["without us", "one twice"])
-def test_group_that_makes_no_sense_is_not_joined(members):
+def test_invalid_group_is_not_joined(members):
     async def scenario():
         network, ids = make_network(2)
 

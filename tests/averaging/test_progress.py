@@ -83,7 +83,7 @@ def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
         {"client_mode": 1}, {"auxiliary": None}, {"peer_id": b""}, {"peer_id": "Qm"}, {"peer_id": b"x" * 129},
     ],
 )  # fmt: skip
-def test_reports_that_make_no_sense_are_ignored(change):
+def test_invalid_reports_are_ignored(change):
     with pytest.raises(ValueError):
         parse_progress({**record(1), **change}, get_dht_time())
     tracker = see(make_tracker(), {**record(1, epoch=5), **change}, record(2))
@@ -95,7 +95,7 @@ def test_records_that_are_no_reports_are_ignored(value):
     assert see(make_tracker(), value).others == []
 
 
-def test_peers_of_another_protocol_count_for_nothing_and_are_named_once(caplog, monkeypatch):
+def test_peers_of_another_protocol_are_ignored_with_one_warning(caplog, monkeypatch):
     warnings = []
     monkeypatch.setattr(progress_module.logger, "warning", warnings.append)
     tracker = make_tracker()
@@ -105,7 +105,7 @@ def test_peers_of_another_protocol_count_for_nothing_and_are_named_once(caplog, 
     assert len(warnings) == 2 and "protocol 1, this one 2" in warnings[0] and "Update" in warnings[0]
 
 
-def test_banned_and_ignored_peers_count_for_nothing():
+def test_banned_and_ignored_peers_do_not_count():
     tracker = see(make_tracker(), record(1, epoch=9), record(2, epoch=3))
     tracker.banned_peers = lambda: {peer_id(2): 1e12}
     assert tracker.global_epoch == 9
@@ -125,7 +125,7 @@ def test_own_report_under_an_older_key_is_not_another_peer():
 # When a step is due
 
 
-def test_step_is_due_once_all_together_have_the_samples():
+def test_step_is_due_with_enough_samples_in_total():
     tracker = see(make_tracker(target=100), record(1, samples=40), record(2, samples=30))
     tracker.report_samples(20)
     assert tracker.seconds_to_step > 0
@@ -139,7 +139,7 @@ def test_samples_of_other_steps_do_not_count():
     assert tracker.global_progress.samples_accumulated == 0
 
 
-def test_samples_that_a_peer_has_given_to_the_round_still_count():
+def test_contributed_samples_still_count():
     """Otherwise the step would no longer be due for slower peers as soon as the first peer has begun it."""
     reports = [record(1, epoch=1, completed=0, contributed=60), record(2, samples=30), record(3, samples=5)]
     tracker = see(make_tracker(target=100), *reports)
@@ -163,7 +163,7 @@ def test_others_are_assumed_to_compute_while_they_live():
     assert killed.seconds_to_step > 1000, "it does not contribute any more"
 
 
-def test_step_is_not_due_before_the_others_have_been_asked_in_it():
+def test_step_is_not_due_before_new_reports_are_read():
     tracker = see(make_tracker(target=100), record(1, samples=90))
     tracker.complete_step(1, 0)
     tracker.report_samples(100)
@@ -172,7 +172,7 @@ def test_step_is_not_due_before_the_others_have_been_asked_in_it():
     assert tracker.seconds_to_step == 0
 
 
-def test_peer_that_is_alone_takes_its_step_with_all_of_its_samples():
+def test_lone_peer_needs_all_samples_for_its_step():
     """The step of a lone peer is not due before that, whatever its rate predicts."""
     tracker = make_tracker(target=100)
     for samples in range(10, 100, 10):
@@ -229,7 +229,7 @@ def test_nobody_is_established_in_the_first_step():
 @pytest.mark.parametrize(
     ("completed", "is_done"), [([5], True), ([4], False), ([5, 4], False), ([5, 5, 4], True), ([], False)]
 )
-def test_step_is_done_elsewhere_if_most_say_so(completed, is_done):
+def test_step_is_done_elsewhere_if_most_peers_report_it(completed, is_done):
     """One false report among several does not end the round of this peer."""
     reports = [record(number + 1, epoch=5, completed=value) for number, value in enumerate(completed)]
     assert see(make_tracker(), *reports).is_done_elsewhere(5) == is_done
@@ -254,7 +254,7 @@ def test_step_of_the_run(epochs, agreed, credible):
     assert (tracker.agreed_epoch, tracker.credible_epoch()) == (agreed, credible)
 
 
-def test_step_that_the_others_have_begun_is_not_theirs_before_it_is_completed():
+def test_begun_step_is_not_the_agreed_step():
     """A newcomer joins the round of the begun step. If the newcomer reported that step as completed, the other peers
     would continue without its update.
     """
@@ -265,7 +265,7 @@ def test_step_that_the_others_have_begun_is_not_theirs_before_it_is_completed():
 # Background thread
 
 
-def test_reports_are_limited_and_steps_are_told_at_once(monkeypatch):
+def test_reports_are_rate_limited_except_for_new_steps(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock.now)
     tracker = make_tracker(min_refresh_period=0.5)
@@ -281,7 +281,7 @@ def test_reports_are_limited_and_steps_are_told_at_once(monkeypatch):
     assert isinstance(parse_progress(stored, get_dht_time()), PeerProgress)
 
 
-def test_rate_that_others_count_on_falls_while_a_local_step_takes_longer(monkeypatch):
+def test_reported_rate_falls_during_a_long_local_step(monkeypatch):
     """Otherwise a peer whose first batch was ready at once would make other peers' steps due early."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
@@ -313,7 +313,7 @@ def test_slow_dht_neither_silences_this_peer_nor_declares_the_others_dead(monkey
     assert tracker.num_expected(1) == 0
 
 
-def test_thread_survives_a_dht_that_does_not_answer(monkeypatch):
+def test_thread_survives_a_silent_dht(monkeypatch):
     monkeypatch.setattr(progress_module, "DHT_TIMEOUT", 0.1)
     tracker = make_tracker(default_refresh_period=0.1)
     tracker.dht.answers = False

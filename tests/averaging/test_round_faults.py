@@ -15,7 +15,7 @@ from utils import store_record
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_gradient_that_is_not_finite_is_dropped_and_counted(build_swarm, value):
+def test_non_finite_gradient_is_dropped_and_counted(build_swarm, value):
     swarm = build_swarm(target_batch_size=64)
     trainer = swarm.add()
     for poison in (None, value, None):
@@ -57,7 +57,7 @@ def test_bad_sender_changes_nothing_and_is_banned(build_swarm, kind, value):
 
 
 @pytest.mark.parametrize(("kind", "value"), BAD_VALUES)
-def test_bad_member_that_reduces_is_banned_and_costs_its_part_of_one_round(build_swarm, kind, value):
+def test_faulty_reducer_is_banned_and_costs_its_part_of_one_round(build_swarm, kind, value):
     """The faulty peer also sends invalid averages. The other peers keep their own values there and continue."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
     swarm.add_several(False, False, False)
@@ -134,7 +134,7 @@ def test_liar_about_the_step_is_ignored_though_others_offer_their_state(build_sw
 
 
 @pytest.mark.parametrize("kind", ["hivemind", "protocol"])
-def test_trainer_that_does_not_belong_to_the_run_changes_nothing(build_swarm, tmp_path, caplog, kind):
+def test_foreign_trainer_is_ignored(build_swarm, tmp_path, caplog, kind):
     """The trainer is plain hivemind with the same run ID, or this project with another protocol number."""
     swarm, replay = build_swarm(matchmaking_time=15.0, averaging_timeout=40.0), Replay()
     swarm.add_several(False, False)

@@ -78,7 +78,7 @@ def test_every_compression_takes_about_the_steps_of_one_process(build_swarm, com
             assert (trainer.parameters - swarm.trainers[0].parameters).norm() < tolerance * change
 
 
-def test_clipping_bounds_what_a_peer_contributes(build_swarm):
+def test_clipping_bounds_a_contribution(build_swarm):
     swarm = build_swarm(target_batch_size=8, max_grad_norm=0.25)
     trainer = swarm.add()
     trainer.local_step(swarm.take(8))
@@ -160,7 +160,7 @@ def test_round_that_is_called_off_keeps_nobody_waiting(build_swarm):
     leader.result(15)  # the timeout for a silent peer is 30 seconds
 
 
-def test_catching_up_keeps_nobody_waiting(build_swarm):
+def test_loading_a_state_leaves_the_group(build_swarm):
     swarm = build_swarm(target_batch_size=1000, averaging_timeout=120.0)
     swarm.add_several(False, False)
     rounds = swarm.schedule_rounds(step=1)
@@ -212,7 +212,7 @@ def test_averager_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd)
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_optimizer_ends_after_a_round_that_was_called_off(build_swarm, capfd):
+def test_optimizer_ends_after_a_cancelled_round(build_swarm, capfd):
     trainer = build_swarm().add()
     control = trainer.averager.schedule_round(1, timeout=30.0)
     control.call_off()
@@ -323,7 +323,7 @@ def test_part_for_a_round_that_never_begins_is_refused_in_time(group_id):
     assert time.monotonic() - started < 4
 
 
-def test_number_of_parts_that_wait_for_a_round_is_bounded(monkeypatch):
+def test_number_of_waiting_parts_is_bounded(monkeypatch):
     monkeypatch.setattr("lib.averaging.rounds.MAX_WAITING_STREAMS", 0)
     started = time.monotonic()
     assert asyncio.run(LateAverager().first_answer(b"unknown")).code == BAD_GROUP_ID

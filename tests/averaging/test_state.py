@@ -228,7 +228,7 @@ def test_updates_are_those_of_one_process(swarm, optimizer, are_averaged):
     assert torch.equal(flat(averager.main_parameters), flat(own))
 
 
-def test_update_to_a_later_step_has_the_learning_rate_of_the_one_before_it(swarm):
+def test_update_has_the_learning_rate_of_the_previous_step(swarm):
     averager = swarm.add(hyperparameters=arguments(warmup_steps=0, total_steps=10))
     used = []
     step = averager.optimizer.step
@@ -296,7 +296,7 @@ def test_offers_and_snapshots_carry_the_applied_step(swarm):
 # Copies of the state
 
 
-def test_downloads_of_one_state_share_a_copy_which_no_update_changes(swarm):
+def test_downloads_of_one_state_share_an_unchanging_copy(swarm):
     averager = swarm.add()
     first, second = (averager.get_current_state()[1] for _ in range(2))
     snapshot = averager.snapshot()[1]
@@ -474,7 +474,7 @@ async def break_off_once(self, request: DownloadRequest, context) -> AsyncIterat
         yield message
 
 
-def test_averager_that_ends_breaks_off_its_download(swarm):
+def test_shutdown_cancels_the_download(swarm):
     newcomer, silent = swarm.add(), swarm.add()
     offer(silent, step=5)
     swarm.wait_for_offers(silent)
@@ -494,7 +494,7 @@ def test_download_that_breaks_off_is_tried_again(swarm):
 
 
 @pytest.mark.parametrize("behaviour", [trickle, break_off, fail])
-def test_donor_that_does_not_finish_costs_bounded_time_and_changes_nothing(swarm, behaviour):
+def test_unfinished_download_takes_bounded_time_and_changes_nothing(swarm, behaviour):
     donor, newcomer = swarm.add(behaviour=behaviour), swarm.add(donor_timeout=3.0, download_timeout=8.0)
     offer(donor, step=5)
     swarm.wait_for_offers(donor)
@@ -516,7 +516,7 @@ def test_donor_that_trickles_leaves_the_others_their_time(swarm):
     assert donor == str(good.peer_id)
 
 
-def test_donor_that_is_slow_and_alone_may_finish(swarm):
+def test_slow_donor_without_alternatives_may_finish(swarm):
     """The other offers are of peers that do not exist."""
     slow, newcomer = swarm.add(behaviour=send_slowly), swarm.add(download_timeout=100.0)
     offer(slow, step=5)
@@ -541,7 +541,7 @@ def make_dial(result: Exception | None) -> asyncio.Future:
     ("elapsed", "fraction", "is_too_slow"),
     [(5, 0.0, False), (11, 0.0, True), (50, 0.6, True), (50, 0.7, False), (90, 1.0, True), (70, 0.95, False)],
 )
-def test_donor_is_given_up_if_it_would_take_too_long_while_others_can_be_reached(elapsed, fraction, is_too_slow):
+def test_slow_donor_is_abandoned_for_reachable_donors(elapsed, fraction, is_too_slow):
     async def check(dials: list[Exception | None]) -> bool:
         download = StateDownload(SimpleNamespace(donor_timeout=60.0), make_query())
         began = download.started = time.monotonic() - elapsed
@@ -586,7 +586,7 @@ def find_slowly(method: Callable, real_peers: list[PeerID]) -> Callable:
     return find
 
 
-def test_offers_of_peers_that_do_not_exist_cost_little_time(swarm, monkeypatch):
+def test_offers_of_nonexistent_peers_take_little_time(swarm, monkeypatch):
     donor_peer, newcomer_peer = swarm.add_peer(), swarm.add_peer()
     for name in ("connect", "stream_open"):
         slow = find_slowly(getattr(Client, name), [donor_peer.dht.peer_id, newcomer_peer.dht.peer_id])
@@ -604,7 +604,7 @@ def test_offers_of_peers_that_do_not_exist_cost_little_time(swarm, monkeypatch):
 # Credible steps
 
 
-def test_donor_of_a_doubtful_step_is_asked_last_and_refused_if_others_offer(swarm):
+def test_donor_of_a_doubtful_step_is_the_last_resort(swarm):
     honest, liar, newcomer = swarm.add(), swarm.add(), swarm.add(donor_timeout=6.0)
     offer(honest, step=7)
     offer(liar, step=30_000)
@@ -639,7 +639,7 @@ def test_doubtful_step_is_refused_although_the_credible_donor_fails(swarm):
     assert newcomer.download_state()[1]["epoch"] == 30_000
 
 
-def test_credible_steps_grow_with_the_time_that_a_download_takes():
+def test_credible_step_grows_with_the_time_of_a_download():
     download = StateDownload(SimpleNamespace(), make_query(credible_epoch=10))
     assert 12 <= download.max_epoch < 13
     download.started -= 100
@@ -647,7 +647,7 @@ def test_credible_steps_grow_with_the_time_that_a_download_takes():
     assert StateDownload(SimpleNamespace(), make_query()).max_epoch == float("inf")
 
 
-def test_donors_are_ranked_by_step_and_malformed_offers_are_left_out():
+def test_donors_are_ranked_by_step_without_malformed_offers():
     offers = [3, 5.0, 4, 2**31, -1, float("nan"), float("inf"), "6", None, True, 30_000]
     records = {bytes([number]): ValueWithExpiration(value, 1e12) for number, value in enumerate(offers)}
     records |= {"text": ValueWithExpiration(5, 1e12), b"none": None}
@@ -756,7 +756,7 @@ def test_unexpected_tensors_are_refused_before_they_are_deserialized(swarm, monk
 
 
 @pytest.mark.parametrize("serialized", [b"", b"\xc1", b"x" * 200, MSGPackSerializer.dumps([5])])
-def test_metadata_that_are_too_long_or_malformed_are_refused(serialized):
+def test_invalid_metadata_are_refused(serialized):
     averager = SimpleNamespace(max_metadata_bytes=100, serializer=MSGPackSerializer)
     download = StateDownload(averager, make_query())
     with pytest.raises(StateLoadError):

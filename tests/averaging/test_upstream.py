@@ -46,7 +46,7 @@ def overridden_by(cls: type) -> Iterator[str]:
             yield f"{owner.__module__.removeprefix('hivemind.')}:{owner.__qualname__}.{name}"
 
 
-def test_hivemind_is_the_one_that_the_workarounds_were_tested_with():
+def test_hivemind_is_the_tested_version():
     changed = [
         f'    "{name}": ("{row}", "{upstream.digest(name)}"),'
         for name, (row, tested) in upstream.TESTED.items()
@@ -60,12 +60,12 @@ def test_hivemind_is_the_one_that_the_workarounds_were_tested_with():
     assert f"hivemind=={upstream.TESTED_VERSION}\n" in REQUIREMENTS.read_text()
 
 
-def test_all_that_is_overridden_is_watched():
+def test_overridden_methods_have_digests():
     missing = {name: ours for name, ours in overrides() if name not in upstream.TESTED}
     assert not missing, "add these to TESTED in lib/averaging/upstream.py and to the catalogue"
 
 
-def test_catalogue_has_a_row_for_all_that_is_watched():
+def test_digests_have_catalogue_rows():
     assert {row for row, _ in upstream.TESTED.values()} <= catalogue_rows().keys()
 
 
@@ -77,7 +77,7 @@ def test_tests_that_the_catalogue_names_exist():
             assert f"def {function}(" in (ROOT / file).read_text(), f"row {row}: {file}::{function}"
 
 
-def test_another_hivemind_is_named_with_the_rows_to_check(monkeypatch, caplog):
+def test_another_hivemind_version_logs_the_rows_to_check(monkeypatch, caplog):
     upstream.warn_of_changes()
     assert not caplog.records
     monkeypatch.setattr(hivemind, "__version__", "1.2.0")

@@ -88,7 +88,7 @@ def chunks(tensor: torch.Tensor) -> list[runtime_pb2.Tensor]:
     return list(split_for_streaming(serialize(tensor)))
 
 
-def test_chunks_come_together():
+def test_chunks_are_assembled():
     assembler, fractions = TensorAssembler(SPECS), [0.0]
     for chunk in (chunk for tensor in TENSORS for chunk in chunks(tensor)):
         assert not assembler.is_complete
@@ -101,7 +101,7 @@ def test_chunks_come_together():
         assembler.add(chunks(TENSORS[0])[0])
 
 
-def test_assembler_holds_no_more_than_it_expects():
+def test_size_of_the_assembler_is_bounded():
     first, second, *_ = chunks(TENSORS[0])
     assembler = TensorAssembler(SPECS)
     with pytest.raises(ValueError, match="dtype"):
@@ -115,7 +115,7 @@ def test_assembler_holds_no_more_than_it_expects():
     assert len(assembler._buffer) <= 240_000 and not assembler.tensors
 
 
-def test_dtype_of_a_later_chunk_is_not_looked_at():
+def test_dtype_of_a_later_chunk_is_ignored():
     first, *rest = chunks(TENSORS[0])
     assembler = TensorAssembler(SPECS[:1])
     for chunk in (first, *(changed(chunk, dtype="U50000", compression=NONE, size=(9,)) for chunk in rest)):

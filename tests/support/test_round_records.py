@@ -26,7 +26,7 @@ def make_round(step: int, begin: float, *members: str, **values) -> Round:
     return Round(step, begin=begin, end=begin + 2, size=len(ids), members=ids, **values)
 
 
-def test_a_round_is_complete_if_all_live_trainers_are_in_one_group():
+def test_round_is_complete_if_all_live_trainers_are_in_one_group():
     one = make_peer("one", {step: make_round(step, 10.0 * step, "one", "two") for step in (1, 2, 3)})
     two = make_peer("two", {step: make_round(step, 10.0 * step + 1, "one", "two") for step in (1, 2)})
     two.rounds[3] = make_round(3, 31.0, "two", "three")
@@ -51,7 +51,7 @@ def test_frozen_and_downloading_trainers_are_not_missed():
     assert summary.peers[1].seconds_downloading == 4.0
 
 
-def test_rounds_that_were_missed_or_partial():
+def test_missed_and_partial_rounds():
     one = make_peer("one", {1: make_round(1, 10.0, "one", "two"), 2: make_round(2, 20.0, "one", "two")})
     two = make_peer("two", {1: make_round(1, 10.0, "one", "two", received=0.5)})
     two.rounds[2] = make_round(2, 20.0, outcome="missed")
