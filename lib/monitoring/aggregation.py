@@ -1,38 +1,40 @@
-"""From what trainers publish on the DHT to one line a global step: which steps are complete, their loss, who is alive.
+"""Aggregate the records that trainers publish on the DHT into one report per global step.
 
-Pure logic: no DHT, no clock, no torch. Everything here was written by strangers, so nothing of it is believed blindly.
+Pure logic: no DHT, no clock, no torch. All records are written by untrusted peers.
 
-**Alive** is a peer whose heartbeat (its progress report) is younger than `alive_timeout`, or whose metrics
-changed within that time, unless it said goodbye. Keys that share a peer ID are one peer: a trainer that restarted.
+**Live peers.** A peer is alive if its heartbeat (its progress report) is younger than `alive_timeout`, or if its
+metrics changed within that time, unless it announced its departure. Keys with the same peer ID count as one peer: a
+trainer that restarted.
 
-**The step of the run** is put to the vote: a live peer votes for the step that it stands at and, with it, for all
-before. Peers that no longer take part (behind what was reported, or without a new sample for long) do not vote. Those
-that said goodbye after a step that is not reported yet do, for `alive_timeout`: otherwise the slowest, left behind at
-the end of a run, would unmake the step that all the others have taken. A step is complete and gets reported, once and
-in ascending order, when
+**Global step of the run.** It is decided by vote. A live peer votes for its current step, and so for all earlier ones.
+Peers that no longer take part (behind the reported steps, or without a new sample for long) have no vote. A peer that
+left after a step that is not reported yet keeps its vote for `alive_timeout`. Otherwise the slowest peer, alone at the
+end of a run, would roll back the step that all other peers have taken. A step is complete, and is reported once and in
+ascending order, when
 
 1. every voter has reported it or a later one; or
-2. half of the voters stand at it or beyond, and the others had `settle_time` to follow.
+2. half of the voters are at this step or a later one, and the others had `settle_time` to follow.
 
-What more than half of the voters have not nearly reached (`MAX_SPREAD`) is not even kept: one peer, however far ahead,
-must neither move the run nor hold it back. A jump of more than `MAX_JUMP` steps is believed only after it has stood
-for `settle_time` (six times as long if a single peer tells of it), so that the first record to be seen does not
-decide, and at most `MAX_STEPS_PER_SECOND` since the last report, so that one liar who is left alone for a while cannot
-either.
+Steps more than `MAX_SPREAD` ahead of the majority of the voters are dropped: one peer, however far ahead, must neither
+advance the run nor hold it back. A jump of more than `MAX_JUMP` steps is accepted only after it has been visible for
+`settle_time` (six times as long if a single peer reports it), so that the first record does not decide. The global
+step grows by at most `MAX_STEPS_PER_SECOND` since the last report, so that one Byzantine peer that is alone for a
+while does not decide either.
 
-**Going back.** Whoever is seen first is believed, since nobody is there to contradict. Should it be a liar, or should
-a run that has lost its state begin again, then the trainers stand far behind what was reported. Once more than half of
-those who take part do (half, if the jump there was a single peer's word), have made steps before our eyes, and still
-do after `settle_time`, their step is the run's: reporting goes on from there.
+**Rollback.** The first peer to be seen is believed, since no other peer contradicts it. If that peer was Byzantine, or
+if a run lost its state and restarted, the trainers are far behind the reported step. The aggregator adopts their step
+and continues from there once more than half of the active peers are behind (half, if a single peer reported the
+jump), have completed steps while the aggregator watched, and are still behind after `settle_time`.
 
-**A run that is revived** from a checkpoint, after all its trainers were killed, takes the steps since then once more.
-Those that were reported are not reported again if they are few: reports go on with the first step that is new. If they
-are so many that the trainers make two of them and `settle_time` passes while they still are more than `MAX_SPREAD`
-behind, it is a run that has gone back, and the rest of them is reported a second time.
+**Revived run.** A run that is restored from a checkpoint, after all its trainers were killed, repeats the steps since
+the checkpoint. If these are few, they are not reported again: reports continue with the first new step. If they are so
+many that the trainers complete two of them and `settle_time` passes while the trainers are still more than
+`MAX_SPREAD` steps behind, this is a rollback, and the remaining steps are reported a second time.
 
-**Limits.** A vote costs a key pair and nothing else. Liars that outnumber the honest voters (two against one) decide
-what the step is, and steps that they skip are lost; one against one, a liar is believed `MAX_SPREAD` steps ahead. A
-peer's loss and speed are its own word: its weight is bounded, see `StepReport`, but not what it says.
+**Limits.** A vote costs no more than a key pair. Byzantine peers that outnumber the honest voters (two against one)
+decide the global step, and the steps that they skip are lost. One against one, a Byzantine peer is believed up to
+`MAX_SPREAD` steps ahead. The loss and the speed of a peer are self-reported: their weight is bounded, see
+`StepReport`, their values are not.
 """
 
 import dataclasses
@@ -58,25 +60,25 @@ from lib.common.metrics_schema import (
     read_whole,
 )
 
-MAX_TIME = 1e12  # seconds; with clocks that far off, the rest of a heartbeat is no better
+MAX_TIME = 1e12  # seconds; a heartbeat with a clock that far off is invalid
 MAX_SUBKEY_BYTES = 4096  # an RSA-2048 public key with its tag has about 400
 MAX_PEER_ID_BYTES = 128  # libp2p's have 34 to 42
 
-MAX_JUMP = HISTORY_LENGTH  # steps between two refreshes that are nothing special
-MAX_STEPS_PER_SECOND = 10.0  # far more than any run does: matchmaking alone takes seconds, in a toy demo half of one
-LONE_JUMP_FACTOR = 6  # how much longer than others a jump must stand that one peer alone tells of
-MAX_SPREAD = 3  # steps that peers may be apart who take part in the same run; averaging together, they hardly are
-MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept of one peer
-# Peers go on computing until they notice that the target is reached and while they look for a group. Four targets from
-# one peer are more than that ever gave, except where a single local step exceeds the target.
+MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
+MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
+LONE_JUMP_FACTOR = 6  # multiplies `settle_time` for a jump that a single peer reports
+MAX_SPREAD = 3  # steps between peers of the same run; peers that average together are hardly ever apart
+MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
+# In target batches. Peers keep computing until they notice that the target is reached, and during matchmaking. No peer
+# was seen to reach four targets that way, except where a single local step exceeds the target.
 MAX_OVERSHOOT = 4
 
-_OWNER = re.compile(rb"\[owner:(.+?)\]")  # as hivemind's RSASignatureValidator marks the signer's public key
+_OWNER = re.compile(rb"\[owner:(.+?)\]")  # the tag of the signer's public key, see hivemind's RSASignatureValidator
 
 
 @cache
 def peer_step_class(schema: type[LocalMetrics]) -> type:
-    """The class of what one peer, a public key, says of one global step: the metrics of `schema` after `peer`."""
+    """Build the dataclass of one peer's report of a global step: `peer` (public key), then the metrics of `schema`."""
     required = [("peer", bytes)]
     optional = []
     for metric in describe_metrics(schema):
@@ -93,7 +95,7 @@ PeerStep = peer_step_class(LocalMetrics)
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """A peer's heartbeat; or its last word (`goodbye`), then all else is empty."""
+    """Heartbeat of a peer. With `goodbye`, the peer has left and all other fields are empty."""
 
     peer: bytes  # public key
     peer_id: bytes = b""
@@ -107,12 +109,12 @@ class PeerProgress:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One global step of the whole collaboration.
+    """Aggregated metrics of one global step.
 
-    `loss`: mean over micro-batches of each peer that took exactly this step, weighted by the peers' samples; None if
-    nobody told of any. Of one peer, no more than four target batches are believed, as weight and in `samples`, once
-    more than half of the live peers have told of the same target. `metrics`: those that were declared besides the five
-    of hivemind's record, by the names of their curves; None if nobody told of any.
+    `loss`: mean over the micro-batches of each peer that took exactly this step, weighted by the peers' samples; None
+    if no peer reported one. The weight of a peer, and its part of `samples`, is bounded by `MAX_OVERSHOOT` target
+    batches once more than half of the live peers have published the same target. `metrics`: metrics declared besides
+    the five of hivemind's record, by the names of their curves; a value is None if no peer reported it.
     """
 
     step: int
@@ -122,7 +124,7 @@ class StepReport:
     performance: float  # samples per second of all live peers
     contributors: int  # peers with samples in this step
     mini_steps: int
-    time: float  # when it was found complete, seconds
+    time: float  # seconds; when the aggregator found the step complete
     contributions: tuple[PeerStep, ...] = ()
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
@@ -147,7 +149,7 @@ def _peer_progress(peer: bytes, value: object) -> PeerProgress:
 
 
 def _owner(subkey: object) -> bytes | None:
-    """The public key that a record is signed with; None if the subkey cannot be one."""
+    """Return the public key that a record is signed with; None if the subkey is not a valid one."""
     if not isinstance(subkey, bytes) or not 0 < len(subkey) <= MAX_SUBKEY_BYTES:
         return None
     tagged = _OWNER.search(subkey)
@@ -155,7 +157,7 @@ def _owner(subkey: object) -> bytes | None:
 
 
 def _records(raw: object, refused: Counter) -> Iterator[tuple[bytes, object]]:
-    """Public keys and values of what `dht.get` returned, with or without expiration times."""
+    """Yield public key and value of each record that `dht.get` returned, with or without expiration times."""
     raw = getattr(raw, "value", raw)
     if raw is None:
         return
@@ -171,11 +173,11 @@ def _records(raw: object, refused: Counter) -> Iterator[tuple[bytes, object]]:
 
 
 def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tuple[list[PeerStep], Counter]:
-    """Read the records under `{run_id}_metrics`.
+    """Parse the records under `{run_id}_metrics`. Never raises.
 
     :param raw: subkey -> value, as `dht.get` returned it; a value may be a ValueWithExpiration
-    :param schema: the metrics to look for
-    :returns: the records that make sense, and how many do not, by reason. Never raises
+    :param schema: the metrics to read
+    :returns: the valid records, and the number of invalid ones by reason
     """
     steps, refused = [], Counter()
     for peer, value in _records(raw, refused):
@@ -191,9 +193,9 @@ def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tup
 def parse_history(
     raw: object, after_step: int = -1, schema: type[LocalMetrics] = LocalMetrics
 ) -> tuple[list[PeerStep], Counter]:
-    """Read the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
+    """Parse the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
 
-    :param after_step: entries up to this step are skipped unread; they are most of a history
+    :param after_step: entries up to this step, most of a history, are skipped unread
     """
     steps, refused = [], Counter()
     for peer, entries in _records(raw, refused):
@@ -214,9 +216,9 @@ def parse_history(
 
 
 def parse_progress(raw: object) -> tuple[list[PeerProgress], Counter]:
-    """Read the heartbeats under `{run_id}_training_progress`; arguments and result as for `parse_metrics`.
+    """Parse the heartbeats under `{run_id}_training_progress`; arguments and result as for `parse_metrics`.
 
-    Those of auxiliary peers are left out: they train nothing.
+    Auxiliary peers are skipped: they compute no gradients.
     """
     heartbeats, refused = [], Counter()
     for peer, value in _records(raw, refused):
@@ -230,7 +232,7 @@ def parse_progress(raw: object) -> tuple[list[PeerProgress], Counter]:
 
 
 def parse_usernames(raw: object) -> dict[bytes, str]:
-    """Read the names under `{run_id}_peers`: public key -> what its owner calls itself, which may be anything."""
+    """Parse the names under `{run_id}_peers`: public key -> name, an arbitrary string that the peer chose."""
     return {
         peer: value["username"]
         for peer, value in _records(raw, Counter())
@@ -239,7 +241,7 @@ def parse_usernames(raw: object) -> dict[bytes, str]:
 
 
 def parse_target_batch_sizes(raw: object) -> dict[bytes, int]:
-    """Read the target batch sizes under `{run_id}_peers`: public key -> samples of a global step, by its word."""
+    """Parse the target batch sizes under `{run_id}_peers`: public key -> samples per global step, as reported."""
     return {
         peer: value["target_batch_size"]
         for peer, value in _records(raw, Counter())
@@ -251,17 +253,17 @@ def parse_target_batch_sizes(raw: object) -> dict[bytes, int]:
 
 @dataclass(slots=True)
 class _Peer:
-    """What is known of one public key. Times are in seconds on the monitor's clock."""
+    """State of one public key. Times are in seconds on the monitor's clock."""
 
     key: bytes
     moved: float  # when its step or its number of samples last changed
     present: float  # when it was last found in the DHT
-    pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that are not reported yet
+    pending: dict[int, PeerStep] = field(default_factory=dict)  # steps that are not reported yet
     newest: PeerStep | None = None
     progress: PeerProgress | None = None
     last_alive: float = -math.inf
-    left: float | None = None  # when its goodbye was found
-    num_steps_seen: int = 0  # steps that it has made since it is known
+    left: float | None = None  # when the aggregator found its goodbye
+    num_steps_seen: int = 0  # steps that the peer completed while the aggregator watched
 
     @property
     def identity(self) -> bytes:
@@ -273,38 +275,38 @@ class _Peer:
 
     @property
     def step(self) -> int:
-        """Where it stands: the heartbeat of a step may be there before its metrics are."""
+        """The newest step of this peer. Its heartbeat may arrive before its metrics."""
         return max(self.reported_step, self.progress.epoch if self.progress else -1)
 
     def newest_value(self, metric: Metric) -> float:
-        """0 if it has not told; a peer without metrics yet may have told in its heartbeat."""
+        """The newest value of a metric, 0 if unknown. The heartbeat is used until the first metrics arrive."""
         return getattr(self.newest or self.progress, metric.name, None) or 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Vote:
-    """The farthest step that is reached by so many voters; -1 if there are none."""
+    """Outcome of a vote: for each quorum the newest step that it has reached; -1 if there are no voters."""
 
-    all: int  # ... and reported, not only said to be reached
-    majority: int  # more than half
-    half: int  # half or more
-    ceiling: float  # the farthest step to be believed of anyone
+    all: int  # all voters; they have published metrics of this step, not only a heartbeat
+    majority: int  # more than half of the voters
+    half: int  # at least half of the voters
+    ceiling: float  # records of later steps are dropped
 
 
 class MetricsAggregator:
-    """Turns successive views of the DHT into one StepReport per global step; the module's docstring has the rules.
+    """Converts successive snapshots of the DHT into one StepReport per global step. See the module docstring.
 
-    Memory and time are bounded by `max_peers` and MAX_PENDING_STEPS, whatever is published: known peers go before
-    unknown ones, and if all `max_peers` are alive, newcomers are refused.
+    Memory and time are bounded by `max_peers` and MAX_PENDING_STEPS, whatever is published: known peers have priority
+    over unknown ones, and newcomers are refused while `max_peers` peers are alive.
 
-    :param last_reported_step: the newest step that was reported before a restart, -1 if none; nothing up to it is
-        repeated
-    :param alive_timeout: seconds without a sign of life after which a peer is gone. hivemind's heartbeat comes at
-        least every half `metadata_expiration`, which is 60 seconds here
-    :param settle_time: seconds that stragglers are waited for
-    :param target_batch_size: samples of a global step, until more than half of the live peers agree on one; bounds the
-        weight of one peer, None: no bound
-    :param max_peers: the most public keys that are tracked
+    :param last_reported_step: newest step reported before a restart, -1 if none; steps up to this one are not reported
+        again
+    :param alive_timeout: seconds without a sign of life after which a peer counts as gone. hivemind's heartbeat comes
+        at least every half `metadata_expiration`, which is 60 seconds here
+    :param settle_time: seconds to wait for stragglers
+    :param target_batch_size: samples per global step, until more than half of the live peers agree on a value; bounds
+        the weight of one peer. None: no bound
+    :param max_peers: maximum number of public keys to track
     :param schema: the metrics to aggregate
     :raises ValueError: if a duration or `max_peers` is not above zero
     """
@@ -323,18 +325,20 @@ class MetricsAggregator:
         self.last_reported_step = last_reported_step
         self.alive_timeout, self.settle_time, self.max_peers = alive_timeout, settle_time, max_peers
         self.target_batch_size, self.schema = target_batch_size, schema
-        self.refused: Counter = Counter()  # records that the newest update did not use, by reason
-        self.alive_peers = self.alive_clients = 0  # at the newest update; clients accept no connections
-        self.run_step: int | None = None  # where more than half of the voters stood then, None without any
+        self.refused: Counter = Counter()  # records refused in the newest update, by reason
+        self.alive_peers = self.alive_clients = 0  # in the newest update; clients are peers in client mode
+        self.run_step: int | None = None  # the step of the majority in the newest update, None without voters
         self._peers: dict[bytes, _Peer] = {}
-        self._reached: dict[int, float] = {}  # pending step -> when half of the voters were first seen there
+        self._reached: dict[int, float] = {}  # pending step -> when half of the voters had first reached it
         self._now = -math.inf
         self._last_report_time: float | None = None
         self._read_any_metrics = False
-        self._lone_witness: bytes | None = None  # the peer of whom alone we have the steps reported last ...
-        self._told_alone_after = -1  # ... all those after this one ...
-        self._has_jumped = False  # ... and whether there was a jump among them
-        self._behind_since: float | None = None  # when those who take part were first seen to stand behind
+        # Set while the latest reports came from a single peer: which peer, after which step, and whether the peer
+        # skipped more than MAX_JUMP steps.
+        self._lone_witness: bytes | None = None
+        self._told_alone_after = -1
+        self._has_jumped = False
+        self._behind_since: float | None = None  # when the active peers were first found behind the reported step
 
     def update(
         self,
@@ -344,7 +348,7 @@ class MetricsAggregator:
         progress: object = None,
         peers: object = None,
     ) -> list[StepReport]:
-        """Take in what the DHT holds now and return the steps that are complete, in ascending order.
+        """Process a snapshot of the DHT and return the newly completed steps, in ascending order.
 
         :param now: hivemind's DHT time in seconds; heartbeats are compared with it
         :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it; None or {} if there is none
@@ -358,7 +362,7 @@ class MetricsAggregator:
         live_peers = self._live_peers()
         self._learn_target(parse_target_batch_sizes(self._bounded(peers)), live_peers)
         if self._go_back_if_outvoted(live_peers):
-            steps = []  # the histories were not read that far back; they are all there at the next update
+            steps = []  # the histories were parsed from a later step on; the next update has them in full
         vote = self._vote(live_peers)
         self._keep_steps(steps, vote)
         reports = self._take_complete(vote, live_peers)
@@ -366,15 +370,18 @@ class MetricsAggregator:
         return reports
 
     def flush(self, now: float) -> list[StepReport]:
-        """At shutdown: the steps that more than half of the voters have reached, without waiting for stragglers."""
+        """Return the steps that more than half of the voters have reached, without waiting for stragglers.
+
+        For the shutdown of the monitor.
+        """
         self._now = max(now, self._now)
         live_peers = self._live_peers()
         return self._take_complete(self._vote(live_peers), live_peers, wait_for_stragglers=False)
 
-    # Taking in records
+    # Records
 
     def _take_in(self, metrics: object, history: object, progress: object) -> list[PeerStep]:
-        """Note who is there and where they stand; return all steps that they tell of."""
+        """Update the state of each peer and return all steps that the records contain."""
         heartbeats, refused_progress = parse_progress(self._bounded(progress))
         steps, refused_metrics = parse_metrics(self._bounded(metrics), self.schema)
         old_steps, refused_history = parse_history(self._bounded(history), self.last_reported_step, self.schema)
@@ -390,8 +397,8 @@ class MetricsAggregator:
         for record in steps:
             if record.step > newest.setdefault(record.peer, record).step:
                 newest[record.peer] = record
-        # Metrics live for minutes after their peer has died. Those that a monitor finds when it starts prove no life,
-        # if there are heartbeats to go by.
+        # Metrics stay in the DHT for minutes after their peer has died. Metrics found at the start of a monitor are no
+        # sign of life where heartbeats are available.
         is_news = self._read_any_metrics or not heartbeats
         for record in newest.values():
             self._note_newest(record, is_news)
@@ -399,7 +406,7 @@ class MetricsAggregator:
         return steps
 
     def _bounded(self, raw: object) -> object:
-        """At most `max_peers` of the records, those of known peers first."""
+        """Return at most `max_peers` of the records, records of known peers first."""
         raw = getattr(raw, "value", raw)
         if not isinstance(raw, Mapping) or len(raw) <= self.max_peers:
             return raw
@@ -425,7 +432,7 @@ class MetricsAggregator:
             if peer.left is None:
                 peer.left = self._now
             return
-        # A clock that is ahead buys no longer life: what counts is when this heartbeat was first seen.
+        # A peer whose clock is ahead does not stay alive longer: its heartbeat counts from when it was first seen.
         time = min(heartbeat.time, self._now)
         if peer.left is not None and time > peer.left:
             peer.left = None
@@ -451,7 +458,7 @@ class MetricsAggregator:
             peer = self._peers.get(record.peer)
             if peer is None or record.step <= self.last_reported_step or record.step in peer.pending:
                 continue
-            # Nobody can tell of a step before the run is there; if it is true, the history will bring it again.
+            # Drop steps beyond the ceiling. Genuine ones reappear in the peer's history.
             if record.step > vote.ceiling:
                 self.refused["ahead of the run"] += 1
             elif len(peer.pending) >= MAX_PENDING_STEPS:
@@ -459,7 +466,7 @@ class MetricsAggregator:
             else:
                 peer.pending[record.step] = record
 
-    # Who is there
+    # Live peers and votes
 
     def _is_alive(self, peer: _Peer) -> bool:
         return peer.left is None and self._now - peer.last_alive <= self.alive_timeout
@@ -468,7 +475,7 @@ class MetricsAggregator:
         return peer.left is not None and self._now - peer.left <= self.alive_timeout
 
     def _live_peers(self) -> list[_Peer]:
-        """Each live peer once: of the keys with the same peer ID, the one that was heard of last."""
+        """Return each live peer once: of several keys with the same peer ID, the one with the newest sign of life."""
         live: dict[bytes, _Peer] = {}
         for peer in self._peers.values():
             rival = live.get(peer.identity)
@@ -477,7 +484,7 @@ class MetricsAggregator:
         return list(live.values())
 
     def _learn_target(self, told: dict[bytes, int], live_peers: list[_Peer]) -> None:
-        """Take over the target batch size that more than half of the live peers tell of; else keep the one before."""
+        """Adopt the target batch size that more than half of the live peers publish; else keep the previous one."""
         votes = Counter(told[peer.key] for peer in live_peers if peer.key in told)
         for target, number in votes.most_common(1):
             if 2 * number > len(live_peers):
@@ -490,7 +497,10 @@ class MetricsAggregator:
         return peer.step < self.last_reported_step - MAX_SPREAD
 
     def _go_back_if_outvoted(self, live_peers: list[_Peer]) -> bool:
-        """Whether the run turned out to be far behind what was reported; see "Going back" above."""
+        """Roll back to the step of the trainers if they are far behind; see "Rollback" in the module docstring.
+
+        :returns: whether the aggregator rolled back
+        """
         moving = [peer for peer in live_peers if self._is_moving(peer)]
         behind = [peer.step for peer in moving if self._is_behind(peer) and peer.num_steps_seen >= 2]
         needed = len(moving) / 2 if self._lone_witness and self._has_jumped else (len(moving) + 1) / 2
@@ -510,10 +520,13 @@ class MetricsAggregator:
         return True
 
     def _voters(self, live_peers: list[_Peer]) -> list[_Peer]:
-        """Those who take part or have just taken a step and left. If there are none, all who ever left such a step."""
+        """Return the active peers, and the peers that have just left after a step that is not reported yet.
+
+        Without any of these: all known peers with a step that is not reported yet.
+        """
         taking_part = [peer for peer in live_peers if not self._is_behind(peer) and self._is_moving(peer)]
         unreported = [peer for peer in self._peers.values() if peer.reported_step > self.last_reported_step]
-        there = {peer.identity for peer in live_peers}  # who has left and come back votes once
+        there = {peer.identity for peer in live_peers}  # a peer that left and came back has one vote
         just_left = [peer for peer in unreported if self._has_just_left(peer) and peer.identity not in there]
         return taking_part + just_left or unreported
 
@@ -542,7 +555,7 @@ class MetricsAggregator:
             if not self._is_alive(peer) and self._now - peer.present > 2 * self.alive_timeout:
                 del self._peers[key]
 
-    # Which steps are complete
+    # Complete steps
 
     def _take_complete(
         self, vote: _Vote, live_peers: list[_Peer], wait_for_stragglers: bool = True
@@ -604,7 +617,7 @@ class MetricsAggregator:
         )
 
     def _bound_samples(self, peer_step: PeerStep) -> PeerStep:
-        """What is believed of a peer's word: no more samples than `MAX_OVERSHOOT` targets."""
+        """Clip the samples of a peer to `MAX_OVERSHOOT` target batches."""
         bound = math.inf if self.target_batch_size is None else MAX_OVERSHOOT * self.target_batch_size
         if peer_step.samples_accumulated <= bound:
             return peer_step
@@ -612,7 +625,7 @@ class MetricsAggregator:
 
 
 def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequence[_Peer]) -> float | None:
-    """The value of a global step, see `LocalMetrics` for the rules; None if no peer has one."""
+    """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
     if metric.combine == "live sum":
         return math.fsum(peer.newest_value(metric) for peer in live_peers)
     if metric.combine == "mean":
@@ -626,7 +639,7 @@ def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequenc
 
 
 def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
-    """Weighted by samples; of a peer that has a value for `metric.per`, if any, above zero."""
+    """Return the mean weighted by samples, over peers whose value of `metric.per`, if any, is above zero."""
     values, weights = [], []
     for peer_step in peer_steps:
         value, samples = getattr(peer_step, metric.name), peer_step.samples_accumulated
@@ -637,4 +650,4 @@ def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | No
     if not weights:
         return None
     mean = math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
-    return min(max(mean, min(values)), max(values))  # rounding must not leave the range
+    return min(max(mean, min(values)), max(values))  # rounding errors must not leave the range

@@ -1,6 +1,6 @@
-"""An auxiliary peer: it lends its bandwidth to the trainers' averaging and contributes no gradients.
+"""Auxiliary peer: lends its bandwidth to the trainers' rounds and contributes no gradients.
 
-DeDLOC and CALM had such peers. A monitor runs one with --assist_in_averaging.
+DeDLOC and CALM had such peers. A monitor with --assist_in_averaging runs one.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 class Assistant(PeriodicThread):
-    """Takes part in each round of averaging, until `stop` is called.
+    """Thread of an auxiliary peer: takes part in each round until `stop` is called.
 
     :param folder: where it keeps its log of rounds and its ban list
     :param period: seconds between two looks at whether a step is due
@@ -79,7 +79,7 @@ class Assistant(PeriodicThread):
         self.tracker.complete_step(step, 0)
 
     def stop(self, seconds: float = 5.0) -> None:
-        """End the thread, which may be in a round with trainers that have gone."""
+        """End the thread. It may be in a round with trainers that have left."""
         super().stop()
         self.coordinator.stop()
         self.join(seconds)

@@ -1,7 +1,7 @@
-"""Who has contributed how much to a run: samples by public key, kept in contributors.json across restarts.
+"""Contributions to a run: samples by public key, kept in contributors.json across restarts.
 
-Samples are a peer's own word, as all metrics are. Names are chosen by strangers and two may choose the same; the key
-beside a name tells them apart.
+Like all metrics, the samples are self-reported. Names are chosen by untrusted peers and need not be unique; the key
+beside a name identifies the peer.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ MAX_NAME_LENGTH = 64
 
 @dataclass
 class Contributor:
-    """What one public key has contributed. `key`: a short fingerprint of it; `username`: harmless in a log line."""
+    """Contribution of one public key. `key`: a short fingerprint of it; `username`: safe in a log line."""
 
     key: str
     username: str = ""
@@ -33,27 +33,27 @@ class Contributor:
 
 
 def fingerprint(public_key: bytes) -> str:
-    """64 bits of a public key's hash: enough to tell keys apart, short enough for a table."""
+    """Return 64 bits of a public key's SHA-256: enough to distinguish keys, short enough for a table."""
     return hashlib.sha256(public_key).hexdigest()[:16]
 
 
 def clean_name(name: str) -> str:
-    """A name on one line, without control characters and those that change the direction of what follows."""
+    """Return a name on one line, without control characters and characters that change the text direction."""
     spaced = "".join(" " if c.isspace() else c for c in unicodedata.normalize("NFC", name))
     return " ".join("".join(c for c in spaced if c.isprintable()).split())[:MAX_NAME_LENGTH]
 
 
 class Contributors:
-    """Adds up the contributions of a run, each global step once.
+    """Sums the contributions of a run. Each global step is counted once.
 
     :param folder: the monitor's output folder
     """
 
     def __init__(self, folder: Path, run_id: str):
         self._file, self.run_id = JsonFile(folder / "contributors.json"), run_id
-        self.step = -1  # the newest that has been counted
+        self.step = -1  # the newest step that is counted
         self._contributors: dict[str, Contributor] = {}
-        self._names: dict[str, str] = {}  # of peers that are there now; some have not contributed yet
+        self._names: dict[str, str] = {}  # fingerprint -> name, also of peers that have not contributed yet
         self._file.load(self._parse)
 
     def __len__(self) -> int:
@@ -64,13 +64,13 @@ class Contributors:
         return sum(contributor.samples for contributor in self._contributors.values())
 
     def top(self, number: int) -> list[Contributor]:
-        """Those with the most samples, most first."""
+        """Return the contributors with the most samples, in descending order."""
         return sorted(self._contributors.values(), key=lambda contributor: (-contributor.samples, contributor.key))[
             :number
         ]
 
     def note_names(self, names: Mapping[bytes, str]) -> None:
-        """Take in what peers call themselves, by public key. A name outlives its record in the DHT."""
+        """Update the names of peers, by public key. A name is kept after its record in the DHT expires."""
         if len(self._names) > MAX_CONTRIBUTORS:
             self._names.clear()
         self._names |= {fingerprint(key): clean_name(name) for key, name in names.items()}
@@ -78,7 +78,7 @@ class Contributors:
             self._contributors[key].username = self._names[key] or self._contributors[key].username
 
     def add(self, report: StepReport) -> None:
-        """Count a step, unless it or a later one was counted before a restart."""
+        """Add the contributions of a step, unless it or a later one was counted before a restart."""
         if report.step <= self.step:
             return
         self.step = report.step
@@ -92,7 +92,7 @@ class Contributors:
             self._contributors = {contributor.key: contributor for contributor in self.top(MAX_CONTRIBUTORS)}
 
     def save(self) -> None:
-        """Write contributors.json; trouble with the disk is one warning, the numbers stay in memory."""
+        """Write contributors.json. A failed write is one warning; the values stay in memory."""
         content = {
             "run_id": self.run_id,
             "step": self.step,
@@ -109,7 +109,7 @@ class Contributors:
 
 
 def make_curves(contributors: Contributors, number: int = 10) -> dict[str, int]:
-    """The samples of the first few under names that every dashboard takes for a metric's."""
+    """Return the samples of the top contributors, under metric names that every dashboard accepts."""
     leaders = contributors.top(number)
     names = [re.sub(r"[^\w -]", "_", leader.name) for leader in leaders]
     return {
@@ -118,6 +118,6 @@ def make_curves(contributors: Contributors, number: int = 10) -> dict[str, int]:
 
 
 def format_leaderboard(contributors: Contributors, number: int = 5) -> str:
-    """One line for the log: the first few and how many there are."""
+    """Return one line for the log: the top contributors and the total number."""
     leaders = [f"{leader.name} ({leader.key[:8]}) {leader.samples:,}" for leader in contributors.top(number)]
     return f"Contributors, by samples: {', '.join(leaders)}; {len(contributors)} in all"

@@ -1,11 +1,11 @@
-"""Dashboards for --report_to: accelerate's trackers, each driven by a thread.
+"""Dashboards for --report_to: accelerate's trackers, each in a thread.
 
-A tracker may hang or fail, which is one warning. It never delays or ends the caller. All of them draw over the global
-steps, and a restarted monitor continues the same curves. The files are in the output folder, unless the environment
+A tracker that hangs or fails causes one warning and neither delays nor ends the caller. The x-axis is the global step,
+and a restarted monitor continues the same curves. Files are written to the output folder, unless the environment
 variables of the dashboard name another place.
 
-Left out are accelerate's trackers for Comet, ClearML and SwanLab, which also record the monitor's code, packages or
-host, and for Aim: values that aim 3.29 tracked beside the pinned packages could not be read back.
+Not supported are accelerate's trackers for Comet, ClearML and SwanLab, which also record the monitor's code, packages
+or host, and for Aim: with the pinned packages, values tracked by aim 3.29 could not be read back.
 """
 
 import logging
@@ -30,24 +30,24 @@ from lib.common.errors import describe
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT = 30.0  # seconds that wandb may take to begin online, before it records offline
-FINISH_TIMEOUT = 30.0  # seconds that wandb may take to upload the rest
-CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; more than wandb and trackio (30) take to finish
+CONNECT_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
+FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
+CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
 MAX_WAITING_STEPS = 100_000  # some 30 MB; a run has 125 000 steps
 
 
 class Dashboard:
-    """A tracker of accelerate behind a thread. Steps wait until it has started.
+    """Runs one of accelerate's trackers in a thread. Steps are queued until the tracker has started.
 
-    Build it after the DHT has started: that forks, and the trackers do not expect to be forked.
+    Create it after the DHT: the start of the DHT forks this process, which the trackers do not support.
 
-    :param tracker: has not been started yet
-    :param record: the file with the same values, named in the warning
+    :param tracker: a tracker that is not started yet
+    :param record: file with the same values, named in the warning
     """
 
     def __init__(self, tracker: GeneralTracker, record: Path):
-        PartialState(cpu=True)  # else the trackers' log messages raise
-        tracker.main_process_only = False  # for accelerate: the monitor is one process
+        PartialState(cpu=True)  # without it, the trackers' log messages raise
+        tracker.main_process_only = False  # the monitor has a single process
         self.tracker, self.record = tracker, record
         self._waiting: queue.Queue[tuple[dict, int] | None] = queue.Queue(MAX_WAITING_STEPS)
         self._has_started = self._has_warned = self._is_closed = False
@@ -55,15 +55,15 @@ class Dashboard:
         self._thread.start()
 
     def log(self, values: dict, step: int) -> None:
-        """Return at once. Steps may come in any order.
+        """Queue the values of a step and return at once. Steps may come in any order.
 
-        :param values: by the name of the curve
+        :param values: curve name -> value
         """
         if self._thread.is_alive():
             self._put((values, step))
 
     def close(self) -> None:
-        """Finish the upload, for at most CLOSE_TIMEOUT seconds. May be called twice."""
+        """Finish the upload within CLOSE_TIMEOUT seconds. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -105,7 +105,7 @@ class Dashboard:
 
 
 def build_tracker(name: str, output_dir: Path, run_id: str, wandb_project: str | None) -> GeneralTracker:
-    """The tracker for a name that --report_to takes."""
+    """Build the tracker for a value of --report_to."""
     output_dir = output_dir.resolve()
     if name == "wandb":
         return OfflineCapableWandbTracker(output_dir, wandb_project or run_id, run_id)
@@ -113,7 +113,7 @@ def build_tracker(name: str, output_dir: Path, run_id: str, wandb_project: str |
 
 
 def _load_id(path: Path) -> str | None:
-    """The ID under which a dashboard knows this folder's run."""
+    """Return the dashboard's ID of the run in this folder, None if there is none."""
     return (path.exists() and path.read_text().strip()) or None
 
 
@@ -123,9 +123,9 @@ def _save_id(path: Path, value: str) -> str:
 
 
 class OfflineCapableWandbTracker(WandBTracker):
-    """Weights & Biases: online after `wandb login`, else recorded in the output folder for a later upload.
+    """Weights & Biases: online after `wandb login`, otherwise recorded in the output folder for a later upload.
 
-    Raises whatever wandb raises if it can record neither online nor offline.
+    `start` raises wandb's exception if wandb can record neither online nor offline.
     """
 
     def __init__(self, output_dir: Path, project: str, run_name: str):
@@ -133,7 +133,7 @@ class OfflineCapableWandbTracker(WandBTracker):
         self._id_path = output_dir / "wandb_run_id"
 
     def start(self) -> None:
-        # wandb's reports of its own errors need a network, and their threads outlive it.
+        # wandb's reporting of its own errors needs a network, and its threads outlive the run.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -150,7 +150,7 @@ class OfflineCapableWandbTracker(WandBTracker):
             x_disable_meta=True,
             x_disable_stats=True,
         )
-        mode = wandb.setup(wandb.Settings(silent=True)).settings.mode  # "online" unless WANDB_MODE or a file says else
+        mode = wandb.setup(wandb.Settings(silent=True)).settings.mode  # WANDB_MODE or a file; default: "online"
         reason = f"mode {mode}"
         if mode == "online":
             try:
@@ -159,7 +159,7 @@ class OfflineCapableWandbTracker(WandBTracker):
                 else:
                     mode, reason = "offline", "no login found"
             except Exception as error:
-                wandb.teardown()  # else its service takes the run that did not start for one in use
+                wandb.teardown()  # otherwise wandb's service considers the run that failed to start as in use
                 mode, reason = "offline", " ".join(str(error).split())[:200]
         if mode != "online":
             self._init(mode)
@@ -175,7 +175,7 @@ class OfflineCapableWandbTracker(WandBTracker):
         super().start()
 
     def log(self, values: dict, step: int | None = None, **kwargs) -> None:
-        # wandb drops values for a `step=` before its last one: evaluations, and a run that was rolled back.
+        # wandb drops values whose `step=` is below the last one, as for evaluations and after a rollback.
         super().log({"step": step, **values}, **kwargs)
 
     def finish(self) -> None:
@@ -184,18 +184,18 @@ class OfflineCapableWandbTracker(WandBTracker):
         try:
             super().finish()
         finally:
-            wandb.teardown()  # ends its service process
+            wandb.teardown()  # ends wandb's service process
 
 
 class LocalTrackioTracker(TrackioTracker):
-    """A local trackio dashboard: no account, no server until somebody looks at it.
+    """Local trackio dashboard: no account, and no server until `trackio show`.
 
-    If there is a token, trackio asks the Hugging Face Hub for the user's name, without a time limit.
+    If a token is present, trackio requests the user's name from the Hugging Face Hub, without a timeout.
     """
 
     def __init__(self, folder: Path, project: str):
         super().__init__(project, name="monitor", resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
-        # Read when trackio is imported. A value that is set already names the user's place for dashboards.
+        # trackio reads it on import. A value that is already set is the user's folder for dashboards.
         os.environ.setdefault("TRACKIO_DIR", str(folder))
 
     def start(self) -> None:
@@ -203,13 +203,13 @@ class LocalTrackioTracker(TrackioTracker):
 
         folder = shlex.quote(str(trackio.TRACKIO_DIR))
         logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(self.run_name)}")
-        # Keeps trackio from printing its own hint for a new project, which lacks the folder.
+        # Suppresses trackio's own hint for a new project, which lacks the folder.
         trackio.context_vars.current_project.set(self.run_name)
         super().start()
 
 
 class LocalMLflowTracker(MLflowTracker):
-    """MLflow in a database in the output folder, or on the server that MLFLOW_TRACKING_URI names."""
+    """MLflow with a database in the output folder, or on the server named by MLFLOW_TRACKING_URI."""
 
     def __init__(self, folder: Path, run_name: str):
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,13 +221,13 @@ class LocalMLflowTracker(MLflowTracker):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         is_local = os.environ.setdefault("MLFLOW_TRACKING_URI", self._local_uri) == self._local_uri
         super().start()
-        if is_local:  # the user's own address may contain a password
+        if is_local:  # another URI is the user's and may contain a password
             logger.info(f"Curves: mlflow ui --backend-store-uri {shlex.quote(self._local_uri)}")
         _save_id(self._id_path, self.tracker.info.run_id)
 
 
 class LocalTensorBoardTracker(TensorBoardTracker):
-    """TensorBoard files in the output folder. Each start adds one, and TensorBoard joins them."""
+    """TensorBoard event files in the output folder. Each start adds a file, and TensorBoard merges them."""
 
     def __init__(self, folder: Path, run_name: str):
         super().__init__(run_name, folder)
@@ -238,7 +238,7 @@ class LocalTensorBoardTracker(TensorBoardTracker):
 
 
 class LocalDVCLiveTracker(DVCLiveTracker):
-    """DVCLive's tables in the output folder, without commits to a repository."""
+    """DVCLive tables in the output folder, without commits to a repository."""
 
     def __init__(self, folder: Path, run_name: str):
         super().__init__(run_name, dir=str(folder), resume=True, save_dvc_exp=False, dvcyaml=False)

@@ -1,5 +1,5 @@
-"""Evaluation on the split that nobody trains on: loss, accuracy and perplexity of a model, the same samples and the
-same masks each time."""
+"""Evaluation on the validation split: loss, accuracy and perplexity of a model, with the same samples and masks each
+time."""
 
 import copy
 import math
@@ -26,13 +26,13 @@ from utils import Evaluation
 
 logger = get_logger(__name__)
 
-MAX_PAUSE = 60.0  # seconds between two tries to download a state
-MAX_LIFETIME = 43_200.0  # seconds; half of what utils.LimitValidator lets pass
+MAX_PAUSE = 60.0  # seconds between two attempts to download a state
+MAX_LIFETIME = 43_200.0  # seconds; half of the maximum that LimitValidator accepts
 
 
 @dataclass
 class Tally:
-    """A mean over predictions, from sums over batches."""
+    """Sums over batches, for mean loss and accuracy over predictions."""
 
     loss: float = 0.0
     correct: int = 0
@@ -57,7 +57,7 @@ class Tally:
 
 @dataclass
 class Tallies:
-    """`tokens`: of the language model, masked or causal; `order`: of ALBERT's sentence order."""
+    """Tallies of one evaluation. `tokens`: masked or causal language model; `order`: ALBERT's sentence order."""
 
     tokens: Tally = field(default_factory=Tally)
     order: Tally = field(default_factory=Tally)
@@ -89,10 +89,10 @@ class Evaluator:
         self.device = torch.device("cuda:0" if torch.cuda.is_available() and not use_cpu else "cpu")
 
     def evaluate(self, model: PreTrainedModel, objective: str, step: int) -> Evaluation | None:
-        """The evaluation of a model, which is left as it is; None if it was told to stop.
+        """Evaluate a copy of a model; None if `should_stop` ended it.
 
-        The loss is a mean over the predicted tokens, for sentence order plus a mean over the samples: what trainers
-        report, but for their weighting of micro-batches.
+        The loss is the mean over the predicted tokens, plus the mean over the samples for sentence order. Trainers
+        report the same loss, except for their weighting of micro-batches.
         """
         model = copy.deepcopy(model).to(self.device).eval()
         indices = range(len(self.dataset))
@@ -108,7 +108,7 @@ class Evaluator:
         return _summarize(tallies, objective, step, samples=len(self.dataset))
 
     def _make_batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Collate samples. Which tokens of a sample are masked depends on its index only, not on its batch."""
+        """Collate samples. The masked tokens of a sample depend on its index only, not on its batch."""
         samples = []
         for index in indices:
             torch.manual_seed(index)
@@ -120,7 +120,7 @@ class Evaluator:
 
 
 def _pad(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
-    """Pad [1, tokens] on the right; what is one value a sample stays as it is."""
+    """Right-pad a tensor of shape [1, tokens] to `length` tokens; a tensor of shape [1] is returned unchanged."""
     return values if values.ndim == 1 else pad(values, (0, length - values.shape[1]), value=value)
 
 
@@ -148,7 +148,7 @@ def _summarize(tallies: Tallies, objective: str, step: int, samples: int) -> Eva
 
 
 class EvaluationLoop:
-    """Downloads the collaboration's state now and then, evaluates it, and tells of it.
+    """Periodically downloads the training state from trainers, evaluates it, and reports the result.
 
     :param averager: that of an observer, around `model`; it offers no state and joins no group
     :param interval: seconds between two evaluations
@@ -176,12 +176,12 @@ class EvaluationLoop:
         self.evaluator, self.reporter = evaluator, reporter
         self.interval, self.step_interval, self.last_step = interval, step_interval, last_step
         self.aggregator = MetricsAggregator()
-        self.evaluated_step = 0  # the initial weights are not worth it
+        self.evaluated_step = 0  # the initial weights are not evaluated
         self._next_time = float("-inf")
         self._backoff = Backoff(first=refresh_period, longest=MAX_PAUSE)
 
     def refresh(self) -> None:
-        """Look at the trainers' metrics, and evaluate if it is time to."""
+        """Read the trainers' metrics, and evaluate if an evaluation is due."""
         metrics, progress = (
             utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}") for name in ("metrics", "training_progress")
         )

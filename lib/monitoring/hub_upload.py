@@ -1,8 +1,8 @@
-"""Uploads the monitor's newest checkpoint to the Hugging Face Hub now and then, with a model card.
+"""Periodic upload of the monitor's newest checkpoint to the Hugging Face Hub, with a model card.
 
-Nothing here waits for the network: each upload is a separate process (hub_worker.py). The monitor starts it, checks it
-at each refresh, and ends it if it takes too long or the monitor stops. It uploads hard links to the checkpoint's
-files, so that the checkpoint itself may be removed meanwhile.
+The monitor never waits for the network: each upload is a separate process (hub_worker.py). The monitor starts the
+process, polls it at each refresh, and kills it on a timeout or when the monitor stops. The process uploads hard links
+to the checkpoint's files, so the checkpoint may be removed during the upload.
 """
 
 import os
@@ -31,12 +31,12 @@ from lib.training.model import get_model_class, get_objective
 
 logger = get_logger(__name__)
 
-CHECK_TIMEOUT = 30.0  # seconds that the Hub has at the start to say whether we may write
+CHECK_TIMEOUT = 30.0  # seconds for the check of write access at the start
 UPLOAD_TIMEOUT = 2 * 3600.0  # seconds for one upload
-CLOSE_TIMEOUT = 2.0  # seconds that an upload is given when the monitor stops; the next start repeats it
+CLOSE_TIMEOUT = 2.0  # seconds for an upload to finish when the monitor stops; the next start repeats it
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0  # seconds between attempts; each failure doubles the pause
 
-# The training state is as large as the model and twice that again, and tells where it came from.
+# The training state is three times as large as the model, and these files name the donor.
 _STATE_FILES = (STATE_FILE, "collaboration.json")
 
 
@@ -56,9 +56,9 @@ def make_facts(
 
 
 def check_repo(facts: CardFacts, private: bool = False) -> None:
-    """See to it that the repository is there and may be written to. A Hub that cannot be reached is only a warning.
+    """Create the repository if it does not exist, and check write access. An unreachable Hub causes a warning only.
 
-    :raises UserError: if there is no token, or it may not write, or the Hub refuses the card's metadata
+    :raises UserError: if there is no token, the token has no write access, or the Hub refuses the card's metadata
     """
     command = [*_command(facts.repo_id, private), f"--metadata={make_metadata(facts).to_yaml()}"]
     try:
@@ -84,14 +84,14 @@ def _environment() -> dict[str, str]:
 
 
 def _last_line(output: bytes) -> str:
-    """What hub_worker.py says of its end, without its name."""
+    """Return the error message of hub_worker.py, without the name of the program."""
     lines = output.decode(errors="replace").strip().splitlines()
     return lines[-1].split(" error: ", 1)[-1][:400] if lines else "no reason was given"
 
 
 @dataclass
 class _Upload:
-    """An upload under way. `resources`: the folder that is uploaded and the process's output."""
+    """Upload in progress. `resources`: the folder that is uploaded and the output of the process."""
 
     checkpoint: Path
     process: subprocess.Popen
@@ -101,7 +101,7 @@ class _Upload:
 
 
 class HubUploader:
-    """Keeps a repository on the Hub up to date with the newest checkpoint. Failures are one line each and never raise.
+    """Keeps a repository on the Hub up to date with the newest checkpoint. A failure is one log line and never raises.
 
     :param facts: see `make_facts`
     :param initial_peers: addresses through which newcomers join over the internet; none if they cannot
@@ -129,7 +129,7 @@ class HubUploader:
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
 
     def update(self, run_is_over: bool = False) -> None:
-        """Look after the upload under way, and start the next one when it is due.
+        """Poll the upload in progress, and start the next one when it is due.
 
         :param run_is_over: the last checkpoint need not wait for the interval
         """
@@ -146,7 +146,7 @@ class HubUploader:
             self._fail(describe(error))
 
     def close(self) -> None:
-        """Give the upload under way a moment, then end it."""
+        """Wait CLOSE_TIMEOUT seconds for the upload in progress, then kill it."""
         if self._upload is None:
             return
         try:
@@ -165,7 +165,7 @@ class HubUploader:
             try:
                 self._fill(folder, checkpoint, step)
             except FileNotFoundError:
-                logger.debug(f"{checkpoint} was removed before it could be uploaded")  # a newer one is there
+                logger.debug(f"{checkpoint} was removed before it could be uploaded")  # a newer one exists
                 return
             output = stack.enter_context(tempfile.TemporaryFile())
             message = f"Step {step} of {' '.join(self.facts.run_id.split())}"
@@ -177,16 +177,16 @@ class HubUploader:
             self._upload = _Upload(checkpoint, process, output, time.monotonic(), stack.pop_all())
 
     def _fill(self, folder: Path, checkpoint: Path, step: int) -> None:
-        """Put what goes up into a folder."""
+        """Fill a folder with the files to upload."""
         left_out = {"README.md"} if self.with_training_state else {"README.md", *_STATE_FILES}
-        for path in checkpoint.iterdir():  # one that was downloaded from the Hub has its card and a hidden folder
+        for path in checkpoint.iterdir():  # a checkpoint downloaded from the Hub has a card and a hidden folder
             if path.name not in left_out and not path.is_dir():
                 _link(path, folder / path.name)
         curve = read_curve(self.folder / "metrics.jsonl", step)
         make_card(self.facts, step, curve, self.contributors, self.initial_peers).save(folder / "README.md")
 
     def _look_after(self) -> None:
-        """See whether the upload under way has ended; end it if it takes too long."""
+        """Process the result of an upload that has ended; kill an upload that exceeds UPLOAD_TIMEOUT."""
         upload = self._upload
         if upload is None:
             return

@@ -1,13 +1,13 @@
-"""Talks to the Hugging Face Hub, in a process of its own: whatever the network does, it can be ended at any moment.
+"""Requests to the Hugging Face Hub, in a separate process that the monitor can kill whatever the network does.
 
 hub_upload.py starts it as
 
     python -m lib.monitoring.hub_worker NAME/MODEL --parent PID [--private] [--metadata YAML]
         [--folder FOLDER --message MESSAGE --tag TAG]
 
-The repository is created if it is not there. With --metadata, the Hub is asked whether the token may write to it and
-whether such a model card is right; with --folder, the folder is committed and tagged. The token is the one that
-huggingface_hub finds: HF_TOKEN, or that of `hf auth login`.
+The repository is created if it does not exist. --metadata checks that the token has write access and that the Hub
+accepts a model card with this metadata. --folder commits and tags a folder. huggingface_hub finds the token: HF_TOKEN,
+or the token of `hf auth login`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ _REMEDY = "run `hf auth login`, or set HF_TOKEN, with a token that may write (se
 
 def main() -> None:
     leave_with_parent()
-    os.nice(10)  # hashing a large model must not hold up the monitor
+    os.nice(10)  # hashing a large model must not slow down the monitor
     parser = argparse.ArgumentParser()
     parser.add_argument("repo_id")
     parser.add_argument("--parent", type=int, required=True)
@@ -33,7 +33,7 @@ def main() -> None:
         parser.add_argument(name)
     args = parser.parse_args()
     if os.getppid() != args.parent:
-        exit_with("the monitor has ended")  # before we could ask to be ended with it
+        exit_with("the monitor has ended")  # before leave_with_parent took effect
     try:
         talk(args)
     except Exception as error:
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def talk(args: argparse.Namespace) -> None:
-    """Do what the command line asks for, and raise whatever huggingface_hub raises."""
+    """Make the requests that the command line names. Exceptions of huggingface_hub pass through."""
     from huggingface_hub import HfApi, ModelCard
 
     api = HfApi(token=True)
     api.create_repo(args.repo_id, private=args.private or None, exist_ok=True)
     if args.metadata:
-        api.auth_check(args.repo_id, write=True)  # of a repository of others, the call above says that it exists
+        api.auth_check(args.repo_id, write=True)  # create_repo also succeeds for another user's repository
         try:
             ModelCard(f"---\n{args.metadata}\n---\n").validate()
         except ValueError as error:
@@ -59,7 +59,7 @@ def talk(args: argparse.Namespace) -> None:
 
 
 def explain(error: Exception, repo_id: str) -> tuple[str, bool]:
-    """One line for an error, with the remedy where one is known, and whether it may pass by itself."""
+    """Return one line for an error, with the remedy where one is known, and whether the error may be temporary."""
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     if isinstance(error, UserError):
@@ -87,7 +87,7 @@ def explain(error: Exception, repo_id: str) -> tuple[str, bool]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised from: a failed transfer is a RuntimeError that wraps the Hub's answer."""
+    """Yield an error and its causes: a failed transfer is a RuntimeError that wraps the Hub's response."""
     while error is not None:
         yield error
         error = error.__cause__

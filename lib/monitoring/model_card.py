@@ -1,6 +1,6 @@
-"""The model card that goes up with a checkpoint: what it is, how it came about, who helped, how to load it and join.
+"""Model card of an uploaded checkpoint: description, usage, loss curve, contributors, how to join.
 
-Strangers choose names and report numbers; nothing of theirs is anything but text on the page.
+Names and numbers come from untrusted peers and are escaped: they appear as plain text on the page.
 """
 
 import itertools
@@ -22,9 +22,9 @@ _BAR_LENGTH = 20
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What does not change while a run goes on.
+    """Properties of a run that do not change.
 
-    `model_class`: the class of transformers that loads it.
+    `model_class`: the class of transformers that loads the model.
     """
 
     repo_id: str
@@ -38,7 +38,7 @@ class CardFacts:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Some steps in a row and the mean of their losses."""
+    """A range of steps and the mean of their losses."""
 
     first_step: int
     last_step: int
@@ -46,7 +46,7 @@ class CurvePoint:
 
 
 def make_metadata(facts: CardFacts) -> ModelCardData:
-    """What the Hub's search goes by."""
+    """Build the metadata of the card, which the Hub's search uses."""
     return ModelCardData(
         library_name="transformers",
         pipeline_tag=OBJECTIVES[facts.objective].pipeline_tag,
@@ -59,7 +59,10 @@ def make_metadata(facts: CardFacts) -> ModelCardData:
 def make_card(
     facts: CardFacts, step: int, curve: list[CurvePoint], contributors: Contributors, initial_peers: Sequence[str]
 ) -> ModelCard:
-    """:param initial_peers: addresses through which newcomers join over the internet; none if they cannot"""
+    """Build the model card.
+
+    :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
+    """
     sections = [
         _introduction(facts, step),
         _usage(facts, step),
@@ -72,16 +75,18 @@ def make_card(
 
 
 def escape_markdown(text: str) -> str:
-    """Text that Markdown and HTML show as it is: all that is not a letter, a digit or a space becomes an entity.
+    """Escape text for Markdown and HTML: every character but letters, digits and spaces becomes an entity.
 
-    Backslashes would not do: they stop neither HTML nor addresses that turn into links by themselves.
+    Backslashes are not sufficient: they prevent neither HTML nor automatic links.
     """
     return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
 
 
 def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[CurvePoint]:
-    """The losses up to a step in metrics.jsonl, as at most so many means over steps in a row. Skips what it cannot
-    read."""
+    """Read the losses up to `last_step` from metrics.jsonl, as means over at most `rows` ranges of steps.
+
+    Invalid lines are skipped.
+    """
     losses: dict[int, float] = {}
     if path.exists():
         with open(path, "rb") as file:
@@ -130,7 +135,7 @@ def _curve_table(curve: list[CurvePoint]) -> str:
         steps = f"{point.first_step:,}" if point.first_step == point.last_step else (
             f"{point.first_step:,} to {point.last_step:,}"
         )  # fmt: skip
-        # From the lowest to the highest of them: a loss that falls from 11 to 2 takes most of its time at the end
+        # Bars range from the lowest to the highest loss: a loss that falls from 11 to 2 is near 2 for most of the run
         length = 1 + round((_BAR_LENGTH - 1) * (point.loss - lowest) / (highest - lowest or 1.0))
         rows.append(f"| {steps} | {point.loss:.4f} | {'█' * length} |")
     return "\n".join(rows)

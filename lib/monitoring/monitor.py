@@ -1,4 +1,4 @@
-"""What the training monitor does: turns the trainers' records into one report a step, and keeps checkpoints."""
+"""Training monitor: aggregates the trainers' records into one report per global step, and keeps checkpoints."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,20 +22,20 @@ from utils import Evaluation, MonitorStatus
 
 logger = get_logger(__name__)
 
-MAX_PAUSE = 300.0  # seconds between two tries to save a checkpoint
-# Steps that a downloaded state may be ahead of the reports, which are a refresh period and a download late. The
-# monitor offers what it has saved for good: a state of a step that was made up would draw all trainers to it.
+MAX_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
+# Steps that a downloaded state may be ahead of the reports, which lag by a refresh period and a download. The monitor
+# offers a saved checkpoint permanently: all trainers would adopt the state of a fabricated step.
 MAX_LEAD = MAX_JUMP
 
 
 class CheckpointKeeper:
-    """Downloads the state from trainers, writes checkpoints, and offers the newest to trainers that join.
+    """Downloads the training state from trainers, writes checkpoints, and offers the newest one to joining trainers.
 
-    Trainers take the state of the highest step that is offered, hence the checkpoint only if no trainer has a newer
-    one: all of them were killed, or cannot be reached. A run survives a night without trainers so, and loses the steps
-    since the checkpoint.
+    Trainers download the state of the highest step offered. The checkpoint is used only if no trainer offers a newer
+    state: all trainers were killed, or are unreachable. So a run survives a night without trainers and loses only the
+    steps since the checkpoint.
 
-    Downloads take as long as the network does, so they run in a thread.
+    Downloads may take long, so they run in a thread.
 
     :param step_interval: global steps between two checkpoints
     :param keep: the newest so many checkpoints stay
@@ -57,35 +57,38 @@ class CheckpointKeeper:
         self.run_id, self.folder, self.step_interval, self.keep = run_id, folder, step_interval, keep
         self.saved_step = self._reported_step = -1
         averager.credible_epoch = self._credible_epoch
-        # A step that was made up has no state, and each try costs the trainers bandwidth.
+        # A fabricated step has no state, and each attempt costs the trainers bandwidth.
         self._backoff = Backoff(first=retry_period, longest=MAX_PAUSE)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
         self._pending: Future | None = None
 
     def restore(self) -> None:
-        """Offer the newest checkpoint that can be read."""
+        """Load the newest readable checkpoint and offer it."""
         state = checkpoints.restore_newest(self.folder, self.run_id, self.averager)
         if state is not None:
             self._offer(state.step)
             logger.info(f"Offering the checkpoint of step #{state.step} to trainers that join")
 
     def _offer(self, step: int) -> None:
-        """Offer the state that was saved, which the averager has."""
+        """Offer the state in the averager, which has been saved as a checkpoint."""
         self.saved_step = step
-        # Priorities are steps. Of two donors with the same step, peers ask the trainer first: it has the faster line.
+        # The priority of a donor is its step. At the same step peers ask a trainer first: its connection is faster.
         self.averager.offer(priority=step - 0.5)
 
     def _credible_epoch(self) -> int | None:
         return self._reported_step if self._reported_step >= 0 else None
 
     def update(self, step: int, trainers_are_leaving: bool) -> None:
-        """Called after each look at the metrics: `step` is the newest that trainers reported, -1 if none."""
+        """Start a download if a checkpoint is due. Called after each refresh.
+
+        `step`: the newest reported global step, -1 if there is none.
+        """
         self._reported_step = step
         interval = 1 if trainers_are_leaving else self.step_interval
         next_step = max(self.saved_step, 0) + interval
         is_idle = self._pending is None or self._pending.done()
         if step >= next_step and is_idle and self._backoff.is_over:
-            # Not of `step` or later: a step is easily claimed, and a revived run is behind what was reported before.
+            # The minimum is not `step`: reported steps are untrusted, and a revived run is behind the reported step.
             self._pending = self._executor.submit(self._save, next_step, step + MAX_LEAD)
 
     def _save(self, min_step: int, max_step: int) -> None:
@@ -117,7 +120,7 @@ class CheckpointKeeper:
 
 
 class TrainingMonitor:
-    """Watches a run: one report for each global step.
+    """Monitors a run: one report for each global step.
 
     :param keeper: keeps checkpoints, None to keep none
     :param uploader: uploads them, None to keep them here
@@ -146,7 +149,7 @@ class TrainingMonitor:
         self._leaders_shown_at = contributors.step
 
     def refresh(self) -> None:
-        """Look at the DHT once: report the steps that are complete, and see to the checkpoints."""
+        """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status."""
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
         before = self.aggregator.last_reported_step
         peers = self._read("peers")
@@ -165,7 +168,7 @@ class TrainingMonitor:
         self._publish_status()
 
     def flush(self) -> None:
-        """Report what is still incomplete, before the monitor ends."""
+        """Report the steps that still wait for stragglers, before the monitor ends."""
         self._report(self.aggregator.flush(get_dht_time()))
 
     def _read(self, name: str) -> dict:
@@ -192,8 +195,7 @@ class TrainingMonitor:
         return make_curves(self.contributors)
 
     def _report_evaluations(self) -> None:
-        """Report what evaluators published since the last look. Of steps that trainers have not reported there is
-        nothing to be known."""
+        """Report evaluations published since the last refresh. Those of steps not reported yet are postponed."""
         records = {owner: Evaluation(**record.value) for owner, record in self._read("evaluation").items()}
         for owner, evaluation in records.items():
             if self._evaluated.get(owner, -1) < evaluation.step <= self.aggregator.last_reported_step:
@@ -204,7 +206,7 @@ class TrainingMonitor:
         self._evaluated = {owner: step for owner, step in self._evaluated.items() if owner in records}
 
     def _log_refused(self) -> None:
-        """Say what was refused, at most once a minute: anybody can write to the DHT."""
+        """Log the refused records, at most once a minute: any peer can write to the DHT."""
         now = time.monotonic()
         if self.aggregator.refused and now >= self._refused_logged_at + 60:
             self._refused_logged_at = now

@@ -1,8 +1,8 @@
-"""Where the monitor's aggregated steps go: metrics.jsonl always, besides it a dashboard (see dashboards.py).
-What evaluators find goes to evaluations.jsonl and the same dashboard.
+"""Output of the monitor: aggregated steps go to metrics.jsonl and optionally to a dashboard (see dashboards.py).
+Evaluations go to evaluations.jsonl and the same dashboard.
 
-metrics.jsonl is the record: nothing is lost from it, and a restarted monitor learns there which step was the last. The
-dashboards are for looking at; when one of them fails, that is one warning and the monitor goes on.
+metrics.jsonl is the durable record: no step is lost from it, and a restarted monitor reads the last step from it. A
+dashboard is for display only: its failure causes one warning, and the monitor continues.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def make_reporters(
 ) -> "Reporters":
     """The files in the output folder, and the dashboard that --report_to asks for.
 
-    :raises OSError: if the output folder or a file there cannot be written to
+    :raises OSError: if the output folder or a file there is not writable
     """
     metrics_file = MetricsFile(output_dir)
     dashboard = None
@@ -51,7 +51,7 @@ def make_reporters(
 
 
 class Reporters:
-    """The files and at most one dashboard. Steps come in ascending order, evaluations later than their step."""
+    """The files and at most one dashboard. Steps arrive in ascending order, an evaluation after its step."""
 
     def __init__(
         self, metrics_file: "MetricsFile", evaluations_file: "MetricsFile", dashboard: "Dashboard | None" = None
@@ -59,7 +59,7 @@ class Reporters:
         self.metrics_file, self.evaluations_file, self.dashboard = metrics_file, evaluations_file, dashboard
 
     def last_step(self) -> int:
-        """The newest step in metrics.jsonl, -1 if there is none."""
+        """Return the newest step in metrics.jsonl, -1 if there is none."""
         return self.metrics_file.last_step()
 
     def report(self, step_report: StepReport, extra: dict | None = None) -> None:
@@ -77,7 +77,7 @@ class Reporters:
             self.dashboard.log(values, step)
 
     def close(self) -> None:
-        """Write what is left and free resources. May be called twice."""
+        """Write the remaining lines and free resources. May be called twice."""
         self.metrics_file.close()
         self.evaluations_file.close()
         if self.dashboard is not None:
@@ -85,7 +85,7 @@ class Reporters:
 
 
 def _plain(value: object) -> object:
-    """A value that JSON and dashboards know; None for a number that is not finite."""
+    """Convert to a value that JSON and dashboards support; None for a non-finite number."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     try:
@@ -96,7 +96,7 @@ def _plain(value: object) -> object:
 
 
 def to_record(step_report: StepReport, extra: dict | None = None) -> dict:
-    """The values of a step under the names that hivemind's example gives them, then those of `extra` with others."""
+    """Return the values of a step, named as in hivemind's example, then those of `extra` that have other names."""
     record = {
         "step": step_report.step,
         "loss": step_report.loss,
@@ -109,7 +109,7 @@ def to_record(step_report: StepReport, extra: dict | None = None) -> dict:
 
 
 def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
-    """What an evaluator found, under the names that curves have."""
+    """Return the values of an evaluation by curve name."""
     values = {
         "validation loss": evaluation.loss,
         "perplexity": evaluation.perplexity,
@@ -120,16 +120,16 @@ def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
 
 
 def describe_evaluation(step: int, values: dict[str, float]) -> str:
-    """One line for the log."""
+    """Return one line for the log."""
     return f"Step #{step}\t" + "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
 
 
 class MetricsFile:
     """metrics.jsonl: one JSON object per line and step, on disk (fsync) when `report` returns.
 
-    If it cannot be written to (a full disk), lines wait in memory and go first at the next report.
+    If a write fails (a full disk), lines are kept in memory and written first at the next report.
 
-    :raises OSError: if the folder cannot be made or an existing file not be repaired
+    :raises OSError: if the folder cannot be created or an existing file cannot be repaired
     """
 
     def __init__(self, output_dir: Path, name: str = "metrics.jsonl"):
@@ -140,11 +140,11 @@ class MetricsFile:
         self._remove_torn_line()
 
     def last_step(self) -> int:
-        """The newest step in the file, -1 if there is none. Reads the end of the file only."""
+        """Return the newest step in the file, -1 if there is none. Reads the end of the file only."""
         for line in self._lines_from_end():
             try:
                 record = json.loads(line)
-            except ValueError:  # also of bytes that are no text
+            except ValueError:  # also raised for invalid UTF-8
                 continue
             if isinstance(record, dict) and type(record.get("step")) is int:
                 return record["step"]
@@ -175,7 +175,7 @@ class MetricsFile:
         try:
             if self._is_failing:
                 self._remove_torn_line()
-            # Opened each time, so that a file that was moved away or a disk that came back is no special case.
+            # Opened for each write: a file that was moved or a disk that was remounted needs no special handling.
             with open(self.path, "ab", buffering=0) as file:
                 _append(file.fileno(), b"".join(self._waiting))
         except OSError as error:
@@ -189,7 +189,7 @@ class MetricsFile:
         self._waiting.clear()
 
     def _remove_torn_line(self) -> None:
-        """A process that died while writing leaves half a line; the next one would be appended to it."""
+        """Truncate an incomplete last line, left by a process that died in a write; the next line would follow it."""
         if not self.path.exists():
             return
         with open(self.path, "r+b") as file:
@@ -222,14 +222,14 @@ class MetricsFile:
 
 
 def _append(descriptor: int, data: bytes) -> None:
-    """Append all of `data` to an open file and sync it; in case of trouble leave the file as it was.
+    """Append all of `data` to an open file and sync it. On failure, truncate the file to its previous size.
 
-    :raises OSError: if that failed
+    :raises OSError: if a write or the sync fails
     """
     size = os.fstat(descriptor).st_size
     try:
         written = 0
-        while written < len(data):  # a disk that fills up takes a part first and refuses the next
+        while written < len(data):  # a disk that fills up accepts a part first and refuses the next
             written += os.write(descriptor, data[written:])
         os.fsync(descriptor)
     except OSError:
