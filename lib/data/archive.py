@@ -1,6 +1,6 @@
-"""The prepared data as one file to host: packed by the organiser, unpacked by each volunteer.
+"""Archive of the prepared data: one file that the organiser packs and hosts, and each volunteer unpacks.
 
-The same data gives the same archive, byte for byte. What an archive from elsewhere may hold is narrow.
+The same data gives the same archive, byte for byte. `unpack_archive` treats an archive as untrusted.
 """
 
 import gzip
@@ -17,26 +17,26 @@ from tqdm.utils import CallbackIOWrapper
 from lib.common.atomic_files import new_file
 from lib.common.errors import UserError
 
-DATASET, TOKENIZER = "data/albert_tokenized_wikitext", "data/tokenizer"  # as the folders are named in an archive
+DATASET, TOKENIZER = "data/albert_tokenized_wikitext", "data/tokenizer"  # names of the folders in an archive
 _LAYOUT = {
     DATASET: re.compile(r"(manifest|dataset_dict)\.json|(train|validation)/\w[\w.-]*\.(arrow|json)", re.ASCII),
     TOKENIZER: re.compile(r"\w[\w.-]*\.(json|model|txt|jinja)", re.ASCII),  # no code
 }
 
-# Against archives that are small and unpack to terabytes: WikiText-103 shrinks to a quarter, repetitive text to less.
+# Bounds against decompression bombs. WikiText-103 compresses to a quarter, repetitive text to less.
 MAX_RATIO = 20
 MIN_LIMIT = 64 * 2**20
 MAX_MEMBERS = 10_000
-MAX_HEADER = 2**16  # bytes of a long name, which is read into memory
-SPARE_BYTES = 100 * 2**20  # of the disk, left free
+MAX_HEADER = 2**16  # bytes of a long name, which tarfile reads into memory
+SPARE_BYTES = 100 * 2**20  # left free on the disk
 
 
 class ArchiveError(UserError):
-    """An archive that is not one of ours, or damaged."""
+    """An archive that `write_archive` did not write, or a damaged one."""
 
 
 def write_archive(path: Path, folders: dict[str, Path]) -> str:
-    """Pack folders into a .tar.gz, and write its checksum beside it for `sha256sum -c`.
+    """Pack folders into a .tar.gz, and write its checksum to a file beside it, for `sha256sum -c`.
 
     :param folders: name in the archive -> folder on disk
     :returns: SHA-256 of the archive
@@ -50,7 +50,7 @@ def write_archive(path: Path, folders: dict[str, Path]) -> str:
     num_bytes = sum(file.stat().st_size for _, file in files)
     with (
         new_file(path) as temporary,
-        # Neither times, owners nor names of this machine are kept, in the tar or in gzip's header.
+        # Neither the tar nor gzip's header contains times, owners or names of this machine.
         open(temporary, "wb") as raw,
         gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as compressed,
         tarfile.open(mode="w", fileobj=compressed, format=tarfile.PAX_FORMAT) as archive,
@@ -73,7 +73,7 @@ def file_sha256(path: Path) -> str:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise UserError if a disk has no room for so many bytes more."""
+    """Raise UserError if the disk of `folder` has less than `num_bytes` + SPARE_BYTES bytes free."""
     free = shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free:
         raise UserError(
@@ -83,12 +83,12 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 class _Entry(tarfile.TarInfo):
-    """A header that is refused as soon as it is read, before tarfile acts on it."""
+    """A tar header that is checked as soon as it is read, before tarfile acts on it."""
 
     @classmethod
     def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Entry":
         entry = super().frombuf(buf, encoding, errors)
-        if entry.type in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):  # says more about the next one
+        if entry.type in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):  # metadata of the next entry
             if not 0 <= entry.size <= MAX_HEADER:
                 raise ArchiveError("it has a header of a size that none of ours has")
         elif entry.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
@@ -97,12 +97,12 @@ class _Entry(tarfile.TarInfo):
 
 
 def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
-    """Unpack what `write_archive` has packed, maybe on the machine of somebody who means harm.
+    """Unpack an archive made by `write_archive`; treat it as untrusted.
 
-    :param folders: name in the archive -> folder on disk; what belongs to none of them is not unpacked
-    :raises ArchiveError: if it holds anything that ours do not: other names, links, devices, far more than its size
-        lets expect; or if it is damaged
-    :raises UserError: if the disk has no room for it
+    :param folders: name in the archive -> folder on disk; entries that belong to none of them are not unpacked
+    :raises ArchiveError: if the archive is damaged, has other names, links or devices, or unpacks to more than
+        MAX_RATIO times its size
+    :raises UserError: if the disk has not enough free space
     """
     limit = max(MIN_LIMIT, MAX_RATIO * path.stat().st_size)
     num_bytes = 0
@@ -112,25 +112,28 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
             tarfile.open(mode="r|", fileobj=compressed, tarinfo=_Entry, errorlevel=1) as archive,
         ):
             for number, entry in enumerate(archive):
-                # The size comes first: to go on to the next entry, tarfile reads over the content of this one.
+                # Check the size first: to reach the next entry, tarfile reads through the content of this one.
                 num_bytes += entry.size
                 if entry.size < 0 or entry.sparse is not None:
                     raise ArchiveError("it has an entry of an impossible size")
                 if num_bytes > limit or number >= MAX_MEMBERS:
                     raise ArchiveError(f"it unpacks to more than {limit / 1e6:,.0f} MB or {MAX_MEMBERS:,} files")
                 if entry.isdir():
-                    continue  # folders are made as files need them
+                    continue  # folders are created with their first file
                 part, name = _locate(entry.name)
                 if part in folders:
                     check_space(folders[part], entry.size)
                     archive.extract(entry.replace(name=name, mode=0o644, deep=False), folders[part], filter="data")
-            compressed.read(MIN_LIMIT)  # of the padding; at its end is gzip's checksum
+            compressed.read(MIN_LIMIT)  # the padding; gzip's checksum follows it
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError) as error:
         raise ArchiveError(f"it is damaged, or no .tar.gz ({type(error).__name__})") from None
 
 
 def _locate(name: str) -> tuple[str, str]:
-    """Folder and name of a file in the archive. Only names that ours have come through: no '..', no root."""
+    """Split the name of an archive entry into folder and file name. Only names in _LAYOUT pass: no '..', no root.
+
+    :raises ArchiveError: for any other name
+    """
     name = name.removeprefix("./")
     for part, names in _LAYOUT.items():
         if name.startswith(f"{part}/") and names.fullmatch(name[len(part) + 1 :]):

@@ -1,4 +1,4 @@
-"""The text, wherever it comes from, as documents in a file."""
+"""Text corpus: reads the source that the flags name into documents in an Arrow file."""
 
 import itertools
 import os
@@ -19,13 +19,13 @@ from lib.common.errors import UserError, first_line
 from lib.data.packing import hold_out, split_documents
 from lib.data.schema import SPLITS
 
-READ_CHARS = 1_000_000  # of a text file at a time
-WRITE_CHARS = 10_000_000  # of documents in a record batch: Arrow's strings end at 2 GiB a batch
+READ_CHARS = 1_000_000  # read from a text file at a time
+WRITE_CHARS = 10_000_000  # per record batch; Arrow's limit is 2 GiB of strings per batch
 
 
 @dataclass(frozen=True)
 class Source:
-    """Text, before it is read. `rows`: for each split, a function that yields its rows, see `split_documents`."""
+    """Text source that is not read yet. `rows`: for each split, a function that yields rows for `split_documents`."""
 
     name: str
     rows: dict[str, Callable[[], Iterable[str]]]
@@ -33,10 +33,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents in an Arrow file, read when they are asked for: WikiText-103 is half a gigabyte, BookCorpus five.
+    """Documents in an Arrow file, read on demand: WikiText-103 is half a gigabyte, BookCorpus five.
 
-    :param rows: the file's rows that these documents are, in ascending order
-    :param lengths: characters in each
+    :param rows: row numbers of these documents in the file, in ascending order
+    :param lengths: characters in each document
     """
 
     path: str
@@ -54,7 +54,7 @@ class Documents:
         return Documents(self.path, self.rows[numbers], self.lengths[numbers])
 
     def sample(self, max_chars: int, seed: int) -> Iterator[str]:
-        """Documents at random, each once, until `max_chars` characters are reached."""
+        """Yield random documents, each once, until `max_chars` characters are reached."""
         size = 0
         for number in np.random.default_rng(seed).permutation(len(self)):
             if size >= max_chars:
@@ -75,12 +75,12 @@ def read_documents(path: str, rows: list[int]) -> list[str]:
 
 
 def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
-    """Group rows of text into documents and write these to an Arrow file."""
+    """Group rows of text into documents and write the documents to an Arrow file."""
     lengths: list[int] = []
     schema = pa.schema({"text": pa.string()})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         batch, size = [], 0
-        with tqdm(desc=desc, unit=" chars", unit_scale=True, delay=1) as progress:  # s: not for a small file
+        with tqdm(desc=desc, unit=" chars", unit_scale=True, delay=1) as progress:  # seconds; no bar for a small file
             for document in split_documents(rows):
                 batch.append(document)
                 lengths.append(len(document))
@@ -137,11 +137,11 @@ def open_files(train_file: str, validation_file: str | None) -> Source:
 
 # --- embedded text ---------------------------------------------------------------------------------------------------
 
-_UNDERLINE = re.compile(r"([^\w\s])\1{2,}")  # rows of one repeated sign: reStructuredText's underlines
+_UNDERLINE = re.compile(r"([^\w\s])\1{2,}")  # rows of one repeated character: underlines of reStructuredText
 
 
 def _sample_rows() -> Iterator[str]:
-    """The topics that Python's help() shows: a paragraph a row, a blank row after each topic."""
+    """Yield the topics of Python's help(): one row per paragraph, and a blank row after each topic."""
     from pydoc_data.topics import topics
 
     for _, topic in sorted(topics.items()):
@@ -156,12 +156,12 @@ def _sample_rows() -> Iterator[str]:
 
 
 def read_text_file(path: str) -> Iterator[str]:
-    """Lines of a UTF-8 file. An endless line comes in pieces, cut at spaces where there are any.
+    """Yield the lines of a UTF-8 file. A line of more than READ_CHARS characters is split, at spaces if possible.
 
-    :raises UserError: if it is not text
+    :raises UserError: if the file is not text
     """
     num_lines, rest = 0, ""
-    # utf-8-sig: UTF-8, with or without the byte order mark that Windows programs put in front
+    # utf-8-sig: UTF-8, with or without the byte order mark that Windows programs write
     with open(path, encoding="utf-8-sig") as file:
         try:
             while piece := file.readline(READ_CHARS):
@@ -187,15 +187,15 @@ def read_text_file(path: str) -> Iterator[str]:
 
 
 def go_offline_if_needed() -> None:
-    """Use what has been downloaded before if the Hub cannot be found. Its client takes most of a minute to give up."""
+    """Use the local cache if the Hub's name cannot be resolved. The Hub's client takes most of a minute to fail."""
     from huggingface_hub import constants
 
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return  # a proxy looks names up for us
+        return  # the proxy resolves names
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:
-        constants.HF_HUB_OFFLINE = True  # `datasets` copies it when it is imported, transformers looks it up
+        constants.HF_HUB_OFFLINE = True  # `datasets` copies the value on import, transformers reads it on each use
 
 
 def open_hub_dataset(name: str, config_name: str | None, cache_dir: str | None) -> Source:

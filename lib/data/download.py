@@ -1,7 +1,7 @@
-"""The prepared data from a web server: downloaded, checked, and unpacked to where trainers look for it.
+"""Download of the prepared data from a web server: download, verify, and unpack the archive.
 
-A transfer that breaks off goes on where it stopped, even after the script was stopped or killed. What has arrived of
-the archive is kept under a hidden name beside the dataset until it is unpacked.
+An interrupted transfer resumes where it stopped, also after the script was stopped or killed. The partial archive is
+kept under a hidden name beside the dataset until it is unpacked.
 """
 
 import contextlib
@@ -31,25 +31,25 @@ from lib.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; the second until the next bytes, not until the last
-MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes a second, over so many seconds; a line that is slower counts as broken
+CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
+MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
 LOCK_TIMEOUT = 6 * 3600.0
 BLOCK = 2**20
-# Tries in a row that bring nothing: 6, with pauses of 0, 2, 4, 8 and 16 seconds, or what the server asks for.
+# Six attempts in a row without new bytes, with pauses of 0, 2, 4, 8 and 16 seconds, or the pause the server requests.
 PATIENCE = Retry(total=5, backoff_factor=1, backoff_jitter=1, retry_after_max=60)
-MAX_TRIES = 100  # in all, even if each brings some bytes
+MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
-NOT_PUBLISHED = {403, 404, 410}  # S3 says 403 of a file that is not there
+NOT_PUBLISHED = {403, 404, 410}  # S3 answers 403 for a missing file
 
-# The file that tells that a folder is complete, and the name of the one that tells which archive it is from.
+# The file that marks a folder as complete, and the file with the SHA-256 of the archive that a dataset is from.
 _MARKS = {DATASET: "manifest.json", TOKENIZER: "tokenizer_config.json"}
 RECEIPT = "archive.sha256"
 
 
 class Interrupted(Exception):
-    """A transfer that may succeed when it is tried again. The message never contains the whole address.
+    """A transfer failed temporarily and may be retried. The message never contains the whole address.
 
-    :param response: of a server that may have said when
+    :param response: the response, which may have a Retry-After header
     """
 
     def __init__(self, reason: str, response: urllib3.BaseHTTPResponse | None = None):
@@ -58,10 +58,10 @@ class Interrupted(Exception):
 
 
 def fetch_data(args: DatasetArguments, disable_tqdm: bool = False) -> None:
-    """Get the dataset and the tokenizer from --dataset_url, unless they are there. What is there stays as it is.
+    """Download the dataset and the tokenizer from --dataset_url unless they exist. Existing folders are not changed.
 
-    :param disable_tqdm: no progress bar; there is none either where the output is not a terminal
-    :raises UserError: if they cannot be had
+    :param disable_tqdm: show no progress bar; without a terminal there is none either
+    :raises UserError: if they are not available
     """
     if args.dataset_url is None or not _find_missing(args):
         return
@@ -72,7 +72,7 @@ def fetch_data(args: DatasetArguments, disable_tqdm: bool = False) -> None:
         with _one_at_a_time(lock_path):
             if missing := _find_missing(args):
                 _fetch(args, missing, _beside(dataset_path, "download"), disable_tqdm)
-            lock_path.unlink(missing_ok=True)  # whoever comes now finds the data
+            lock_path.unlink(missing_ok=True)  # later processes find the data
     except OSError as error:
         error.filename = error.filename or str(dataset_path.parent)  # a failed write does not say where
         raise
@@ -83,9 +83,9 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _find_missing(args: DatasetArguments) -> dict[str, Path]:
-    """What is to be unpacked: name in the archive -> folder, the dataset first.
+    """Return the folders to unpack: name in the archive -> folder, the dataset first.
 
-    :raises UserError: if something else is in the way, or the data is there but from another archive
+    :raises UserError: if a path is occupied by something else, or the existing data is from another archive
     """
     folders = {DATASET: ("--dataset_path", args.dataset_path), TOKENIZER: ("--tokenizer_path", args.tokenizer_path)}
     missing = {}
@@ -106,7 +106,7 @@ def _find_missing(args: DatasetArguments) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def _one_at_a_time(lock_path: Path) -> Iterator[None]:
-    """Let one process of this machine download. A lock ends with its process, however that ends."""
+    """Hold a lock that lets one process of this machine download at a time. The lock ends with its process."""
     lock = FileLock(lock_path)
     try:
         lock.acquire(timeout=0)
@@ -126,7 +126,7 @@ def _one_at_a_time(lock_path: Path) -> Iterator[None]:
 
 
 def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
-    """Download the archive to `path`, check it, and unpack what is missing."""
+    """Download the archive to `path`, verify it, and unpack the missing folders."""
     address = public_address(args.dataset_url)
     with requests.Session() as session:
         session.max_redirects = 10
@@ -152,7 +152,7 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
 def _unpack(path: Path, missing: dict[str, Path], digest: str) -> None:
     logger.info("Unpacking")
     with contextlib.ExitStack() as stack:
-        # The first that is entered is the last to be complete: a dataset never lacks its tokenizer.
+        # The first folder entered is completed last: a complete dataset always has its tokenizer.
         folders = {
             name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(_MARKS[name],)))
             for name, folder in missing.items()
@@ -166,13 +166,13 @@ def _unpack(path: Path, missing: dict[str, Path], digest: str) -> None:
 
 
 def public_address(url: str) -> str:
-    """An address as it may be shown: a query, a user name or a password may be what lets one in."""
+    """Return an address without query, user name and password, which may be credentials."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _ask_for_sha256(session: requests.Session, url: str) -> str | None:
-    """What the file beside the archive says, as `sha256sum` writes it; None if there is none."""
+    """Return the checksum in the .sha256 file (of `sha256sum`) beside the archive; None if there is none."""
     parts = urlsplit(url)
     url = parts._replace(path=f"{parts.path}.sha256", fragment="").geturl()
     return _retry(url, lambda: _ask_once_for_sha256(session, url))
@@ -185,18 +185,21 @@ def _ask_once_for_sha256(session: requests.Session, url: str) -> str | None:
         _check_status(response, url, {200})
         text = response.raw.read(1000, decode_content=True).decode(errors="replace")
         match = re.match(r"([0-9a-fA-F]{64})\b", text)
-        return match and match[1].lower()  # some hosts answer with a web page to anything
+        return match and match[1].lower()  # some hosts answer any request with a web page
 
 
 @contextlib.contextmanager
 def _ask(session: requests.Session, url: str, headers: dict[str, str]) -> Iterator[requests.Response]:
-    """The answer to a GET, its body still to be read. Trouble on the way, also in the block, becomes Interrupted.
+    """Send a GET request and yield the response, whose body is not read yet.
 
-    The messages of requests and urllib3 quote the whole address: none of them gets into ours.
+    The messages of requests and urllib3 quote the whole address, so no error message contains them.
+
+    :raises Interrupted: for network errors, also in the body of the `with` statement, and for temporary status codes
+    :raises UserError: if the request is invalid
     """
     try:
         timeout = (CONNECT_TIMEOUT, READ_TIMEOUT)
-        # Bytes as they are on the server, or offsets and checksum would be those of something else.
+        # No content encoding: offsets and checksum refer to the bytes of the file on the server.
         headers = {"Accept-Encoding": "identity", **headers}
         with session.get(url, headers=headers, stream=True, timeout=timeout) as response:
             if response.status_code in TEMPORARY_TROUBLE:
@@ -231,10 +234,10 @@ def _check_status(response: requests.Response, url: str, expected: set[int]) -> 
 
 
 def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lambda: 0) -> T:
-    """Call `attempt` until it is not interrupted, with longer and longer pauses.
+    """Call `attempt` until it raises no `Interrupted`, with growing pauses.
 
-    :param received: the bytes that are here; a try that adds some makes the next pause short again
-    :raises UserError: if there were too many tries
+    :param received: returns the number of bytes received so far; an attempt that adds bytes resets the pause
+    :raises UserError: after too many attempts
     """
     patience, most = PATIENCE, received()
     for _ in range(MAX_TRIES):
@@ -242,7 +245,7 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
             return attempt()
         except Interrupted as interruption:
             error = interruption
-        if (size := received()) > most:  # not if it breaks at the same place each time
+        if (size := received()) > most:  # no reset if each attempt fails at the same offset
             patience, most = PATIENCE, size
         try:
             patience = patience.increment("GET", error=error)
@@ -261,10 +264,11 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
 
 @dataclass
 class Origin:
-    """What the bytes on disk are the beginning of, kept beside them: they are only completed from the same file.
+    """Identity of the remote file that a partial download belongs to, stored beside it.
 
-    `address`: without its secrets, which may change from day to day; `validator`: an ETag or a date of modification,
-    empty if the server gives none that can be relied on; `size`: of the whole file, None if the server does not tell
+    A download is resumed only from the same file. `address`: without credentials, which may change from day to day;
+    `validator`: ETag or modification date, empty if the server sends no reliable one; `size`: bytes of the whole file,
+    None if the server does not send it.
     """
 
     address: str
@@ -273,22 +277,22 @@ class Origin:
 
 
 class Download:
-    """An archive on its way to a file.
+    """Resumable download of an archive to a file.
 
-    :param path: where to; it is there as long as the download is not complete, and until `discard` afterwards
+    :param path: the target file; it exists from the first bytes until `discard`
     """
 
     def __init__(self, session: requests.Session, url: str, path: Path, disable_tqdm: bool = False):
         self.session, self.url, self.path = session, url, path
         self.origin_path = path.with_name(f"{path.name}.json")
-        self.disable_tqdm = disable_tqdm or None  # None: where the output is not a terminal
+        self.disable_tqdm = disable_tqdm or None  # None: disabled unless the output is a terminal
 
     def complete(self, expected: str | None) -> str:
-        """Download what is not there yet.
+        """Download the remaining bytes and verify the checksum.
 
-        :param expected: SHA-256
-        :returns: SHA-256
-        :raises UserError: if it is another than expected, or the server does not give the file
+        :param expected: SHA-256; None: any
+        :returns: SHA-256 of the archive
+        :raises UserError: if the SHA-256 differs from `expected`, or the server does not provide the file
         """
         address = public_address(self.url)
         is_resumed = self._load()[1] > 0
@@ -312,7 +316,7 @@ class Download:
         self.origin_path.unlink(missing_ok=True)
 
     def _load(self) -> tuple[Origin | None, int]:
-        """What the file on disk is a part of and how much there is of it; None and 0 if that cannot be completed."""
+        """Return the origin of the partial file and its size in bytes; None and 0 if it cannot be resumed."""
         try:
             origin = Origin(**json.loads(self.origin_path.read_text()))
             size = self.path.stat().st_size
@@ -326,14 +330,14 @@ class Download:
         _retry(self.url, self._receive, received=lambda: self._load()[1])
 
     def _receive(self) -> None:
-        """Try once to receive the rest.
+        """Try once to receive the remaining bytes.
 
-        :raises Interrupted: if there is still something missing
+        :raises Interrupted: if bytes are still missing
         """
         origin, start = self._load()
         if origin is not None and start == origin.size:
             return
-        # If-Range: send all of it if it is not the same file any more.
+        # If-Range: the server sends the whole file if it has changed.
         headers = {"Range": f"bytes={start}-", "If-Range": origin.validator} if start else {}
         with _ask(self.session, self.url, headers) as response:
             if start and response.status_code in (206, 416) and not _continues(response, origin, start):
@@ -364,7 +368,7 @@ class Download:
             ) as progress,
         ):  # fmt: skip
             since, received = time.monotonic(), 0
-            # Unlike `read`, `read1` does not wait until a block is full: what has come is not lost when it breaks off.
+            # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
             while block := body.read1(BLOCK, decode_content=False):
                 file.write(block)
                 progress.update(len(block))
@@ -372,7 +376,7 @@ class Download:
                 if (now := time.monotonic()) - since > SPEED_WINDOW:
                     if received < MIN_SPEED * SPEED_WINDOW:
                         raise Interrupted(f"fewer than {MIN_SPEED:,} bytes a second")
-                    check_space(self.path.parent, 0)  # not every server tells the size
+                    check_space(self.path.parent, 0)  # not every server sends the size
                     if progress.disable:
                         logger.info(f"{file.tell() / 1e6:,.0f} MB of the data are here")
                     since, received = now, 0
@@ -382,14 +386,16 @@ class Download:
 
 
 def _validator(response: requests.Response) -> str:
-    """What tells one version of a file from the next. A weak ETag does not promise that the bytes are the same."""
+    """Return the header that identifies a version of the file. A weak ETag does not guarantee identical bytes."""
     etag = response.headers.get("ETag", "")
     return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")
 
 
 def _continues(response: requests.Response, origin: Origin, start: int) -> bool:
-    """Whether an answer to a Range is the part that was asked for, of the same file. Not every server that knows Range
-    knows If-Range."""
+    """Whether a response to a Range request is the requested part of the same file.
+
+    Some servers that support Range ignore If-Range.
+    """
     match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
     if response.status_code != 206 or match is None or int(match[1]) != start:
         return False

@@ -1,4 +1,4 @@
-"""What the trainers use of the prepared data: its manifest, the datasets, and the collator that makes batches."""
+"""Loading of the prepared data in trainers and evaluators: manifest, datasets, and collators."""
 
 import hashlib
 import json
@@ -25,32 +25,32 @@ _REMEDY = "make it with ./tokenize_wikitext103.py, or get the organiser's with -
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A fingerprint of which number stands for which token."""
+    """Return the SHA-256 of the vocabulary, tokens with their ids."""
     vocab = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
 
 
 @dataclass
 class Manifest:
-    """What a dataset was made of, kept in its folder, so that a trainer whose flags disagree can say so."""
+    """Description of a dataset, stored in its folder. A trainer compares it with its flags, tokenizer and model."""
 
     source: str
     objective: str  # a key of OBJECTIVES
     max_seq_length: int  # tokens, special tokens included
     seed: int
     language: str
-    tokenizer: str  # as it was asked for
+    tokenizer: str  # as named in the flags
     tokenizer_class: str
     vocab_size: int
     tokenizer_sha256: str
-    splits: dict[str, dict[str, int]]  # for each, packing.Counts
+    splits: dict[str, dict[str, int]]  # split -> fields of packing.Counts
     format_version: int = FORMAT_VERSION
 
     @classmethod
     def load(cls, dataset_path: str | Path) -> "Manifest":
         """Read the manifest of a dataset.
 
-        :raises UserError: if there is none, or none that can be read
+        :raises UserError: if there is none, or it is not readable
         """
         path = Path(dataset_path) / MANIFEST_NAME
         if not Path(dataset_path).is_dir():
@@ -79,7 +79,7 @@ class Manifest:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise UserError if the data was not made with this tokenizer."""
+        """Raise UserError if the data was prepared with another tokenizer."""
         if tokenizer_sha256(tokenizer) != self.tokenizer_sha256:
             raise UserError(
                 f"--tokenizer_path: this tokenizer ({len(tokenizer)} tokens) is not the one that the data was made "
@@ -87,7 +87,7 @@ class Manifest:
             )
 
     def check_seq_length(self, seq_length: int | None) -> None:
-        """Raise UserError if a trainer wants sequences of another length. None: it takes what there is."""
+        """Raise UserError if the data has another sequence length. None accepts any length."""
         if seq_length not in (None, self.max_seq_length):
             raise UserError(
                 f"--seq_length {seq_length}: the data has sequences of {self.max_seq_length} tokens; drop the flag, "
@@ -95,7 +95,7 @@ class Manifest:
             )
 
     def check_objective(self, objective: str) -> None:
-        """Raise UserError if the data was made for another objective than the model's."""
+        """Raise UserError if the data was prepared for another objective than the model's."""
         if objective != self.objective:
             raise UserError(
                 f"--model_name_or_path: this model is trained with the objective {objective}, but the data was made "
@@ -105,14 +105,14 @@ class Manifest:
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
-    """The splits "train" and "validation", with the columns of the objective.
+    """Load the splits "train" and "validation", with the columns of the objective.
 
-    :raises UserError: if they are missing, damaged, or not what the manifest says
+    :raises UserError: if a split is missing, damaged, or does not match the manifest
     """
     manifest = Manifest.load(dataset_path)
     try:
         splits = datasets.DatasetDict.load_from_disk(str(dataset_path))
-    except Exception as error:  # an interrupted copy shows as anything from OSError to ArrowInvalid
+    except Exception as error:  # an interrupted copy raises anything from OSError to ArrowInvalid
         raise UserError(f"--dataset_path: '{dataset_path}' cannot be read ({first_line(error)}); {_REMEDY}") from error
     columns = set(OBJECTIVES[manifest.objective].columns)
     for split in SPLITS:
@@ -124,10 +124,10 @@ def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
 
 @dataclass
 class CausalCollator:
-    """Pads instances and makes labels for causal LM (the model shifts them).
+    """Pads samples and builds labels for causal LM (the model shifts them).
 
-    transformers' own tells padding by its token; where that is the end-of-text token, as with GPT-2, no model would
-    learn to end a text.
+    transformers' collator recognizes padding by its token. Where that is the end-of-text token, as for GPT-2, a model
+    would not learn to end a text.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -142,20 +142,20 @@ class CausalCollator:
 def make_collator(
     objective: str, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, pad_to_multiple_of: int = 8
 ) -> Callable[[list[dict]], BatchEncoding]:
-    """A function that makes a batch of instances: pads them and, for masked LM, chooses the tokens to predict.
+    """Build a collator: it pads samples to a batch and, for masked LM, selects the tokens to predict.
 
-    Batches are LongTensors of shape [instances, tokens]: `input_ids`, `attention_mask`, `labels` (-100: not to be
-    predicted); for sentence order also `token_type_ids`, and `sentence_order_label` of shape [instances]. They are
-    what AlbertForPreTraining and AutoModelFor{Masked,Causal}LM take. Of the tokens to predict 80 % become [MASK], 10 %
-    a random token; special tokens are never among them. Choices are drawn from torch's generator, which the DataLoader
-    seeds in each worker.
+    A batch has LongTensors of shape [samples, tokens]: `input_ids`, `attention_mask`, `labels` (-100: not predicted);
+    for sentence order also `token_type_ids`, and `sentence_order_label` of shape [samples]. These are the inputs of
+    AlbertForPreTraining and AutoModelFor{Masked,Causal}LM. Of the tokens to predict, 80 % are replaced by [MASK] and
+    10 % by a random token; special tokens are never selected. Random choices use torch's generator, which the
+    DataLoader seeds in each worker.
 
-    :param mlm_probability: share of the tokens to predict in masked LM
-    :param pad_to_multiple_of: tensor cores are fastest where shapes are multiples of 8
+    :param mlm_probability: fraction of the tokens to predict in masked LM
+    :param pad_to_multiple_of: tensor cores are fastest with shapes that are multiples of 8
     """
     if OBJECTIVES[objective].is_causal:
         if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # any will do: padding is neither attended to nor predicted
+            tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
         return CausalCollator(tokenizer, pad_to_multiple_of)
     return DataCollatorForLanguageModeling(
         tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=pad_to_multiple_of
@@ -168,9 +168,9 @@ def load_training_data(
     tokenizer: PreTrainedTokenizerBase,
     config: PretrainedConfig,
 ) -> tuple[datasets.Dataset, Callable[[list[dict]], BatchEncoding]]:
-    """The instances to train on, and the collator that makes batches of them.
+    """Load the training samples, and build their collator.
 
-    :raises UserError: if there are none, or they do not go with the tokenizer, the model or the flags
+    :raises UserError: if the data is missing, or does not match the tokenizer, the model or the flags
     """
     manifest = _load_manifest(dataset_args, tokenizer, config)
     manifest.check_seq_length(training_args.seq_length)
@@ -189,7 +189,7 @@ def load_validation_data(
     tokenizer: PreTrainedTokenizerBase,
     config: PretrainedConfig,
 ) -> tuple[datasets.Dataset, Callable[[list[dict]], BatchEncoding]]:
-    """The instances that nobody trains on; the rest as for `load_training_data`."""
+    """Load the validation samples, and build their collator; see `load_training_data`."""
     manifest = _load_manifest(dataset_args, tokenizer, config)
     dataset = load_datasets(dataset_args.dataset_path)["validation"]
     return dataset, make_collator(manifest.objective, tokenizer, mlm_probability)
@@ -198,7 +198,7 @@ def load_validation_data(
 def _load_manifest(
     dataset_args: DatasetArguments, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
 ) -> Manifest:
-    """The data's manifest, after it has been compared with the tokenizer and the model."""
+    """Load the manifest, and check it against the tokenizer and the model."""
     manifest = Manifest.load(dataset_args.dataset_path)
     manifest.check_objective(OBJECTIVE_OF_MODEL[config.model_type])
     manifest.check_tokenizer(tokenizer)
@@ -207,10 +207,10 @@ def _load_manifest(
 
 
 def check_sequence_length(config: PretrainedConfig, length: int) -> None:
-    """Raise UserError if the model has too few positions for sequences of this length."""
+    """Raise UserError if the model has fewer positions than `length` tokens."""
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", length)
     if config.model_type == "roberta":
-        positions -= 2  # its first positions are reserved for padding
+        positions -= 2  # RoBERTa reserves its first positions for padding
     if length > positions:
         raise UserError(
             f"the sequences have {length} tokens, but the model has {positions} positions: prepare the data with "

@@ -1,7 +1,7 @@
-"""From text to training instances: rows -> documents -> sentences -> token ids -> instances.
+"""Packing of text into instances (training samples): rows -> documents -> sentences -> token ids -> instances.
 
-Everything here is a function of its arguments: no files, no processes, no global randomness. What is random depends on
-the seed, the split and the document's number, so the result is the same however the work is divided.
+All functions are pure: no files, no processes, no global random state. Random choices depend on the seed, the split
+and the document's number, so the result does not depend on how the work is divided among processes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import sentencex
 from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 from lib.data.schema import SPLITS
 
-if TYPE_CHECKING:  # seconds to import, and text that cannot be read should be found out before
+if TYPE_CHECKING:  # the import takes seconds, and unreadable text should be reported before
     from transformers import PreTrainedTokenizerBase
 
-# Bounds on what is handled in one piece, so that a file that is one endless line needs no more memory or time than any
-# other. sentencex takes time quadratic in a line's length: 20,000 characters take 5 ms, 1,000,000 take 12 s.
-# The longest articles of WikiText are about 150,000 characters; books are cut, which costs them the last half-filled
-# instance of each part, 1 in 200.
+# Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
+# sentencex is quadratic in the length of a line: 5 ms for 20,000 characters, 12 s for 1,000,000. The longest articles
+# of WikiText have about 150,000 characters. Books are split, which leaves the last instance of each part half full,
+# 1 in 200.
 MAX_LINE_CHARS = 20_000
 MAX_DOCUMENT_CHARS = 250_000
 
@@ -48,32 +48,32 @@ Instance = dict[str, np.ndarray | int]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How documents become instances."""
+    """Settings of the packing."""
 
     objective: str = DEFAULT_OBJECTIVE  # a key of OBJECTIVES
     max_seq_length: int = 512  # tokens, special tokens included
     seed: int = 0
-    language: str = "en"  # of the text, ISO 639-1; decides where sentences end
+    language: str = "en"  # ISO 639-1; determines where sentences end
 
 
 @dataclass
 class Counts:
-    """What went in and what came out. `tokens` counts special tokens, but no padding: none is stored."""
+    """Statistics of the packing. `tokens` includes special tokens; padding is not stored and not counted."""
 
     documents: int = 0
-    sentences: int = 0  # for sentence order only: the other objectives do not look for sentences
+    sentences: int = 0  # for sentence order only: the other objectives do not split text into sentences
     instances: int = 0
     tokens: int = 0
     swapped_instances: int = 0
     unknown_tokens: int = 0
-    dropped_documents: int = 0  # without a single instance: fewer than two tokens
+    dropped_documents: int = 0  # documents without an instance: fewer than two tokens
     dropped_tokens: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def mean_fill(self, max_seq_length: int) -> float:
-        """Share of `max_seq_length` that the average instance fills."""
+        """Return the mean length of an instance as a fraction of `max_seq_length`."""
         return self.tokens / (max_seq_length * self.instances) if self.instances else 0.0
 
 
@@ -83,9 +83,9 @@ _TITLE = re.compile(r"= [^=](?:.*[^=])? =")  # "= Title =", but not "= = Section
 
 
 def _is_title(previous: str, row: str, following: str) -> bool:
-    """Whether a row of WikiText begins an article.
+    """Whether a row of WikiText is the title of an article.
 
-    Titles stand between blank rows. Rows that are formulas do not: the test split has "= 1 henry and capacitance C =".
+    Titles are between blank rows. Formulas are not: the test split has "= 1 henry and capacitance C =".
     """
     return not previous and not following and _TITLE.fullmatch(row) is not None
 
@@ -100,7 +100,7 @@ def _with_neighbours(rows: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _cut_line(line: str) -> Iterator[str]:
-    """Pieces of at most MAX_LINE_CHARS characters, cut at spaces where there are any."""
+    """Split a line into pieces of at most MAX_LINE_CHARS characters, at spaces if possible."""
     while len(line) > MAX_LINE_CHARS:
         cut = line.rfind(" ", 1, MAX_LINE_CHARS) + 1 or MAX_LINE_CHARS
         yield line[:cut].strip()
@@ -111,12 +111,12 @@ def _cut_line(line: str) -> Iterator[str]:
 def split_documents(rows: Iterable[str]) -> Iterator[str]:
     """Group rows of text into documents.
 
-    A row is a line, or a whole document of several lines. Lines form documents
+    A row is a line, or a whole document of several lines. Lines are grouped into documents
     - by article, if the first line is a title of WikiText (" = Title = " between blank lines),
-    - else up to the next blank line,
-    - in any case up to MAX_DOCUMENT_CHARS: BookCorpus has a sentence a row and no marks between its books.
+    - otherwise up to the next blank line,
+    - in any case up to MAX_DOCUMENT_CHARS: BookCorpus has one sentence per row and no separators between books.
 
-    :returns: non-empty documents; their lines, stripped and not blank, are joined by newlines
+    :returns: non-empty documents: stripped non-blank lines joined by newlines
     """
     lines: list[str] = []
     size = 0
@@ -144,8 +144,9 @@ def split_documents(rows: Iterable[str]) -> Iterator[str]:
 
 
 def hold_out(num_documents: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Choose documents for validation where the source has none: a share of them, at least one.
+    """Select documents for validation if the source has no validation split.
 
+    :param share: fraction of the documents to select; at least one document is selected
     :returns: numbers of the documents for training and for validation, each in ascending order
     :raises ValueError: if there are fewer than two documents
     """
@@ -158,13 +159,13 @@ def hold_out(num_documents: int, share: float, seed: int) -> tuple[np.ndarray, n
 
 
 def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[tuple[int, int]]:
-    """Divide documents into runs of about `group_chars` characters, which are tokenized and packed in one go.
+    """Divide documents into groups of about `group_chars` characters, each of which is tokenized and packed at once.
 
-    Groups depend on the text alone, not on the number of processes: instances may span the documents of a group
-    (unless the objective has sentence order), but never two groups.
+    Groups depend on the text only, not on the number of processes. An instance may span documents of one group (unless
+    the objective has sentence order), but never two groups.
 
     :param lengths: characters in each document
-    :returns: for each group, its first document and the one after its last
+    :returns: for each group, the number of its first document and of the document after its last
     """
     groups = []
     start, size = 0, 0
@@ -180,16 +181,16 @@ def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[
 
 
 def split_sentences(document: str, language: str = "en") -> list[str]:
-    """Sentences of a document. The end of a line ends a sentence.
+    """Split a document into sentences. The end of a line ends a sentence.
 
-    Sentences are found by Wikimedia's sentencex: it needs no download (nltk's punkt does), knows abbreviations, reads
-    tokenized text (" . ") as well as plain, loses no character, and does 60 MB/s where blingfire and nupunkt do 20.
+    Uses Wikimedia's sentencex: it needs no download (nltk's punkt does), handles abbreviations, tokenized text (" . ")
+    and plain text, preserves all characters, and processes 60 MB/s (blingfire and nupunkt: 20 MB/s).
     """
     sentences: list[str] = []
     for line in document.split("\n"):
         begins = len(sentences)
         for sentence in sentencex.segment(language, line):
-            # WikiText writes 3.5 as "3 @.@ 5", which is not the end of a sentence.
+            # WikiText writes 3.5 as "3 @.@ 5", which does not end a sentence.
             if sentence.startswith("@") and len(sentences) > begins:
                 sentences[-1] += sentence
             else:
@@ -198,10 +199,10 @@ def split_sentences(document: str, language: str = "en") -> list[str]:
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of each text, without special tokens around it.
+    """Return the token ids of each text, without special tokens around it.
 
-    Text that merely spells a special token ("[SEP]") is encoded as any other text, or it would pass for a real one.
-    "<unk>" alone is not: WikiText writes it for rare words.
+    A special token in the text ("[SEP]") is encoded as ordinary text, so that it is not mistaken for a real one. The
+    exception is "<unk>", which WikiText writes for rare words.
     """
     if not texts:
         return []
@@ -220,10 +221,10 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[in
 
 
 def _cut_points(num_tokens: int, capacity: int) -> list[int]:
-    """Where to cut `num_tokens` into as few chunks of at most `capacity` as possible, both ends included.
+    """Return where to split `num_tokens` into as few chunks of at most `capacity` as possible, both ends included.
 
-    All chunks are full but the last. If little is left for that, it shares with the one before: two halves make better
-    sentence pairs than 509 tokens and 3.
+    All chunks but the last are full. If the last one would be short, the last two have equal lengths: two halves make
+    better sentence pairs than 509 tokens and 3.
     """
     points = [*range(0, num_tokens, capacity), num_tokens]
     if len(points) > 2 and points[-1] - points[-2] < max(2, capacity // 8):
@@ -237,21 +238,22 @@ def pack_pairs(
     """Pack one document into [CLS] A [SEP] B [SEP] for masked LM and sentence-order prediction, as ALBERT does.
 
     ALBERT (https://arxiv.org/abs/1909.11942, sections 3.1 and 4.1) takes consecutive sentences until the instance is
-    full, splits them at a random sentence into A and B, and swaps these with probability 1/2. Its code then cuts off
-    what is too long. Here nothing is cut off: the rest of a sentence that does not fit begins the next instance. So
-    the number of instances is the smallest possible, and the unswapped ones, one after the other, are the document.
+    full, splits them at a random sentence into A and B, and swaps A and B with probability 1/2. Its code then
+    truncates instances that are too long. Here nothing is truncated: the rest of a sentence that does not fit begins
+    the next instance. So the number of instances is minimal, and the concatenated unswapped instances are the
+    document.
 
     :param sentences: token ids of each sentence
     :returns: instances with the columns of the objective mlm_sop; `sentence_order_label` is 1 if A and B are swapped,
-        as in AlbertForPreTraining. None if the document has fewer than two tokens
+        as in AlbertForPreTraining. No instance if the document has fewer than two tokens
     """
-    starts = np.cumsum([len(sentence) for sentence in sentences])  # where the second sentence begins, the third, ...
+    starts = np.cumsum([len(sentence) for sentence in sentences])  # positions of the second sentence, the third, ...
     document = np.fromiter(itertools.chain.from_iterable(sentences), dtype=np.int32)
     if len(document) < 2:
         return
     for begin, end in itertools.pairwise(_cut_points(len(document), capacity=max_seq_length - 3)):
         first, last = np.searchsorted(starts, [begin + 1, end])
-        # A chunk from the middle of an endless sentence is split at any token.
+        # A chunk within one long sentence is split at any token.
         middle = starts[generator.integers(first, last)] if first < last else generator.integers(begin + 1, end)
         a, b = document[begin:middle], document[middle:end]
         swapped = int(generator.random() < 0.5)
@@ -276,8 +278,8 @@ def pack_full_sequences(
 ) -> Iterator[Instance]:
     """Pack documents into [CLS] text [SEP] for masked LM, as RoBERTa does.
 
-    Its format FULL-SENTENCES (https://arxiv.org/abs/1907.11692, section 4.2): instances are filled across the ends of
-    documents, with a [SEP] between two; all are full but the last.
+    The format is FULL-SENTENCES (https://arxiv.org/abs/1907.11692, section 4.2): instances cross document boundaries,
+    which are marked by [SEP]. All instances but the last are full.
 
     :param documents: token ids of each document
     :returns: instances with the columns of the objective mlm
@@ -290,7 +292,7 @@ def pack_full_sequences(
     text, is_separator = text[:-1], is_separator[:-1]
     begin = 0
     while begin < len(text):
-        begin += is_separator[begin]  # nothing to separate at the start of an instance
+        begin += is_separator[begin]  # no separator at the start of an instance
         end = begin + max_seq_length - 2
         input_ids = np.array([cls_id, *text[begin:end], sep_id], dtype=np.int32)
         yield {
@@ -302,11 +304,11 @@ def pack_full_sequences(
 
 
 def pack_contiguous(documents: Sequence[Sequence[int]], max_seq_length: int, eos_id: int) -> Iterator[Instance]:
-    """Pack documents for causal LM, as GPT-2 does: an end-of-text token after each, and the whole cut into blocks.
+    """Pack documents for causal LM, as GPT-2 does: add an end-of-text token to each, concatenate, split into blocks.
 
     :param documents: token ids of each document
-    :returns: instances with the columns of the objective clm. All are full but the last; a last one of a single token,
-        which predicts nothing, is left out
+    :returns: instances with the columns of the objective clm. All but the last are full. A last instance of a single
+        token, which predicts nothing, is dropped
     """
     text = np.array([token for document in filter(None, documents) for token in (*document, eos_id)], dtype=np.int32)
     for begin in range(0, len(text) - 1, max_seq_length):
@@ -319,9 +321,9 @@ def make_instances(
 ) -> tuple[pa.Table, Counts]:
     """Tokenize a group of documents and pack them.
 
-    :param documents: text of each
+    :param documents: text of each document
     :param numbers: number of each document within its split
-    :returns: the instances, in the order of the text, with the columns of SCHEMAS[recipe.objective]
+    :returns: the instances in the order of the text, with the columns of SCHEMAS[recipe.objective]; the statistics
     """
     counts, objective = Counts(documents=len(documents)), OBJECTIVES[recipe.objective]
     if objective.has_sentence_order:
@@ -354,7 +356,7 @@ def make_instances(
 
     counts.instances = len(instances)
     counts.tokens = sum(len(instance["input_ids"]) for instance in instances)
-    # GPT-2's unknown token is its end of text, and nothing is unknown to it.
+    # GPT-2 has no unknown tokens; its `unk_token` is the end-of-text token.
     if tokenizer.unk_token_id != tokenizer.eos_token_id:
         counts.unknown_tokens = sum(
             int(np.count_nonzero(instance["input_ids"] == tokenizer.unk_token_id)) for instance in instances

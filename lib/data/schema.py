@@ -1,3 +1,3 @@
-"""The splits of the prepared data: tokenize_wikitext103.py writes them, trainers and evaluators read them."""
+"""Splits of the prepared data, which tokenize_wikitext103.py writes, and trainers and evaluators read."""
 
 SPLITS = ("train", "validation")

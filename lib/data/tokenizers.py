@@ -1,4 +1,4 @@
-"""Tokenizers: one that exists, or one trained on the text at hand. The same text gives the same tokenizer."""
+"""Checks of existing tokenizers, and training of new ones. The same text gives the same tokenizer."""
 
 import io
 import json
@@ -23,16 +23,16 @@ from lib.common.errors import UserError
 from lib.common.objectives import OBJECTIVES
 from lib.data.loading import tokenizer_sha256
 
-# A vocabulary of 30,000 changes little beyond some ten million words, and training reads them all at once.
+# A vocabulary of 30,000 changes little beyond some ten million words, and training holds all of them in memory.
 TRAINING_CHARS = 50_000_000
-# As many characters as a vocabulary begins with: Chinese or emoji need not crowd out the words of other languages.
+# Maximum number of single characters in a vocabulary: Chinese or emoji must not displace words of other languages.
 _MAX_ALPHABET = 1000
 
 
 def is_same_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    """Whether a folder holds this tokenizer already."""
+    """Whether a folder contains this tokenizer."""
     if not folder.is_dir():
-        return False  # and not a name to be looked up on the Hub
+        return False  # AutoTokenizer would look the name up on the Hub
     try:
         return tokenizer_sha256(AutoTokenizer.from_pretrained(folder)) == tokenizer_sha256(tokenizer)
     except (OSError, ValueError, KeyError):
@@ -70,7 +70,7 @@ def train_tokenizer(
 
 
 class _Interruptible:
-    """Iterates, and keeps Ctrl-C or another wish to exit that sentencepiece turns into an error of its own."""
+    """Iterator that records KeyboardInterrupt and SystemExit, which sentencepiece replaces by a RuntimeError."""
 
     def __init__(self, iterable: Iterable[str]):
         self._iterator, self.interrupt = iter(iterable), None
@@ -87,13 +87,13 @@ class _Interruptible:
 
 
 def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -> AlbertTokenizer:
-    """The real sentencepiece, which gives the same pieces each time; tokenizers' UnigramTrainer does not."""
-    # Train on what AlbertTokenizer will see: without upper case and accents.
+    """Train with sentencepiece, which is deterministic; UnigramTrainer of tokenizers is not."""
+    # Normalize as AlbertTokenizer does: no upper case, no accents.
     tokenizer = AlbertTokenizer()
     normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
     model = io.BytesIO()
     sentences = _Interruptible(
-        # It skips lines with tabs, and those that are too long. AlbertTokenizer reads "<unk>" itself.
+        # sentencepiece skips lines with tabs, and lines that are too long. AlbertTokenizer parses "<unk>" itself.
         " ".join(normalize(line).replace(tokenizer.unk_token, " ").split())
         for document in documents
         for line in document.split("\n")
@@ -106,13 +106,13 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -
             vocab_size=vocab_size,
             model_type="unigram",
             character_coverage=0.99995,  # as for ALBERT
-            pad_id=0,  # and this order of special tokens: <pad> <unk> [CLS] [SEP] [MASK]
+            pad_id=0,  # ids of the special tokens in this order: <pad> <unk> [CLS] [SEP] [MASK]
             unk_id=1,
             bos_id=-1,
             eos_id=-1,
             control_symbols=["[CLS]", "[SEP]", "[MASK]"],
-            num_threads=4,  # sums are rounded according to their number, so it must not be the number of cores
-            minloglevel=2,  # errors only: they are raised as well
+            num_threads=4,  # fixed, not the number of cores: it affects the rounding of sums
+            minloglevel=2,  # errors only; they are raised as well
         )
     except RuntimeError as error:
         if sentences.interrupt is not None:
@@ -131,11 +131,11 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -
 
 
 def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> BertTokenizer:
-    """tokenizers' WordPieceTrainer, made deterministic.
+    """Train with WordPieceTrainer of tokenizers, made deterministic.
 
-    It numbers "##a", "##b", ... in the order of a hash table, and breaks ties between merges by these numbers
-    (https://github.com/huggingface/tokenizers/issues/1794). Here they are numbered beforehand, as if they were special
-    tokens; the tokenizer that is returned takes nothing but the vocabulary.
+    The trainer numbers "##a", "##b", ... in the order of a hash table, and breaks ties between merges by these numbers
+    (https://github.com/huggingface/tokenizers/issues/1794). Here they are numbered in advance, as special tokens. The
+    returned tokenizer uses only the vocabulary.
     """
     documents = list(documents)
     trainee = BertTokenizer().backend_tokenizer
@@ -151,7 +151,7 @@ def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> Be
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
         continuing_subword_prefix="##",
-        show_progress=False,  # it prints empty lines
+        show_progress=False,  # the progress bar prints empty lines
     )
     trainee.train_from_iterator(documents, trainer)
     vocab = trainee.get_vocab()
@@ -162,9 +162,9 @@ def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> Be
 def _train_bpe(
     documents: Iterable[str], vocab_size: int, is_causal: bool, **options
 ) -> GPT2Tokenizer | RobertaTokenizer:
-    """Byte-level BPE: nothing is unknown to it."""
-    # GPT-2 has no padding token. One of its own is better than its end of text, which must be learnt.
-    # RoBERTa's stand in the order of its published vocabulary: the model's position numbers depend on <pad> being 1.
+    """Train byte-level BPE, which has no unknown tokens."""
+    # GPT-2 has no padding token. A separate one is better than end of text, which the model must learn.
+    # RoBERTa's tokens are in the order of its published vocabulary: its position ids require that <pad> is 1.
     special_tokens = ["<|endoftext|>", "<|pad|>"] if is_causal else ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     trainee = Tokenizer(models.BPE())
     trainee.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
