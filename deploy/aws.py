@@ -1,10 +1,10 @@
-"""What deploy_on_aws.ipynb does: a coordinator and spot trainers on EC2, found again by their tags.
+"""Functions of deploy_on_aws.ipynb: a coordinator and spot trainers on EC2, identified by tags.
 
-Nothing is kept on the organiser's machine. All that belongs to a deployment carries its name as a tag, so every call
-first looks at what is there, and doing it twice changes nothing.
+No state is kept on the organiser's machine. All resources of a deployment have its name as a tag. Every call queries
+the existing resources first, so all calls are idempotent.
 
-The coordinator is an on-demand instance with an elastic IP and an identity that is kept as an encrypted parameter: its
-address is known before it boots, and stays when it is replaced. Trainers get that address and no secret.
+The coordinator is an on-demand instance with an elastic IP and an identity stored as an encrypted parameter. Its
+address is known before it boots, and does not change when it is replaced. Trainers receive the address and no secret.
 """
 
 import base64
@@ -37,25 +37,26 @@ COORDINATOR, TRAINER = "coordinator", "trainer"
 EXISTING = ("pending", "running", "stopping", "stopped")
 
 MAX_USER_DATA = 16 * 1024  # bytes, EC2's limit
-METADATA = "http://169.254.169.254/latest"  # the same on each instance
-PUBLIC_IP_PRICE = 0.005  # USD an hour, for each public IPv4 address
-DISK_PRICE = 0.08 / 730  # USD an hour for a GiB of gp3
+METADATA = "http://169.254.169.254/latest"  # the same on every instance
+PUBLIC_IP_PRICE = 0.005  # USD per hour and public IPv4 address
+DISK_PRICE = 0.08 / 730  # USD per hour and GiB of gp3
 
-# An offer that AWS cannot serve now: the next one may do. What is not in here ends the search.
+# AWS cannot serve this offer now; `top_up` tries the next one. Any other error ends the search.
 _NO_CAPACITY = {"InsufficientInstanceCapacity", "InsufficientHostCapacity", "SpotMaxPriceTooLow", "Unsupported"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is deployed. Prices are in USD an hour.
+    """Settings of a deployment. Prices are in USD per hour.
 
-    :param name: tag of all that belongs to this deployment, and what makes it the only one
-    :param dataset_url: archive that `tokenize_wikitext103.py --archive` wrote
+    :param name: tag of all resources of this deployment, which identifies it
+    :param dataset_url: archive written by `tokenize_wikitext103.py --archive`
     :param revision: branch or tag of the project
-    :param common_flags: of each peer, e.g. "--target_batch_size 2048"; `monitor_flags` and `trainer_flags` of one kind
-    :param coordinator_price: on demand, for the estimate of costs
-    :param coordinator_image: an AMI, or the public parameter that names the newest; Amazon Linux 2023. With
-        `trainer_image` likewise, which has NVIDIA's driver
+    :param common_flags: flags of every peer, e.g. "--target_batch_size 2048"; `monitor_flags` and `trainer_flags` are
+        those of the monitor and of the trainers
+    :param coordinator_price: on-demand price, for the estimate of costs
+    :param coordinator_image: an AMI, or the public parameter that names the newest one; Amazon Linux 2023. The same
+        holds for `trainer_image`, which includes NVIDIA's driver
     """
 
     name: str
@@ -123,7 +124,7 @@ class SpotOffer:
 
 @contextlib.contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turn what boto3 raises into one line."""
+    """Convert exceptions of boto3 into UserError with a message of one line."""
     try:
         yield
     except (NoCredentialsError, PartialCredentialsError):
@@ -137,7 +138,7 @@ def readable_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignoring(*codes: str) -> Iterator[None]:
-    """Go on where AWS says that it is done already."""
+    """Suppress errors of AWS with one of these codes."""
     try:
         yield
     except ClientError as error:
@@ -146,7 +147,7 @@ def ignoring(*codes: str) -> Iterator[None]:
 
 
 class Deployment:
-    """All that carries `settings.name` as its tag in one region."""
+    """All resources tagged with `settings.name` in one region."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -158,11 +159,11 @@ class Deployment:
         )
         self.ec2, self.ssm, self.iam = (boto3.client(service, config=config) for service in ("ec2", "ssm", "iam"))
 
-    # --- what is there -----------------------------------------------------------------------------------------------
+    # --- existing resources ------------------------------------------------------------------------------------------
 
     @readable_errors()
     def instances(self, role: str | None = None) -> list[Instance]:
-        """Those that are not terminated, the oldest first."""
+        """Return the instances that are not terminated, the oldest first."""
         filters = [*self._ours(role), {"Name": "instance-state-name", "Values": list(EXISTING)}]
         pages = self.ec2.get_paginator("describe_instances").paginate(Filters=filters)
         found = [
@@ -183,7 +184,7 @@ class Deployment:
 
     @readable_errors()
     def address(self) -> str:
-        """What trainers pass as --initial_peers.
+        """Return the address of the coordinator, for --initial_peers of the trainers.
 
         :raises UserError: if there is no coordinator yet
         """
@@ -193,7 +194,7 @@ class Deployment:
         return f"/ip4/{elastic_ip['PublicIp']}/tcp/{self.settings.port}/p2p/{_peer_id(key)}"
 
     def status(self) -> str:
-        """A table of the instances, and the address."""
+        """Return a table of the instances, and the address."""
         rows = [("role", "instance", "type", "zone", "state", "address", "hours")]
         rows += [(x.role, x.id, x.type, x.zone, x.state, x.ip, f"{x.hours:.1f}") for x in self.instances()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -204,7 +205,7 @@ class Deployment:
 
     @readable_errors()
     def costs(self) -> str:
-        """An estimate: what runs now, an hour and a day, at current spot prices. Traffic comes on top."""
+        """Return an estimate of the current costs per hour and per day, at current spot prices, without traffic."""
         prices = {(offer.type, offer.zone): offer.price for offer in self._spot_prices()}
         lines, total = [], 0.0
         for x in self.instances():
@@ -219,7 +220,7 @@ class Deployment:
 
     @readable_errors()
     def console(self, instance_id: str, lines: int = 40) -> str:
-        """The last lines that a machine wrote to its console. AWS is some minutes behind."""
+        """Return the last lines of an instance's console, which AWS shows with a delay of some minutes."""
         output = self.ec2.get_console_output(InstanceId=instance_id).get("Output", "")
         return "\n".join(output.splitlines()[-lines:]) or "Nothing yet: AWS shows it some minutes later"
 
@@ -227,7 +228,7 @@ class Deployment:
 
     @readable_errors()
     def start_coordinator(self) -> str:
-        """Start the coordinator unless there is one, and return its address."""
+        """Start the coordinator unless it exists, and return its address."""
         elastic_ip = self._find_elastic_ip() or self._allocate_elastic_ip()
         if self._find_identity() is None:
             self._make_identity()
@@ -235,7 +236,7 @@ class Deployment:
         if existing:
             coordinator = existing[0]
             print(f"The coordinator {coordinator.id} is {coordinator.state}")
-            for other in existing[1:]:  # two people were at it in the same moment
+            for other in existing[1:]:  # two calls ran at the same time
                 print(f"There is a second one, which ends now: {other.id}")
                 self.ec2.terminate_instances(InstanceIds=[other.id])
             if coordinator.state in ("stopping", "stopped"):
@@ -259,9 +260,9 @@ class Deployment:
         return self.address()
 
     def wait_until_ready(self, timeout: float = 1200.0) -> str:
-        """Wait until the coordinator can be joined from here; return what the probe said.
+        """Wait until this machine can join the coordinator; return the output of the probe.
 
-        :raises UserError: if it cannot within `timeout` seconds
+        :raises UserError: if the coordinator is not reachable within `timeout` seconds
         """
         command = [sys.executable, "-W", "ignore", "-m", "deploy.probe", "--run_id", self.settings.run_id]
         command += ["--initial_peers", self.address(), "--bootstrap_timeout", str(min(60.0, timeout))]
@@ -293,9 +294,9 @@ class Deployment:
 
     @readable_errors()
     def top_up(self, wanted: int) -> int:
-        """Start as many spot trainers as are missing, the cheapest offers first; return how many were started.
+        """Start the missing spot trainers, the cheapest offers first; return the number of started instances.
 
-        :raises UserError: if not all of them were to be had
+        :raises UserError: if not enough spot instances are available
         """
         user_data = self.trainer_user_data()
         running = len(self.instances(TRAINER))
@@ -333,7 +334,7 @@ class Deployment:
         return len(started)
 
     def spot_offers(self) -> list[SpotOffer]:
-        """Current prices in each zone up to `max_spot_price`, the cheapest first."""
+        """Return the current offers of all zones up to `max_spot_price`, the cheapest first."""
         offers = [offer for offer in self._spot_prices() if offer.price <= self.settings.max_spot_price]
         return sorted(offers, key=lambda offer: offer.price)
 
@@ -360,14 +361,14 @@ class Deployment:
             for entry in page["SpotPriceHistory"]
         ]
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- cleanup -----------------------------------------------------------------------------------------------------
 
     @readable_errors()
     def clean_up(self, keep_address: bool = False) -> None:
-        """Remove all that carries the tag, checkpoints on the coordinator's disk included.
+        """Remove all resources with the tag, including the checkpoints on the coordinator's disk.
 
-        :param keep_address: keep the elastic IP, which costs money, and the identity: a new coordinator will have the
-            same address
+        :param keep_address: keep the elastic IP, which costs money, and the identity, so that a new coordinator has
+            the same address
         """
         requests = self.ec2.describe_spot_instance_requests(
             Filters=[*self._ours(), {"Name": "state", "Values": ["open", "active"]}]
@@ -394,7 +395,7 @@ class Deployment:
                 print("Deleted the identity")
         print(f"Nothing is left of '{self.settings.name}'" + (", but for its address" if keep_address else ""))
 
-    # --- pieces ------------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _ours(self, role: str | None = None) -> list[dict]:
         filters = [{"Name": f"tag:{TAG}", "Values": [self.settings.name]}]
@@ -410,7 +411,10 @@ class Deployment:
         )
 
     def _launch(self, role: str, image: str, user_data: str, number: int = 1, **options) -> list[str]:
-        """Start up to `number` instances, and wait until AWS shows them: else the next look would miss them."""
+        """Start up to `number` instances, and wait until AWS lists them: otherwise the next query may miss them.
+
+        :returns: instance IDs
+        """
         image_id = self._find_image(image)
         kinds = ["instance", "volume"] + ["spot-instances-request"] * ("InstanceMarketOptions" in options)
         request = {
@@ -428,7 +432,7 @@ class Deployment:
             try:
                 reply = self.ec2.run_instances(**request)
                 break
-            except ClientError as error:  # a new instance profile takes some seconds to be known everywhere
+            except ClientError as error:  # a new instance profile takes some seconds to propagate
                 is_new = "IamInstanceProfile" in options and "iamInstanceProfile" in error.response["Error"]["Message"]
                 if not is_new or attempt == 11:
                     raise
@@ -441,7 +445,7 @@ class Deployment:
         return self.ssm.get_parameter(Name=image)["Parameter"]["Value"] if image.startswith("/") else image
 
     def _root_disk(self, image_id: str) -> dict:
-        """As large as the settings say, or as the image needs."""
+        """Return the root disk's mapping. Its size is `disk_gib`, or that of the image if larger."""
         (image,) = self.ec2.describe_images(ImageIds=[image_id])["Images"]
         name = image["RootDeviceName"]
         disk = next(mapping["Ebs"] for mapping in image["BlockDeviceMappings"] if mapping["DeviceName"] == name)
@@ -475,7 +479,7 @@ class Deployment:
         return groups[0]["GroupId"] if groups else None
 
     def _make_security_group(self) -> str:
-        """Nothing comes in but what other peers send."""
+        """Create a security group that allows incoming connections to the peers' port only."""
         group = self.ec2.create_security_group(
             GroupName=f"{self.settings.name}-peers",
             Description="Peers of a collaborative training",
@@ -492,7 +496,7 @@ class Deployment:
         return group
 
     def _delete_security_group(self, group: str) -> None:
-        for attempt in range(24):  # the network interfaces go some time after their instances
+        for attempt in range(24):  # network interfaces are removed some time after their instances
             try:
                 self.ec2.delete_security_group(GroupId=group)
                 print("Deleted the security group")
@@ -524,7 +528,7 @@ class Deployment:
         return base64.b64decode(parameter["Value"])
 
     def _make_identity(self) -> None:
-        from lib.peer.peer import load_identity  # seconds of imports
+        from lib.peer.peer import load_identity  # the import takes seconds
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "identity.key"
@@ -545,7 +549,7 @@ class Deployment:
         return f"{self.settings.name}-{self.settings.region}-coordinator"
 
     def _make_instance_profile(self) -> str:
-        """The coordinator may read one parameter, and nothing else. Roles are the same in all regions."""
+        """Create a role that may read the identity's parameter and nothing else. Roles are global, not per region."""
         name = self._profile
         parameter = self.ssm.get_parameter(Name=self._identity_parameter)["Parameter"]["ARN"]
         trust = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
@@ -556,7 +560,7 @@ class Deployment:
         self.iam.put_role_policy(RoleName=name, PolicyName="identity", PolicyDocument=_policy(allow))
         with ignoring("EntityAlreadyExists"):
             self.iam.create_instance_profile(InstanceProfileName=name, Tags=tags)
-        with ignoring("LimitExceeded"):  # a profile has one role: it is there already
+        with ignoring("LimitExceeded"):  # the profile already has its role
             self.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
         return name
 
@@ -578,7 +582,7 @@ def _policy(statement: dict) -> str:
 
 
 def _peer_id(identity: bytes) -> str:
-    """The public name that belongs to a private key."""
-    from hivemind.p2p import PeerID  # seconds of imports
+    """Return the peer ID of a private key, in base58."""
+    from hivemind.p2p import PeerID  # the import takes seconds
 
     return PeerID.from_identity(identity).to_base58()

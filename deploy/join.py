@@ -1,6 +1,6 @@
-"""What join_collaboration.ipynb does: look at the GPU, choose the batch size, install, run the trainer.
+"""Functions of join_collaboration.ipynb: detect the GPU, choose the batch size, install packages, run the trainer.
 
-As a program it prints the batch size for this machine's GPU: `python -m deploy.join`.
+`python -m deploy.join` prints the batch size for this machine's GPU.
 """
 
 import math
@@ -17,13 +17,13 @@ from typing import TextIO
 from lib.common.errors import UserError
 from lib.common.processes import leave_with_parent
 
-# ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations for a sample, and needs another 0.2 GiB
-# for the logits of 30 000 tokens; CUDA, weights and gradients take 1 GiB, and fragments want their share.
+# ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations per sample, and needs another 0.2 GiB
+# for the logits of 30 000 tokens. CUDA, weights and gradients take 1 GiB; the rest is for fragmentation.
 GIB_FOR_SAMPLE, GIB_FOR_REST = 1.0, 2.0
-MAX_BATCH_SIZE = 64  # what makes a micro-batch of half a second on the largest GPUs
+MAX_BATCH_SIZE = 64  # a micro-batch of half a second on the largest GPUs
 
-STOP_TIMEOUT = 30.0  # the trainer gives itself 12 seconds
-MIN_TORCH = (2, 6)  # for this transformers
+STOP_TIMEOUT = 30.0  # seconds; the trainer's own limit is 12
+MIN_TORCH = (2, 6)  # required by the pinned transformers
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """The GPUs of this machine, as NVIDIA's driver names them.
+    """Return the GPUs of this machine, with the names of NVIDIA's driver.
 
-    :raises UserError: if there is none
+    :raises UserError: if there is no GPU
     """
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -52,7 +52,7 @@ def find_gpus() -> list[Gpu]:
 
 
 def choose_batch_size(gpus: list[Gpu]) -> int:
-    """Samples in a micro-batch on each GPU: the largest power of two that surely fits the smallest of them."""
+    """Return the micro-batch size per GPU: the largest power of two that fits the smallest GPU."""
     fits = (min(gpu.memory for gpu in gpus) - GIB_FOR_REST) / GIB_FOR_SAMPLE
     return min(MAX_BATCH_SIZE, 2 ** int(math.log2(max(1.0, fits))))
 
@@ -61,10 +61,12 @@ def choose_batch_size(gpus: list[Gpu]) -> int:
 
 
 def install(project: Path) -> None:
-    """Install what the trainer needs. A torch that works with this GPU stays: Colab's and Kaggle's fits their driver,
-    while the newest may want a newer driver or a newer GPU.
+    """Install the requirements of the trainer.
 
-    :raises UserError: if pip fails, or torch does not see the GPU in the end
+    An installed torch that works with this GPU is kept: the torch of Colab and Kaggle matches their driver, while the
+    newest one may require a newer driver or GPU.
+
+    :raises UserError: if pip fails, or torch does not find the GPU afterwards
     """
     keep_torch = torch_works()
     packages = [
@@ -80,8 +82,10 @@ def install(project: Path) -> None:
 
 
 def torch_works() -> bool:
-    """Whether the installed torch is new enough and computes on the GPU. In a process of its own: the notebook's would
-    keep the old one loaded, and some memory of the GPU."""
+    """Whether the installed torch is new enough and computes on the GPU.
+
+    The check runs in a separate process: the notebook's process would keep the old torch loaded and occupy GPU memory.
+    """
     code = (
         "import sys, torch\n"
         "version = tuple(int(number) for number in torch.__version__.split('.')[:2])\n"
@@ -105,10 +109,11 @@ def trainer_command(
     dataset_sha256: str = "",
     more_flags: str = "",
 ) -> list[str]:
-    """The command line of a trainer behind a firewall. What the fields of the form hold is trimmed; `more_flags` come
-    last and win.
+    """Return the command line of a trainer in client mode.
 
-    :raises UserError: if a field that must be filled in is empty
+    White space around the values of the form is removed. `more_flags` come last and take precedence.
+
+    :raises UserError: if a required field is empty
     """
     peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
     if not peers:
@@ -125,17 +130,17 @@ def trainer_command(
 
 
 def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> None:
-    """Run the trainer and show what it prints, which also goes to `log`, until it ends or the cell is interrupted.
+    """Run the trainer until it ends or the cell is interrupted. Its output is printed and written to `log`.
 
-    An interrupt lets it finish: it saves a checkpoint and says goodbye. A second one, or the end of the notebook's
-    process, ends it at once.
+    After an interrupt the trainer saves a checkpoint and announces its departure. A second interrupt, or the end of
+    the notebook's process, kills it.
 
-    :raises UserError: if it fails
+    :raises UserError: if the trainer fails
     """
     _allow_open_files(4096)
     interrupted = False
     with open(log, "wb") as file, open(log, errors="replace") as output:
-        # The notebook's process has threads, but the hook takes none of their locks.
+        # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
         process = subprocess.Popen(
             command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=leave_with_parent
         )
@@ -156,7 +161,7 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
 
 
 def _allow_open_files(number: int) -> None:
-    """As `ulimit -n` does, for the processes that this one starts."""
+    """Raise the limit of open files for child processes, as `ulimit -n` does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < number:
         resource.setrlimit(
@@ -165,7 +170,7 @@ def _allow_open_files(number: int) -> None:
 
 
 def _show(process: subprocess.Popen, output: TextIO, timeout: float = math.inf) -> None:
-    """Print what comes until the process ends. It is a file: a pipe would stay open while helpers of it live."""
+    """Print the output until the process ends. It is a file: a pipe stays open while child processes of it run."""
     deadline = time.monotonic() + timeout
     while process.poll() is None and time.monotonic() < deadline:
         print(output.read(), end="", flush=True)

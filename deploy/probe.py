@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Join a collaboration for a moment: proof that its peers can be reached from here. Says who trains.
+"""Check that the peers of a run are reachable from here: join its DHT briefly and print the number of active trainers.
 
     python -m deploy.probe --run_id my-albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
 
-It tries until --bootstrap_timeout seconds have passed, and takes no part in the training.
+The probe retries for --bootstrap_timeout seconds, and takes no part in the training.
 """
 
 import logging
