@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Run a trainer whose micro-batches take a given time and little CPU, and record what it computes.
+"""Run a trainer whose micro-batches take a given time and little CPU, and record its local steps and downloads.
 
 PACE=0.5 RECORD=local.jsonl benchmarks/paced_peer.py run_trainer.py FLAGS
 
-The script may be one of another commit: only classes of the libraries are patched, and the download of the state.
-The environment says how:
+The script may be from another commit: only classes of libraries and the download of the training state are patched.
+Environment variables:
 
-    PACE              seconds of a micro-batch
-    DOWNLOAD_SECONDS  additional seconds of each download of the training state, as on a slow line (default: 0)
-    RECORD            file to append to: a JSON line for each local step and each download
+    PACE              seconds per micro-batch
+    DOWNLOAD_SECONDS  additional seconds per download of the training state, as on a slow connection (default: 0)
+    RECORD            output file: one JSON line is appended per local step and per download
 """
 
 import importlib
@@ -33,27 +33,27 @@ class Recorder:
 
 
 class Pace:
-    """Spreads micro-batches over time.
+    """Pads micro-batches to a given duration.
 
-    :param seconds: of a micro-batch. One that is late is not made up for
+    :param seconds: duration of a micro-batch; later ones do not compensate for a slower one
     """
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._end: float | None = None  # of the micro-batch before
-        self.num_samples = 0  # since the last local step
+        self._end: float | None = None  # end of the previous micro-batch
+        self.num_samples = 0  # samples since the last local step
 
     def wait(self, began: float) -> None:
-        """Wait until the micro-batch that began then has taken its time."""
+        """Wait until the micro-batch that began at `began` has its full duration."""
         now = time.monotonic()
         self._end = max((began if self._end is None else self._end) + self.seconds, now)
         time.sleep(self._end - now)
 
 
 def pace_trainer(pace: Pace, recorder: Recorder) -> None:
-    """Let each micro-batch of transformers' Trainer take a given time; record the local steps.
+    """Patch transformers' Trainer: pad each micro-batch to a given duration, and record the local steps.
 
-    `waited` is the time inside of the optimizer's `step`: the trainer computes nothing meanwhile.
+    `waited` is the time in the optimizer's `step`, in which the trainer computes nothing.
     """
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer
@@ -80,7 +80,7 @@ def pace_trainer(pace: Pace, recorder: Recorder) -> None:
 
 
 def slow_down_downloads(seconds: float, recorder: Recorder) -> None:
-    """Let each download of the training state take some seconds more; record the downloads."""
+    """Patch the download of the training state: add `seconds` to each, and record it."""
     try:
         from lib.averaging.state import TrainingStateAverager
     except ImportError:  # an older commit
@@ -100,14 +100,14 @@ def slow_down_downloads(seconds: float, recorder: Recorder) -> None:
 
 
 def apply(pace: float, record: Path, download_seconds: float = 0.0) -> None:
-    """Patch the trainer of this process. The project's modules must be on the path."""
+    """Apply all patches in this process. The project's modules must be on `sys.path`."""
     recorder = Recorder(record)
     pace_trainer(Pace(pace), recorder)
     slow_down_downloads(download_seconds, recorder)
 
 
 def main() -> None:
-    del sys.argv[0]  # the script's name takes its place, for messages
+    del sys.argv[0]  # the script's name becomes the program name in messages
     script = Path(sys.argv[0]).resolve()
     sys.path[0] = str(script.parent)
     apply(float(os.environ["PACE"]), Path(os.environ["RECORD"]), float(os.environ.get("DOWNLOAD_SECONDS", "0")))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How full are the instances, and how much text is lost on the way? Ours, and the older example's, on the same text:
+"""Compare the fill and the lost tokens of this project's packing with those of hivemind's ALBERT example.
 
 benchmarks/packing.py --text wiki.test.tokens
 """
@@ -24,17 +24,17 @@ Sentences = list[list[int]]
 
 
 def pack_lines(lines: Sequence[Sentences], max_seq_length: int) -> tuple[int, int]:
-    """The scheme of hivemind's ALBERT example, which takes each line of the file for a document.
+    """Count the instances of hivemind's ALBERT example, which treats each line of the file as a document.
 
-    Sentences of one line are collected until they are too long or the line ends. Two or more become an instance, from
-    which is cut what is too long; one alone is dropped.
+    Sentences of one line are collected until `max_seq_length` is reached or the line ends. Two or more sentences form
+    an instance, which is truncated if it is too long; a single sentence is dropped.
 
-    :returns: number of instances; tokens in them, without special tokens
+    :returns: number of instances; number of their tokens, without special tokens
     """
     capacity = max_seq_length - 3
     instances = tokens = 0
     for sentences in lines:
-        chunk: list[int] = []  # lengths of its sentences
+        chunk: list[int] = []  # lengths of the sentences in the chunk
         for number, sentence in enumerate(sentences, start=1):
             chunk.append(len(sentence))
             if sum(chunk) >= max_seq_length or number == len(sentences):
@@ -46,7 +46,7 @@ def pack_lines(lines: Sequence[Sentences], max_seq_length: int) -> tuple[int, in
 
 
 def pack_articles(articles: Sequence[Sentences], max_seq_length: int) -> tuple[int, int]:
-    """Our scheme, see `preprocessing.pack_pairs`."""
+    """Count the instances of this project, see `lib.data.packing.pack_pairs`; same result as for `pack_lines`."""
     instances = tokens = 0
     for sentences in articles:
         for instance in pack_pairs(sentences, max_seq_length, cls_id=0, sep_id=0, generator=np.random.default_rng(0)):

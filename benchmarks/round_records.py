@@ -1,4 +1,4 @@
-"""What trainers recorded of their rounds and local steps, and what follows from it. Pure: no processes, no network."""
+"""Parsing and summary of the trainers' records of rounds and local steps. Pure: no processes, no network."""
 
 import json
 import re
@@ -16,12 +16,12 @@ OUTCOMES = ("averaged", "missed", "failed", "alone")
 
 @dataclass
 class Round:
-    """One peer's part in the round of a global step.
+    """The round of a global step, as recorded by one peer.
 
-    :param begin, end: when the peer noticed that the step is due, and when its round had ended; seconds since 1970
-    :param size: peers in its group
-    :param members: their peer IDs, if known
-    :param received: fraction of the averages that arrived, if known
+    :param begin, end: when the peer noticed that the step was due, and when its round ended; seconds since 1970
+    :param size: number of peers in the group
+    :param members: peer IDs of the group, if known
+    :param received: fraction of the averages that this peer received, if known
     """
 
     step: int
@@ -41,9 +41,9 @@ class PeerRecords:
     """The records of one trainer.
 
     :param peer_id: in base58, empty if unknown
-    :param local_steps: time, samples, and seconds inside of the optimizer's `step`
-    :param downloads: begin and end of the downloads of the training state
-    :param absences: begin and end of the times at which the peer is not counted as alive
+    :param local_steps: for each local step: time, samples, and seconds in the optimizer's `step`
+    :param downloads: begin and end of each download of the training state
+    :param absences: begin and end of the periods in which the peer does not count as alive
     """
 
     name: str
@@ -54,13 +54,13 @@ class PeerRecords:
     absences: list[tuple[float, float]] = field(default_factory=list)
 
     def is_alive(self, moment: float) -> bool:
-        """Whether the peer trains at a moment: it has begun, is not frozen, downloads nothing, and does not leave."""
+        """Whether the peer trains at a moment: it has started, and is not frozen, downloading or leaving."""
         if not self.local_steps or moment < self.local_steps[0][0]:
             return False
         return not any(begin <= moment < end for begin, end in [*self.absences, *self.downloads])
 
     def samples_between(self, begin: float, end: float) -> int:
-        """Samples that were computed in a time."""
+        """Return the number of samples computed between two moments."""
         return sum(samples for moment, samples, _ in self.local_steps if begin < moment <= end)
 
     def seconds_waited(self, begin: float, end: float) -> float:
@@ -68,7 +68,7 @@ class PeerRecords:
 
 
 def read_local_records(peer: PeerRecords, path: Path) -> None:
-    """Read what paced_peer.py recorded."""
+    """Read the records of paced_peer.py."""
     for record in read_jsonl(path):
         if record["event"] == "download":
             peer.downloads.append((record["began"], record["time"]))
@@ -99,10 +99,10 @@ _LINE = re.compile(r"(?P<stamp>[A-Z][a-z]{2} \d{2} [\d:.]+) \[[A-Z]+\] (\[\S+:\d
 
 
 def read_log_lines(peer: PeerRecords, path: Path) -> None:
-    """Read a trainer's log, of a commit that writes no rounds.jsonl.
+    """Read the log of a trainer from a commit that does not write rounds.jsonl.
 
     The round of step N+1 begins at "Beginning optimizer step #N" and ends at "Averaged gradients with N peers" or
-    "Averaging gradients failed". Its samples are the growth of "Your current contribution" after "Step #N+1".
+    "Averaging gradients failed". Its samples are the increase of "Your current contribution" after "Step #N+1".
     """
     current, reported, total = None, None, 0
     for line in path.read_text(errors="replace").splitlines():
@@ -134,19 +134,19 @@ def _parse_stamp(stamp: str) -> float:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The complete lines of a file that may not be there."""
+    """Return the objects in the complete lines of a file; an empty list if the file does not exist."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines if line]
 
 
 @dataclass
 class StepSummary:
-    """What came of one global step.
+    """Outcome of one global step.
 
-    :param due: when the first trainer began it
-    :param alive: names of the trainers that were alive then
+    :param due: when the first trainer began the step
+    :param alive: names of the trainers that were alive at that time
     :param is_complete: whether all of them were in one group
-    :param is_whole: whether all of them received all of its average, too
+    :param is_whole: whether, in addition, all of them received the whole average
     """
 
     step: int
@@ -159,9 +159,9 @@ class StepSummary:
 
 @dataclass
 class PeerSummary:
-    """What one trainer did between the first and the last step of a run.
+    """Figures of one trainer between the first and the last global step of a run.
 
-    :param outcomes: of its rounds; `absent`: steps that it was alive for and has no round of
+    :param outcomes: number of rounds by outcome; `absent`: steps at which the trainer was alive but had no round
     """
 
     name: str
@@ -174,16 +174,16 @@ class PeerSummary:
 
 @dataclass
 class RunSummary:
-    """What came of a run between two moments."""
+    """Outcome of a run between two moments."""
 
     steps: list[StepSummary]
     peers: list[PeerSummary]
-    latencies: list[float]  # seconds from the moment that a step was due until a trainer of it had the average
+    latencies: list[float]  # seconds from when a step was due until a trainer had the average, per trainer and step
     seconds: float
 
     @property
     def durations(self) -> list[float]:
-        """Seconds from one global step to the next."""
+        """Seconds between consecutive global steps."""
         return [(after.due - before.due) / (after.step - before.step) for before, after in pairwise(self.steps)]
 
     @property
@@ -220,15 +220,15 @@ def _share(part: float, whole: float) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """A percentile; NaN of nothing."""
+    """Return a percentile; NaN if there are no values."""
     return float(np.percentile(values, percent)) if len(values) else float("nan")
 
 
 def summarize(peers: Sequence[PeerRecords], begin: float, end: float) -> RunSummary:
-    """Summarize the steps that were due between two moments.
+    """Summarize the global steps that were due between two moments.
 
-    Samples are those computed between the first and the last of these steps, and those applied in the steps after the
-    first: both are of the same time.
+    Computed samples are counted from the first to the last of these steps. Applied samples are counted in all steps
+    but the first, so both cover the same period.
     """
     due: dict[int, float] = {}
     for peer in peers:

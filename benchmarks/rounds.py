@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How many samples reach a global step when trainers are slow, freeze or join? This commit and an older one:
+"""Measure how many samples are applied in global steps when trainers are slow, freeze or join; compare two commits.
 
 benchmarks/rounds.py --baseline 6b289d5
 
-On this machine, with a tiny model whose micro-batches sleep: a monitor that assists in averaging, a fast trainer, one
-whose local step takes 20 s, one in client mode, one that is frozen for 20 s (SIGSTOP of all its processes) after a
-quarter of the time, and a newcomer that joins after two fifths of it and whose download takes three global steps.
---calm: trainers alone, without all that. Needs no network.
+All peers run on this machine, with a tiny model whose micro-batches sleep: a monitor with an auxiliary peer, a fast
+trainer, one whose local step takes 20 s, one in client mode, one that is frozen for 20 s (SIGSTOP of all its
+processes) after a quarter of the time, and one that joins after two fifths of the time and whose download takes three
+global steps. --calm: equal trainers only, no faults and no auxiliary peer. Needs no network.
 """
 
 import argparse
@@ -45,8 +45,8 @@ MICRO_BATCH_SECONDS = 0.5
 BATCH_SIZE = 8
 FROZEN_SECONDS = 20.0
 DOWNLOAD_SECONDS = 36.0
-START_SECONDS = 180.0  # until all trainers have made a local step
-GRACE_SECONDS = 12.0  # for the rounds that are under way in the end
+START_SECONDS = 180.0  # timeout for the first local step of all trainers
+GRACE_SECONDS = 12.0  # for the rounds in progress at the end
 
 LEGEND = """\
 computed    samples of the local steps between the first and the last global step
@@ -66,8 +66,8 @@ averaged    when a trainer had the average of gradients and parameters: from rou
 class Trainer:
     """One trainer of a run.
 
-    :param pace: seconds of a micro-batch
-    :param batch_size: of a micro-batch; one is a local step
+    :param pace: seconds per micro-batch
+    :param batch_size: samples per micro-batch; each micro-batch is a local step
     """
 
     name: str
@@ -92,8 +92,8 @@ NEWCOMER = Trainer("newcomer", download_seconds=DOWNLOAD_SECONDS)
 class Side:
     """A run of one commit.
 
-    :param root: folder with its scripts
-    :param folder: for the output of its peers
+    :param root: folder with the scripts of the commit
+    :param folder: folder for the output of the peers
     """
 
     title: str
@@ -139,7 +139,7 @@ class Side:
         )  # fmt: skip
 
     def has_begun(self, trainer: Trainer) -> bool:
-        """Whether a trainer has made a local step."""
+        """Whether a trainer has completed a local step."""
         script = self.scripts[trainer.name]
         script.family()
         assert script.process.poll() is None, script.output
@@ -147,7 +147,7 @@ class Side:
         return any(record["event"] == "local step" for record in records)
 
     def freeze(self, trainer: Trainer, seconds: float) -> None:
-        """Stop all processes of a trainer for some seconds."""
+        """Stop all processes of a trainer (SIGSTOP) for some seconds."""
         family = self.scripts[trainer.name].family()
         began = time.time()
         try:
@@ -173,7 +173,7 @@ class Side:
             script.kill_all()
 
     def read_records(self) -> list[PeerRecords]:
-        """The records of the trainers that were started."""
+        """Return the records of the trainers that were started."""
         return [self._read_records(trainer) for trainer in self.trainers if trainer.name in self.scripts]
 
     def _read_records(self, trainer: Trainer) -> PeerRecords:
@@ -190,7 +190,7 @@ class Side:
 
 
 def play(side: Side, seconds: float) -> RunSummary:
-    """Run a collaboration for some seconds after all trainers have begun; the newcomer joins later."""
+    """Run one side for some seconds after all initial trainers have started; the newcomer joins later."""
     side.folder.mkdir(parents=True)
     initial = [trainer for trainer in side.trainers if trainer is not NEWCOMER]
     try:
@@ -218,7 +218,7 @@ def play(side: Side, seconds: float) -> RunSummary:
 
 @contextlib.contextmanager
 def checked_out(commit: str, folder: Path) -> Iterator[Path]:
-    """A commit's files in a folder, as a git worktree that is removed in the end."""
+    """Check a commit out into a folder, as a git worktree that is removed at the end."""
     git = ["git", "-C", str(ROOT), "worktree"]
     subprocess.run([*git, "add", "--detach", str(folder), commit], check=True, capture_output=True)
     try:
@@ -228,7 +228,7 @@ def checked_out(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def print_table(title: str, summary: RunSummary) -> None:
-    """Print what came of one side."""
+    """Print the summary of one side."""
     print(f"\n{title}: {len(summary.steps)} global steps in {summary.seconds:.0f} s")
     names = (*OUTCOMES, "absent")
     print(f"  {'trainer':<10}{'computed':>9}{'applied':>9}{'share':>7}", end="")
@@ -244,7 +244,7 @@ def print_table(title: str, summary: RunSummary) -> None:
 
 
 def compare(summaries: dict[str, RunSummary]) -> None:
-    """Print the figures of the sides beside each other; with two sides, their ratios."""
+    """Print the figures of all sides in columns; with two sides, also their ratios."""
     rows = {
         "samples applied / computed": ("{:.3f}", lambda s: s.applied_share),
         "samples applied per second": ("{:.1f}", lambda s: s.applied_per_second),

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What does a round of N trainers take, and how much of their work does it use?
+"""Measure duration, cost and efficiency of rounds with N trainers.
 
 benchmarks/swarm.py --peers 2 4 8 16
 
-N trainers and a monitor on this machine, with a tiny model whose micro-batches sleep. They are forked from one process
-after the imports, so that they share its memory. --churn 0.1: each minute a tenth of the trainers leave, every other
-one killed, and as many join. Needs no network.
+N trainers and a monitor run on this machine, with a tiny model whose micro-batches sleep. They are forked from one
+process after the imports, so that they share its memory. --churn 0.1: each minute a tenth of the trainers leave, every
+other one killed, and as many join. Needs no network.
 """
 
 import argparse
@@ -53,10 +53,10 @@ from tests.support.launcher import MODULES
 from tests.support.peers import LOCAL, prepare_data, wait_until
 
 BATCH_SIZE = 8
-MAX_PEERS = 256  # in all, those that leave included
+MAX_PEERS = 256  # in total, including peers that have left
 CALLS = ("call_ping", "call_store", "call_find")
 PARTS = ("main", "DHT", "state averager", "round averager", "p2pd", "torch_shm")
-START_SECONDS = 60.0  # and for each peer
+START_SECONDS = 60.0  # timeout for the start, plus SECONDS_A_PEER for each peer
 SECONDS_A_PEER = 15.0
 
 LEGEND = """\
@@ -72,11 +72,11 @@ pings, stores, finds: DHT requests that a trainer sends for one global step"""
 
 
 class MessageCounter:
-    """Counts the requests that the DHT of each peer sends, in memory that all forked processes share."""
+    """Counts the DHT requests of each peer, in memory that all forked processes share."""
 
     def __init__(self):
         self._counts = {name: RawArray("q", MAX_PEERS) for name in CALLS}
-        self.index = 0  # of this process's peer
+        self.index = 0  # index of the peer in this process
         for name in CALLS:
             setattr(DHTProtocol, name, self._counting(name, getattr(DHTProtocol, name)))
 
@@ -96,7 +96,7 @@ class MessageCounter:
 
 @dataclass
 class Usage:
-    """What the processes of a peer have used so far.
+    """Resource usage of the processes of a peer so far.
 
     :param cpu: seconds, by part
     :param memory: bytes, by part
@@ -109,7 +109,7 @@ class Usage:
 
 @dataclass
 class ForkedPeer:
-    """A peer in a process that was forked from this one."""
+    """A peer in a process forked from this one."""
 
     name: str
     index: int
@@ -125,7 +125,7 @@ class ForkedPeer:
         return self.folder.with_suffix(".log")
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
+        """Return the exit code, None while the process runs."""
         if self.exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -133,7 +133,7 @@ class ForkedPeer:
         return self.exit_code
 
     def find_family(self) -> list[psutil.Process]:
-        """The processes of this peer that are alive."""
+        """Return the running processes of this peer."""
         with contextlib.suppress(psutil.NoSuchProcess):
             main = psutil.Process(self.pid)
             for process in [main, *main.children(recursive=True)]:
@@ -141,7 +141,10 @@ class ForkedPeer:
         return [process for process in self.family.values() if process.is_running()]
 
     def has_begun(self) -> bool:
-        """Whether a trainer has made a local step."""
+        """Whether the trainer has completed a local step.
+
+        :raises AssertionError: if its process has ended
+        """
         assert self.poll() is None, f"{self.name} ended with {self.exit_code}:\n{self.log.read_text()[-2000:]}"
         return any(record["event"] == "local step" for record in read_jsonl(self.folder / "local.jsonl"))
 
@@ -160,7 +163,7 @@ class ForkedPeer:
                 self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def measure(self, counter: MessageCounter) -> Usage:
-        """What its processes have used so far."""
+        """Measure the resource usage of the peer's processes so far."""
         cpu, memory = Counter(), Counter()
         family = self.find_family()
         parts = _name_parts(self.pid, family)
@@ -173,7 +176,7 @@ class ForkedPeer:
 
 
 def _name_parts(main: int, family: list[psutil.Process]) -> dict[int, str]:
-    """Which part of a peer each of its processes is: the averagers are forked in this order, after the DHT."""
+    """Map each process of a peer to its part. The averagers are forked after the DHT, the state averager first."""
     parts = {}
     daemons = [process for process in family if process.name().startswith("p2pd")]
     parts.update({process.pid: "p2pd" for process in daemons})
@@ -189,7 +192,7 @@ def _name_parts(main: int, family: list[psutil.Process]) -> dict[int, str]:
 
 
 def _prepare_trainer(pace: float, folder: Path) -> None:
-    """In a trainer's process: pace it, and record how long it takes to read the others' progress."""
+    """In the process of a trainer: pace it, and record how long it takes to read the progress of all peers."""
     paced_peer.apply(pace, folder / "local.jsonl")
     recorder, finish = paced_peer.Recorder(folder / "reads.jsonl"), ProgressTracker._finish_fetch
 
@@ -208,8 +211,8 @@ class Swarm:
     """A monitor and trainers, forked from this process.
 
     :param num_trainers: trainers at the start
-    :param step_seconds: of a global step with so many
-    :param pace: seconds of a micro-batch, on average; those of the trainers differ by up to a quarter
+    :param step_seconds: expected duration of a global step with `num_trainers` trainers
+    :param pace: mean seconds per micro-batch; the trainers differ from it by up to a quarter
     """
 
     def __init__(
@@ -243,7 +246,7 @@ class Swarm:
     def _run(
         self, main: Callable[[], None], arguments: list[str], folder: Path, index: int, prepare: Callable
     ) -> None:
-        """In the forked process: be the script, and end."""
+        """In the forked process: run the script, and exit."""
         code = 1
         try:
             leave_with_parent()
@@ -252,7 +255,7 @@ class Swarm:
             os.dup2(log, 1)
             os.dup2(log, 2)
             sys.argv = arguments
-            MPFuture.reset_backend()  # its locks would be common to all peers
+            MPFuture.reset_backend()  # its locks would be shared by all peers
             self.counter.index = index
             prepare()
             run_script(main)
@@ -273,7 +276,10 @@ class Swarm:
         )  # fmt: skip
 
     def start_monitor(self) -> str:
-        """:returns: its address"""
+        """Start the monitor.
+
+        :returns: the address of the monitor
+        """
         flags = (*self._flags, "--refresh_period", 5)
         self._fork("monitor", run_training_monitor.main, "run_training_monitor.py", flags, lambda: None)
         monitor = self.peers[0]
@@ -299,10 +305,10 @@ class Swarm:
         self._fork(name, run_trainer.main, "run_trainer.py", flags, prepare)
 
     def run(self, seconds: float, churn: float) -> tuple[float, float]:
-        """Start all, and train for some seconds.
+        """Start all peers, and train for some seconds.
 
         :param churn: fraction of the trainers that leave, and join, each minute
-        :returns: begin and end of the time that counts
+        :returns: begin and end of the measured period
         """
         address = self.start_monitor()
         for _ in range(self.num_trainers):
@@ -325,7 +331,7 @@ class Swarm:
         return began, time.time()
 
     def _replace_one(self, address: str, number: int) -> None:
-        """Let a trainer leave and another one join."""
+        """Send a signal to a random trainer, and start a new one."""
         peer = self.random.choice(self.staying)
         peer.find_family()
         peer.left_at = time.time()
@@ -366,17 +372,17 @@ class Result:
     churn: float
     summary: RunSummary
     used: float
-    cpu: dict[str, float]  # milliseconds a second, by part
+    cpu: dict[str, float]  # milliseconds per second, by part
     memory: dict[str, float]  # MB, by part
-    messages: dict[str, float]  # for each trainer and step
+    messages: dict[str, float]  # per trainer and step
     reads: list[float]  # seconds
     load: float
 
 
 def measure(swarm: Swarm, seconds: float, churn: float, grace: float) -> Result:
-    """Run one swarm.
+    """Run one swarm and return its figures.
 
-    :param grace: seconds for the rounds that are under way in the end
+    :param grace: seconds for the rounds in progress at the end
     """
     try:
         began, ended = swarm.run(seconds, churn)
@@ -418,7 +424,7 @@ def measure(swarm: Swarm, seconds: float, churn: float, grace: float) -> Result:
 
 
 def print_incomplete(result: Result, most: int = 12) -> None:
-    """Print the steps that were not complete, and why."""
+    """Print the incomplete steps with their details."""
     incomplete = [step for step in result.summary.steps if not step.is_whole]
     for step in incomplete[:most]:
         kind = "complete, in part" if step.is_complete else "incomplete"
@@ -462,7 +468,7 @@ def main() -> None:
         importlib.import_module(name)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="swarm-"))
     folder.mkdir(parents=True, exist_ok=True)
-    tempfile.tempdir = str(folder)  # for the sockets of peers that are killed
+    tempfile.tempdir = str(folder)  # the sockets of killed peers stay in this folder
     counter, results = MessageCounter(), []
     try:
         data = folder / "data"
