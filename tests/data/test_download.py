@@ -1,4 +1,4 @@
-"""Data from a web server: one that serves well, one that breaks off, lies, changes its mind, or means harm."""
+"""Download of the data: from a good web server, and from one that fails, misreports, changes or is malicious."""
 
 import errno
 import gzip
@@ -35,7 +35,7 @@ SECRET = "hunter2"
 
 
 class Host(ThreadingHTTPServer):
-    """A web server on this machine. `script`: how the next requests for the archive are answered; then, well."""
+    """A web server on this machine. `script`: responses to the next requests for the archive, before normal ones."""
 
     daemon_threads = True
 
@@ -52,7 +52,7 @@ class Host(ThreadingHTTPServer):
 
     @property
     def asked(self) -> list[str | None]:
-        """The ranges that were asked for."""
+        """Return the requested ranges."""
         return [request.range for request in self.requests if request.path == "/data.tar.gz"]
 
     @property
@@ -60,11 +60,11 @@ class Host(ThreadingHTTPServer):
         return sum(request.sent for request in self.requests if request.path == "/data.tar.gz")
 
     def handle_error(self, *_) -> None:
-        pass  # a client that goes away
+        pass  # the client closed the connection
 
 
 class Answer(BaseHTTPRequestHandler):
-    """One request. The methods below are what a script of a Host consists of."""
+    """One request. The methods below are the elements of a Host's script."""
 
     protocol_version = "HTTP/1.1"
     server: Host
@@ -99,7 +99,7 @@ class Answer(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
 
     def start(self, if_range: bool = True, length_error: int = 0, etag: bool = True, ranges: bool = True) -> bytes:
-        """Send the headers; return the body that is to follow."""
+        """Send the headers; return the body to send next."""
         content, position = self.server.content, 0
         is_same = not if_range or self.headers.get("If-Range") == self.server.etag
         if ranges and self.headers.get("Range") and is_same:
@@ -160,7 +160,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """What looks like prepared data."""
+    """Write folders that look like prepared data."""
     folder = tmp_path_factory.mktemp("prepared")
     files = {
         DATASET: {"manifest.json": b"{}", "dataset_dict.json": b"{}", "train/state.json": b"{}",
@@ -218,16 +218,16 @@ def assert_fetched(args: DatasetArguments, folders: dict[str, Path]) -> None:
 
 
 def names(args: DatasetArguments) -> set[str]:
-    """What a failure has left, but for the lock."""
+    """Return the names of the remaining files, without the lock."""
     return set(os.listdir(Path(args.dataset_path).parent)) - {".dataset.lock"}
 
 
-# What stays of a transfer that broke off, and is completed the next time.
+# Files of an interrupted transfer, which the next run resumes.
 PARTIAL = {".dataset.download", ".dataset.download.json"}
 
 
 def fail(args: DatasetArguments) -> str:
-    """The one line that a person sees."""
+    """Return the one-line error of a failed download."""
     with pytest.raises(UserError) as error_info:
         fetch_data(args)
     message = str(error_info.value)
@@ -248,7 +248,7 @@ def test_a_host_that_serves_well(args, host, folders):
     fetch_data(args)
     assert_fetched(args, folders)
     assert host.asked == [None] and host.sent == len(host.content)
-    fetch_data(args)  # it is there: nobody is asked
+    fetch_data(args)  # the data exists: no request
     fetch_data(arguments(Path(args.dataset_path).parent.parent, "http://127.0.0.1:9/", dataset_sha256=host.digest))
     assert len(host.requests) == 2
 
@@ -293,7 +293,7 @@ def test_tries_are_limited_even_if_each_brings_something(args, host, monkeypatch
 def test_breaking_at_the_same_place_is_a_failure(args, host):
     host.script = [partial(Answer.break_after, num_bytes=1000, ranges=False)] * 9
     assert "broke off" in fail(args)
-    assert len(host.asked) == 3  # the one that brought something, and two that brought no more
+    assert len(host.asked) == 3  # one attempt with new bytes, and two without
     assert names(args) == PARTIAL
 
 
@@ -322,7 +322,7 @@ def test_a_weak_etag_is_not_relied_on(args, host, folders):
 @pytest.mark.parametrize("if_range", [True, False])
 @pytest.mark.parametrize("has_checksum", [True, False])
 def test_a_file_that_changes_is_not_glued_together(args, host, folders, tmp_path, if_range, has_checksum):
-    """Also where the server knows Range but not If-Range: it sends the rest of another file then."""
+    """Also for a server that supports Range but not If-Range: it sends the rest of another file."""
     good, host.content = host.content, b"x" * len(host.content)
     host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
     fail(args)
@@ -334,7 +334,7 @@ def test_a_file_that_changes_is_not_glued_together(args, host, folders, tmp_path
 
 
 def test_what_fits_the_etag_but_not_the_checksum_is_downloaded_again(args, host, folders):
-    """A server whose ETags do not change with the file."""
+    """The ETag of this server does not change with the file."""
     good, host.content = host.content, b"x" * len(host.content)
     host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
     fail(args)
@@ -433,7 +433,7 @@ def test_a_redirection_keeps_the_range(args, host, folders):
 
 
 def patient_from_now_on(answer: Answer, method: Callable[[Answer], None], name: str) -> None:
-    """Answer by a method. The client's limit `fetch.NAME`, short so far, is a minute for the requests that follow."""
+    """Respond with a method, and raise the client's limit `NAME`, short so far, to a minute for later requests."""
     setattr(fetch, name, 60.0)
     method(answer)
 
@@ -509,7 +509,7 @@ def test_secrets_stay_secret(args, host, folders, caplog):
     assert public_address(args.dataset_url) == host.url
 
 
-# --- what is there already -------------------------------------------------------------------------------------------
+# --- existing data ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kept", ["dataset", "tokenizer"])
@@ -541,7 +541,7 @@ def test_an_empty_folder_is_not_in_the_way(args, host, folders):
     assert_fetched(args, folders)
 
 
-# --- archives that mean harm -----------------------------------------------------------------------------------------
+# --- malicious archives ----------------------------------------------------------------------------------------------
 
 
 def entry(name: str, content: bytes = b"", **attributes) -> tuple[tarfile.TarInfo, bytes]:
@@ -586,7 +586,7 @@ FOREIGN = "no part of the prepared data"
         (entry(f"{TOKENIZER}/a\nb.json", b"x"), FOREIGN),
         (entry(f"{TOKENIZER}/a.json\n", b"x"), FOREIGN),
         (entry(f"{TOKENIZER}/\x1b[31m.json", b"x"), FOREIGN),
-        (entry(f"{TOKENIZER}/{'n' * 300}/x.json", b"x"), FOREIGN),  # a name in a header of its own
+        (entry(f"{TOKENIZER}/{'n' * 300}/x.json", b"x"), FOREIGN),  # a name in a separate header
         (entry(ARROW, type=tarfile.SYMTYPE, linkname="/etc/passwd"), NEITHER),
         (entry(f"{DATASET}/train", type=tarfile.SYMTYPE, linkname="../../.."), NEITHER),
         (entry(ARROW, type=tarfile.LNKTYPE, linkname=f"{DATASET}/manifest.json"), NEITHER),
@@ -618,7 +618,7 @@ def test_archives_that_a_person_has_packed(args, host, format):
 
 
 def test_a_small_archive_that_unpacks_to_much(args, host, monkeypatch):
-    """It is refused at the header that announces too much, in whichever order."""
+    """It is refused at the header with too large a size, in any order of the entries."""
     monkeypatch.setattr(archive, "MIN_LIMIT", 10**6)
     host.content, host.digest = pack(*GOOD, entry(ARROW, bytes(3 * 10**6))), None
     assert "unpacks to more than 1 MB" in fail(args)
@@ -640,7 +640,7 @@ def test_an_archive_of_too_many_files(args, host, monkeypatch):
 def test_an_archive_that_lacks_something(args, host, left_out):
     host.content, host.digest = pack(*GOOD[:left_out], *GOOD[left_out + 1 :]), None
     name = GOOD[left_out][0].name
-    if name.endswith("dataset_dict.json"):  # found out when the dataset is read
+    if name.endswith("dataset_dict.json"):  # detected when the dataset is read
         fetch_data(args)
         assert contents(Path(args.dataset_path)).keys() == {"manifest.json", fetch.RECEIPT}
         return
@@ -670,7 +670,7 @@ def test_damaged_archives(args, host, damage):
 
 
 class FullDisk:
-    """Stands for a file that takes `room` bytes."""
+    """Fake file that accepts `room` bytes."""
 
     def __init__(self, path: Path, mode: str, room: int = 100_000):
         self.file, self.room = open(path, mode), room  # noqa: SIM115
@@ -712,12 +712,12 @@ def test_the_disk_is_full_while_unpacking(args, host, folders, monkeypatch):
     assert names(args) == PARTIAL
     fetch_data(args)
     assert_fetched(args, folders)
-    assert len(host.asked) == 1  # what was downloaded is still good
+    assert len(host.asked) == 1  # the downloaded archive is still valid
 
 
 @pytest.mark.parametrize("left", [0, 2])
 def test_too_little_room_is_found_out_before(args, host, monkeypatch, left):
-    """`left`: how often there is enough."""
+    """`left`: number of checks that find enough space."""
     free = [10**9] * left
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop() if free else 10**5))
     message = fail(args)
@@ -727,7 +727,7 @@ def test_too_little_room_is_found_out_before(args, host, monkeypatch, left):
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
-# What run_trainer.py does, without the seconds of its other imports.
+# As run_trainer.py does, without its other imports, which take seconds.
 PROCESS = """
 import logging, sys
 from arguments import DatasetArguments
@@ -743,7 +743,7 @@ run_script(main)
 
 
 class Process:
-    """`fetch_data` in a process of its own."""
+    """`fetch_data` in a separate process."""
 
     def __init__(self, args: DatasetArguments):
         command = [sys.executable, "-c", PROCESS, args.dataset_path, args.tokenizer_path, args.dataset_url]
@@ -769,7 +769,7 @@ def test_two_at_once(args, host, folders):
         wait_until(lambda: host.sent >= 100_000, 120, "the first begins to download")
         with Process(args) as second:
             assert any("Another process downloads the data; waiting" in line for line in second.process.stdout)
-            host.closing.set()  # ends the stall: the first goes on
+            host.closing.set()  # ends the stall: the first process continues
             assert second.wait()[0] == 0
         assert first.wait()[0] == 0
     assert_fetched(args, folders)

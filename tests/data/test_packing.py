@@ -1,4 +1,4 @@
-"""From text to instances: nothing is lost, nothing is mixed up, and the seed alone decides."""
+"""Packing of text into instances: complete, in order, and determined by the seed."""
 
 import itertools
 from collections import Counter
@@ -62,7 +62,7 @@ def pack(sentences, max_seq_length=16, seed=0):
 
 
 def segments(instance) -> tuple[list[int], list[int]]:
-    """A and B in the order of the text."""
+    """Return A and B in the order of the text."""
     ids = instance["input_ids"]
     first_sep = int(np.flatnonzero(instance["special_tokens_mask"])[1])
     a, b = ids[1:first_sep].tolist(), ids[first_sep + 1 : -1].tolist()
@@ -180,7 +180,7 @@ def test_pairs_by_hand():
 
 
 def test_the_rest_of_a_sentence_begins_the_next_instance():
-    # 5 tokens of text fit into 8. The second sentence is cut in two; 3 and 2 tokens are left for the last instances.
+    # 8 tokens hold 5 tokens of text. The second sentence is split; 3 and 2 tokens remain for the last instances.
     instances = pack([[10, 11, 12], [13, 14, 15, 16], [17, 18, 19]], max_seq_length=8)
     assert [segments(instance)[0] + segments(instance)[1] for instance in instances] == [
         [10, 11, 12, 13, 14],
@@ -210,7 +210,7 @@ def test_pairs_hold_the_document_and_nothing_else(lengths, max_seq_length, seed)
         length = len(instance["input_ids"])
         assert length <= max_seq_length and (length == max_seq_length or number >= len(instances) - 2)
         assert all(len(instance[name]) == length for name in SCHEMAS["mlm_sop"].names[:-1])
-        assert b[0] in beginnings or not beginnings & set((a + b)[1:])  # a random token only where there is no choice
+        assert b[0] in beginnings or not beginnings & set((a + b)[1:])  # within a sentence only if needed
         special = instance["input_ids"][instance["special_tokens_mask"] == 1].tolist()
         assert special == [CLS, SEP, SEP] and instance["attention_mask"].all()
 
@@ -235,7 +235,7 @@ def test_full_sequences_by_hand():
         [CLS, 13, 14, SEP, 15, SEP],
     ]
     assert [instance["special_tokens_mask"].tolist() for instance in instances] == [[1, 0, 0, 1, 0, 1]] * 2
-    # No separator at the start of an instance, where it would separate nothing.
+    # No separator at the start of an instance.
     instances = list(pack_full_sequences([[10, 11, 12, 13], [14]], max_seq_length=6, cls_id=CLS, sep_id=SEP))
     assert [instance["input_ids"].tolist() for instance in instances] == [[CLS, 10, 11, 12, 13, SEP], [CLS, 14, SEP]]
 
@@ -258,11 +258,11 @@ def test_blocks_hold_every_token(documents, max_seq_length):
     blocks = list(pack_contiguous(documents, max_seq_length, eos_id=0))
     ids = [token for instance in blocks for token in instance["input_ids"]]
     stream = [token for document in documents if document for token in (*document, 0)]
-    assert ids in (stream, stream[:-1])  # a single token left over predicts nothing
+    assert ids in (stream, stream[:-1])  # a remaining single token predicts nothing
     assert all(len(instance["input_ids"]) == max_seq_length for instance in blocks[:-1])
 
 
-# --- all of it -------------------------------------------------------------------------------------------------------
+# --- everything ------------------------------------------------------------------------------------------------------
 
 
 def test_instances_of_a_document_do_not_depend_on_the_others(documents, tokenizer):

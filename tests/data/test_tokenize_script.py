@@ -1,4 +1,4 @@
-"""The data-preparation script, what it leaves on disk, and what trainers make of that."""
+"""The data-preparation script, its files on disk, and how trainers load them."""
 
 import errno
 import hashlib
@@ -37,7 +37,7 @@ SCRIPT = ROOT / "tokenize_wikitext103.py"
 
 
 def arguments(folder: Path, **flags) -> TokenizationArguments:
-    """Flags of a small run in a folder."""
+    """Return the flags of a small run in a folder."""
     defaults = {
         "sample": not {"train_file", "dataset_name"} & set(flags),
         "train_tokenizer": "tokenizer" not in flags,
@@ -62,7 +62,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """A folder with a dataset for ALBERT, made of the sample text, and its tokenizer."""
+    """Return a folder with a dataset for ALBERT, made of the sample text, and its tokenizer."""
     folder = tmp_path_factory.mktemp("prepared")
     tokenize_wikitext103.prepare(arguments(folder))
     return folder
@@ -70,7 +70,7 @@ def prepared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def small_text(tmp_path_factory) -> str:
-    """A text file of 20 documents."""
+    """Return a text file with 20 documents."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     paragraph = "The quick brown fox jumps over the lazy dog. It was not amused, and said so: woof! Number {}."
     path.write_text("\n\n".join("\n".join(paragraph.format(10 * i + j) for j in range(10)) for i in range(20)))
@@ -109,7 +109,7 @@ def test_each_model_family(tmp_path, objective, kind, tokenizer_class, special_i
     batch = make_collator(objective, tokenizer)([splits["train"][i] for i in range(4)])
     assert {tuple(value.shape) for value in batch.values()} <= {(4, 64), (4,)}
     assert {value.dtype for value in batch.values()} == {torch.int64}
-    assert os.listdir(tmp_path / "cache") == []  # work in hand is removed
+    assert os.listdir(tmp_path / "cache") == []  # temporary files are removed
 
 
 def test_all_text_arrives(prepared):
@@ -129,12 +129,12 @@ def test_all_text_arrives(prepared):
 
 
 def test_only_the_seed_decides(tmp_path, monkeypatch):
-    # Several groups of documents even in this small text, so that there is something to divide.
+    # Several groups of documents even in this small text, so that the work is divided.
     monkeypatch.setattr(preprocessing, "group_documents", partial(preprocessing.group_documents, group_chars=40_000))
     for name, flags in {"one": {"num_proc": 1}, "two": {"num_proc": 2}, "other": {"seed": 1}}.items():
         tokenize_wikitext103.prepare(arguments(tmp_path / name, **flags))
     one, two, other = (contents(tmp_path / name) for name in ("one", "two", "other"))
-    assert one == two  # byte for byte, tokenizer and manifest included
+    assert one == two  # byte for byte, including tokenizer and manifest
     rows = [load_datasets(tmp_path / name / "dataset")["train"]["input_ids"][:] for name in ("one", "other")]
     assert rows[0] != rows[1]
     assert not set(one) ^ set(other)
@@ -142,7 +142,7 @@ def test_only_the_seed_decides(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("blank_rows", "num_documents"), [(True, 200), (False, 8)])
 def test_hub_datasets_with_and_without_blank_rows(tmp_path, monkeypatch, blank_rows, num_documents):
-    """BookCorpus has a sentence a row and no blank rows."""
+    """BookCorpus has one sentence per row and no blank rows."""
     rows = []
     for number in range(1400):
         rows.append(f"sentence {number} of the book .")
@@ -174,7 +174,7 @@ def test_a_validation_file_is_used_whole(tmp_path, small_text):
         arguments(tmp_path, train_file=small_text, validation_file=small_text, vocab_size=60)
     )
     assert manifest.splits["train"]["documents"] == manifest.splits["validation"]["documents"] == 20
-    assert manifest.source == "text.txt, text.txt"  # not where they are
+    assert manifest.source == "text.txt, text.txt"  # without their folders
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_tokenizer_that_is_there_is_used_again(tmp_path, prepared):
     manifest = tokenize_wikitext103.prepare(
         arguments(tmp_path, tokenizer=str(prepared / "tokenizer"), tokenizer_path=str(prepared / "tokenizer"))
     )
-    assert manifest.tokenizer == "tokenizer"  # a folder's place is not published
+    assert manifest.tokenizer == "tokenizer"  # the path of the folder is not published
     assert contents(prepared / "tokenizer") == before
     with pytest.raises(UserError, match=r"--objective clm needs .* eos"):
         train = partial(arguments, tmp_path / "clm", objective="clm")
@@ -221,7 +221,7 @@ def test_a_tokenizer_that_is_there_is_used_again(tmp_path, prepared):
     assert not (tmp_path / "clm" / "tokenizer").exists()
 
 
-# --- what trainers use -----------------------------------------------------------------------------------------------
+# --- loading in trainers ---------------------------------------------------------------------------------------------
 
 
 def test_manifest_checks(prepared, tmp_path):
@@ -287,7 +287,7 @@ def test_a_damaged_dataset_is_explained(prepared, tmp_path):
 def test_collator_masks_text_only(prepared):
     tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
     train = load_datasets(prepared / "dataset")["train"]
-    instances = sorted(train, key=lambda instance: len(instance["input_ids"]))  # short ones first: there is padding
+    instances = sorted(train, key=lambda instance: len(instance["input_ids"]))  # short ones first, for padding
     torch.manual_seed(0)
     batch = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(instances)
     assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels", "sentence_order_label"}
@@ -317,7 +317,7 @@ def test_collator_masks_text_only(prepared):
 
 def test_causal_collator_teaches_the_end_of_text():
     tokenizer = train_tokenizer(["a b c d e f " * 20], "bpe", "clm", 260, 64)
-    tokenizer.pad_token = None  # as in GPT-2's own
+    tokenizer.pad_token = None  # as for GPT-2's published tokenizer
     instances = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 6, 0, 7], [8, 0])]
     batch = make_collator("clm", tokenizer)(instances)
     assert batch["labels"].tolist() == [[5, 6, 0, 7, *[-100] * 4], [8, 0, *[-100] * 6]]
@@ -337,7 +337,7 @@ def test_loss_of_a_fresh_model(prepared):
     assert loss == pytest.approx(math.log(len(tokenizer)) + math.log(2), rel=0.03)
 
 
-# --- complete or not there -------------------------------------------------------------------------------------------
+# --- atomic replacement ----------------------------------------------------------------------------------------------
 
 
 def test_a_dataset_is_replaced_only_on_demand_and_only_when_complete(tmp_path, prepared, monkeypatch, small_text):
@@ -379,7 +379,7 @@ def test_what_a_killed_run_leaves_is_invisible_and_removed(tmp_path):
     writer = subprocess.Popen([sys.executable, "-c", code, str(target)], cwd=ROOT, stdout=subprocess.PIPE)
     assert writer.stdout.readline() == b"ready\n"
     with temporary_folder(target):
-        assert len(list(tmp_path.glob(".target.*.new"))) == 2  # the other is alive, its folder stays
+        assert len(list(tmp_path.glob(".target.*.new"))) == 2  # the other process is alive, its folder stays
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     writer.stdout.close()
@@ -443,7 +443,7 @@ def test_archive_is_the_same_each_time_and_unpacks(prepared, tmp_path):
     assert len(load_datasets(tmp_path / "unpacked" / "data" / "albert")["train"])
 
 
-# --- as a person runs it ---------------------------------------------------------------------------------------------
+# --- as a user runs it -----------------------------------------------------------------------------------------------
 
 
 def test_the_whole_script(tmp_path, small_text):
@@ -486,12 +486,12 @@ def test_errors_are_one_line(tmp_path, content, flags, message):
 
 
 def test_no_permission_is_one_line():
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own is in one that only root may enter
+    with tempfile.TemporaryDirectory() as folder:  # pytest's tmp_path is in a folder that only root may enter
         Path(folder).chmod(0o755)
         locked = Path(folder, "locked")
         locked.mkdir(mode=0o555)
         is_root = os.geteuid() == 0
-        if is_root:  # whom permissions do not stop
+        if is_root:  # permissions do not apply to root
             os.seteuid(65534)
         try:
             with pytest.raises(OSError) as error, new_folder(locked / "data", "--output_path"):

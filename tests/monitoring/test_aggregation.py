@@ -1,4 +1,4 @@
-"""The monitor's aggregation: which steps are reported, once each, and what strangers' records cannot do to them."""
+"""Aggregation in the monitor: each step is reported once, whatever records untrusted peers publish."""
 
 import math
 import time
@@ -36,7 +36,7 @@ def metric(step, loss=10.0, mini_steps=2, samples=32, speed=1.5):
 
 
 def entries(*records):
-    """Records of `metric` in the shape of a history."""
+    """Return records of `metric` in the format of a history."""
     names = ("step", "samples_per_second", "samples_accumulated", "loss", "mini_steps")
     return [[record[name] for name in names] for record in records]
 
@@ -171,7 +171,7 @@ def test_refused_heartbeats(change, reason):
     assert parse_progress({b"peer": heartbeat(1.0, 1) | change}) == ([], {reason: 1})
 
 
-# What a report says
+# Contents of a report
 
 
 def test_loss_is_weighted_by_samples():
@@ -210,16 +210,16 @@ def test_absurd_samples_do_not_swamp_the_loss():
     assert report.samples == 100 + MAX_OVERSHOOT * 100
     assert report.loss == pytest.approx((100 * 2 + 400 * 100) / 500)
     (report,) = make_aggregator(target_batch_size=100).update(START, {b"a": metric(1, samples=150)})
-    assert report.samples == 150  # an honest peer that overshoots loses nothing
+    assert report.samples == 150  # an honest peer that overshoots is counted in full
 
 
 def info(target=None):
-    """What a peer tells of itself."""
+    """Return the PeerInfo record of a peer."""
     return {"username": "", "leaving": False} | ({} if target is None else {"target_batch_size": target})
 
 
 def believed_samples(told: dict, **options) -> int:
-    """Of one of three peers that claims a billion samples; the others tell of 50 each."""
+    """Return the samples counted for one of three peers, which claims a billion; the others report 50 each."""
     aggregator = make_aggregator(**options)
     metrics = {b"a": metric(1, samples=50), b"b": metric(1, samples=50), b"liar": metric(1, samples=10**9)}
     (report,) = aggregator.update(START, metrics, peers={peer: info(target) for peer, target in told.items()})
@@ -257,7 +257,7 @@ def test_nan_is_refused_and_counted():
     assert report.loss == 3.0 and report.contributors == 1 and aggregator.refused == {"NaN": 1}
 
 
-# Who is alive
+# Live peers
 
 
 def test_restarted_peer_counts_once():
@@ -266,7 +266,7 @@ def test_restarted_peer_counts_once():
     metrics = {b"old": metric(1), b"new": metric(2, speed=7.0)}
     progress = {b"old": heartbeat(START, 1, b"id"), b"new": heartbeat(START + 20, 2, b"id")}
     (report,) = aggregator.update(START + 20, metrics, {}, progress)
-    assert (report.step, report.alive_peers, report.performance) == (2, 1, 7.0)  # and nobody waits for the old key
+    assert (report.step, report.alive_peers, report.performance) == (2, 1, 7.0)  # and no step waits for the old key
 
 
 def test_peers_without_heartbeat_in_their_records_are_different_peers():
@@ -298,7 +298,7 @@ def test_last_step_of_a_peer_that_left_is_reported():
 
 
 def test_who_left_after_a_step_still_votes_for_it():
-    """The slowest of three, which others leave behind at the end of their run, may never take that step."""
+    """The slowest of three peers, which is alone at the end of a run, may never take that step."""
     aggregator = make_aggregator()
     peers = {b"a": b"A", b"b": b"B", b"slow": b"S"}
     start = {key: heartbeat(START, 1, peer_id) for key, peer_id in peers.items()}
@@ -358,7 +358,7 @@ def test_peer_without_metrics_yet_counts_with_its_heartbeat():
     assert (report.alive_peers, report.performance, report.contributors) == (3, 4.5, 2)
 
 
-# Each step once, none lost
+# Each step is reported once
 
 
 def test_steps_between_two_refreshes_come_from_the_history():
@@ -412,7 +412,7 @@ def test_one_of_two_stragglers_does_not_hold_up_the_other():
 
 
 def test_hung_peers_whose_heartbeat_goes_on_are_not_waited_for():
-    """A trainer that hangs still has a thread that says that it is alive; its number of samples stands still."""
+    """A trainer that hangs still has a thread that publishes heartbeats, but its number of samples is constant."""
     aggregator = make_aggregator()
     now, reported = START, []
     for round_ in range(60):
@@ -444,7 +444,7 @@ def test_flush_does_not_report_a_lone_claim():
     assert aggregator.flush(START + 2) == []
 
 
-# Where the run is
+# The global step of the run
 
 
 @pytest.mark.parametrize("step, at_once", [(0, True), (1, True), (40, False), (4000, False)])
@@ -460,7 +460,7 @@ def test_lone_peer_is_believed(step, at_once):
 def test_monitor_that_was_away_for_a_day_catches_up():
     aggregator = make_aggregator(last_reported_step=900)
     peers = {b"a": metric(5000), b"b": metric(5000), b"c": metric(4999)}
-    assert aggregator.update(START, peers) == []  # a jump must stand first
+    assert aggregator.update(START, peers) == []  # a jump must be visible for `settle_time`
     assert steps_of(aggregator.update(START + SETTLE, peers)) == [4999, 5000]
 
 
@@ -498,7 +498,7 @@ def test_outlier_that_stays_when_the_others_leave_is_not_followed():
 
 
 def test_peer_in_a_run_of_its_own_is_ignored():
-    """A trainer that could not load the state begins again at step 0 and goes on alone."""
+    """A trainer that could not load the training state starts at step 0 and continues alone."""
     aggregator = make_aggregator(last_reported_step=4999)
     reported = []
     for second in range(0, 500, 10):
@@ -539,9 +539,10 @@ def test_run_that_begins_again_is_followed():
 
 
 def revive(lost: int, number: int, seconds: int) -> list[tuple[int, int]]:
-    """Three trainers are killed at step 100. A minute later others begin `lost` steps before, a step each `seconds`.
+    """Simulate a revived run: three trainers are killed at step 100; a minute later others start `lost` steps earlier.
 
-    :returns: the seconds since the end of the first three, and the step, of each report
+    :param seconds: duration of a step of the new trainers
+    :returns: for each report: seconds since the end of the first three trainers, and the step
     """
     aggregator = make_aggregator(last_reported_step=99)
     killed = {b"old%d" % peer: metric(100) for peer in range(3)}
@@ -581,7 +582,7 @@ def test_run_that_is_revived_far_back_is_not_silent_until_it_has_caught_up(lost,
 
 
 def test_stragglers_do_not_pull_the_run_back():
-    """One of two that is left behind for a while, and newcomers that stand at step 0 while they load the state."""
+    """One of two peers falls behind for a while; newcomers are at step 0 while they load the training state."""
     aggregator = make_aggregator(last_reported_step=99)
     reported = []
     for second in range(0, 1000, 10):
@@ -600,7 +601,7 @@ def test_majority_of_liars_decides():
     assert steps_of(aggregator.update(START, metrics)) == [50]
     for second in range(10, 2000, 10):
         metrics = {b"a": metric(50), b"liar1": metric(10**6 - second), b"liar2": metric(10**6 - second)}
-        assert aggregator.update(START + second, metrics) == []  # ... within what is possible in the time
+        assert aggregator.update(START + second, metrics) == []  # ... within MAX_STEPS_PER_SECOND
     for second in range(10, 200, 10):
         metrics = {b"a": metric(51), b"liar1": metric(80), b"liar2": metric(80)}
         aggregator.update(START + 2000 + second, metrics)
@@ -636,16 +637,16 @@ def test_memory_does_not_grow_over_a_long_run():
     aggregator = make_aggregator()
     for step in range(3000):
         now = START + 5 * step
-        key = b"peer%d" % (step // 10)  # a volunteer comes, stays for ten steps, and leaves
+        key = b"peer%d" % (step // 10)  # a volunteer joins, stays for ten steps, and leaves
         aggregator.update(now, {b"stays": metric(step), key: metric(step)}, {}, {})
-    assert aggregator.last_reported_step > 2990  # who left without a word is waited for
+    assert aggregator.last_reported_step > 2990  # the monitor waits for peers that left without a goodbye
     assert len(aggregator._peers) < 20 and len(aggregator._reached) < 20
     assert sum(len(peer.pending) for peer in aggregator._peers.values()) < 20
 
 
 def test_unreported_steps_of_a_peer_are_bounded():
     aggregator, refused = make_aggregator(), 0
-    for step in range(100, 1000):  # another step each time, all of which the run has passed
+    for step in range(100, 1000):  # a new step each time, none ahead of the run
         peers = {b"a": metric(2000), b"b": metric(2000), b"liar": metric(2000)}
         aggregator.update(START, peers, {b"liar": entries(metric(step))})
         refused += aggregator.refused["too many unreported steps"]
@@ -677,7 +678,7 @@ def test_senseless_options(options):
         make_aggregator(**options)
 
 
-# Anything at all
+# Property tests
 
 keys = st.sampled_from([b"a", b"b", b"c", b"[owner:a]", b"x[owner:b]y"])
 numbers = st.one_of(st.integers(-2, 200), st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=2))
@@ -738,7 +739,7 @@ def test_any_records(sequence, last_reported_step):
     refresh=st.integers(1, 60),
 )
 def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, first_step, refresh):
-    """Peers publish each step within `settle_time`; the monitor looks when it likes. A minority says what it likes."""
+    """Peers publish each step within `settle_time`; the monitor refreshes at any time. A minority is Byzantine."""
     random = Random(seed)
     steps, has_liar = 20, has_liar and honest >= 2
     peers = [b"p%d" % number for number in range(honest)]

@@ -1,4 +1,4 @@
-"""A monitor that helps trainers average, and trainers that nobody can help: all of them in client mode."""
+"""A monitor with an auxiliary peer, and a run whose trainers are all in client mode."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_assistant_averages_with_a_public_trainer_and_two_clients(scripts):
     for trainer in trainers:
         trainer.wait_for("Averaged gradients with 4 peers", 120)
     monitor.wait_for("Assisted 3 peers in averaging step", 120)
-    monitor.wait_for(r"Step #\d+\t.*\talive peers = 3\t")  # it does not count as a trainer
+    monitor.wait_for(r"Step #\d+\t.*\talive peers = 3\t")  # the auxiliary peer does not count as a trainer
     for script in (*trainers, monitor):
         assert script.stop() == 0, script.output
         script.assert_nothing_left()

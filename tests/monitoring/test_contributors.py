@@ -1,4 +1,4 @@
-"""Who contributed how much: once per key and step, across restarts, whatever strangers call themselves."""
+"""Contributions: counted once per key and step, across restarts, with arbitrary names."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ from lib.monitoring.monitor import TrainingMonitor
 
 
 def make_report(step: int, **samples: int) -> StepReport:
-    """A step to which keys contributed so many samples."""
+    """Build the report of a step with these samples per key."""
     steps = tuple(PeerStep(key.encode(), step, 1.0, number, 1.0, 1) for key, number in samples.items())
     return StepReport(step, 1.0, 2, sum(samples.values()), 1.0, 2, 2, 0.0, steps)
 

@@ -1,4 +1,4 @@
-"""The evaluator: right numbers, and a peer that helps nobody and slows nobody down."""
+"""The evaluator: correct values, and no influence on the trainers."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def test_accuracy_counts_what_is_to_be_predicted():
 
 @pytest.fixture
 def evaluate(data):
-    """A function that evaluates fresh models on the prepared data."""
+    """Return a function that evaluates a new model on the prepared data."""
     dataset_args = DatasetArguments(
         model_name_or_path=str(data / "config.json"),
         tokenizer_path=str(data / "tokenizer"),
@@ -107,7 +107,7 @@ def test_evaluator_tells_monitor_and_slows_nobody_down(scripts):
     assert all(values[record["step"]] == pytest.approx(record["validation loss"]) for record in read_jsonl(seen))
     assert re.search(r"Step #\d+\tvalidation loss = [\d.]+\tmlm accuracy", monitor.output)
 
-    # an observer only: groups are of the two trainers, and nobody asks it for a state
+    # the evaluator is an observer: groups have the two trainers only, and it offers no training state
     peer_id = re.search(r"This evaluator is (\w+)", evaluator.output)[1]
     for trainer in trainers:
         assert "Averaged gradients with 2 peers" in trainer.output

@@ -1,4 +1,4 @@
-"""Uploads to a stand-in of the Hub: what arrives, what goes wrong, and that nothing of it holds up the monitor."""
+"""Uploads to a fake Hub: uploaded files, failures, and a monitor that never waits for an upload."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ CONFIG = AutoConfig.for_model(**TINY_ALBERT, vocab_size=500)
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> FakeHub:
-    """The stand-in, which processes that are started now take for the Hub."""
+    """Return the fake Hub, which new processes use as the endpoint."""
     with fake_hub() as hub:
         for name, value in {
             "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
@@ -41,7 +41,7 @@ def hub(monkeypatch, tmp_path) -> FakeHub:
 
 @pytest.fixture
 def make_uploader(tmp_path):
-    """Uploaders that are closed at the end of the test."""
+    """Return a function that builds uploaders, which are closed at the end of the test."""
     uploaders = []
 
     def make_uploader(**options) -> HubUploader:
@@ -57,7 +57,7 @@ def make_uploader(tmp_path):
 
 
 def save(uploader: HubUploader, step: int, size: int = 10_000) -> Path:
-    """A checkpoint's files, without a model in them."""
+    """Write the files of a checkpoint, without a model."""
     folder = uploader.folder / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -87,7 +87,7 @@ def child_processes() -> list[psutil.Process]:
     return [process for process in psutil.Process().children() if "hub_worker" in " ".join(process.cmdline())]
 
 
-# What arrives
+# Uploaded files
 
 
 def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, caplog):
@@ -170,7 +170,7 @@ def test_file_system_without_hard_links(hub, make_uploader, monkeypatch):
     assert "model.safetensors" in hub.files
 
 
-# What goes wrong
+# Failures
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_full_disk_is_one_line(hub, make_uploader, monkeypatch, caplog):
     assert leftovers(uploader) == []
 
 
-# Before the run
+# Checks at the start
 
 
 def check(repo_id: str = "me/model", private: bool = False, **options) -> None:
@@ -357,7 +357,7 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     assert monitor.stop(timeout=60) == 0 and TOKEN not in monitor.output
     monitor.assert_nothing_left()
 
-    # A second start, with a Hub that falls silent
+    # Second start, with a Hub that stops responding
     monitor = scripts.monitor(*flags, "--upload_interval", "0")
     monitor.wait_for("Uploaded checkpoint-3")
     hub.silent.set()
@@ -372,7 +372,7 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
 
 def test_killed_monitor_takes_its_upload_along(hub, scripts, data, tmp_path):
     monitor = scripts.monitor("--run_id", "up", "--repo_id", "me/model")
-    monitor.wait_for("visible multiaddresses")  # it has asked the Hub by then
+    monitor.wait_for("visible multiaddresses")  # the check of the Hub is done by then
     hub.silent.set()
     hub.requests.clear()
     save_real_checkpoint(tmp_path / "monitor", data)

@@ -1,4 +1,4 @@
-"""The model card: what the Hub reads of it, what people see of it, and that strangers' names stay text."""
+"""The model card: metadata, rendered page, and escaping of untrusted names."""
 
 import json
 from html.parser import HTMLParser
@@ -49,7 +49,7 @@ def contributed(folder: Path, names: list[str]) -> Contributors:
 
 
 class Page(HTMLParser):
-    """A rendered card: its tags, and the text of its table cells."""
+    """A rendered card: HTML tags, and the text of the table cells."""
 
     def __init__(self, html: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the monitor reads of the trainers' records, and what trainers tell it."""
+"""The records that trainers publish and the monitor reads."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from tests.support.fakes import make_session
 
 @pytest.fixture
 def stored(monkeypatch) -> dict:
-    """Key -> subkey -> record: what is in the DHT."""
+    """Return the content of a fake DHT: key -> subkey -> record."""
     records = {}
 
     def store(_dht, key, public_key, value, lifetime) -> None:
@@ -27,7 +27,7 @@ def stored(monkeypatch) -> dict:
 
 
 def test_monitor_bounds_a_peer_by_the_target_batch_size_that_trainers_tell_of(tmp_path, stored):
-    """`introduce` of each trainer, and a record of a step in which one of three claims a billion samples."""
+    """Each trainer calls `introduce`; in the records of a step one of three claims a billion samples."""
     for name, samples in ((b"a", 50), (b"b", 50), (b"liar", 10**9)):
         session = make_session(tmp_path / name.decode(), offered=None)
         session.peer = SimpleNamespace(dht=None, public_key=name)

@@ -1,4 +1,4 @@
-"""Where steps go: metrics.jsonl loses none, and no dashboard can hold up or end the monitor."""
+"""metrics.jsonl loses no step, and no dashboard delays or ends the monitor."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ from lib.monitoring.trackers import MetricsFile, Reporters, make_reporters, to_r
 from run_training_monitor import TrainingMonitorArguments
 
 REPOSITORY = Path(__file__).parents[2]
-# Reports steps FIRST to LAST to the dashboard in a process of its own, then says what it left behind.
+# Reports steps FIRST to LAST to the dashboard in a separate process, then prints what it left behind.
 PROGRAM = """
 import json, logging, sys, threading, time
 from pathlib import Path
@@ -72,7 +72,7 @@ def steps_in(folder):
     return [line["step"] for line in read_lines(folder)]
 
 
-# What is written
+# Written records
 
 
 def test_record_has_the_names_of_hiveminds_example():
@@ -93,7 +93,7 @@ def test_extra_values_are_plain_and_replace_nothing():
 
 
 class FloatLike:
-    """Like a tensor or a NumPy scalar."""
+    """Convertible to float, as a tensor or a NumPy scalar is."""
 
     def __float__(self):
         return 2.5
@@ -163,7 +163,7 @@ def test_last_step_of_damaged_files(tmp_path, content, expected):
 def test_last_step_does_not_read_the_whole_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with open(path, "wb") as file:
-        file.truncate(4 * 2**30)  # a hole: takes no room on the disk, but seconds to read
+        file.truncate(4 * 2**30)  # a sparse file: no space on the disk, but seconds to read
         file.seek(0, os.SEEK_END)
         file.write(b'\n{"step": 8}\n')
     before = psutil.Process().io_counters().read_chars
@@ -175,7 +175,7 @@ def test_last_step_does_not_read_the_whole_file(tmp_path):
 
 
 class FullDisk:
-    """Stands for os.write: takes `room` bytes, then refuses."""
+    """Fake os.write: accepts `room` bytes, then raises OSError."""
 
     def __init__(self, room):
         self.room, self.write = room, os.write
@@ -197,7 +197,7 @@ def test_full_disk_loses_nothing(tmp_path, monkeypatch, caplog, room):
         patch.setattr(reporting.os, "write", FullDisk(room))
         for step in range(2, 6):
             file.report(make_report(step))
-    complete = steps_in(tmp_path)  # no torn line, whatever went through
+    complete = steps_in(tmp_path)  # no incomplete line
     assert complete == ([1, 2] if room == 150 else [1])  # a line has about 130 bytes
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1 and "the disk is full" in warnings[0].getMessage()
@@ -218,7 +218,7 @@ def test_steps_that_wait_are_written_when_the_monitor_ends(tmp_path, monkeypatch
 
 
 def test_real_limit_on_the_file_size(tmp_path):
-    """The kernel takes a part of the line and refuses the rest, as it does on a full disk."""
+    """The kernel writes a part of the line and refuses the rest, as on a full disk."""
     file = MetricsFile(tmp_path)
     file.report(make_report(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -260,7 +260,7 @@ def test_waiting_steps_are_bounded(tmp_path, monkeypatch, caplog):
 
 
 class FakeTracker:
-    """Stands for one of accelerate's.
+    """Fake of one of accelerate's trackers.
 
     :param failing: names of the methods that raise
     :param hanging: name of the method that waits for `answer`
@@ -383,13 +383,13 @@ def test_none_needs_no_dashboard(tmp_path):
     assert read_lines(tmp_path)[0]["validation loss"] == 2.0
 
 
-# The real ones, each in a process of its own
+# The real trackers, each in a separate process
 
 
 def run_program(tmp_path, dashboard, first=0, last=4, **environment):
-    """Run PROGRAM without any account or network, on a terminal (where wandb would ask for a key).
+    """Run PROGRAM without account and network, on a terminal (where wandb would ask for a key).
 
-    :returns: what it printed
+    :returns: its output
     """
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "TRACKIO", "HF_"))}
     home = tmp_path / "home"
@@ -432,7 +432,7 @@ def test_wandb_without_login_records_offline(tmp_path):
     assert steps_in(tmp_path / "out") == [0, 1, 2, 3, 4]
 
     run_program(tmp_path, "wandb", 5, 6)
-    first, second = find_wandb_files(tmp_path)  # the same run goes on
+    first, second = find_wandb_files(tmp_path)  # the same run continues
     wandb_id = (tmp_path / "out" / "wandb_run_id").read_text().strip()
     assert first.name == second.name == f"run-{wandb_id}.wandb"
 
@@ -471,7 +471,7 @@ def test_trackio_keeps_a_local_dashboard(tmp_path):
 
 
 class HangingTrackio:
-    """Stands for the package: `init` hangs until `answer` is set, as it does when the Hub does not answer."""
+    """Fake package: `init` hangs until `answer` is set, as the real one does if the Hub does not respond."""
 
     def __init__(self, folder):
         self.TRACKIO_DIR = folder
