@@ -1,4 +1,4 @@
-"""Command lines: those of the older examples, wrong ones, and --help."""
+"""Command lines: older examples, invalid ones, and --help."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def parse(script: str, command: str):
     return parse_arguments(SCRIPTS[script], "a script", command.split())
 
 
-# Every command line of the documents that this project continues, with addresses in the place of their placeholders.
+# All command lines of the documents of the older examples, with addresses instead of their placeholders.
 @pytest.mark.parametrize(
     ("script", "command"),
     [
@@ -71,7 +71,7 @@ def parse(script: str, command: str):
             "--logging_first_step --logging_steps 100 --output_dir ./outputs --overwrite_output_dir "
             "--logging_dir ./logs --experiment_prefix albert-wikitext-v11 --seed 42",
         ),
-        ("run_training_monitor.py", "--listen_on [::]:1337"),  # run_first_peer.py is the monitor now
+        ("run_training_monitor.py", "--listen_on [::]:1337"),  # formerly run_first_peer.py
         (
             "run_trainer.py",
             "--output_dir ./outputs --overwrite_output_dir --logging_dir ./logs --logging_first_step "

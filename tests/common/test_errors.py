@@ -1,4 +1,4 @@
-"""One line for any error."""
+"""Errors are described in one line."""
 
 import pytest
 

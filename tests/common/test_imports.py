@@ -1,4 +1,4 @@
-"""Who may import whom among the files at the root; the contracts of lib's packages are in pyproject.toml."""
+"""Allowed imports of the files at the root; the contracts of lib's packages are in pyproject.toml."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")} - {"arguments", "utils", "callback"}
-# What each file or package may import of the files at the root, and of lib's packages if it stands at the root itself.
+# For each file or package: the files at the root that it may import, and lib's packages for files at the root.
 MAY_IMPORT = {
     "arguments": {"lib.common"},
     "utils": {"arguments", "lib.averaging", "lib.common"},
@@ -24,7 +24,7 @@ MAY_IMPORT |= dict.fromkeys(SCRIPTS, {"arguments", "utils", "callback"} | LIB)
 
 
 def find_imports(path: Path) -> set[str]:
-    """The files at the root and the packages of lib that a module imports."""
+    """Return the files at the root and the packages of lib that a module imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""A JSON file across restarts."""
+"""JsonFile across restarts."""
 
 import errno
 import json

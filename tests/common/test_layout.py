@@ -1,4 +1,4 @@
-"""Where what hivemind does not document may be used: in lib/averaging and lib/peer, see docs/upgrading-hivemind.md."""
+"""Only lib/averaging and lib/peer use undocumented parts of hivemind, see docs/upgrading-hivemind.md."""
 
 import ast
 import importlib.util
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("lib", "deploy")  # benchmarks and tests may replace what they measure
+FOLDERS = ("lib", "deploy")  # benchmarks and tests may patch anything
 ALLOWED = ("lib/averaging/", "lib/peer/")
 
 
@@ -22,7 +22,7 @@ def is_private(name: str) -> bool:
 
 
 def defined_names(tree: ast.AST) -> set[str]:
-    """Names with a leading underscore of functions, classes, and of attributes that are assigned to or annotated."""
+    """Return names with a leading underscore of functions, classes, and assigned or annotated attributes."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -39,7 +39,7 @@ def names_of_hivemind() -> set[str]:
 
 
 def names_from_hivemind(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """What a module imports from hivemind: the names that it has for it, and those in hivemind."""
+    """Return a module's imports from hivemind: their local names, and their names in hivemind."""
     here, there = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hivemind":
@@ -53,14 +53,14 @@ def names_from_hivemind(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 
 def root_of(node: ast.AST) -> str | None:
-    """`a` for a.b.c"""
+    """Return the root name of an expression: `a` for a.b.c"""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def find_private_uses(source: str) -> set[str]:
-    """Names of hivemind's that a module should leave alone: imported, assigned to, or read from any object."""
+    """Return the private names of hivemind that a module imports, assigns to, or reads from any object."""
     tree = ast.parse(source)
     here, there = names_from_hivemind(tree)
     uses = set(filter(is_private, there))

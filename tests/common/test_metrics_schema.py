@@ -1,4 +1,4 @@
-"""The declaration of metrics: a field that is added to it arrives everywhere else."""
+"""Declaration of metrics: a new field is available in all records, reports and dashboards."""
 
 import math
 import subprocess
@@ -37,7 +37,7 @@ def measure(schema=WithGradientNorm, step=1, samples=32, **others) -> LocalMetri
 
 
 def report(schema=WithGradientNorm, **metrics: LocalMetrics) -> dict:
-    """The record in metrics.jsonl of the step that these peers report."""
+    """Return the record in metrics.jsonl of a step that these peers report."""
     records = {name.encode(): value.dict() for name, value in metrics.items()}
     (step_report,) = MetricsAggregator(schema=schema).update(1e9, records)
     return to_record(step_report)
@@ -112,7 +112,7 @@ def test_incomplete_declarations_are_errors(declaration):
 
 
 def test_a_trainer_publishes_what_fits_a_record(monkeypatch):
-    """With more metrics for a step, fewer steps: hivemind's control pipe takes 4 KiB in one piece."""
+    """More metrics per step mean fewer steps per history: hivemind's control pipe takes 4 KiB in one piece."""
     stored = {}
     monkeypatch.setattr(
         utils, "store_record", lambda _dht, key, _public_key, value, _lifetime: stored.update({key: value})

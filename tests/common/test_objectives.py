@@ -1,4 +1,4 @@
-"""The registry of objectives: what it names exists, and nothing else names objectives."""
+"""Registry of objectives: all its names exist, and no other file names objectives."""
 
 import ast
 from pathlib import Path

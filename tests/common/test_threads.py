@@ -1,4 +1,4 @@
-"""Background work at regular intervals."""
+"""Periodic background threads."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ def test_works_until_it_is_stopped_and_may_change_its_period():
     thread.start()
     assert thread.reached.wait(60)
     started = time.monotonic()
-    thread.stop()  # within its pause of a minute
+    thread.stop()  # within the period of a minute
     thread.join(30)
     assert not thread.is_alive() and time.monotonic() - started < 30 and thread.number == 3
 
@@ -40,7 +40,7 @@ def test_stopped_before_it_begins_it_does_nothing():
 
 
 class Child:
-    """Stands for a process that dies when told."""
+    """Fake process that dies on request."""
 
     def __init__(self):
         self.pid, self.lives = os.getpid(), True

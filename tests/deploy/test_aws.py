@@ -1,5 +1,5 @@
-"""The deployment on AWS: against a server that answers as AWS does (moto), the first boot of a machine with stand-ins
-for its programs, and the whole notebook with a real monitor in the place of the coordinator."""
+"""Deployment on AWS: against a fake AWS server (moto), the first boot of a machine with fake programs, and the whole
+notebook with a real monitor as the coordinator."""
 
 import base64
 import json
@@ -33,7 +33,7 @@ from lib.peer.addresses import get_free_port
 from tests.deploy.test_notebooks import execute, fill_in, make_repository, write_program
 from tests.support.peers import ROOT, Script, wait_until
 
-IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"  # the only one that moto has
+IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"  # the only image in moto
 DATA = "https://example.org/data.tar.gz"
 
 
@@ -48,7 +48,7 @@ def cloud() -> Iterator[str]:
 
 @pytest.fixture
 def account(cloud, monkeypatch) -> None:
-    """An account with nothing in it, which boto3 finds here and in notebooks."""
+    """Set up an empty account, which boto3 finds in this process and in notebooks."""
     requests.post(f"{cloud}/moto-api/reset", timeout=30).raise_for_status()
     for name, value in {"ENDPOINT_URL": cloud, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -153,11 +153,11 @@ class TestCoordinator:
 
     def test_of_two_the_older_stays(self, started, monkeypatch):
         (first,) = started.instances()
-        while first.hours * 3600 < 1:  # AWS tells the time of the start in whole seconds
+        while first.hours * 3600 < 1:  # AWS reports start times in whole seconds
             time.sleep(0.1)
         with monkeypatch.context() as patch:
             patch.setattr(started, "instances", lambda role=None: [])
-            started.start_coordinator()  # somebody who did not see the first
+            started.start_coordinator()  # a concurrent call that did not find the first instance
         assert len(started.instances()) == 2
         started.start_coordinator()
         assert [x.id for x in started.instances()] == [first.id]
@@ -225,7 +225,7 @@ class TestCoordinator:
             deployment.start_coordinator()
 
     def test_probe_gives_up_in_time(self, started, monkeypatch):
-        """Nobody listens at the address that moto gave."""
+        """No process listens at the address from moto."""
         with pytest.raises(UserError, match="none of --initial_peers answers"):
             started.wait_until_ready(timeout=1)
 
@@ -320,7 +320,7 @@ class TestCleanUp:
         assert all(self.left(started).values())
         started.clean_up()
         assert not any(self.left(started).values()), self.left(started)
-        started.clean_up()  # finds nothing
+        started.clean_up()  # finds no resources
         assert started.status() == "Nothing runs in 'test'"
 
     def test_address_can_be_kept(self, started):
@@ -368,7 +368,7 @@ def test_user_data_has_a_limit(started):
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """The instance metadata service, version 2: `server.values` holds path -> answers, the last of which stays."""
+    """Instance metadata service, version 2. `server.values`: path -> successive responses; the last one repeats."""
 
     def do_PUT(self) -> None:
         self.answer("the token" if self.path == "/latest/api/token" else None)
@@ -404,7 +404,7 @@ def metadata() -> Iterator[ThreadingHTTPServer]:
 
 
 class Machine:
-    """A machine at its first boot: a folder in the place of /opt and /etc, stand-ins for what only root may do."""
+    """A machine at its first boot: a folder instead of /opt and /etc, and fake programs that would require root."""
 
     def __init__(self, folder: Path, metadata: ThreadingHTTPServer):
         self.folder, self.metadata = folder / "collaboration", metadata
@@ -439,7 +439,7 @@ class Machine:
         return self.run("bash", script)
 
     def service_arguments(self) -> list[str]:
-        """What systemd would start."""
+        """Return the command line that systemd would run."""
         unit = (self.units / "collaboration.service").read_text()
         result = self.run(re.search(r"^ExecStart=(.*)$", unit, re.MULTILINE)[1])
         assert result.returncode == 0, result.stderr
@@ -481,7 +481,7 @@ class TestFirstBoot:
 
     def test_coordinator(self, started, repository, machine, metadata, data, tmp_path):
         ip = started.instances()[0].ip
-        metadata.values["public-ipv4"] = ["198.51.100.1", "198.51.100.1", ip]  # the elastic one comes later
+        metadata.values["public-ipv4"] = ["198.51.100.1", "198.51.100.1", ip]  # the elastic IP is associated later
         key = started.ssm.get_parameter(Name="/collaborative-training/test/identity", WithDecryption=True)
         machine.install("aws", f"echo {key['Parameter']['Value']}")
         folders = {"data/albert_tokenized_wikitext": data / "dataset", "data/tokenizer": data / "tokenizer"}
@@ -553,7 +553,7 @@ class TestFirstBoot:
 
 @pytest.mark.peers
 def test_deploy_notebook(account, tmp_path, monkeypatch):
-    """moto gives addresses out of 127/8, so that the notebook's probe can join a monitor at the elastic IP."""
+    """moto assigns addresses in 127/8, so that the notebook's probe can join a monitor at the elastic IP."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "jupyter"))
     port = get_free_port()

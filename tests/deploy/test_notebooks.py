@@ -1,4 +1,4 @@
-"""The notebooks: as they are committed, and run from the first cell to the last. The GPU is a stand-in."""
+"""Notebooks: as committed, and executed from the first cell to the last, with a fake GPU."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SECRETS = r"\bhf_\w{20}|\bAKIA[0-9A-Z]{12}|\bgh[a-z]_\w{20}|\bsk-\w{20}|PRIVATE 
 
 
 def fill_in(notebook: nbformat.NotebookNode, **values: object) -> nbformat.NotebookNode:
-    """Set the variables of the first cells, as a user does."""
+    """Set the variables in the first cells, as a user does."""
     for name, value in values.items():
         cells = [cell for cell in notebook.cells if re.search(rf"^{name} = ", cell.source, re.MULTILINE)]
         assert len(cells) == 1, f"{name} is assigned {len(cells)} times"
@@ -39,7 +39,7 @@ def fill_in(notebook: nbformat.NotebookNode, **values: object) -> nbformat.Noteb
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 120) -> str:
-    """Run all cells in a folder; return what they printed."""
+    """Run all cells in a folder; return their output."""
     NotebookClient(
         notebook, timeout=timeout, kernel_name="python3", resources={"metadata": {"path": folder}}
     ).execute()
@@ -49,7 +49,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 120) -
 
 @pytest.fixture(autouse=True)
 def jupyter_folders(monkeypatch, tmp_path):
-    """Kernels leave a history and connection files."""
+    """Redirect Jupyter's folders: kernels leave a history and connection files."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "jupyter"))
 
@@ -62,7 +62,7 @@ def write_program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def nvidia_smi(monkeypatch, tmp_path):
-    """Put a driver with these GPUs (name, MiB) into PATH."""
+    """Add a fake nvidia-smi with these GPUs (name, MiB) to PATH."""
 
     def install(*gpus: tuple[str, int], exit_code: int = 0) -> None:
         lines = "\n".join(f"{name}, {memory}" for name, memory in gpus)
@@ -168,7 +168,7 @@ class TestCommand:
 class TestInstall:
     @pytest.fixture
     def installed(self, monkeypatch, tmp_path):
-        """What pip was told to install, with a torch that works or does not, before and after."""
+        """Return the packages passed to pip, for a torch that works or fails before and after."""
 
         def install(*torch_works: bool, exit_code: int = 0) -> list[str]:
             answers, commands = iter(torch_works), []
@@ -207,7 +207,7 @@ class TestInstall:
 
 
 def write_torch(folder: Path, number: str) -> None:
-    """A torch of some version that sees a GPU."""
+    """Write a fake torch of a given version that finds a GPU."""
     (folder / "torch.py").write_text(
         f"__version__ = {number!r}\nclass Tensor:\n    def sum(self): return 64.0\n"
         "def ones(*size, device):\n    assert device == 'cuda'\n    return Tensor()\n"
@@ -245,7 +245,7 @@ def test_real_trainer_joins_another_and_stops_when_interrupted(scripts, tmp_path
                 os.kill(os.getpid(), signal.SIGINT)
 
     def raise_if_running(number: int, frame) -> None:
-        if not ended.is_set():  # or the exception would end pytest
+        if not ended.is_set():  # otherwise the exception would end pytest
             raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGINT, raise_if_running)
@@ -277,7 +277,7 @@ def test_a_failure_of_the_trainer_is_one_line(monkeypatch, tmp_path, capsys):
 
 # --- the whole notebook ----------------------------------------------------------------------------------------------
 
-# What a trainer does as far as the notebook sees it; run_trainer.py itself runs in the test above.
+# A fake trainer with the behaviour that the notebook observes; the test above runs the real run_trainer.py.
 TRAINER = """
 import json, os, signal, sys, time
 stopped = []
@@ -293,7 +293,7 @@ print("saved a checkpoint", flush=True)
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch, nvidia_smi) -> Path:
-    """A project to clone, on a machine with a T4 and a torch that goes with it."""
+    """Create a project to clone, on a machine with a T4 and a matching torch."""
     nvidia_smi(("Tesla T4", 15360))
     (tmp_path / "site").mkdir()
     write_torch(tmp_path / "site", "2.8.0+cu126")
@@ -336,7 +336,7 @@ def test_join_notebook_inside_the_project_and_interrupted(repository):
     notebook = join_notebook(repository, REPO_URL="", MORE_FLAGS="--endless")
     pid = repository / "notebook.pid"
 
-    def interrupt() -> None:  # as Jupyter does
+    def interrupt() -> None:  # as Jupyter interrupts a cell
         wait_until(lambda: pid.exists() and pid.read_text(), 120, "the trainer")
         os.killpg(os.getpgid(int(pid.read_text())), signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""A run with invitations: a peer that has one takes part, and no service answers any other."""
+"""Invitation-only runs: an invited peer takes part, and no service responds to any other peer."""
 
 import asyncio
 import copy
@@ -78,9 +78,9 @@ def is_refusal(outcome: str) -> bool:
 
 
 def assert_refused(*strangers: dict[str, str]) -> None:
-    """No service has answered a stranger, and each has said why to one of them at least.
+    """Assert that no service answered a stranger, and that each service told at least one of them the reason.
 
-    The reason may be lost on the way: libp2p may close the stream before its caller has read the error.
+    The reason may be lost: libp2p may close the stream before the caller has read the error.
     """
     for outcomes in strangers:
         assert len(outcomes) == 9
@@ -105,12 +105,12 @@ def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authorit
             asyncio.run(visit(address)),
             asyncio.run(visit(address, expired.private_key, expired.token)),
             asyncio.run(visit(address, foreign.private_key, foreign.token)),
-            asyncio.run(visit(address, RSAPrivateKey(), guest.token)),  # seen on the wire
+            asyncio.run(visit(address, RSAPrivateKey(), guest.token)),  # a token observed on the network
             asyncio.run(visit(address, is_silent=True)),
         )
         outcomes = asyncio.run(visit(address, guest.private_key, guest.token))
         assert len(list_answered(outcomes)) == 8, outcomes
-        assert outcomes["round_averager.rpc_download_state"] == "StopAsyncIteration()"  # it has nothing to share
+        assert outcomes["round_averager.rpc_download_state"] == "StopAsyncIteration()"  # no training state to share
 
 
 def test_invitation_that_expires_ends_the_membership(tmp_path, authority):
@@ -132,7 +132,7 @@ def test_invitation_that_expires_ends_the_membership(tmp_path, authority):
 
 
 def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkeypatch):
-    """Within a period of the exchange, those that are connected already included; it is known after a restart, too."""
+    """Revocations spread within one exchange period, also to connected peers, and survive a restart."""
     monkeypatch.setattr(Admission, "REFRESH_PERIOD", 1.0)
     write_private_key(authority, tmp_path / "authority.key")
     organiser = invite(authority, tmp_path / "organiser.invitation")
@@ -171,7 +171,7 @@ def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkey
 
 
 class Exchange:
-    """Stands in for P2P: takes a question to the other process's Admission, and counts it."""
+    """Fake P2P: passes a request to the Admission of the other process, and counts it."""
 
     def __init__(self, caller: PeerID, answer):
         self.caller, self.answer, self.num_calls = caller, answer, 0
@@ -208,7 +208,7 @@ def test_peer_is_asked_once_and_strangers_once_a_second(two_admissions):
         stranger = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
         for _ in range(10):
             with pytest.raises(NotAdmittedError, match="another peer's"):
-                await alice.check_caller(to_bob, stranger)  # shows bob's token
+                await alice.check_caller(to_bob, stranger)  # presents bob's token
         assert to_bob.num_calls == 2
 
     asyncio.run(run())
@@ -226,7 +226,7 @@ def test_peer_without_an_answer_costs_bounded_time(two_admissions, monkeypatch):
 
 
 def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
-    """Else two peers that ask each other equally often might never exchange it in the direction that matters."""
+    """Otherwise two peers that ask each other equally often may never exchange the list in the needed direction."""
     alice, bob = two_admissions
     mallory = make_invitation(authority, "mallory", days=1).peer_id
 
@@ -250,7 +250,7 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
 
 
 def take_steps(optimizer, num_steps: int) -> list[float]:
-    """Train until so many global steps are done; return the seconds that each took."""
+    """Train for some global steps; return the seconds of each."""
     seconds, started, epoch = [], time.monotonic(), 0
     while epoch < num_steps:
         for parameter in optimizer.state_averager.main_parameters:
@@ -264,7 +264,7 @@ def take_steps(optimizer, num_steps: int) -> list[float]:
 
 
 def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
-    """A round that waited for a stranger, one of which never answers, would take `Admission.TIMEOUT` or longer."""
+    """A round that waited for a stranger, one of which never responds, would take at least `Admission.TIMEOUT`."""
     files = [invite(authority, tmp_path / f"{number}.invitation") for number in range(2)]
     with ExitStack() as stack:
         first = stack.enter_context(local_peer(tmp_path / "first", "run", invitation=files[0]))
@@ -288,7 +288,7 @@ def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
 
 
 def test_scripts_average_while_strangers_call(scripts, authority):
-    """The monitor, its assistant, a trainer and one in client mode, while others call all services of two of them."""
+    """A monitor, its auxiliary peer, and two trainers, one in client mode; strangers call all services of two."""
     names = ("monitor", "assistant", "public", "client")
     files = {name: invite(authority, scripts.folder / f"{name}.invitation") for name in names}
     together = ("--target_group_size", 3, "--matchmaking_time", 10, "--averaging_timeout", 60)

@@ -1,4 +1,4 @@
-"""Two monitors that know each other: either may die, and the run goes on and can be joined through the other."""
+"""Two connected monitors: if one dies, the run continues, and peers join through the other."""
 
 import re
 import signal
@@ -23,7 +23,7 @@ def kill(script) -> None:
 
 @pytest.mark.long
 def test_either_of_two_monitors_may_die(scripts):
-    # The first start gives both their identities and ports; from then on each can be told the other's address.
+    # The first start creates identities and ports; afterwards each monitor can be given the other's address.
     addresses = {}
     for name in ("first", "second"):
         monitor = scripts.monitor("--no_store_checkpoints", name=name)

@@ -1,4 +1,4 @@
-"""The workarounds for hivemind's DHT and for libp2p's daemon."""
+"""Workarounds for hivemind's DHT and libp2p's daemon."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ RELAY = "/ip4/127.0.0.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWj
 
 @pytest.mark.peers
 def test_daemon_uses_the_relays_that_it_is_given_and_no_others(tmp_path):
-    """libp2p would take none before it knows four or has waited for three minutes."""
+    """By default libp2p uses no relay until it has found four candidates or three minutes have passed."""
     with local_peer(tmp_path, "run", use_auto_relay=True, trusted_relays=[RELAY]) as peer:
         (daemon,) = psutil.Process(peer.dht.pid).children()
         assert {f"-trustedRelays={RELAY}", "-relayDiscovery=0"} <= set(daemon.cmdline())

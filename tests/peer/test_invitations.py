@@ -1,4 +1,4 @@
-"""The files of invitations and of the organiser: who signed them, for whom, until when, and what is revoked."""
+"""Files of invitations and of the organiser: signer, peer, expiration, and revocations."""
 
 import json
 import stat
@@ -51,7 +51,7 @@ def test_revocation_list_is_the_organisers_and_never_an_older_one(tmp_path, auth
     assert restarted.newest == second
     with pytest.raises(ValueError, match="too long"):
         first.extend({f"{alice}{number}": one_day for number in range(15_000)}).sign(authority)
-    assert alice not in first.extend({alice.to_base58(): get_dht_time() - 1})  # it has expired by itself
+    assert alice not in first.extend({alice.to_base58(): get_dht_time() - 1})  # the invitation has expired
 
 
 def test_token_of_another_authority_or_time_is_not_valid(authority):

@@ -1,4 +1,4 @@
-"""The real scripts on hosts of their own: public ones, and two that routers hide from these and from each other."""
+"""The real scripts on separate hosts: public ones, and two behind NAT routers."""
 
 import itertools
 import re
@@ -14,8 +14,7 @@ from tests.support.peers import Script, Scripts, steps_of, wait_until
 WHY_SKIPPED = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
 
-# They wait for each other longer than usual, since three of them share a machine; a group that is complete starts at
-# once.
+# Longer matchmaking than usual, since three peers share a machine. A complete group starts at once.
 COLLABORATION = (
     "--run_id", "nat", *steps_of(seconds=10, num_trainers=3), "--matchmaking_time", 10,
     "--averaging_timeout", 60, "--average_state_every", 100, "--target_group_size", 3,
@@ -29,7 +28,7 @@ def internet() -> Iterator[Internet]:
 
 
 class Peers:
-    """Scripts on several hosts."""
+    """Runs scripts on several hosts."""
 
     def __init__(self, folder: Path, data: Path):
         self.folder, self.data = folder, data
@@ -62,14 +61,14 @@ def start_monitor(peers: Peers, public: Public) -> Script:
 
 
 def start_trainer(peers: Peers, monitor: Script, machine: Public | Home, name: str, *flags: object) -> Script:
-    """It listens on all addresses of its host and any port, which is the default."""
+    """Start a trainer that listens on all addresses of its host and any port, the default."""
     return peers.on(machine.host).trainer(
         name, "--initial_peers", monitor.address, "--host_maddrs", "/ip4/0.0.0.0/tcp/0", *COLLABORATION, *flags
     )
 
 
 def count_complete_rounds(output: str, num_peers: int) -> int:
-    """Rounds in which the gradients of all peers came through: hivemind warns if some did not, and goes on."""
+    """Count the rounds that received the gradients of all peers. hivemind warns about missing ones and continues."""
     results = re.findall(r"(received [\d.]+% )|Averaged gradients with (\d+) peers", output)
     return sum(
         number == str(num_peers) and not has_failed_before
@@ -78,7 +77,7 @@ def count_complete_rounds(output: str, num_peers: int) -> int:
 
 
 def wait_for_rounds(trainers: list[Script], number: int) -> None:
-    """Wait until each trainer has averaged with all of them, several times."""
+    """Wait until each trainer has averaged with all others several times."""
 
     def are_there() -> bool:
         for trainer in trainers:
@@ -92,7 +91,7 @@ def wait_for_rounds(trainers: list[Script], number: int) -> None:
 
 
 def assert_watched(monitor: Script, num_trainers: int) -> None:
-    """The monitor sees all trainers, and gets the state from one of them."""
+    """Assert that the monitor sees all trainers, and downloads the training state from one of them."""
     monitor.wait_for(rf"Step #\d+\tloss = \S+\talive peers = {num_trainers}\b", 120)
     monitor.wait_for(r"Saved \S+checkpoint-\d+", 120)
     assert list_checkpoints(monitor.log.parent / "monitor")
@@ -122,7 +121,7 @@ def test_clients_behind_nat_average_with_a_public_trainer(internet, peers):
 
 @pytest.mark.long
 def test_trainers_behind_nat_reach_each_other_through_the_monitor(internet, peers):
-    """A relay passes on more than 128 KiB only once another public host has told it that it is public, too."""
+    """A relay forwards more than 128 KiB only after another public host has confirmed that the relay is public."""
     monitor = start_monitor(peers, internet.add_public())
     trainers = [
         start_trainer(peers, monitor, internet.add_public(), "public"),

@@ -1,5 +1,5 @@
-"""Tunnels: a peer that is only known by the address of one is joined and averaged with, and who opens one is told what
-is wrong. ngrok's SDK is the real one; its servers are not."""
+"""Tunnels: peers join and average through the address of a tunnel, and errors name the cause. ngrok's SDK is real; its
+servers are fake."""
 
 import contextlib
 import logging
@@ -38,7 +38,7 @@ TOKEN = "2abcdefghijklmnopqrstuvwxyz_SECRET"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch) -> Path:
-    """No token of whoever runs the tests."""
+    """Return a home folder without the ngrok token of the user who runs the tests."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
@@ -47,7 +47,7 @@ def home(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def use(monkeypatch):
-    """Let the SDK connect to these servers instead of ngrok's."""
+    """Redirect the SDK from ngrok's servers to these."""
 
     def use(servers: FakeNgrok) -> None:
         monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
@@ -72,9 +72,9 @@ def tunnelled_peer(folder: Path, **options) -> Iterator:
 
 
 def average(stack: contextlib.ExitStack, folder: Path, first, endpoint_maddr: str) -> torch.nn.Module:
-    """A second peer that only knows the tunnel joins the first through it; they take a step together.
+    """Let a second peer, which knows only the tunnel, join the first one; both take a step together.
 
-    :returns: the model of the first
+    :returns: the model of the first peer
     """
     address = f"{endpoint_maddr}/p2p/{first.dht.peer_id}"
     second = stack.enter_context(local_peer(folder / "second", "run", (address,)))
@@ -285,7 +285,7 @@ def test_tunnel_that_breaks_is_reported_once_and_so_is_its_return(tmp_path, capl
             wait_until(lambda: "mend it" in caplog.text, 120, "a warning")
             forwarder.repair()
             wait_until(lambda: "again" in caplog.text, 120, "the good news")
-            forwarder.target_port = get_free_port()  # nothing is there
+            forwarder.target_port = get_free_port()  # no server at this port
             wait_until(lambda: caplog.text.count("mend it") == 2, 120, "another warning")
             watch.stop()
             watch.join(10)

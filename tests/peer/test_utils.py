@@ -33,7 +33,7 @@ FULL_HISTORY = [[2**31 - 1, 123.456789, 10**9, 123.456789, 10**9]] * HISTORY_LEN
 
 
 def is_accepted(name: str, value, subkey: bytes | None = None, signer: RSAPrivateKey = KEY, lifetime: float = 60):
-    """Whether a node of ours would store a record that `signer` signed."""
+    """Whether a node of the run would store a record signed by `signer`."""
     validators, own_subkey = make_validators("run", signer)
     record = DHTRecord(
         key=DHTID.generate(f"run_{name}").to_bytes(),
@@ -170,14 +170,14 @@ def test_values_that_cannot_be_read_back_are_refused_under_any_key(name, value):
 
 @pytest.mark.parametrize("subkey", [b"", b"\xc0", b"\xc1", b"\x90", b"\x01"], ids=lambda subkey: subkey.hex())
 def test_records_without_a_proper_subkey_are_refused_under_any_key(subkey):
-    """hivemind's nodes would refuse all records with a subkey under the same key."""
+    """Otherwise hivemind's nodes would refuse all records with a subkey under the same key."""
     composite = CompositeValidator(make_validators("run", KEY)[0])
     record = DHTRecord(DHTID.generate("anything").to_bytes(), subkey, MSGPackSerializer.dumps(1), get_dht_time() + 60)
     assert not composite.validate(record)
 
 
 def test_record_that_many_nodes_answer_with_is_checked_once(monkeypatch):
-    """With 16 peers the checks took 60 % of the DHT's time."""
+    """With 16 peers, validation took 60 % of the DHT's time."""
     (validator,), own_subkey = make_validators("run", KEY)
     checked = []
     verify = RSAPublicKey.verify
@@ -280,7 +280,7 @@ def test_useless_answer_about_the_address_is_refused():
 
 @pytest.mark.peers
 def test_full_records_survive_the_pipe_and_the_dht(tmp_path):
-    """The largest record of ours is stored and read hundreds of times; hivemind's control pipe breaks above 16 KiB."""
+    """The largest record is stored and read hundreds of times; hivemind's control pipe breaks above 16 KiB."""
     from tests.support.peers import local_peer
 
     with local_peer(tmp_path, "run") as peer:
@@ -299,12 +299,12 @@ def call_and_die(dht, number: int) -> None:
 
 @pytest.mark.peers
 def test_dht_goes_on_at_once_after_calls_of_processes_that_have_died(tmp_path):
-    """As averagers do when they are shut down, or killed."""
+    """As averagers do when they are shut down or killed."""
     from tests.support.peers import local_peer
 
     with local_peer(tmp_path, "run") as peer:
         process = psutil.Process(peer.dht.pid)
-        process.suspend()  # so that it does not read the calls before their callers are gone
+        process.suspend()  # so that the callers end before the DHT reads their calls
         caller = multiprocessing.Process(target=call_and_die, args=(peer.dht, 3))
         caller.start()
         caller.join()
@@ -315,7 +315,7 @@ def test_dht_goes_on_at_once_after_calls_of_processes_that_have_died(tmp_path):
 
 
 class FakeNode:
-    """What is dialed through libp2p's daemon; all of it answers."""
+    """Fake node that records the dialed peers; all of them respond."""
 
     def __init__(self):
         self.dialed: list[str] = []
@@ -329,7 +329,7 @@ class FakeNode:
 
 
 def test_initial_peer_that_is_away_is_not_dialed_through_libp2p():
-    """Which would refuse to dial it for long after it is back."""
+    """libp2p would refuse to dial the peer for long after its return."""
 
     async def redial_while(listens: bool) -> tuple[bool, list[str]]:
         node, port = FakeNode(), get_free_port()

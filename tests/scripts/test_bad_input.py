@@ -1,4 +1,4 @@
-"""Input that only shows to be wrong once a script looks at it: one line that names it and the remedy, exit code 1."""
+"""Invalid input found by the scripts themselves: a one-line error with the flag and the remedy, and exit code 1."""
 
 import json
 import shutil
@@ -19,8 +19,8 @@ UNKNOWN_PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path, data):
-    """Run a script's main in this process; return the one line that it says."""
-    monkeypatch.setattr("lib.common.logs.setup_logging", lambda debug=False: None)  # the tests' own logging stays
+    """Run the main function of a script in this process; return its one-line error."""
+    monkeypatch.setattr("lib.common.logs.setup_logging", lambda debug=False: None)  # keep the logging of the tests
 
     def run(script, *args: object) -> str:
         monkeypatch.chdir(tmp_path)
@@ -156,7 +156,7 @@ def test_peer_with_another_id_than_its_address_says(trainer, tmp_path):
 
 
 def test_peer_that_accepts_and_says_nothing(trainer):
-    """Half dead: the port is open, nobody answers."""
+    """The port is open, but no process responds."""
     with closing(socket.socket()) as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

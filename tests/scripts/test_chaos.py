@@ -1,4 +1,4 @@
-"""A short run under fire; `make soak` has the long one, with a quiet run beside it to compare with."""
+"""A short run under fault injection; `make soak` has a long one, with an undisturbed run for comparison."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.support.chaos import losses, play
 def test_short_run_under_fire(tmp_path, data):
     run, problems = play(
         tmp_path / "chaos", data, num_steps=7, seed=1, harm_every=8.0, seconds=400.0, max_events=5, is_patient=True,
-        max_difference=0.1,  # with steps so short, one of the three may be an update behind for long
+        max_difference=0.1,  # with steps this short, one of the three trainers may lag by an update for long
     )  # fmt: skip
     assert not problems
     assert run.events

@@ -26,7 +26,7 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     assert monitor.stop() == 0
     monitor.assert_nothing_left()
 
-    # each line that people and scripts look for
+    # log lines that users and scripts search for
     for trainer in trainers:
         for pattern in (r"--initial_peers /ip4/", r"Step #[1-3]\b", r"Your current contribution: \d+ samples",
                         r"Performance: [\d.]+ samples/sec", r"Local loss: [\d.]+"):  # fmt: skip
@@ -35,18 +35,18 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
         assert "Traceback" not in trainer.output and "ERROR" not in trainer.output, trainer.output
     assert "Traceback" not in monitor.output and "ERROR" not in monitor.output, monitor.output
 
-    # each step is reported once, with both peers' samples
+    # each step is reported once, with the samples of both peers
     output_dir = scripts.folder / "monitor"
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert records[0]["loss"] == pytest.approx(math.log(500) + math.log(2), rel=0.03)
     assert records[-1]["loss"] < records[0]["loss"]
-    # hivemind takes a step when it expects the samples to be there: more or less the target. On a busy machine one of
-    # the two may be late for a step, and catch up.
+    # A step begins when the target is expected to be reached, so samples vary around it. On a busy machine one of
+    # the trainers may miss a step and catch up.
     assert sum(record["samples"] > LONG_STEPS[1] / 2 and record["contributors"] == 2 for record in records) >= 2
     assert records[-1]["alive peers"] == 2
 
-    # the last checkpoint opens, and is what the trainers have
+    # the last checkpoint can be loaded and equals the trainers' state
     newest = list_checkpoints(output_dir)[0]
     assert newest.name == "checkpoint-3"
     AlbertForPreTraining.from_pretrained(newest)
@@ -55,7 +55,7 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     own = [list_checkpoints(scripts.folder / trainer)[0] for trainer in ("alice", "bob")]
     saved, *trained = (flatten(load_file(checkpoint / "model.safetensors")) for checkpoint in (newest, *own))
     differences = sorted(((weights - saved).norm() / saved.norm()).item() for weights in trained)
-    # It is the state of one of them. One that averaged the last step without the other is 0.03 away.
+    # The state is that of one trainer. A trainer that averaged the last step alone differs by 0.03.
     assert differences[0] < 2e-3 and differences[1] < 0.1, differences
 
 
@@ -76,7 +76,7 @@ def test_signal_ends_monitor_and_trainer_cleanly(scripts, number):
 
 
 def test_trainer_resumes_its_own_checkpoint(scripts):
-    """Alone, with nobody to download a state from."""
+    """A single trainer, without a donor."""
     first = scripts.trainer("trainer", "--max_global_steps", 2, "--leave_timeout", 0)
     assert first.wait(240) == 0, first.output
     second = scripts.trainer("trainer", "--max_global_steps", 4, "--leave_timeout", 0)

@@ -1,4 +1,4 @@
-"""The demo: its command lines, its processes, its view, its verdict; and the whole of it, for real."""
+"""The demo: command lines, processes, display and summary; and a complete run."""
 
 import json
 import os
@@ -310,7 +310,7 @@ class TestResult:
 
 @pytest.fixture
 def demo(tmp_path):
-    """Starts the demo in a folder of its own; nothing of it outlives the test."""
+    """Start the demo in a separate folder; its processes end with the test."""
     demos = []
 
     def start(*args) -> Script:
@@ -363,19 +363,19 @@ def test_demo_is_interrupted(demo, tmp_path):
 
 
 def pair_of_trainers(script: Script) -> list[psutil.Process]:
-    """Both trainers' main processes; an empty list before both are there."""
+    """Return the main processes of both trainers; an empty list before both have started."""
     found = [process for process in processes_of(script, "run_trainer.py") if process.ppid() == script.process.pid]
     return found if len(found) == 2 else []
 
 
 def trainer_log(process: psutil.Process) -> Path:
-    """Where the demo writes what a trainer prints: DEMO/trainer-1.log, beside its folder DEMO/trainer-1."""
+    """Return the log of a trainer: DEMO/trainer-1.log, beside its folder DEMO/trainer-1."""
     words = process.cmdline()
     return Path(process.cwd(), words[words.index("--output_dir") + 1]).with_suffix(".log")
 
 
 def processes_of(script: Script, name: str) -> list[psutil.Process]:
-    """The processes of a script's family that run another script."""
+    """Return the processes of a script's family that run another script."""
     found = []
     for process in script.family():
         try:

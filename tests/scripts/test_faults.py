@@ -1,4 +1,4 @@
-"""Harm done for real to running peers: signals, killed processes, restarts."""
+"""Faults of running peers: signals, killed processes, restarts."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from lib.training.hf_trainer import find_checkpoint
 from tests.support.pausing import IN_THE_MIDDLE
 from tests.support.peers import LONG_STEPS, read_jsonl, steps_of, wait_until
 
-# There is an "in the middle" to be hit.
+# Long enough to interrupt in the middle.
 SLOW = steps_of(seconds=8, num_trainers=1)
 
 
@@ -36,14 +36,14 @@ def catches(pid: int, number: int) -> bool:
     ("moment", "number"),
     [
         ("", signal.SIGTERM),  # while Python imports
-        ("Joining the collaboration", signal.SIGINT),  # while it looks for the others
-        ("Local step 1:", signal.SIGTERM),  # while it accumulates
+        ("Joining the collaboration", signal.SIGINT),  # during the search for peers
+        ("Local step 1:", signal.SIGTERM),  # while accumulating gradients
     ],
 )
 def test_signal_at_any_moment_ends_a_trainer_cleanly(scripts, moment, number):
     monitor = scripts.monitor("--no_store_checkpoints")
     if not moment:
-        scripts.launcher = None  # it imports
+        scripts.launcher = None  # the launcher would do the imports in advance
     trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, *SLOW)
     if moment:
         trainer.wait_for(moment)
@@ -60,7 +60,7 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
     for trainer in trainers:
         trainer.wait_for("Beginning optimizer step", 120)
         trainer.family()
-        os.killpg(trainer.process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(trainer.process.pid, signal.SIGINT)  # as a terminal sends it
     for trainer in trainers:
         assert trainer.wait(20) == 0, trainer.output
         trainer.assert_nothing_left()
@@ -72,10 +72,10 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_in_the_middle_of_saving(scripts, number):
-    """Trainer and monitor, each while a checkpoint is half written: what is there then is complete."""
+    """A signal to trainer and monitor during the write of a checkpoint leaves only complete checkpoints."""
     pausing = ("tests/support/pausing.py",)
     monitor = scripts.monitor("--save_checkpoint_step_interval", 1, wrappers=pausing)
-    # Ten seconds of the trainer, in which there is a state that the monitor saves
+    # The trainer runs for ten seconds, and the monitor saves its state
     trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, "--save_steps", 40, wrappers=pausing)
     for script in (monitor, trainer):
         script.wait_for(IN_THE_MIDDLE)
@@ -110,7 +110,7 @@ def test_second_signal_ends_at_once(scripts):
     trainer = scripts.trainer("trainer", *SLOW)
     trainer.wait_for("Local step 1:")
     trainer.family()
-    trainer.process.send_signal(signal.SIGSTOP)  # so that both are there when it wakes up
+    trainer.process.send_signal(signal.SIGSTOP)  # so that both signals are pending when it continues
     trainer.process.send_signal(signal.SIGINT)
     trainer.process.send_signal(signal.SIGTERM)
     trainer.process.send_signal(signal.SIGCONT)
@@ -136,7 +136,7 @@ def test_death_of_a_child_is_noticed(scripts, victim):
     main = psutil.Process(trainer.process.pid)
     daemon = next(process for process in main.children(recursive=True) if process.name().startswith("p2pd"))
     children = [process for process in main.children() if "python" in process.name()]
-    children.sort(key=lambda process: (process.create_time(), process.pid))  # pids may begin anew
+    children.sort(key=lambda process: (process.create_time(), process.pid))  # process IDs may wrap around
     processes = dict(zip(("DHT", "state averager", "round averager"), children, strict=True))
     {**processes, "p2p daemon": daemon}[victim].kill()
     assert trainer.wait(15) == 1, trainer.output

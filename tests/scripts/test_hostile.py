@@ -1,4 +1,4 @@
-"""Peers that send NaN, and peers that write what they like to the DHT."""
+"""Peers that send NaN, and peers that write arbitrary records to the DHT."""
 
 import re
 
@@ -33,7 +33,7 @@ def test_peer_that_sends_nan_hurts_nobody_else(scripts):
         trainer.output.partition("sent values that are not finite: not averaging with it")[2] for trainer in honest
     ]
     assert any(noticed)
-    # The round in which it was noticed may end later: the others are of the two honest ones.
+    # The round that detects the NaN may end later; the other rounds have the two honest peers only.
     assert any("2" in re.findall(r"Averaged gradients with (\d+) peers", rest)[1:] for rest in noticed)
     wait_until(lambda: metrics(scripts.folder / "monitor")[-1]["step"] >= 5, 120, "the monitor's report of step 5")
     losses = {record["step"]: record["loss"] for record in metrics(scripts.folder / "monitor")}
@@ -41,7 +41,7 @@ def test_peer_that_sends_nan_hurts_nobody_else(scripts):
 
 
 def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
-    """The hostile peer is there before any trainer is, when nobody can contradict it."""
+    """The hostile peer joins before any trainer, when no other peer contradicts it."""
     monitor = scripts.monitor("--run_id", "target", "--save_checkpoint_step_interval", 2)
     hostile = scripts.start("tests/support/hostile_peer.py", "target", monitor.address, 1500, log="hostile")
     hostile.wait_for("hostile peer is up")
@@ -59,7 +59,8 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
     hostile.wait_for("one lap of hostile records", 120)
     assert monitor.process.poll() is None and "Traceback" not in monitor.output
     records = metrics(scripts.folder / "monitor")
-    records = [record for record in records if record["step"] < 1000]  # it may have believed the other for a while
+    # The monitor may have believed the hostile peer for a while.
+    records = [record for record in records if record["step"] < 1000]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert all(5 < record["loss"] < 8 for record in records)
     assert list_checkpoints(scripts.folder / "monitor")[0].name == "checkpoint-6"
@@ -68,7 +69,7 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
 
 @pytest.mark.parametrize("attack", ["values that cannot be read", "a record without a subkey"])
 def test_hostile_records_under_the_averagers_keys_do_not_stop_their_readers(tmp_path, attack):
-    """A record without a subkey would keep others from storing theirs under one."""
+    """A record without a subkey would prevent peers from storing records with a subkey."""
     keys = [f"run_{name}" for name in (*KEYS_OF_AVERAGERS, "key_without_a_schema")]
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
@@ -82,7 +83,7 @@ def test_hostile_records_under_the_averagers_keys_do_not_stop_their_readers(tmp_
                         continue
                     for raw in RAW:
                         hostile.store(key, {"raw": raw}, expiration, subkey=subkey)
-                        expiration += 1  # each replaces the one before
+                        expiration += 1  # each replaces the previous one
                 values = {key: 3.0 if "all_averagers" in key else True for key in keys}
                 own = second.dht.peer_id.to_bytes()
                 for key, value in values.items():

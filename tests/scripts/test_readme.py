@@ -1,4 +1,4 @@
-"""README.md and docs/: their command lines are parsed by the scripts themselves, and what they name is there."""
+"""README.md and docs/: the scripts accept all command lines, and all names exist."""
 
 import importlib
 import re
@@ -28,8 +28,8 @@ PLACEHOLDERS = [
     (r"PUBLIC_IP", "203.0.113.1"),
     (r"(?<= )…", ""),  # more flags
 ]
-FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir"}  # docker, http.server, bore, hf
-# What is in the repository, as opposed to what the scripts write.
+FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir"}  # of docker, http.server, bore, hf
+# Files of the repository, not files that the scripts write.
 FILE = re.compile(
     r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(lib|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
 )
@@ -46,7 +46,7 @@ def read_inline_code(page: Path) -> list[str]:
 
 
 def read_commands(page: Path) -> Iterator[str]:
-    """The command lines of a page, in blocks and in the text, with values for their placeholders."""
+    """Yield the command lines of a page, in blocks and in the text, with values for their placeholders."""
     lines = [line for block in read_code_blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     for line in [*lines, *read_inline_code(page)]:
         for pattern, value in PLACEHOLDERS:
@@ -55,7 +55,7 @@ def read_commands(page: Path) -> Iterator[str]:
 
 
 def read_script_calls() -> Iterator[tuple[str, str, list[str]]]:
-    """Page, script and arguments of each call of one of our scripts. A script that is only named is no call."""
+    """Yield page, script and arguments of each script call. A script's name alone is not a call."""
     for page in PAGES:
         for line in read_commands(page):
             match = re.match(r"(?:\./|python -m )?(?P<script>[\w.]+)(?P<arguments>.*)", line)
@@ -64,14 +64,14 @@ def read_script_calls() -> Iterator[tuple[str, str, list[str]]]:
 
 
 class Intercepted(BaseException):
-    """Ends a script where it would parse its command line; an Exception would be handled there."""
+    """Ends a script at its command line parser. A BaseException, since the script would handle an Exception."""
 
     def __init__(self, parser: HfArgumentParser, arguments: list[str]):
         self.parser, self.arguments = parser, arguments
 
     @property
     def flags(self) -> set[str]:
-        """The flags of the script."""
+        """Return the flags of the script."""
         return {option for action in self.parser._actions for option in action.option_strings}
 
     def parse(self) -> None:
@@ -84,7 +84,7 @@ class Intercepted(BaseException):
 
 
 def intercept(script: str, arguments: list[str]) -> Intercepted:
-    """Run a script's `main` up to the call of its parser, whichever module that is in."""
+    """Run a script's `main` up to the call of its parser, in whichever module."""
 
     def parse(parser: HfArgumentParser, args=None, **_options):
         raise Intercepted(parser, args)
@@ -154,7 +154,7 @@ class TestNames:
 
 
 def read_rows(heading: str) -> list[str]:
-    """The rows of the table under a heading of README.md."""
+    """Return the rows of the table under a heading of README.md."""
     section = PAGES[0].read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     return [line for line in section.splitlines() if line.startswith("| ")][1:]
 

@@ -1,5 +1,5 @@
-"""What is installed where: trainers, monitor and evaluator start without the organiser's packages, and a script that
-needs one says how to install it."""
+"""Requirements: trainers, monitor and evaluator start without the organiser's packages, and a script that needs one
+prints how to install it."""
 
 import importlib
 import logging

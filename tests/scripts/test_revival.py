@@ -41,7 +41,7 @@ def test_run_goes_on_after_all_its_trainers_were_killed(scripts, reboot):
 
     newcomer = scripts.trainer("newcomer", *common)
     joined = int(newcomer.wait_for(r"Joined the collaboration at step #(\d+)", 120)[1])
-    # It loads the checkpoint. One step more if the dead are still said to be there: that one is left to them.
+    # The trainer loads the checkpoint. A step later if the killed trainers still count as alive: theirs.
     assert saved <= joined <= saved + 1
     assert f"Loaded the state of step #{saved} from" in newcomer.output
     wait_until(lambda: read_steps(folder)[-1] > max(saved, reported) + 1, 120, "reports of new steps")
@@ -64,7 +64,7 @@ def make_averager(peer) -> TrainingStateAverager:
 
 
 def make_state(averager: TrainingStateAverager, step: int) -> TrainingState:
-    """A state that fits, with parameters that are all equal to the step."""
+    """Build a valid training state whose parameters all equal the step."""
     metadata, tensors = averager.snapshot()
     own = averager._parameters_and_extras()
     tensors[: len(own)] = [torch.full_like(tensor, step) for tensor in own]

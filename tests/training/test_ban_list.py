@@ -1,4 +1,4 @@
-"""The ban list of a peer, across restarts."""
+"""The ban list of a peer persists across restarts."""
 
 import json
 import time
@@ -15,7 +15,7 @@ ONE, OTHER = (
 
 
 class FakeAverager:
-    """Keeps bans."""
+    """Fake averager that stores bans."""
 
     def __init__(self):
         self.banned: dict[bytes, float] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, whatever happens while they are written."""
+"""Checkpoints: a checkpoint is complete or absent, whatever interrupts its write."""
 
 import errno
 import fcntl
@@ -73,7 +73,7 @@ def test_file_with_code_in_it_is_not_run(tmp_path):
 
 
 def write_for_ever(folder: Path, first_step: int, pipe: int) -> None:
-    """In a forked child: one checkpoint after the other until it is killed, with a byte to the pipe before each."""
+    """In a forked process: write checkpoints until it is killed, and a byte to the pipe before each."""
     torch.set_num_threads(1)
     model, step = build_model(CONFIG, "run"), first_step
     while True:
@@ -96,7 +96,7 @@ def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_pa
                 write_for_ever(tmp_path, newest + 1, writing_end)
             finally:
                 os._exit(1)
-        for _ in range(1 + number % 2):  # in the first checkpoint or, every other time, a later one
+        for _ in range(1 + number % 2):  # kill it in the first checkpoint, every other time in a later one
             os.read(reading_end, 1)
         time.sleep(generator.uniform(0.005, 0.15))
         os.kill(child, signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_pa
 
 @pytest.fixture
 def full_disk(tmp_path):
-    """A file system of 1 MB."""
+    """Mount a file system of 1 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
@@ -174,8 +174,8 @@ def test_checkpoint_is_due_every_interval_and_when_trainers_leave(tmp_path, step
 
 
 def update(keeper: CheckpointKeeper, step: int) -> None:
-    """Tell a keeper of a step, and wait until it has dealt with it."""
-    time.sleep(0.05)  # until it tries again after a failure
+    """Update a keeper with a step, and wait until its work is done."""
+    time.sleep(0.05)  # until the keeper retries after a failure
     keeper.update(step, trainers_are_leaving=False)
     if keeper._pending is not None:
         keeper._pending.result()
@@ -198,7 +198,7 @@ def test_monitor_offers_its_newest_checkpoint_all_the_time(tmp_path):
 
 
 def test_monitor_saves_what_a_revived_run_does_again(tmp_path):
-    """The trainers were killed after step 17 was reported, and before a state after step 10 was saved."""
+    """The trainers are killed after step 17 is reported, and before a state newer than step 10 is saved."""
     save(tmp_path, 10)
     averager = FakeAverager(step=10)
     keeper = make_keeper(tmp_path, averager, step_interval=5)

@@ -1,4 +1,4 @@
-"""A training loop of one's own in the same run as the Trainer."""
+"""The custom training loop in the same run as the Trainer."""
 
 import re
 import time
@@ -9,13 +9,13 @@ import torch
 from lib.training.checkpoints import list_checkpoints, load_training_state
 from tests.support.peers import LONG_STEPS, join_together, read_jsonl
 
-# Without compression, so that the parameters can be compared to the last digits.
+# Without compression, so that the parameters can be compared to rounding errors.
 COMMON = (*LONG_STEPS, "--averaging_compression", "none", "--backup_every_steps", 1, "--max_global_steps", 5,
           "--leave_timeout", 0)  # fmt: skip
 
 
 def watch_backups(trainers, run_id: str, seconds: float) -> dict[str, dict[int, torch.Tensor]]:
-    """The parameters of each trainer after each global step, as its backups have them, until all have ended."""
+    """Collect the parameters of each trainer after each global step, from its backups, until all have ended."""
     seen = {trainer.log.stem: {} for trainer in trainers}
     deadline = time.monotonic() + seconds
     while any(trainer.process.poll() is None for trainer in trainers):
@@ -33,7 +33,7 @@ def watch_backups(trainers, run_id: str, seconds: float) -> dict[str, dict[int, 
 
 
 def averaged_together(trainer) -> set[int]:
-    """The global steps that a trainer has averaged with the other."""
+    """Return the global steps that a trainer averaged with the other one."""
     rounds = read_jsonl(trainer.log.with_suffix("") / "rounds.jsonl")
     return {entry["step"] for entry in rounds if entry["outcome"] == "averaged" and len(entry["group"]) == 2}
 
@@ -54,11 +54,11 @@ def test_custom_loop_and_trainer_have_the_same_parameters_after_each_step(script
     for step in sorted(seen["custom"].keys() & seen["trainer"].keys()):
         one, other = seen["custom"][step], seen["trainer"][step]
         is_same = (one - other).norm() < 1e-4 * one.norm()
-        # On a busy machine one may be late for a step; the average of the parameters makes them the same again.
+        # On a busy machine a trainer may miss a step; parameter averaging makes the trainers equal again.
         assert is_same or step not in together or same[-1] != step - 1, f"step {step}"
         if is_same and step > 0:
             same.append(step)
-    assert len(same) >= 3, (same, together)  # a backup is skipped while the last one is being written
+    assert len(same) >= 3, (same, together)  # a backup is skipped during the write of the previous one
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Each model family is trained by two real peers, with the tokenizer and the objective that are its own."""
+"""Two real peers train each model family, with its tokenizer and objective."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from lib.training.checkpoints import list_checkpoints
 from lib.training.model import build_model, load_config, load_tokenizer, make_model
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
 
-# model type -> objective, kind of tokenizer, the class that opens its checkpoint
+# model type -> objective, kind of tokenizer, class that loads its checkpoint
 FAMILIES = {
     "albert": ("mlm_sop", "sentencepiece", AutoModelForPreTraining),
     "bert": ("mlm", "wordpiece", AutoModelForMaskedLM),
@@ -27,7 +27,7 @@ COMMON = (*LONG_STEPS, "--max_global_steps", 2, "--optimizer", "adamw", "--learn
 
 @pytest.fixture(scope="module")
 def make_data(tmp_path_factory):
-    """A function that returns the folder of the data for an objective and a kind of tokenizer, made once."""
+    """Return a function that prepares the data for an objective and a tokenizer once, and returns its folder."""
     made = {}
 
     def make(objective: str, kind: str):
@@ -79,7 +79,7 @@ def test_two_peers_train_a_family(family, make_data, tmp_path, launcher):
 
 @pytest.fixture
 def pretrained(data, tmp_path):
-    """A folder with a model whose weights are not those that a run begins with."""
+    """Return a folder with a model whose weights differ from the initial weights of a run."""
     args = ModelArguments(model_name_or_path=str(data / "config.json"), tokenizer_path=str(data / "tokenizer"))
     model = build_model(load_config(args, load_tokenizer(args.tokenizer_path)), "another run")
     model.save_pretrained(tmp_path / "pretrained")

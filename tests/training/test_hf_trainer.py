@@ -1,4 +1,4 @@
-"""The Trainer: right losses and gradients, this peer's own order of samples, checkpoints that can be trusted."""
+"""The Trainer: losses and gradients, order of samples per peer, and valid checkpoints."""
 
 import json
 import math
@@ -22,7 +22,7 @@ CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_AL
 
 
 class FixedSampler(PeerSampler):
-    """The samples in their own order."""
+    """Sampler that keeps the order of the samples."""
 
     def __init__(self, length: int):
         super().__init__(length, "peer", 0, SimpleNamespace(local_epoch=0))
@@ -32,7 +32,7 @@ class FixedSampler(PeerSampler):
 
 
 def train_one_step(tmp_path, batch_size: int, accumulation: int) -> tuple[float, torch.Tensor]:
-    """The reported loss and the gradients of one step over the same eight samples."""
+    """Return the reported loss and the gradients of one step over the same eight samples."""
     batch = make_batch(size=8)
     dataset = Dataset.from_dict({name: values.tolist() for name, values in batch.items()})
     model = build_model(CONFIG, "run")
@@ -124,7 +124,7 @@ def test_loss_meter_skips_what_is_not_finite():
     meter = LossMeter()
     for loss in (1.0, float("nan"), 2.0, float("inf")):
         meter.add(torch.tensor(loss))
-    meter.add(torch.tensor([2.0, 4.0]))  # one for each of two devices
+    meter.add(torch.tensor([2.0, 4.0]))  # one value for each of two devices
     assert meter.pop() == (6.0, 3)
     assert meter.pop() == (0.0, 0)
 
@@ -145,7 +145,7 @@ def write_checkpoint(folder, step: int) -> None:
 
 def test_newest_checkpoint_that_can_be_read_is_found(tmp_path):
     assert find_checkpoint(str(tmp_path)) is None
-    for step in (9, 100, 20):  # written last is not newest
+    for step in (9, 100, 20):  # the newest is not the one written last
         write_checkpoint(tmp_path, step)
     assert find_checkpoint(str(tmp_path)).endswith("checkpoint-100")
     weights = tmp_path / "checkpoint-100" / "model.safetensors"

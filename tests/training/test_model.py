@@ -1,4 +1,4 @@
-"""The model and how it is optimized, without a network."""
+"""The model and its optimizer, without a network."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_first_loss_is_that_of_a_guess(config):
 
 @pytest.mark.parametrize("family", TINY_CONFIGS)
 def test_gradient_checkpointing_computes_again_and_the_same(family):
-    """transformers refuses to do it for ALBERT."""
+    """transformers does not support it for ALBERT."""
     batch = make_batch(length=16)
     if family != "albert":
         del batch["sentence_order_label"]
@@ -87,7 +87,7 @@ def test_lamb_takes_the_step_of_its_paper():
     parameter.grad = gradient
     optimizer.step()
     assert torch.allclose(parameter.detach().double(), expected, rtol=1e-6)
-    # its length is learning_rate x the norm of the weights, whatever the scale of the gradient
+    # the norm of the step is learning_rate x norm of the weights, independent of the scale of the gradient
     assert (parameter.detach() - weights).norm() == pytest.approx(0.1 * 13.0, rel=1e-5)
 
 
@@ -102,7 +102,7 @@ def test_initializing_the_optimizer_moves_nothing(config, name):
     assert all(state["step"] == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     assert all(parameter.grad is None for parameter in model.parameters())
-    initialize_statistics(optimizer)  # once more: still nothing
+    initialize_statistics(optimizer)  # a second call changes nothing either
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""A trainer that was stopped resumes from its checkpoint as if it had not been: weights, LAMB's statistics, losses."""
+"""A trainer resumes from its checkpoint without a difference: weights, LAMB's statistics, losses."""
 
 import json
 from pathlib import Path
@@ -26,12 +26,12 @@ from tests.support.fakes import FakeTokenizer, collate, make_batch
 from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
-SIZE = 8  # samples of the data, of a local step and of a global step: each is computed from the same ones
+SIZE = 8  # samples of the dataset, of a local step and of a global step: all steps use the same samples
 STATISTICS = ("adam_norm", "exp_avg", "exp_avg_sq", "step", "trust_ratio", "weight_norm")
 
 
 class Recorder(TrainingSession):
-    """Keeps the training state and the loss of each global step, and those that the trainer begins with."""
+    """Records the initial training state, and the training state and loss of each global step."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -58,7 +58,7 @@ class Recorder(TrainingSession):
 
 
 def train(folder: Path, until: int, is_custom: bool) -> Recorder:
-    """Train alone until a global step, from the checkpoint in `folder` if there is one, and write one."""
+    """Train a single peer until a global step, from the checkpoint in `folder` if there is one, and write another."""
     training_args = LocalTrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=SIZE, gradient_accumulation_steps=1, use_cpu=True,
         dataloader_num_workers=0, save_steps=10**6, disable_tqdm=True,
@@ -79,7 +79,7 @@ def train(folder: Path, until: int, is_custom: bool) -> Recorder:
 def train_with_the_trainer(
     folder: Path, model, session: TrainingSession, training_args: LocalTrainingArguments
 ) -> None:
-    """As in run_trainer.py."""
+    """Train as run_trainer.py does."""
     peer_id = str(session.peer.dht.peer_id)
     dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=SIZE).items()})
     sampler = PeerSampler(len(dataset), peer_id, training_args.seed, session.optimizer, SIZE)
@@ -98,7 +98,7 @@ def train_with_the_trainer(
 
 
 def train_in_a_loop(folder: Path, model, session: TrainingSession, training_args: LocalTrainingArguments) -> None:
-    """As in run_custom_trainer.py."""
+    """Train as run_custom_trainer.py does."""
     session.restore_checkpoint()
     session.join()
     while True:
@@ -113,7 +113,7 @@ def train_in_a_loop(folder: Path, model, session: TrainingSession, training_args
 
 
 def assert_equal(state: tuple[dict, list[torch.Tensor]], other: tuple[dict, list[torch.Tensor]]) -> None:
-    """Two training states are the same to the last bit, but for hivemind's learning rate, which is the schedule's."""
+    """Assert that two training states are bitwise equal, except for hivemind's learning rate, set by the schedule."""
     assert state[0]["epoch"] == other[0]["epoch"]
     assert state[0]["optimizer_metadata"] == other[0]["optimizer_metadata"]
     assert all(torch.equal(one, two) for one, two in zip(state[1], other[1], strict=True))
@@ -127,17 +127,17 @@ def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, is_custo
     assert (whole.first_step, before.first_step, after.first_step) == (0, 0, 2)
     assert_equal(after.states[2], before.states[2])
     assert all(torch.equal(one, two) for one, two in zip(after.weights[2], before.weights[2], strict=True))
-    # A global step may have more local steps of the same samples in one run than in the other: equal but for rounding.
+    # One run may have more local steps of the same samples per global step than the other: equal except for rounding.
     assert [*(before.losses | after.losses)] == [*whole.losses] == [1, 2, 3, 4]
     assert before.losses | after.losses == pytest.approx(whole.losses, rel=1e-4)
     assert whole.losses[4] < whole.losses[1] - 1e-3, "or else there is nothing to compare"
     for one, two in zip(after.states[4][1], whole.states[4][1], strict=True):
-        if one.ndim:  # norms follow from the others; that of a gradient which is zero but for rounding is anything
+        if one.ndim:  # norms derive from the rest; that of a gradient which is zero up to rounding is arbitrary
             assert torch.allclose(one, two, rtol=1e-3, atol=1e-5)
 
 
 def make_old_values(number: int, weights: torch.Tensor) -> dict:
-    """LAMB's statistics of one parameter as they were, each different; a trust ratio of 1 was a number."""
+    """Build LAMB's statistics of a parameter in the old format, all distinct; a trust ratio of 1 was a number."""
     scale = number + 1.0
     return {
         "step": 7,
@@ -150,9 +150,9 @@ def make_old_values(number: int, weights: torch.Tensor) -> dict:
 
 
 def write_old_checkpoint(folder: Path, is_custom: bool) -> tuple[dict[str, torch.Tensor], list[dict]]:
-    """What commit 6b289d5 wrote at step 7, file by file; nothing here is written by today's code.
+    """Write the files that commit 6b289d5 wrote at step 7, without using the current code.
 
-    :returns: the weights by name, and the statistics in the order of the optimizer's parameters
+    :returns: weights by name, and the statistics in the order of the optimizer's parameters
     """
     model = build_model(CONFIG, "run")
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""A trainer's session: joining, reporting, and parameters that break.
+"""Training session: joining, reporting, and recovery from broken parameters.
 
-A trainer that joins waits for the state of a run that reports show, and one liar does not bar it.
+A joining trainer waits for the training state if reports show a run, and one Byzantine peer does not prevent it.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from tests.support.fakes import make_session
 
 
 class FakeOptimizer:
-    """Loads a state at the attempts that succeed; `epochs`: what the other live trainers report."""
+    """Fake optimizer whose state downloads succeed at given attempts; `epochs`: reports of the other live trainers."""
 
     def __init__(self, epochs: list[int], succeeds_at: int | None):
         self.local_epoch, self.last_step, self.target_batch_size = 0, None, 8
@@ -43,7 +43,7 @@ class FakeOptimizer:
 
 @pytest.fixture
 def join(tmp_path, monkeypatch):
-    """Let a session join with a fake optimizer; time passes at once."""
+    """Let a session join with a fake optimizer and a clock without real waiting."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(utils, "store_record", lambda *args: None)
     fake_time = SimpleNamespace(
@@ -75,7 +75,7 @@ def test_download_that_fails_is_tried_again_while_reports_show_a_run(join):
 
 
 def test_trainer_that_cannot_get_the_state_of_a_run_ends_with_one_line(join):
-    """It would begin from scratch beside the run."""
+    """Otherwise the trainer would start from scratch beside the run."""
     with pytest.raises(UserError, match="2 trainers of this run are at step #7 or later") as error:
         join(FakeOptimizer([7, 9], None))
     assert "--load_state_timeout" in str(error.value) and "\n" not in str(error.value)
@@ -124,7 +124,7 @@ def test_nothing_to_go_back_to_is_said_in_one_line(tmp_path):
 
 
 def test_two_steps_within_one_local_step_are_both_reported(tmp_path, monkeypatch):
-    """Their samples counted in training, and the report of the first was missing."""
+    """Their samples were used in training, but the report of the first step was missing."""
     session, published = make_session(tmp_path, offered=None), []
     monkeypatch.setattr(session, "publish", published.append)
     monkeypatch.setattr(session, "introduce", lambda leaving: None)
