@@ -378,7 +378,7 @@ def test_a_host_that_does_not_tell_the_length(args, host, folders):
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_passing_trouble_of_the_server(args, host, folders, status, caplog):
+def test_temporary_server_errors(args, host, folders, status, caplog):
     host.script = [partial(Answer.reply, status=status)] * 2
     fetch_data(args)
     assert_fetched(args, folders)
@@ -386,7 +386,7 @@ def test_passing_trouble_of_the_server(args, host, folders, status, caplog):
 
 
 @pytest.mark.parametrize("pause", ["1", "nonsense"])
-def test_a_server_that_says_when(args, host, folders, pause):
+def test_retry_after_is_respected(args, host, folders, pause):
     host.script = [partial(Answer.reply, status=429, Retry_After=pause)]
     started = time.monotonic()
     fetch_data(args)
@@ -402,7 +402,7 @@ def test_a_server_that_refuses_is_not_asked_again(args, host, status):
     assert len(host.asked) == 1 and names(args) == set()
 
 
-def test_a_server_that_is_not_there(args, host):
+def test_unreachable_server(args, host):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         args.dataset_url = f"http://127.0.0.1:{probe.getsockname()[1]}/data.tar.gz?token={SECRET}"
@@ -438,7 +438,7 @@ def patient_from_now_on(answer: Answer, method: Callable[[Answer], None], name: 
     method(answer)
 
 
-def test_a_server_that_falls_silent(args, host, folders, monkeypatch):
+def test_server_that_stops_sending(args, host, folders, monkeypatch):
     monkeypatch.setattr(fetch, "READ_TIMEOUT", 2.0)
     stall = partial(Answer.stall_after, num_bytes=100_000)
     host.script = [partial(patient_from_now_on, method=stall, name="READ_TIMEOUT")]
@@ -447,14 +447,14 @@ def test_a_server_that_falls_silent(args, host, folders, monkeypatch):
     assert host.asked == [None, "bytes=100000-"]
 
 
-def test_a_server_that_never_speaks(args, host, monkeypatch):
+def test_server_without_a_response(args, host, monkeypatch):
     monkeypatch.setattr(fetch, "READ_TIMEOUT", 0.2)
     host.script = [lambda answer: answer.server.closing.wait(60)] * 9
     assert "silent" in fail(args)
     assert len(host.asked) == 3
 
 
-def test_a_server_that_drips(args, host, folders, monkeypatch, caplog):
+def test_slow_server_is_interrupted(args, host, folders, monkeypatch, caplog):
     monkeypatch.setattr(fetch, "SPEED_WINDOW", 0.3)
     host.script = [Answer.drip, partial(patient_from_now_on, method=Answer.serve, name="SPEED_WINDOW")]
     fetch_data(args)
@@ -473,7 +473,7 @@ def test_a_wrong_checksum(args, host):
     assert names(args) == set() and len(host.asked) == 1
 
 
-def test_the_flag_goes_before_the_file(args, host, folders):
+def test_flag_overrides_the_checksum_file(args, host, folders):
     args.dataset_sha256, host.digest = host.digest, "0" * 64
     fetch_data(args)
     assert_fetched(args, folders)
@@ -481,7 +481,7 @@ def test_the_flag_goes_before_the_file(args, host, folders):
 
 
 @pytest.mark.parametrize("answer", [None, "<html>not found</html>"])
-def test_no_checksum_anywhere_is_told(args, host, folders, packed, caplog, answer):
+def test_missing_checksum_is_reported(args, host, folders, packed, caplog, answer):
     host.digest = answer
     fetch_data(args)
     assert_fetched(args, folders)
@@ -495,7 +495,7 @@ def test_the_data_of_another_archive_is_there(args, host):
     assert "--dataset_sha256" in message and host.digest in message and args.dataset_path in message
 
 
-def test_secrets_stay_secret(args, host, folders, caplog):
+def test_credentials_are_not_logged(args, host, folders, caplog):
     caplog.set_level(logging.DEBUG, "lib.data.download")
     caplog.set_level(logging.WARNING, "urllib3")  # as setup_logging does, with --debug too
     host.script = [Answer.break_off, partial(Answer.break_after, num_bytes=1000), partial(Answer.reply, status=500)]
@@ -513,7 +513,7 @@ def test_secrets_stay_secret(args, host, folders, caplog):
 
 
 @pytest.mark.parametrize("kept", ["dataset", "tokenizer"])
-def test_what_is_there_stays(args, host, folders, kept):
+def test_existing_data_is_kept(args, host, folders, kept):
     fetch_data(args)
     missing = {"dataset": args.tokenizer_path, "tokenizer": args.dataset_path}[kept]
     shutil.rmtree(missing)
@@ -526,7 +526,7 @@ def test_what_is_there_stays(args, host, folders, kept):
 
 
 @pytest.mark.parametrize("flag", ["dataset_path", "tokenizer_path"])
-def test_something_else_is_in_the_way(args, host, flag):
+def test_occupied_path_is_refused(args, host, flag):
     path = Path(getattr(args, flag))
     path.mkdir(parents=True)
     (path / "thesis.txt").write_text("years of work")
@@ -535,7 +535,7 @@ def test_something_else_is_in_the_way(args, host, flag):
     assert contents(path.parent) == {f"{path.name}/thesis.txt": b"years of work"} and host.requests == []
 
 
-def test_an_empty_folder_is_not_in_the_way(args, host, folders):
+def test_empty_folder_is_replaced(args, host, folders):
     Path(args.dataset_path).mkdir(parents=True)
     fetch_data(args)
     assert_fetched(args, folders)
@@ -600,7 +600,7 @@ FOREIGN = "no part of the prepared data"
         (entry(ARROW, pax_headers={"size": "-1024"}), "impossible size"),
     ],
 )
-def test_archives_that_mean_harm(args, host, tmp_path, bad, reason):
+def test_malicious_archives_are_refused(args, host, tmp_path, bad, reason):
     host.content, host.digest = pack(*GOOD, bad), None
     message = fail(args)
     assert reason in message and message.isprintable()
@@ -609,7 +609,7 @@ def test_archives_that_mean_harm(args, host, tmp_path, bad, reason):
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_archives_that_a_person_has_packed(args, host, format):
+def test_manually_packed_archives(args, host, format):
     folder = entry(f"./{DATASET}", type=tarfile.DIRTYPE, mode=0)
     host.content = pack(folder, *GOOD, entry(f"./{TOKENIZER}/vocab.txt", b"a", mode=0o6777), format=format)
     host.digest = None
@@ -716,7 +716,7 @@ def test_the_disk_is_full_while_unpacking(args, host, folders, monkeypatch):
 
 
 @pytest.mark.parametrize("left", [0, 2])
-def test_too_little_room_is_found_out_before(args, host, monkeypatch, left):
+def test_insufficient_disk_space_is_detected_in_advance(args, host, monkeypatch, left):
     """`left`: number of checks that find enough space."""
     free = [10**9] * left
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop() if free else 10**5))

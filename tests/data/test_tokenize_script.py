@@ -200,7 +200,7 @@ def test_signal_in_the_middle_of_training_a_tokenizer_is_no_error_of_the_text(ki
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
 @pytest.mark.parametrize(("size", "message"), [(100_000, "too large.* at most"), (8, "too small.* or more")])
-def test_a_vocabulary_that_cannot_be_says_what_can(kind, size, message):
+def test_impossible_vocabulary_size_names_a_possible_one(kind, size, message):
     documents = list(preprocessing.split_documents(corpus._sample_rows()))[:10]
     with pytest.raises(UserError, match=message) as error:
         train_tokenizer(documents, kind, "mlm", size, 64)
@@ -208,7 +208,7 @@ def test_a_vocabulary_that_cannot_be_says_what_can(kind, size, message):
     assert len(train_tokenizer(documents, kind, "mlm", possible, 64)) == possible
 
 
-def test_a_tokenizer_that_is_there_is_used_again(tmp_path, prepared):
+def test_existing_tokenizer_is_reused(tmp_path, prepared):
     before = contents(prepared / "tokenizer")
     manifest = tokenize_wikitext103.prepare(
         arguments(tmp_path, tokenizer=str(prepared / "tokenizer"), tokenizer_path=str(prepared / "tokenizer"))
@@ -522,7 +522,7 @@ def test_an_unreachable_hub_is_explained(tmp_path, monkeypatch, flags, message):
     assert not (tmp_path / "o").exists()
 
 
-def test_a_tokenizer_that_is_nowhere_is_explained(tmp_path, monkeypatch):
+def test_missing_tokenizer_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"--tokenizer: 'no-such' is neither a folder here nor on the Hub .*go online"):
         tokenize_wikitext103.find_tokenizer("no-such", cache_dir=str(tmp_path))

@@ -119,7 +119,7 @@ def test_no_credentials_is_one_line(deployment, monkeypatch):
 
 
 class TestCoordinator:
-    def test_one_however_often(self, deployment, capsys):
+    def test_starting_is_idempotent(self, deployment, capsys):
         addresses = {deployment.start_coordinator() for _ in range(3)}
         (coordinator,) = deployment.instances()
         (address,) = addresses
@@ -234,7 +234,7 @@ class TestCoordinator:
 
 
 class TestTrainers:
-    def test_what_is_missing_is_started(self, started):
+    def test_missing_trainers_are_started(self, started):
         assert [started.top_up(number) for number in (2, 2, 3, 1)] == [2, 0, 1, 0]
         trainers = started.instances("trainer")
         assert len(trainers) == 3
@@ -311,7 +311,7 @@ class TestCleanUp:
             "roles": len(iam.list_roles()["Roles"]),
         }
 
-    def test_nothing_is_left(self, started):
+    def test_clean_up_removes_all_resources(self, started):
         started.top_up(1)
         tags = [{"ResourceType": "spot-instances-request", "Tags": [{"Key": aws.TAG, "Value": "test"}]}]
         started.ec2.request_spot_instances(
@@ -525,14 +525,14 @@ class TestFirstBoot:
             result = machine.run("systemd-analyze", "verify", *units)
             assert result.returncode == 0, result.stderr
 
-    def test_a_trainer_that_cannot_be_set_up_gives_its_machine_back(self, started, machine, tmp_path):
+    def test_failed_setup_terminates_the_instance(self, started, machine, tmp_path):
         settings = make_settings(repo_url=f"file://{tmp_path}/nothing")
         result = machine.boot(Deployment(settings).trainer_user_data())
         assert result.returncode != 0
         assert "This machine could not be set up" in result.stdout
         assert "systemctl poweroff" in machine.log.read_text()
 
-    def test_trainer_stops_before_the_machine_is_taken_back(self, started, repository, machine, metadata):
+    def test_trainer_stops_before_a_spot_interruption(self, started, repository, machine, metadata):
         assert (
             machine.boot(Deployment(make_settings(repo_url=f"file://{repository}")).trainer_user_data()).returncode
             == 0

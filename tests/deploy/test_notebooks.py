@@ -185,10 +185,10 @@ class TestInstall:
 
         return install
 
-    def test_a_torch_that_works_stays(self, installed):
+    def test_working_torch_is_kept(self, installed):
         assert installed(True) == ["numpy==2.3.5", "torch-optimizer==0.3.0"]
 
-    def test_else_ours_comes(self, installed):
+    def test_otherwise_the_pinned_torch_is_installed(self, installed):
         assert installed(False, True) == ["numpy==2.3.5", "torch==2.13.0", "torch-optimizer==0.3.0"]
 
     def test_failures(self, installed):

@@ -238,13 +238,13 @@ def test_target_batch_size_is_that_of_most_peers():
         assert believed_samples(told, target_batch_size=100) == bound, "the one before holds"
 
 
-def test_peers_that_are_not_there_do_not_vote_on_the_target_batch_size():
+def test_absent_peers_do_not_vote_on_the_target_batch_size():
     told = {b"a": 100, b"b": 100, b"liar": 1} | {b"[owner:%d]" % number: 1 for number in range(50)}
     assert believed_samples(told) == MAX_OVERSHOOT * 100
 
 
 @pytest.mark.parametrize("target", ["100", 100.0, True, 0, -1, 10**10, math.nan, [100]])
-def test_target_batch_size_that_makes_no_sense_is_no_vote(target):
+def test_invalid_target_batch_size_is_no_vote(target):
     assert (
         believed_samples({b"a": target, b"b": target, b"liar": target}, target_batch_size=100) == MAX_OVERSHOOT * 100
     )
@@ -297,7 +297,7 @@ def test_last_step_of_a_peer_that_left_is_reported():
     assert (report.step, report.alive_peers, report.loss) == (2, 0, 5.0)
 
 
-def test_who_left_after_a_step_still_votes_for_it():
+def test_peer_that_left_after_a_step_still_votes_for_it():
     """The slowest of three peers, which is alone at the end of a run, may never take that step."""
     aggregator = make_aggregator()
     peers = {b"a": b"A", b"b": b"B", b"slow": b"S"}
@@ -312,7 +312,7 @@ def test_who_left_after_a_step_still_votes_for_it():
     assert reported == {2: (5 + SETTLE, 2, 1)}
 
 
-def test_who_left_and_came_back_votes_once():
+def test_peer_that_left_and_came_back_votes_once():
     aggregator = make_aggregator()
     progress = {b"a": heartbeat(START, 1, b"A"), b"b": heartbeat(START, 1, b"B")}
     aggregator.update(START, {b"a": metric(1), b"b": metric(1)}, {}, progress)
@@ -333,7 +333,7 @@ def test_silent_peer_is_gone_after_the_timeout():
     assert aggregator.alive_peers == 0
 
 
-def test_heartbeat_from_the_future_lives_no_longer():
+def test_heartbeat_from_the_future_expires_on_time():
     aggregator = make_aggregator()
     progress = {b"a": heartbeat(START + 10**6, 1)}
     aggregator.update(START, {}, {}, progress)
@@ -411,7 +411,7 @@ def test_one_of_two_stragglers_does_not_hold_up_the_other():
     assert steps_of(aggregator.update(START + 1 + SETTLE, {b"a": metric(2), b"b": metric(1)})) == [2]
 
 
-def test_hung_peers_whose_heartbeat_goes_on_are_not_waited_for():
+def test_hung_peers_with_heartbeats_are_not_waited_for():
     """A trainer that hangs still has a thread that publishes heartbeats, but its number of samples is constant."""
     aggregator = make_aggregator()
     now, reported = START, []
@@ -457,7 +457,7 @@ def test_lone_peer_is_believed(step, at_once):
     assert steps_of(aggregator.update(later + 5, {b"a": metric(step + 1)})) == [step + 1]
 
 
-def test_monitor_that_was_away_for_a_day_catches_up():
+def test_monitor_catches_up_after_a_day():
     aggregator = make_aggregator(last_reported_step=900)
     peers = {b"a": metric(5000), b"b": metric(5000), b"c": metric(4999)}
     assert aggregator.update(START, peers) == []  # a jump must be visible for `settle_time`
@@ -510,7 +510,7 @@ def test_peer_in_a_run_of_its_own_is_ignored():
 @pytest.mark.parametrize("honest", [1, 2, 5])
 @pytest.mark.parametrize("claim", [10**6, MAX_JUMP + 2])
 @pytest.mark.parametrize("last_reported_step, first_step", [(-1, 1), (-1, 3000), (48, 49)])
-def test_liar_that_is_there_first_does_not_end_the_reports(honest, claim, last_reported_step, first_step):
+def test_byzantine_first_peer_does_not_end_the_reports(honest, claim, last_reported_step, first_step):
     aggregator = make_aggregator(last_reported_step=last_reported_step)
     claim += first_step
     for second in range(0, 300, 10):
@@ -529,7 +529,7 @@ def test_liar_that_is_there_first_does_not_end_the_reports(honest, claim, last_r
     assert back_at <= 2 * 20 + SETTLE + 20
 
 
-def test_run_that_begins_again_is_followed():
+def test_restarted_run_is_followed():
     aggregator = make_aggregator(last_reported_step=5000)
     reported = []
     for second in range(0, 300, 10):
@@ -594,7 +594,7 @@ def test_stragglers_do_not_pull_the_run_back():
     assert reported == list(range(100, 200))
 
 
-def test_majority_of_liars_decides():
+def test_byzantine_majority_decides():
     """The documented limit: two against one."""
     aggregator = make_aggregator(last_reported_step=49)
     metrics = {b"a": metric(50), b"liar1": metric(10**6), b"liar2": metric(10**6)}
@@ -654,7 +654,7 @@ def test_unreported_steps_of_a_peer_are_bounded():
     assert refused == 900 + 1 - MAX_PENDING_STEPS  # step 2000 is one of them
 
 
-def test_steps_told_of_before_the_run_is_there_are_not_kept():
+def test_steps_ahead_of_the_run_are_dropped():
     aggregator = make_aggregator()
     peers = {b"a": metric(1), b"b": metric(1), b"liar": metric(20, loss=1e9)}
     aggregator.update(START, peers, {b"liar": entries(*(metric(step, loss=1e9) for step in range(1, 21)))})

@@ -41,7 +41,7 @@ def test_samples_add_up_by_key_and_two_of_one_name_stay_two(tmp_path):
     assert (counted.total_samples, len(counted)) == (56, 3)
 
 
-def test_restarted_monitor_goes_on_counting_and_counts_no_step_twice(tmp_path):
+def test_restarted_monitor_counts_each_step_once(tmp_path):
     count(tmp_path, make_report(1, a=10), make_report(2, a=10), names={b"a": "alice"})
     restarted = count(tmp_path, make_report(2, a=10), make_report(3, a=5, b=7))
     assert table(restarted) == [("alice", 25, 3), ("anonymous", 7, 1)]

@@ -79,7 +79,7 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
     assert evaluate(should_stop=lambda: True)[0] is None
 
 
-def test_evaluator_tells_monitor_and_slows_nobody_down(scripts):
+def test_evaluator_reports_to_the_monitor_and_delays_no_trainer(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
     common = ("--initial_peers", monitor.address, *LONG_STEPS)
     trainers = [scripts.trainer(name, *common) for name in ("one", "two")]

@@ -113,7 +113,7 @@ def test_training_state_goes_up_where_asked_for(hub, make_uploader):
     assert hub.repos == {"me/model": True}
 
 
-def test_checkpoint_that_came_from_the_hub_goes_up_without_what_the_download_left(hub, make_uploader):
+def test_downloaded_checkpoint_is_uploaded_without_leftovers(hub, make_uploader):
     uploader = make_uploader()
     checkpoint = save(uploader, 7)
     (checkpoint / ".cache" / "huggingface").mkdir(parents=True)
@@ -146,7 +146,7 @@ def test_checkpoint_may_be_removed_while_it_is_uploaded(hub, make_uploader):
     assert hub.files["model.safetensors"] == content
 
 
-def test_checkpoint_that_vanishes_before_is_no_failure(hub, make_uploader, monkeypatch, caplog):
+def test_checkpoint_removed_before_the_upload_is_no_failure(hub, make_uploader, monkeypatch, caplog):
     uploader = make_uploader()
     checkpoint = save(uploader, 7)
     newer = save(uploader, 8)
@@ -196,7 +196,7 @@ def test_failure_is_one_line_and_is_tried_again(hub, make_uploader, monkeypatch,
     assert len(hub.commits) == 1
 
 
-def test_pauses_grow_and_begin_anew_after_a_success(hub, make_uploader, monkeypatch):
+def test_pauses_grow_and_are_reset_by_a_success(hub, make_uploader, monkeypatch):
     monkeypatch.setattr(upload, "FIRST_PAUSE", 0.2)
     monkeypatch.setattr(upload, "LONGEST_PAUSE", 0.4)
     hub.refusals = {"/commit/": [500, 500, 500]}
@@ -214,7 +214,7 @@ def test_pauses_grow_and_begin_anew_after_a_success(hub, make_uploader, monkeypa
     assert pauses[-1] == 0.2
 
 
-def test_silent_hub_holds_up_neither_the_monitor_nor_its_end(hub, make_uploader, monkeypatch, caplog):
+def test_silent_hub_delays_neither_the_monitor_nor_its_shutdown(hub, make_uploader, monkeypatch, caplog):
     monkeypatch.setattr(upload, "CLOSE_TIMEOUT", 0.5)
     hub.silent.set()
     uploader = make_uploader()
@@ -265,7 +265,7 @@ def test_check_creates_the_repository(hub, tmp_path):
     check()  # it is there already
 
 
-def test_no_token_is_told_before_the_run(hub, tmp_path, monkeypatch):
+def test_missing_token_is_reported_at_the_start(hub, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserError, match="--repo_id: no token .*hf auth login"):
         check()
@@ -279,7 +279,7 @@ def test_stored_token_is_found(hub, tmp_path, monkeypatch):
     assert hub.repos
 
 
-def test_wrong_token_is_told_before_the_run(hub, tmp_path, monkeypatch):
+def test_wrong_token_is_reported_at_the_start(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_Wrong")
     with pytest.raises(UserError, match="does not accept the token") as caught:
         check()
@@ -287,7 +287,7 @@ def test_wrong_token_is_told_before_the_run(hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_token_that_may_not_write_is_told_before_the_run(hub, tmp_path, exists):
+def test_read_only_token_is_reported_at_the_start(hub, tmp_path, exists):
     hub.writable = False
     if exists:
         hub.repos["me/model"] = False
@@ -297,13 +297,13 @@ def test_token_that_may_not_write_is_told_before_the_run(hub, tmp_path, exists):
         check()
 
 
-def test_license_that_the_hub_does_not_know_is_told_before_the_run(hub, tmp_path):
+def test_unknown_license_is_reported_at_the_start(hub, tmp_path):
     with pytest.raises(UserError, match="--license or --language.*must be one of") as caught:
         check(license="my-own")
     assert "\n" not in str(caught.value)
 
 
-def test_offline_mode_is_told_before_the_run(hub, tmp_path, monkeypatch):
+def test_offline_mode_is_reported_at_the_start(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
         check()
@@ -370,7 +370,7 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     assert "Traceback" not in monitor.output
 
 
-def test_killed_monitor_takes_its_upload_along(hub, scripts, data, tmp_path):
+def test_upload_ends_with_a_killed_monitor(hub, scripts, data, tmp_path):
     monitor = scripts.monitor("--run_id", "up", "--repo_id", "me/model")
     monitor.wait_for("visible multiaddresses")  # the check of the Hub is done by then
     hub.silent.set()

@@ -26,7 +26,7 @@ def stored(monkeypatch) -> dict:
     return records
 
 
-def test_monitor_bounds_a_peer_by_the_target_batch_size_that_trainers_tell_of(tmp_path, stored):
+def test_monitor_bounds_a_peer_by_the_published_target_batch_size(tmp_path, stored):
     """Each trainer calls `introduce`; in the records of a step one of three claims a billion samples."""
     for name, samples in ((b"a", 50), (b"b", 50), (b"liar", 10**9)):
         session = make_session(tmp_path / name.decode(), offered=None)

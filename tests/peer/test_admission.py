@@ -46,7 +46,7 @@ def authority() -> RSAPrivateKey:
     return RSAPrivateKey()
 
 
-def test_invited_peers_share_records_and_nobody_else_does(tmp_path, authority):
+def test_only_invited_peers_share_records(tmp_path, authority):
     organiser = invite(authority, tmp_path / "organiser.invitation")
     guest = invite(authority, tmp_path / "guest.invitation")
     stranger = invite(RSAPrivateKey(), tmp_path / "stranger.invitation")

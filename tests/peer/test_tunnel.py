@@ -198,7 +198,7 @@ def test_refused_login_is_explained(code, remedy, use):
         wait_until(lambda: not servers.is_open, 30, "the end of the session")
 
 
-def test_account_without_tcp_is_told_so(use):
+def test_account_without_tcp_is_explained(use):
     with FakeNgrok(refuse_endpoint="You must add a credit or debit card\r\n\r\nERR_NGROK_8013\r\n") as servers:
         message = refusal(servers, use)
         assert "ERR_NGROK_8013" in message and "id-verification" in message and "--announce_tunnel" in message
@@ -294,7 +294,7 @@ def test_tunnel_that_breaks_is_reported_once_and_so_is_its_return(tmp_path, capl
     ]  # fmt: skip
 
 
-def test_tunnel_of_a_peer_that_is_not_there_is_not_judged(caplog):
+def test_tunnel_of_an_absent_peer_is_not_reported(caplog):
     watch = TunnelWatch(f"127.0.0.1:{get_free_port()}", f"127.0.0.1:{get_free_port()}", "mend it", period=0.01)
     threading.Timer(0.3, watch.stop).start()
     watch.run()

@@ -155,7 +155,7 @@ def test_peer_with_another_id_than_its_address_says(trainer, tmp_path):
         assert wrong in trainer(initial_peers=wrong, bootstrap_timeout=4)
 
 
-def test_peer_that_accepts_and_says_nothing(trainer):
+def test_peer_that_accepts_and_does_not_respond(trainer):
     """The port is open, but no process responds."""
     with closing(socket.socket()) as silent:
         silent.bind(("127.0.0.1", 0))
@@ -204,7 +204,7 @@ def test_upload_without_a_token(run, data, tmp_path, monkeypatch):
     assert "--repo_id" in message and "hf auth login" in message and "HF_TOKEN" in message
 
 
-def test_public_address_that_nobody_tells(run, data, tmp_path):
+def test_unavailable_public_address(run, data, tmp_path):
     message = run(
         run_training_monitor, "--no_store_checkpoints", "--use_google_dns", "--public_ip_service",
         "http://127.0.0.1:9/", "--output_dir", tmp_path / "out",

@@ -90,7 +90,7 @@ class TestCommands:
             dataset.tokenizer_path,
         )
 
-    def test_text_of_ones_own(self, tmp_path):
+    def test_custom_text(self, tmp_path):
         text = tmp_path / "my text.txt"
         text.write_text("Hello.")
         command = tokenize_command(DemoArguments(train_file=str(text), vocab_size=300))
@@ -171,7 +171,7 @@ class TestWorkers:
         with pytest.raises(UserError, match=r"waited 0 seconds for the moon in vain; see the logs"):
             workers.wait_for(lambda: False, 0.3, "the moon")
 
-    def test_stop_ends_all_even_the_deaf(self, tmp_path, workers, monkeypatch):
+    def test_stop_kills_processes_that_ignore_sigterm(self, tmp_path, workers, monkeypatch):
         monkeypatch.setattr(run_local_demo, "STOP_TIMEOUT", 1.0)
         deaf = self.script(
             tmp_path,

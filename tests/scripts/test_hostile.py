@@ -17,7 +17,7 @@ def metrics(folder) -> list[dict]:
     return read_jsonl(folder / "metrics.jsonl")
 
 
-def test_peer_that_sends_nan_hurts_nobody_else(scripts):
+def test_peer_that_sends_nan_harms_no_other_peer(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
     steps = steps_of(seconds=10, num_trainers=3)
     common = ("--initial_peers", monitor.address, *steps, "--target_group_size", 3)

@@ -81,7 +81,7 @@ def test_trainer_that_cannot_get_the_state_of_a_run_ends_with_one_line(join):
     assert "--load_state_timeout" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_one_liar_bars_nobody(join):
+def test_one_byzantine_peer_does_not_prevent_joining(join):
     optimizer = join(FakeOptimizer([10**6, 0, 1], None))
     assert (optimizer.attempts, optimizer.local_epoch) == (TrainingSession.MAX_JOIN_ATTEMPTS, 0)
 
@@ -91,7 +91,7 @@ def test_one_liar_bars_nobody(join):
     [(6, None, 6), (6, 8, 8), (None, 8, 8), (8, 6, 8)],
     ids=["only a backup", "peers have a newer one", "only peers", "the backup is newer"],
 )
-def test_broken_parameters_go_back_to_the_newest_sound_state(tmp_path, backup, offered, expected):
+def test_broken_parameters_are_rolled_back_to_the_newest_valid_state(tmp_path, backup, offered, expected):
     session = make_session(tmp_path, offered)
     if backup is not None:
         session.backup.write({"epoch": backup, "optimizer_metadata": []}, [])
@@ -114,7 +114,7 @@ def test_recovery_does_not_loop(tmp_path):
     session.close()
 
 
-def test_nothing_to_go_back_to_is_said_in_one_line(tmp_path):
+def test_rollback_without_a_state_is_a_one_line_error(tmp_path):
     session = make_session(tmp_path, offered=None)
     with torch.no_grad():
         session.model.weight[0, 0] = float("inf")
