@@ -1,8 +1,8 @@
 """Periodic upload of the monitor's newest checkpoint to the Hugging Face Hub, with a model card.
 
-The monitor never waits for the network: each upload is a separate process (hub_worker.py). The monitor starts the
-process, polls it at each refresh, and kills it on a timeout or when the monitor stops. The process uploads hard links
-to the checkpoint's files, so the checkpoint may be removed during the upload.
+An upload never blocks the monitor: it is a separate process (hub_worker.py). The monitor starts the process,
+polls it at each refresh, and kills it on a timeout or when the monitor stops. The process uploads hard links to the
+checkpoint's files, so the checkpoint may be removed during the upload.
 """
 
 import os
@@ -36,7 +36,7 @@ UPLOAD_TIMEOUT = 2 * 3600.0  # seconds for one upload
 CLOSE_TIMEOUT = 2.0  # seconds for an upload to finish when the monitor stops; the next start repeats it
 FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0  # seconds between attempts; each failure doubles the pause
 
-# The training state is three times as large as the model, and these files name the donor.
+# Not uploaded by default: the training state is three times as large as the model, and the files name its donor.
 _STATE_FILES = (STATE_FILE, "collaboration.json")
 
 
