@@ -336,6 +336,8 @@ class Optimizer(hivemind.Optimizer):
                 self._convalescence = CONVALESCENCE_ROUNDS
                 logger.warning(f"No group for step #{step} in time: proceeding with local gradients")
             else:
+                # The others that had a newer update are gone: the run continues from the parameters of this peer.
+                self.missed_updates = self._convalescence = 0
                 logger.info(f"Nobody else is at step #{step}: proceeding with local gradients")
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step

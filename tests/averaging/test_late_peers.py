@@ -117,6 +117,19 @@ def test_newcomer_without_the_last_update_receives_it_and_does_not_draw_the_othe
     assert newcomer.optimizer.missed_updates == 0
 
 
+def test_trainer_that_is_left_alone_without_the_last_update_offers_its_state(build_swarm):
+    """All others were killed one step further than the state that it has downloaded."""
+    swarm = build_swarm()
+    (trainer,) = swarm.add_several(False)
+    trainer.optimizer.missed_updates = 1
+    trainer.optimizer.share_state()
+    assert not trainer.optimizer.state_averager.allow_state_sharing
+    swarm.compute(12)
+    swarm.wait_for(1)
+    assert trainer.entry["outcome"] == "alone" and trainer.optimizer.missed_updates == 0
+    assert trainer.optimizer.state_averager.allow_state_sharing
+
+
 # Missing a step
 
 
@@ -134,7 +147,7 @@ def assert_received_what_it_lacked(trainer: Trainer, parameters: torch.Tensor, e
 
 @pytest.mark.parametrize("place", [0, 2], ids=["it should have led", "it should have followed"])
 def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm, place):
-    swarm, replay = build_swarm(), Replay()
+    swarm, replay = build_swarm(matchmaking_time=10.0), Replay()
     swarm.add_several(False, False, False)
     late = swarm.trainers[swarm.in_order(step=1)[place]]
     others = [trainer for trainer in swarm.trainers if trainer is not late]
