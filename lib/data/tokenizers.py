@@ -69,30 +69,13 @@ def train_tokenizer(
     return _train_bpe(documents, vocab_size, is_causal, model_max_length=max_seq_length)
 
 
-class _Interruptible:
-    """Iterator that records KeyboardInterrupt and SystemExit, which sentencepiece replaces by a RuntimeError."""
-
-    def __init__(self, iterable: Iterable[str]):
-        self._iterator, self.interrupt = iter(iterable), None
-
-    def __iter__(self) -> "_Interruptible":
-        return self
-
-    def __next__(self) -> str:
-        try:
-            return next(self._iterator)
-        except (KeyboardInterrupt, SystemExit) as interrupt:
-            self.interrupt = interrupt
-            raise
-
-
 def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -> AlbertTokenizer:
     """Train with sentencepiece, which is deterministic; UnigramTrainer of tokenizers is not."""
     # Normalize as AlbertTokenizer does: no upper case, no accents.
     tokenizer = AlbertTokenizer()
     normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
     model = io.BytesIO()
-    sentences = _Interruptible(
+    sentences = (
         # sentencepiece skips lines with tabs, and lines that are too long. AlbertTokenizer parses "<unk>" itself.
         " ".join(normalize(line).replace(tokenizer.unk_token, " ").split())
         for document in documents
@@ -115,8 +98,11 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -
             minloglevel=2,  # errors only; they are raised as well
         )
     except RuntimeError as error:
-        if sentences.interrupt is not None:
-            raise sentences.interrupt from None
+        # It makes an error of Ctrl-C, and of the exit that a signal's handler asks for.
+        if match := re.search(r"INTERNAL: (KeyboardInterrupt|SystemExit)(?:: (\d+))?", str(error)):
+            raise (
+                KeyboardInterrupt() if match[1] == "KeyboardInterrupt" else SystemExit(int(match[2] or 1))
+            ) from None
         if match := re.search(r"too high.*value <= (\d+)", str(error)):
             raise _wrong_size(vocab_size, "large", f"at most {match[1]}") from None
         if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
