@@ -26,6 +26,10 @@ def metrics(folder) -> list[dict]:
     return read_jsonl(folder / "metrics.jsonl")
 
 
+def newest_step(folder) -> int:
+    return max((record["step"] for record in metrics(folder)), default=0)
+
+
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
     mask = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
@@ -160,7 +164,7 @@ def test_killed_trainer_comes_back_as_the_same_peer(scripts):
     assert joined_at >= before
     again.wait_for(r"Averaged gradients with 2 peers[^#]*\n.*\bStep #", 120)
     newest = max(steps(again))
-    wait_until(lambda: metrics(scripts.folder / "monitor")[-1]["step"] >= newest, 120, "the monitor's report")
+    wait_until(lambda: newest_step(scripts.folder / "monitor") >= newest, 120, "the monitor's report")
     records = metrics(scripts.folder / "monitor")
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, none repeated"
     assert max(record["alive peers"] for record in records) == 2, "the restarted peer counts once"
