@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator:
     """Add the last lines of all scripts' logs to the report of a failure: the cause is often in another peer's."""
     report = yield
+    if report.skipped and os.environ.get("REQUIRE_ALL") == "1" and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", f"skipped, and REQUIRE_ALL=1: {report.longrepr}"
     folder = item.funcargs.get("tmp_path")
     if report.failed and folder is not None:
         for log in sorted(folder.rglob("*.log")):
