@@ -8,7 +8,7 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
-from lib.averaging.records import LimitValidator, ReadableValidator, RefusesWhatItCannotRead, RunValidator
+from lib.averaging.records import LimitValidator, ReadableValidator, RunValidator, SafeValidatorMixin
 from lib.common.metrics_schema import (
     HISTORY_LENGTH,
     MAX_COUNT,
@@ -94,11 +94,11 @@ AveragerSchema = pydantic.create_model(
 )
 
 
-class SignatureValidator(RefusesWhatItCannotRead, RSASignatureValidator):
+class SignatureValidator(SafeValidatorMixin, RSASignatureValidator):
     """Requires that a record under a subkey with a public key is signed with the private key."""
 
 
-class RunSchemaValidator(RefusesWhatItCannotRead, SchemaValidator):
+class RunSchemaValidator(SafeValidatorMixin, SchemaValidator):
     """Requires that a record under a key of the run matches MetricSchema or AveragerSchema."""
 
 

@@ -40,7 +40,7 @@ MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a do
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
 
 
-class Optimizer(hivemind.Optimizer):
+class CollaborativeOptimizer(hivemind.Optimizer):
     """hivemind.Optimizer that averages gradients and parameters in one round per global step.
 
     :param private_key: signs this peer's progress reports; must be the key of the DHT's signature validator

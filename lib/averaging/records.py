@@ -17,7 +17,7 @@ from hivemind.utils import get_dht_time, get_logger
 logger = get_logger(__name__)
 
 
-class RefusesWhatItCannotRead(RecordValidatorBase):
+class SafeValidatorMixin(RecordValidatorBase):
     """Mixin for hivemind's validators: refuses malformed keys and values on which they would raise."""
 
     def validate(self, record: DHTRecord) -> bool:

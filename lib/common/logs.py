@@ -10,7 +10,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from tqdm import tqdm
 
 
-class AboveProgressBar:
+class TqdmLogStream:
     """Log stream on stderr that writes above a tqdm progress bar."""
 
     def write(self, text: str) -> None:
@@ -25,7 +25,7 @@ def _renew_tqdm_lock() -> None:
     tqdm.set_lock(threading.RLock())
 
 
-class OneLineFilter(logging.Filter):
+class TracebackFilter(logging.Filter):
     """Turns hivemind's errors with a traceback into warnings of one line.
 
     hivemind logs them when a round fails or a peer leaves. This is common with volunteers, and training continues.
@@ -50,11 +50,11 @@ def setup_logging(debug: bool = False) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stderr.isatty():
-            handler.setStream(AboveProgressBar())
+            handler.setStream(TqdmLogStream())
             os.register_at_fork(after_in_child=_renew_tqdm_lock)
     # After loading a state, hivemind steps the schedule without a step of the optimizer.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
     if not debug:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # errors of pending tasks while a peer leaves
         for handler in logging.getLogger().handlers:
-            handler.addFilter(OneLineFilter())
+            handler.addFilter(TracebackFilter())

@@ -32,7 +32,7 @@ from lib.training.optimizer import build_auxiliary
 logger = get_logger(__name__)
 
 
-class Assistant(PeriodicThread):
+class AuxiliaryPeer(PeriodicThread):
     """Thread of an auxiliary peer: takes part in each round until `stop` is called.
 
     :param folder: where it keeps its log of rounds and its ban list
@@ -111,7 +111,7 @@ def open_auxiliary_peer(
         stack.callback(averager.shutdown)
         children = {"assistant's DHT": peer.dht, "assistant's averager": averager}
         stack.enter_context(supervise(children, seconds=12.0, exit_code=0))
-        assistant = Assistant(tracker, averager, folder, optimizer_args)
+        assistant = AuxiliaryPeer(tracker, averager, folder, optimizer_args)
         assistant.start()
         stack.callback(assistant.stop)
         maddrs = " ".join(str(maddr) for maddr in peer.dht.get_visible_maddrs())

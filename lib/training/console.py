@@ -6,7 +6,7 @@ import time
 from hivemind.utils import get_logger
 from tqdm import tqdm
 
-from lib.averaging.optimizer import Optimizer
+from lib.averaging.optimizer import CollaborativeOptimizer
 
 logger = get_logger(__name__)
 
@@ -17,7 +17,7 @@ class StepProgressBar:
     It is drawn on a terminal only.
     """
 
-    def __init__(self, optimizer: Optimizer, disable: bool):
+    def __init__(self, optimizer: CollaborativeOptimizer, disable: bool):
         self.tracker = optimizer.tracker
         is_terminal = sys.stderr.isatty()
         self._bar = tqdm(total=optimizer.target_batch_size, unit=" samples", disable=disable or not is_terminal)

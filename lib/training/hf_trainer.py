@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from arguments import LocalTrainingArguments
-from lib.averaging.optimizer import Optimizer
+from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.common.atomic_files import new_folder
 from lib.common.errors import UserError, first_line
 from lib.training import checkpoints
@@ -41,7 +41,9 @@ class PeerSampler(Sampler):
         of the remainder at the end of a pass, which hivemind's optimizer would count as a full one.
     """
 
-    def __init__(self, length: int, peer_id: str, seed: int, optimizer: Optimizer, batch_size_per_step: int = 1):
+    def __init__(
+        self, length: int, peer_id: str, seed: int, optimizer: CollaborativeOptimizer, batch_size_per_step: int = 1
+    ):
         self.length, self.peer_id, self.seed, self.optimizer = length, peer_id, seed, optimizer
         self.pass_length = max(1, length // batch_size_per_step) * batch_size_per_step
         self.num_passes = 0
@@ -87,7 +89,7 @@ class CollaborativeTrainer(Trainer):
     def __init__(self, *args, sampler: PeerSampler, loss_meter: LossMeter, **kwargs):
         super().__init__(*args, **kwargs)
         self.sampler, self.loss_meter = sampler, loss_meter
-        self.collaborative_optimizer: Optimizer = self.optimizer  # the Trainer wraps self.optimizer later
+        self.collaborative_optimizer: CollaborativeOptimizer = self.optimizer  # the Trainer wraps self.optimizer later
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:

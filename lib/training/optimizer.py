@@ -26,7 +26,7 @@ from arguments import (
     OptimizerArguments,
     ProgressTrackerArguments,
 )
-from lib.averaging.optimizer import Optimizer, max_weight
+from lib.averaging.optimizer import CollaborativeOptimizer, max_weight
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
 from lib.averaging.state import TrainingStateAverager
@@ -130,7 +130,7 @@ def build_optimizer(
     collaboration_args: CollaborationArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
-) -> Optimizer:
+) -> CollaborativeOptimizer:
     """Build the collaborative optimizer around the local one and its schedule. Call this in the main thread.
 
     :param model: the model, already on its device
@@ -144,7 +144,7 @@ def build_optimizer(
             f"--target_batch_size {args.target_batch_size} (less --batch_size_lead) is below {batch_size_per_step}, "
             f"the samples of one local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
         )
-    return Optimizer(
+    return CollaborativeOptimizer(
         dht=peer.dht,
         private_key=peer.private_key,
         run_id=args.run_id,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import utils
 from arguments import CollaborationArguments
-from lib.averaging.optimizer import Optimizer, make_round_log
+from lib.averaging.optimizer import CollaborativeOptimizer, make_round_log
 from lib.averaging.state import StateLoadError, all_finite
 from lib.common.errors import UserError
 from lib.common.metrics_schema import history_length
@@ -44,7 +44,7 @@ class TrainingSession:
     def __init__(
         self,
         peer: Peer,
-        optimizer: Optimizer,
+        optimizer: CollaborativeOptimizer,
         model: torch.nn.Module,
         args: CollaborationArguments,
         folder: Path,

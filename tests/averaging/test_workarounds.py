@@ -8,15 +8,15 @@ import pytest
 from hivemind.utils import MPFuture
 
 from lib.averaging.matchmaking import RoundControl
-from lib.averaging.optimizer import Optimizer
-from lib.common.logs import OneLineFilter
+from lib.averaging.optimizer import CollaborativeOptimizer
+from lib.common.logs import TracebackFilter
 from utils import get_dictionary
 
 
 def test_scaler_of_hivemind_is_refused():
     """accelerate's wrapper hides hivemind's scaler from the optimizer, which would use scaled gradients."""
     with pytest.raises(ValueError, match=r"torch\.amp\.GradScaler"):
-        Optimizer.step(SimpleNamespace(), grad_scaler=object())
+        CollaborativeOptimizer.step(SimpleNamespace(), grad_scaler=object())
 
 
 def make_control() -> RoundControl:
@@ -57,7 +57,7 @@ def test_traceback_of_hivemind_becomes_a_line():
     except RuntimeError as error:
         info, message = (type(error), error, error.__traceback__), error
     record = logging.LogRecord("hivemind.averaging.averager", logging.ERROR, "", 0, message, None, info)
-    assert OneLineFilter().filter(record)
+    assert TracebackFilter().filter(record)
     assert record.getMessage() == "Peer went away" and record.levelname == "WARN" and record.exc_info is None
     own = logging.LogRecord("callback", logging.ERROR, "", 0, "Failed", None, info)
-    assert OneLineFilter().filter(own) and own.exc_info is info and own.levelno == logging.ERROR
+    assert TracebackFilter().filter(own) and own.exc_info is info and own.levelno == logging.ERROR

@@ -14,7 +14,7 @@ from transformers import AlbertConfig
 from arguments import AveragerArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments
 from lib.averaging.matchmaking import RoundControl, rank
 from lib.averaging.rounds import RoundAverager, clip_norm
-from lib.monitoring.auxiliary_peer import Assistant
+from lib.monitoring.auxiliary_peer import AuxiliaryPeer
 from lib.peer.peer import Peer
 from lib.training.model import build_model
 from lib.training.optimizer import build_auxiliary, make_optimizer, make_param_groups, make_scheduler
@@ -235,7 +235,7 @@ class Swarm:
         self.trainers.remove(trainer)
         trainer.stack.close()
 
-    def add_assistant(self) -> Assistant:
+    def add_assistant(self) -> AuxiliaryPeer:
         """Add and start an auxiliary peer."""
         names = OptimizerArguments.__dataclass_fields__
         options = {name: value for name, value in self.options.items() if name in names}
@@ -246,7 +246,7 @@ class Swarm:
             model, peer, self.run_id, hyperparameters, args, AveragerArguments(), TRACKER
         )
         self.stack.callback(averager.shutdown)
-        assistant = Assistant(tracker, averager, self.folder / "assistant", args)
+        assistant = AuxiliaryPeer(tracker, averager, self.folder / "assistant", args)
         assistant.round_log = RecordingLog()
         assistant.start()
         self.stack.callback(assistant.stop)
