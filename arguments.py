@@ -1,6 +1,7 @@
-"""Every flag of every script: one dataclass a concern, its documentation at the flag, its checks in `__post_init__`.
+"""Flags that scripts share: one dataclass per topic, with help at the flag and checks in `__post_init__`.
 
-Names and defaults are those of hivemind's ALBERT example; the names of older examples are translated in cli.py.
+The flags of a single script are in that script. Names and defaults are those of hivemind's ALBERT example; names of
+older examples are translated in lib/common/argument_parser.py.
 """
 
 import re
@@ -439,7 +440,7 @@ class LocalTrainingArguments(HyperparameterArguments):
     """How this peer computes gradients.
 
     hivemind's example inherits these from transformers' TrainingArguments. Listing the ones that mean something here
-    keeps `--help` short and fast; `trainer.build_training_arguments` hands them to transformers.
+    keeps `--help` short and fast; `hf_trainer.build_training_arguments` hands them to transformers.
     """
 
     _argument_group_name = "Local training"

@@ -77,6 +77,9 @@ def make_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]
 def make_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
     """Build the local optimizer that `args.optimizer` names, with statistics of zero.
 
+    Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see `AdamW`, and
+    scalar statistics that are finite and not negative.
+
     LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
     does not. Its updates had 0.32 of the paper's size at the first step and 0.15 at the tenth.
@@ -87,10 +90,12 @@ def make_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> t
         "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
     }
-    if args.optimizer == "adamw":
+    if args.optimizer == "lamb":
+        optimizer = Lamb(param_groups, **common, clamp_value=args.clamp_value, debias=False)
+    elif args.optimizer == "adamw":
         optimizer = AdamW(param_groups, **common)
     else:
-        optimizer = Lamb(param_groups, **common, clamp_value=args.clamp_value, debias=False)
+        raise ValueError(f"unknown optimizer: {args.optimizer}")
     initialize_statistics(optimizer)
     return optimizer
 
