@@ -197,7 +197,7 @@ def parse_history(
 
     :param after_step: entries up to this step, most of a history, are skipped unread
     """
-    steps, refused = [], Counter()
+    steps, refused, peer_step = [], Counter(), peer_step_class(schema)
     for peer, entries in _records(raw, refused):
         if not isinstance(entries, (list, tuple)):
             refused["not a list"] += 1
@@ -209,7 +209,7 @@ def parse_history(
             try:
                 if isinstance(entry, list | tuple) and entry and type(entry[0]) is int and 0 <= entry[0] <= after_step:
                     continue
-                steps.append(peer_step_class(schema)(peer, *read_row(entry, schema)))
+                steps.append(peer_step(peer, *read_row(entry, schema)))
             except InvalidValue as refusal:
                 refused[str(refusal)] += 1
     return steps, refused

@@ -69,13 +69,13 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
     (one, model), (again, _) = evaluate(), evaluate()
     assert one == again
     for batch_size in (1, 7, 64):
-        other, _ = evaluate(per_device_eval_batch_size=batch_size)
+        other, _ = evaluate(batch_size=batch_size)
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
         assert (other.mlm_accuracy, other.sop_accuracy) == (one.mlm_accuracy, one.sop_accuracy)
     assert model.training and one.samples > 100
     assert one.loss == pytest.approx(math.log(500) + math.log(2), rel=0.03)
     assert one.sop_accuracy == pytest.approx(0.5, abs=0.2) and one.mlm_accuracy < 0.1
-    assert evaluate(max_eval_samples=10)[0].samples == 10
+    assert evaluate(max_samples=10)[0].samples == 10
     assert evaluate(should_stop=lambda: True)[0] is None
 
 
