@@ -80,7 +80,8 @@ def main(run_id: str, address: str, num_fakes: int) -> None:
 
     def store(name: str, value, subkey=own, lifetime: float = 60.0) -> None:
         try:
-            dht.store(name, value, get_dht_time() + lifetime, subkey=subkey)
+            stored = dht.store(name, value, get_dht_time() + lifetime, subkey=subkey, return_future=True)
+            stored.result(timeout=1.0)  # its own DHT never answers once it has read some of these values back
         except Exception as error:
             print(f"{name}: {error!r}", flush=True)
 
@@ -108,14 +109,14 @@ def main(run_id: str, address: str, num_fakes: int) -> None:
         for value in (INFINITY, NAN, 1e308, 10**6, -1, "text", None):
             store(f"{run_id}_state_averager.all_averagers", value, dht.peer_id.to_bytes())
             store(f"{run_id}_state_averager.all_averagers", value, generator.randbytes(20))
+        fakes = [b"[owner:ssh-rsa " + generator.randbytes(20).hex().encode() + b"]" for _ in range(num_fakes)]
+        for subkey in fakes:
+            dht.store(f"{run_id}_metrics", GOOD, get_dht_time() + 60, subkey=subkey, return_future=True)
         for name in (*KEYS_OF_AVERAGERS, "training_progress", "metrics", "peers"):
             for raw in RAW:
                 store(f"{run_id}_{name}", {"raw": raw}, dht.peer_id.to_bytes(), lifetime=3600.0)
                 store(f"{run_id}_{name}", {"raw": raw}, own, lifetime=3600.0)
             store(f"{run_id}_{name}", True, subkey=None, lifetime=3600.0)
-        fakes = [b"[owner:ssh-rsa " + generator.randbytes(20).hex().encode() + b"]" for _ in range(num_fakes)]
-        for subkey in fakes:
-            dht.store(f"{run_id}_metrics", GOOD, get_dht_time() + 60, subkey=subkey, return_future=True)
         print("one lap of hostile records", flush=True)
         time.sleep(0.2)
 
