@@ -143,6 +143,12 @@ class TestNames:
         named = re.findall(r"(?:-m |`)((?:lib|deploy)\.[\w.]+)", page.read_text())
         assert all((ROOT / name.replace(".", "/")).with_suffix(".py").exists() for name in named), named
 
+    def test_names_are_defined_in_the_file_beside_them(self, page):
+        for names, file in re.findall(r"((?:`[\w.]+`(?:, )?)+) \(`((?:lib/[\w/]+|utils)\.py)`\)", page.read_text()):
+            text = (ROOT / file).read_text()
+            for name in re.findall(r"(\w+)`", names):
+                assert re.search(rf"^ *(?:class|(?:async )?def) {name}\b|^{name}\b", text, re.MULTILINE), (name, file)
+
     def test_links_lead_somewhere(self, page):
         for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
             path, _, anchor = link.partition("#")
