@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from lib.data.corpus import Documents, Source
     from lib.data.loading import Manifest
-    from lib.data.packing import Counts, Recipe
+    from lib.data.packing import PackingConfig, PackingStats
 
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("dataset_dict.json",)
@@ -99,7 +99,7 @@ class TokenizationArguments:
     language: str = field(
         default="en", metadata={"help": "Language of the text, as in ISO 639-1: decides where sentences end"}
     )
-    max_seq_length: int = field(default=512, metadata={"help": "Tokens in an instance, special tokens included"})
+    max_seq_length: int = field(default=512, metadata={"help": "Tokens in a sample, special tokens included"})
     output_path: str = field(
         default="data/albert_tokenized_wikitext",
         metadata={"help": "Folder for the tokenized dataset", "aliases": ["--dataset_path"]},
@@ -155,7 +155,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
     from lib.common.atomic_files import check_target, new_folder, temporary_folder
     from lib.data.corpus import read_corpus
-    from lib.data.packing import Recipe
+    from lib.data.packing import PackingConfig
     from lib.data.schema import SPLITS
 
     # What cannot be written is found out first, then what cannot be read, then the rest.
@@ -172,13 +172,13 @@ def prepare(args: TokenizationArguments) -> Manifest:
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
         tokenizer, tokenizer_folder = make_tokenizer(args, corpus["train"], stack)
 
-        recipe = Recipe(args.objective, args.max_seq_length, args.seed, args.language)
-        arrow_files = {split: work / f"{split}_instances.arrow" for split in SPLITS}
-        counts = {
-            split: tokenize_split(split, corpus[split], tokenizer_folder, recipe, args.num_proc, arrow_files[split])
+        config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
+        arrow_files = {split: work / f"{split}_samples.arrow" for split in SPLITS}
+        stats = {
+            split: tokenize_split(split, corpus[split], tokenizer_folder, config, args.num_proc, arrow_files[split])
             for split in SPLITS
         }
-        manifest = build_manifest(args, source.name, tokenizer, counts)
+        manifest = build_manifest(args, source.name, tokenizer, stats)
         save_dataset(arrow_files, manifest, dataset_folder)
     return manifest
 
@@ -243,46 +243,46 @@ def make_tokenizer(
 
 
 def tokenize_split(
-    split: str, documents: Documents, tokenizer_folder: Path, recipe: Recipe, num_proc: int, path: Path
-) -> Counts:
+    split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, num_proc: int, path: Path
+) -> PackingStats:
     """Tokenize and pack the documents of a split into an Arrow file.
 
-    :raises UserError: if that gives no instance at all
+    :raises UserError: if that gives no sample at all
     """
     import pyarrow as pa
     from tqdm.auto import tqdm
 
-    from lib.data.packing import SCHEMAS, Counts, group_documents
+    from lib.data.packing import SCHEMAS, PackingStats, group_documents
 
     groups = group_documents(documents.lengths)
     tasks = [(start, documents.rows[start:stop].tolist()) for start, stop in groups]
-    function = partial(tokenize_group, documents.path, split, str(tokenizer_folder), recipe)
-    counts = Counts()
+    function = partial(tokenize_group, documents.path, split, str(tokenizer_folder), config)
+    stats = PackingStats()
     with (
         pa.OSFile(str(path), "wb") as file,
-        pa.ipc.new_stream(file, SCHEMAS[recipe.objective]) as writer,
+        pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
         tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as progress,
         contextlib.closing(map_in_processes(function, tasks, num_proc)) as results,
     ):
-        for (start, stop), (instances, group_counts) in zip(groups, results, strict=True):
-            writer.write_table(instances)
-            counts += group_counts
+        for (start, stop), (samples, group_stats) in zip(groups, results, strict=True):
+            writer.write_table(samples)
+            stats += group_stats
             progress.update(int(documents.lengths[start:stop].sum()))
-    if not counts.instances:
-        raise UserError(f"the {split} text ({counts.documents} documents) is too short for a single instance")
-    return counts
+    if not stats.instances:
+        raise UserError(f"the {split} text ({stats.documents} documents) is too short for a single sample")
+    return stats
 
 
 def tokenize_group(
-    documents_path: str, split: str, tokenizer_folder: str, recipe: Recipe, task: tuple[int, list[int]]
-) -> tuple[pa.Table, Counts]:
+    documents_path: str, split: str, tokenizer_folder: str, config: PackingConfig, task: tuple[int, list[int]]
+) -> tuple[pa.Table, PackingStats]:
     """One task of a worker. `task`: number of the first document within the split; rows of the file."""
     from lib.data.corpus import read_documents
-    from lib.data.packing import make_instances
+    from lib.data.packing import build_samples
 
     start, rows = task
     documents = read_documents(documents_path, rows)
-    return make_instances(documents, range(start, start + len(rows)), split, open_tokenizer(tokenizer_folder), recipe)
+    return build_samples(documents, range(start, start + len(rows)), split, open_tokenizer(tokenizer_folder), config)
 
 
 @lru_cache(maxsize=1)
@@ -319,7 +319,7 @@ def _exit_after_parent() -> None:
 
 
 def build_manifest(
-    args: TokenizationArguments, source: str, tokenizer: PreTrainedTokenizerBase, counts: dict[str, Counts]
+    args: TokenizationArguments, source: str, tokenizer: PreTrainedTokenizerBase, stats: dict[str, PackingStats]
 ) -> Manifest:
     from lib.data.loading import Manifest, tokenizer_sha256
 
@@ -335,12 +335,12 @@ def build_manifest(
         tokenizer_class=type(tokenizer).__name__,
         vocab_size=len(tokenizer),
         tokenizer_sha256=tokenizer_sha256(tokenizer),
-        splits={split: asdict(split_counts) for split, split_counts in counts.items()},
+        splits={split: asdict(split_stats) for split, split_stats in stats.items()},
     )
 
 
 def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path) -> None:
-    """Write a DatasetDict and its manifest, byte for byte the same for the same instances."""
+    """Write a DatasetDict and its manifest, byte for byte the same for the same samples."""
     from datasets import Dataset, DatasetDict
     from datasets.table import MemoryMappedTable
 
@@ -365,25 +365,25 @@ def pack(args: TokenizationArguments) -> str:
 
 def summarize(args: TokenizationArguments, manifest: Manifest) -> str:
     """What was made, for a person to read."""
-    from lib.data.packing import Counts
+    from lib.data.packing import PackingStats
 
-    counts = [Counts(**numbers) for numbers in manifest.splits.values()]
+    splits = [PackingStats(**numbers) for numbers in manifest.splits.values()]
     with_pairs = OBJECTIVES[args.objective].has_sentence_order
     rows = [
         ("", list(manifest.splits)),
-        ("documents", [f"{count.documents:,}" for count in counts]),
-        ("sentences", [f"{count.sentences:,}" for count in counts if with_pairs]),
-        ("instances", [f"{count.instances:,}" for count in counts]),
-        ("tokens", [f"{count.tokens:,}" for count in counts]),
-        ("mean fill", [f"{count.mean_fill(args.max_seq_length):.1%}" for count in counts]),
-        ("swapped", [f"{count.swapped_instances / count.instances:.1%}" for count in counts if with_pairs]),
-        ("unknown tokens", [f"{count.unknown_tokens / count.tokens:.2%}" for count in counts]),
-        ("dropped tokens", [f"{count.dropped_tokens:,}" for count in counts]),
+        ("documents", [f"{split.documents:,}" for split in splits]),
+        ("sentences", [f"{split.sentences:,}" for split in splits if with_pairs]),
+        ("samples", [f"{split.instances:,}" for split in splits]),
+        ("tokens", [f"{split.tokens:,}" for split in splits]),
+        ("mean fill", [f"{split.packing_efficiency(args.max_seq_length):.1%}" for split in splits]),
+        ("swapped", [f"{split.swapped_instances / split.instances:.1%}" for split in splits if with_pairs]),
+        ("unknown tokens", [f"{split.unknown_tokens / split.tokens:.2%}" for split in splits]),
+        ("dropped tokens", [f"{split.dropped_tokens:,}" for split in splits]),
     ]
     lines = [f"{name:<16}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows if cells]
-    if num_dropped := sum(count.dropped_documents for count in counts):
+    if num_dropped := sum(split.dropped_documents for split in splits):
         lines.append(f"Dropped: {num_dropped:,} documents that are too short, of a single token or none")
-    if counts[0].mean_fill(args.max_seq_length) < 0.8:
+    if splits[0].packing_efficiency(args.max_seq_length) < 0.8:
         lines.append(
             "Warning: most documents are short. If blank lines separate paragraphs rather than documents, remove them"
         )

@@ -24,35 +24,35 @@ Sentences = list[list[int]]
 
 
 def pack_lines(lines: Sequence[Sentences], max_seq_length: int) -> tuple[int, int]:
-    """Count the instances of hivemind's ALBERT example, which treats each line of the file as a document.
+    """Count the samples of hivemind's ALBERT example, which treats each line of the file as a document.
 
     Sentences of one line are collected until `max_seq_length` is reached or the line ends. Two or more sentences form
-    an instance, which is truncated if it is too long; a single sentence is dropped.
+    a sample, which is truncated if it is too long; a single sentence is dropped.
 
-    :returns: number of instances; number of their tokens, without special tokens
+    :returns: number of samples; number of their tokens, without special tokens
     """
     capacity = max_seq_length - 3
-    instances = tokens = 0
+    samples = tokens = 0
     for sentences in lines:
         chunk: list[int] = []  # lengths of the sentences in the chunk
         for number, sentence in enumerate(sentences, start=1):
             chunk.append(len(sentence))
             if sum(chunk) >= max_seq_length or number == len(sentences):
                 if len(chunk) > 1:
-                    instances += 1
+                    samples += 1
                     tokens += min(sum(chunk), capacity)
                 chunk = []
-    return instances, tokens
+    return samples, tokens
 
 
 def pack_articles(articles: Sequence[Sentences], max_seq_length: int) -> tuple[int, int]:
-    """Count the instances of this project, see `lib.data.packing.pack_pairs`; same result as for `pack_lines`."""
-    instances = tokens = 0
+    """Count the samples of this project, see `lib.data.packing.pack_pairs`; same result as for `pack_lines`."""
+    samples = tokens = 0
     for sentences in articles:
-        for instance in pack_pairs(sentences, max_seq_length, cls_id=0, sep_id=0, generator=np.random.default_rng(0)):
-            instances += 1
-            tokens += len(instance["input_ids"]) - 3
-    return instances, tokens
+        for sample in pack_pairs(sentences, max_seq_length, cls_id=0, sep_id=0, generator=np.random.default_rng(0)):
+            samples += 1
+            tokens += len(sample["input_ids"]) - 3
+    return samples, tokens
 
 
 def main() -> None:
@@ -83,15 +83,15 @@ def main() -> None:
     num_chars = sum(map(len, documents))
     print(f"{len(documents)} documents, {len(lines)} lines, {num_tokens:,} tokens of {tokenizer.vocab_size}")
     print(f"sentences and tokens in {seconds:.1f} s: {num_chars / seconds / 1e6:.2f} million characters a second")
-    print(f"{'':<24}{'instances':>10}{'mean fill':>12}{'tokens lost':>14}")
+    print(f"{'':<24}{'samples':>10}{'mean fill':>12}{'tokens lost':>14}")
     for name, pack, texts in (
         ("line by line (older)", pack_lines, encoded_lines),
         ("article by article", pack_articles, articles),
     ):
-        instances, tokens = pack(texts, args.max_seq_length)
-        fill = (tokens + 3 * instances) / (args.max_seq_length * instances) if instances else 0
+        samples, tokens = pack(texts, args.max_seq_length)
+        fill = (tokens + 3 * samples) / (args.max_seq_length * samples) if samples else 0
         lost = num_tokens - tokens
-        print(f"{name:<24}{instances:>10,}{fill:>12.1%}{lost:>9,} ({lost / num_tokens:.1%})")
+        print(f"{name:<24}{samples:>10,}{fill:>12.1%}{lost:>9,} ({lost / num_tokens:.1%})")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Manifest:
     tokenizer_class: str
     vocab_size: int
     tokenizer_sha256: str
-    splits: dict[str, dict[str, int]]  # split -> fields of packing.Counts
+    splits: dict[str, dict[str, int]]  # split -> fields of packing.PackingStats
     format_version: int = FORMAT_VERSION
 
     @classmethod
@@ -133,8 +133,8 @@ class CausalCollator:
     tokenizer: PreTrainedTokenizerBase
     pad_to_multiple_of: int | None = None
 
-    def __call__(self, instances: list[dict]) -> BatchEncoding:
-        batch = self.tokenizer.pad(instances, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt")
+    def __call__(self, samples: list[dict]) -> BatchEncoding:
+        batch = self.tokenizer.pad(samples, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt")
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         return batch
 
@@ -177,7 +177,7 @@ def load_training_data(
     dataset = load_datasets(dataset_args.dataset_path)["train"]
     if len(dataset) < training_args.per_device_train_batch_size:
         raise UserError(
-            f"--dataset_path: '{dataset_args.dataset_path}' has {len(dataset)} instances to train on, fewer than "
+            f"--dataset_path: '{dataset_args.dataset_path}' has {len(dataset)} samples to train on, fewer than "
             f"--per_device_train_batch_size {training_args.per_device_train_batch_size}"
         )
     return dataset, make_collator(manifest.objective, tokenizer, training_args.mlm_probability)

@@ -1,4 +1,4 @@
-"""Packing of text into instances (training samples): rows -> documents -> sentences -> token ids -> instances.
+"""Packing of text into samples: rows -> documents -> sentences -> token ids -> samples.
 
 All functions are pure: no files, no processes, no global random state. Random choices depend on the seed, the split
 and the document's number, so the result does not depend on how the work is divided among processes.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the import takes seconds, and unreadable text should be rep
 
 # Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
 # sentencex is quadratic in the length of a line: 5 ms for 20,000 characters, 12 s for 1,000,000. The longest articles
-# of WikiText have about 150,000 characters. Books are split, which leaves the last instance of each part half full,
+# of WikiText have about 150,000 characters. Books are split, which leaves the last sample of each part half full,
 # 1 in 200.
 MAX_LINE_CHARS = 20_000
 MAX_DOCUMENT_CHARS = 250_000
@@ -43,11 +43,11 @@ SCHEMAS = {
     for objective in OBJECTIVES.values()
 }
 
-Instance = dict[str, np.ndarray | int]
+Sample = dict[str, np.ndarray | int]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PackingConfig:
     """Settings of the packing."""
 
     objective: str = DEFAULT_OBJECTIVE  # a key of OBJECTIVES
@@ -57,23 +57,26 @@ class Recipe:
 
 
 @dataclass
-class Counts:
-    """Statistics of the packing. `tokens` includes special tokens; padding is not stored and not counted."""
+class PackingStats:
+    """Statistics of the packing. `tokens` includes special tokens; padding is not stored and not counted.
+
+    The manifest stores the fields under these names, among them `instances` and `swapped_instances` for samples.
+    """
 
     documents: int = 0
     sentences: int = 0  # for sentence order only: the other objectives do not split text into sentences
-    instances: int = 0
+    instances: int = 0  # samples
     tokens: int = 0
-    swapped_instances: int = 0
+    swapped_instances: int = 0  # samples
     unknown_tokens: int = 0
-    dropped_documents: int = 0  # documents without an instance: fewer than two tokens
+    dropped_documents: int = 0  # documents without a sample: fewer than two tokens
     dropped_tokens: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+    def __add__(self, other: PackingStats) -> PackingStats:
+        return PackingStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
-    def mean_fill(self, max_seq_length: int) -> float:
-        """Return the mean length of an instance as a fraction of `max_seq_length`."""
+    def packing_efficiency(self, max_seq_length: int) -> float:
+        """Return the mean length of a sample as a fraction of `max_seq_length`."""
         return self.tokens / (max_seq_length * self.instances) if self.instances else 0.0
 
 
@@ -161,7 +164,7 @@ def hold_out(num_documents: int, share: float, seed: int) -> tuple[np.ndarray, n
 def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[tuple[int, int]]:
     """Divide documents into groups of about `group_chars` characters, each of which is tokenized and packed at once.
 
-    Groups depend on the text only, not on the number of processes. An instance may span documents of one group (unless
+    Groups depend on the text only, not on the number of processes. A sample may span documents of one group (unless
     the objective has sentence order), but never two groups.
 
     :param lengths: characters in each document
@@ -217,7 +220,7 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[in
     return ids
 
 
-# --- token ids -> instances ------------------------------------------------------------------------------------------
+# --- token ids -> samples --------------------------------------------------------------------------------------------
 
 
 def _cut_points(num_tokens: int, capacity: int) -> list[int]:
@@ -234,18 +237,17 @@ def _cut_points(num_tokens: int, capacity: int) -> list[int]:
 
 def pack_pairs(
     sentences: Sequence[Sequence[int]], max_seq_length: int, cls_id: int, sep_id: int, generator: np.random.Generator
-) -> Iterator[Instance]:
+) -> Iterator[Sample]:
     """Pack one document into [CLS] A [SEP] B [SEP] for masked LM and sentence-order prediction, as ALBERT does.
 
-    ALBERT (https://arxiv.org/abs/1909.11942, sections 3.1 and 4.1) takes consecutive sentences until the instance is
+    ALBERT (https://arxiv.org/abs/1909.11942, sections 3.1 and 4.1) takes consecutive sentences until the sample is
     full, splits them at a random sentence into A and B, and swaps A and B with probability 1/2. Its code then
-    truncates instances that are too long. Here nothing is truncated: the rest of a sentence that does not fit begins
-    the next instance. So the number of instances is minimal, and the concatenated unswapped instances are the
-    document.
+    truncates samples that are too long. Here nothing is truncated: the rest of a sentence that does not fit begins the
+    next sample. So the number of samples is minimal, and the concatenated unswapped samples are the document.
 
     :param sentences: token ids of each sentence
-    :returns: instances with the columns of the objective mlm_sop; `sentence_order_label` is 1 if A and B are swapped,
-        as in AlbertForPreTraining. No instance if the document has fewer than two tokens
+    :returns: samples with the columns of the objective mlm_sop; `sentence_order_label` is 1 if A and B are swapped,
+        as in AlbertForPreTraining. No sample if the document has fewer than two tokens
     """
     starts = np.cumsum([len(sentence) for sentence in sentences])  # positions of the second sentence, the third, ...
     document = np.fromiter(itertools.chain.from_iterable(sentences), dtype=np.int32)
@@ -275,14 +277,14 @@ def pack_pairs(
 
 def pack_full_sequences(
     documents: Sequence[Sequence[int]], max_seq_length: int, cls_id: int, sep_id: int
-) -> Iterator[Instance]:
+) -> Iterator[Sample]:
     """Pack documents into [CLS] text [SEP] for masked LM, as RoBERTa does.
 
-    The format is FULL-SENTENCES (https://arxiv.org/abs/1907.11692, section 4.2): instances cross document boundaries,
-    which are marked by [SEP]. All instances but the last are full.
+    The format is FULL-SENTENCES (https://arxiv.org/abs/1907.11692, section 4.2): samples cross document boundaries,
+    which are marked by [SEP]. All samples but the last are full.
 
     :param documents: token ids of each document
-    :returns: instances with the columns of the objective mlm
+    :returns: samples with the columns of the objective mlm
     """
     text: list[int] = []
     is_separator: list[int] = []
@@ -292,7 +294,7 @@ def pack_full_sequences(
     text, is_separator = text[:-1], is_separator[:-1]
     begin = 0
     while begin < len(text):
-        begin += is_separator[begin]  # no separator at the start of an instance
+        begin += is_separator[begin]  # no separator at the start of a sample
         end = begin + max_seq_length - 2
         input_ids = np.array([cls_id, *text[begin:end], sep_id], dtype=np.int32)
         yield {
@@ -303,11 +305,11 @@ def pack_full_sequences(
         begin = end
 
 
-def pack_contiguous(documents: Sequence[Sequence[int]], max_seq_length: int, eos_id: int) -> Iterator[Instance]:
+def pack_contiguous(documents: Sequence[Sequence[int]], max_seq_length: int, eos_id: int) -> Iterator[Sample]:
     """Pack documents for causal LM, as GPT-2 does: add an end-of-text token to each, concatenate, split into blocks.
 
     :param documents: token ids of each document
-    :returns: instances with the columns of the objective clm. All but the last are full. A last instance of a single
+    :returns: samples with the columns of the objective clm. All but the last are full. A last sample of a single
         token, which predicts nothing, is dropped
     """
     text = np.array([token for document in filter(None, documents) for token in (*document, eos_id)], dtype=np.int32)
@@ -316,51 +318,51 @@ def pack_contiguous(documents: Sequence[Sequence[int]], max_seq_length: int, eos
         yield {"input_ids": input_ids, "attention_mask": np.ones(len(input_ids), dtype=np.int8)}
 
 
-def make_instances(
-    documents: list[str], numbers: Iterable[int], split: str, tokenizer: PreTrainedTokenizerBase, recipe: Recipe
-) -> tuple[pa.Table, Counts]:
+def build_samples(
+    documents: list[str], numbers: Iterable[int], split: str, tokenizer: PreTrainedTokenizerBase, config: PackingConfig
+) -> tuple[pa.Table, PackingStats]:
     """Tokenize a group of documents and pack them.
 
     :param documents: text of each document
     :param numbers: number of each document within its split
-    :returns: the instances in the order of the text, with the columns of SCHEMAS[recipe.objective]; the statistics
+    :returns: the samples in the order of the text, with the columns of SCHEMAS[config.objective]; the statistics
     """
-    counts, objective = Counts(documents=len(documents)), OBJECTIVES[recipe.objective]
+    stats, objective = PackingStats(documents=len(documents)), OBJECTIVES[config.objective]
     if objective.has_sentence_order:
-        sentences = [split_sentences(document, recipe.language) for document in documents]
+        sentences = [split_sentences(document, config.language) for document in documents]
         ids = iter(encode(list(itertools.chain.from_iterable(sentences)), tokenizer))
-        instances = []
+        samples = []
         for number, document in zip(numbers, sentences, strict=True):
             encoded = list(itertools.islice(ids, len(document)))
-            generator = np.random.default_rng([recipe.seed, SPLITS.index(split), number])
+            generator = np.random.default_rng([config.seed, SPLITS.index(split), number])
             packed = list(
-                pack_pairs(encoded, recipe.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id, generator)
+                pack_pairs(encoded, config.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id, generator)
             )
-            counts.sentences += len(document)
+            stats.sentences += len(document)
             if not packed:
-                counts.dropped_documents += 1
-                counts.dropped_tokens += sum(map(len, encoded))
-            instances += packed
-        counts.swapped_instances = sum(instance["sentence_order_label"] for instance in instances)
+                stats.dropped_documents += 1
+                stats.dropped_tokens += sum(map(len, encoded))
+            samples += packed
+        stats.swapped_instances = sum(sample["sentence_order_label"] for sample in samples)
     else:
         encoded = encode(documents, tokenizer)
         if objective.is_causal:
-            instances = list(pack_contiguous(encoded, recipe.max_seq_length, tokenizer.eos_token_id))
+            samples = list(pack_contiguous(encoded, config.max_seq_length, tokenizer.eos_token_id))
             num_tokens = sum(len(document) + 1 for document in encoded if document)
-            counts.dropped_tokens = num_tokens - sum(len(instance["input_ids"]) for instance in instances)
+            stats.dropped_tokens = num_tokens - sum(len(sample["input_ids"]) for sample in samples)
         else:
-            instances = list(
-                pack_full_sequences(encoded, recipe.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
+            samples = list(
+                pack_full_sequences(encoded, config.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
             )
-        counts.dropped_documents = sum(not document for document in encoded)
+        stats.dropped_documents = sum(not document for document in encoded)
 
-    counts.instances = len(instances)
-    counts.tokens = sum(len(instance["input_ids"]) for instance in instances)
+    stats.instances = len(samples)
+    stats.tokens = sum(len(sample["input_ids"]) for sample in samples)
     # GPT-2 has no unknown tokens; its `unk_token` is the end-of-text token.
     if tokenizer.unk_token_id != tokenizer.eos_token_id:
-        counts.unknown_tokens = sum(
-            int(np.count_nonzero(instance["input_ids"] == tokenizer.unk_token_id)) for instance in instances
+        stats.unknown_tokens = sum(
+            int(np.count_nonzero(sample["input_ids"] == tokenizer.unk_token_id)) for sample in samples
         )
-    schema = SCHEMAS[recipe.objective]
-    columns = [pa.array([instance[name] for instance in instances], schema.field(name).type) for name in schema.names]
-    return pa.table(columns, schema=schema), counts
+    schema = SCHEMAS[config.objective]
+    columns = [pa.array([sample[name] for sample in samples], schema.field(name).type) for name in schema.names]
+    return pa.table(columns, schema=schema), stats

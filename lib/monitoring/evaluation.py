@@ -67,7 +67,7 @@ class Evaluator:
     """Evaluates models on the first samples of a dataset.
 
     :param dataset: the split "validation"
-    :param collator: makes batches of instances, see data.make_collator
+    :param collator: makes batches of samples, see data.make_collator
     :param should_stop: asked after each batch
     :param batch_size: samples that are evaluated at once
     :param max_samples: evaluate the first so many, default: all

@@ -1,4 +1,4 @@
-"""Packing of text into instances: complete, in order, and determined by the seed."""
+"""Packing of text into samples: complete, in order, and determined by the seed."""
 
 import itertools
 from collections import Counter
@@ -12,11 +12,11 @@ from lib.data import packing as preprocessing
 from lib.data.corpus import _sample_rows
 from lib.data.packing import (
     SCHEMAS,
-    Recipe,
+    PackingConfig,
+    build_samples,
     encode,
     group_documents,
     hold_out,
-    make_instances,
     pack_contiguous,
     pack_full_sequences,
     pack_pairs,
@@ -61,12 +61,12 @@ def pack(sentences, max_seq_length=16, seed=0):
     return list(pack_pairs(sentences, max_seq_length, CLS, SEP, np.random.default_rng(seed)))
 
 
-def segments(instance) -> tuple[list[int], list[int]]:
+def segments(sample) -> tuple[list[int], list[int]]:
     """Return A and B in the order of the text."""
-    ids = instance["input_ids"]
-    first_sep = int(np.flatnonzero(instance["special_tokens_mask"])[1])
+    ids = sample["input_ids"]
+    first_sep = int(np.flatnonzero(sample["special_tokens_mask"])[1])
     a, b = ids[1:first_sep].tolist(), ids[first_sep + 1 : -1].tolist()
-    return (b, a) if instance["sentence_order_label"] else (a, b)
+    return (b, a) if sample["sentence_order_label"] else (a, b)
 
 
 # --- documents -------------------------------------------------------------------------------------------------------
@@ -159,10 +159,8 @@ def test_pairs_by_hand():
     document = [[10, 11], [12, 13, 14]]
     by_label = {}
     for seed in range(20):
-        (instance,) = pack(document, seed=seed)
-        by_label[instance["sentence_order_label"]] = {
-            name: np.asarray(value).tolist() for name, value in instance.items()
-        }
+        (sample,) = pack(document, seed=seed)
+        by_label[sample["sentence_order_label"]] = {name: np.asarray(value).tolist() for name, value in sample.items()}
     assert by_label[0] == {
         "input_ids": [CLS, 10, 11, SEP, 12, 13, 14, SEP],
         "token_type_ids": [0, 0, 0, 0, 1, 1, 1, 1],
@@ -179,15 +177,15 @@ def test_pairs_by_hand():
     }
 
 
-def test_the_rest_of_a_sentence_begins_the_next_instance():
-    # 8 tokens hold 5 tokens of text. The second sentence is split; 3 and 2 tokens remain for the last instances.
-    instances = pack([[10, 11, 12], [13, 14, 15, 16], [17, 18, 19]], max_seq_length=8)
-    assert [segments(instance)[0] + segments(instance)[1] for instance in instances] == [
+def test_the_rest_of_a_sentence_begins_the_next_sample():
+    # 8 tokens hold 5 tokens of text. The second sentence is split; 3 and 2 tokens remain for the last samples.
+    samples = pack([[10, 11, 12], [13, 14, 15, 16], [17, 18, 19]], max_seq_length=8)
+    assert [segments(sample)[0] + segments(sample)[1] for sample in samples] == [
         [10, 11, 12, 13, 14],
         [15, 16, 17, 18, 19],
     ]
-    assert segments(instances[0])[0] == [10, 11, 12]  # split where a sentence begins
-    assert segments(instances[1])[0] == [15, 16]
+    assert segments(samples[0])[0] == [10, 11, 12]  # split where a sentence begins
+    assert segments(samples[1])[0] == [15, 16]
 
 
 @given(
@@ -200,27 +198,27 @@ def test_pairs_hold_the_document_and_nothing_else(lengths, max_seq_length, seed)
     sentences = [[next(tokens) for _ in range(length)] for length in lengths]
     document = list(itertools.chain.from_iterable(sentences))
     beginnings = {sentence[0] for sentence in sentences if sentence}
-    instances = pack(sentences, max_seq_length, seed)
+    samples = pack(sentences, max_seq_length, seed)
 
-    pairs = [segments(instance) for instance in instances]
+    pairs = [segments(sample) for sample in samples]
     assert list(itertools.chain.from_iterable(a + b for a, b in pairs)) == (document if len(document) > 1 else [])
-    assert len(instances) == (-(-len(document) // (max_seq_length - 3)) if len(document) > 1 else 0)
-    for number, (instance, (a, b)) in enumerate(zip(instances, pairs, strict=True)):
+    assert len(samples) == (-(-len(document) // (max_seq_length - 3)) if len(document) > 1 else 0)
+    for number, (sample, (a, b)) in enumerate(zip(samples, pairs, strict=True)):
         assert a and b
-        length = len(instance["input_ids"])
-        assert length <= max_seq_length and (length == max_seq_length or number >= len(instances) - 2)
-        assert all(len(instance[name]) == length for name in SCHEMAS["mlm_sop"].names[:-1])
+        length = len(sample["input_ids"])
+        assert length <= max_seq_length and (length == max_seq_length or number >= len(samples) - 2)
+        assert all(len(sample[name]) == length for name in SCHEMAS["mlm_sop"].names[:-1])
         assert b[0] in beginnings or not beginnings & set((a + b)[1:])  # within a sentence only if needed
-        special = instance["input_ids"][instance["special_tokens_mask"] == 1].tolist()
-        assert special == [CLS, SEP, SEP] and instance["attention_mask"].all()
+        special = sample["input_ids"][sample["special_tokens_mask"] == 1].tolist()
+        assert special == [CLS, SEP, SEP] and sample["attention_mask"].all()
 
 
 def test_half_of_the_pairs_are_swapped_and_splits_vary():
     document = [[token] * 3 for token in range(10, 30_000)]
-    instances = pack(document, max_seq_length=33)
-    assert len(instances) > 2900
-    assert 0.47 < np.mean([instance["sentence_order_label"] for instance in instances]) < 0.53
-    positions = Counter(len(segments(instance)[0]) // 3 for instance in instances)
+    samples = pack(document, max_seq_length=33)
+    assert len(samples) > 2900
+    assert 0.47 < np.mean([sample["sentence_order_label"] for sample in samples]) < 0.53
+    positions = Counter(len(segments(sample)[0]) // 3 for sample in samples)
     assert set(positions) == set(range(1, 10))  # 10 sentences in each
     assert min(positions.values()) > 0.7 * max(positions.values())
 
@@ -229,20 +227,20 @@ def test_half_of_the_pairs_are_swapped_and_splits_vary():
 
 
 def test_full_sequences_by_hand():
-    instances = list(pack_full_sequences([[10, 11], [], [12, 13, 14], [15]], max_seq_length=6, cls_id=CLS, sep_id=SEP))
-    assert [instance["input_ids"].tolist() for instance in instances] == [
+    samples = list(pack_full_sequences([[10, 11], [], [12, 13, 14], [15]], max_seq_length=6, cls_id=CLS, sep_id=SEP))
+    assert [sample["input_ids"].tolist() for sample in samples] == [
         [CLS, 10, 11, SEP, 12, SEP],
         [CLS, 13, 14, SEP, 15, SEP],
     ]
-    assert [instance["special_tokens_mask"].tolist() for instance in instances] == [[1, 0, 0, 1, 0, 1]] * 2
-    # No separator at the start of an instance.
-    instances = list(pack_full_sequences([[10, 11, 12, 13], [14]], max_seq_length=6, cls_id=CLS, sep_id=SEP))
-    assert [instance["input_ids"].tolist() for instance in instances] == [[CLS, 10, 11, 12, 13, SEP], [CLS, 14, SEP]]
+    assert [sample["special_tokens_mask"].tolist() for sample in samples] == [[1, 0, 0, 1, 0, 1]] * 2
+    # No separator at the start of a sample.
+    samples = list(pack_full_sequences([[10, 11, 12, 13], [14]], max_seq_length=6, cls_id=CLS, sep_id=SEP))
+    assert [sample["input_ids"].tolist() for sample in samples] == [[CLS, 10, 11, 12, 13, SEP], [CLS, 14, SEP]]
 
 
 def test_contiguous_blocks_by_hand():
-    instances = list(pack_contiguous([[10, 11], [12, 13, 14]], max_seq_length=4, eos_id=0))
-    assert [instance["input_ids"].tolist() for instance in instances] == [[10, 11, 0, 12], [13, 14, 0]]
+    samples = list(pack_contiguous([[10, 11], [12, 13, 14]], max_seq_length=4, eos_id=0))
+    assert [sample["input_ids"].tolist() for sample in samples] == [[10, 11, 0, 12], [13, 14, 0]]
 
 
 @given(st.lists(st.lists(st.integers(10, 99), max_size=40), max_size=12), st.integers(8, 20))
@@ -250,38 +248,38 @@ def test_blocks_hold_every_token(documents, max_seq_length):
     text = list(itertools.chain.from_iterable(documents))
 
     sequences = list(pack_full_sequences(documents, max_seq_length, CLS, SEP))
-    ids = [token for instance in sequences for token in instance["input_ids"][instance["special_tokens_mask"] == 0]]
+    ids = [token for sample in sequences for token in sample["input_ids"][sample["special_tokens_mask"] == 0]]
     assert ids == text
-    assert all(len(instance["input_ids"]) == max_seq_length for instance in sequences[:-1])
-    assert all(instance["input_ids"][0] == CLS and instance["input_ids"][-1] == SEP for instance in sequences)
+    assert all(len(sample["input_ids"]) == max_seq_length for sample in sequences[:-1])
+    assert all(sample["input_ids"][0] == CLS and sample["input_ids"][-1] == SEP for sample in sequences)
 
     blocks = list(pack_contiguous(documents, max_seq_length, eos_id=0))
-    ids = [token for instance in blocks for token in instance["input_ids"]]
+    ids = [token for sample in blocks for token in sample["input_ids"]]
     stream = [token for document in documents if document for token in (*document, 0)]
     assert ids in (stream, stream[:-1])  # a remaining single token predicts nothing
-    assert all(len(instance["input_ids"]) == max_seq_length for instance in blocks[:-1])
+    assert all(len(sample["input_ids"]) == max_seq_length for sample in blocks[:-1])
 
 
 # --- everything ------------------------------------------------------------------------------------------------------
 
 
-def test_instances_of_a_document_do_not_depend_on_the_others(documents, tokenizer):
-    recipe = Recipe(max_seq_length=64)
-    together, counts = make_instances(documents[:20], range(20), "train", tokenizer, recipe)
+def test_samples_of_a_document_do_not_depend_on_the_others(documents, tokenizer):
+    config = PackingConfig(max_seq_length=64)
+    together, stats = build_samples(documents[:20], range(20), "train", tokenizer, config)
     one_by_one = [
-        make_instances([documents[number]], [number], "train", tokenizer, recipe)[0].to_pylist()
+        build_samples([documents[number]], [number], "train", tokenizer, config)[0].to_pylist()
         for number in range(20)
     ]  # fmt: skip
     assert together.to_pylist() == list(itertools.chain.from_iterable(one_by_one))
     assert together.schema == SCHEMAS["mlm_sop"]
-    assert counts.instances == len(together) and counts.documents == 20 and counts.dropped_tokens == 0
-    assert counts.swapped_instances == sum(together["sentence_order_label"].to_pylist())
-    assert counts.tokens == sum(map(len, together["input_ids"].to_pylist()))
+    assert stats.instances == len(together) and stats.documents == 20 and stats.dropped_tokens == 0
+    assert stats.swapped_instances == sum(together["sentence_order_label"].to_pylist())
+    assert stats.tokens == sum(map(len, together["input_ids"].to_pylist()))
 
 
 def test_the_seed_decides(documents, tokenizer):
     def make(seed=0, split="train"):
-        return make_instances(documents[:5], range(5), split, tokenizer, Recipe(max_seq_length=64, seed=seed))[0]
+        return build_samples(documents[:5], range(5), split, tokenizer, PackingConfig(max_seq_length=64, seed=seed))[0]
 
     assert make().equals(make())
     assert not make().equals(make(seed=1))
@@ -291,17 +289,19 @@ def test_the_seed_decides(documents, tokenizer):
 @settings(max_examples=30, deadline=None)
 @given(texts=st.lists(st.text(max_size=200), min_size=1, max_size=4), objective=st.sampled_from(sorted(SCHEMAS)))
 def test_any_text_is_kept_or_counted(tokenizer, texts, objective):
-    table, counts = make_instances(texts, range(len(texts)), "train", tokenizer, Recipe(objective, max_seq_length=16))
+    table, stats = build_samples(
+        texts, range(len(texts)), "train", tokenizer, PackingConfig(objective, max_seq_length=16)
+    )
     assert all(len(ids) <= 16 for ids in table["input_ids"].to_pylist())
-    special = {"mlm_sop": 3 * counts.instances, "mlm": 2 * counts.instances, "clm": 0}[objective]
+    special = {"mlm_sop": 3 * stats.instances, "mlm": 2 * stats.instances, "clm": 0}[objective]
     texts_to_encode = [split_sentences(text) for text in texts] if objective == "mlm_sop" else [[t] for t in texts]
     lengths = [sum(map(len, encode(parts, tokenizer))) if parts else 0 for parts in texts_to_encode]
-    kept = counts.tokens - special
+    kept = stats.tokens - special
     separators = {"mlm_sop": 0, "mlm": len(lengths), "clm": len(lengths)}[objective]
-    assert sum(lengths) <= kept + counts.dropped_tokens <= sum(lengths) + separators
+    assert sum(lengths) <= kept + stats.dropped_tokens <= sum(lengths) + separators
 
 
 def test_counts_of_what_is_dropped(tokenizer):
-    _, counts = make_instances(["", "the", "One sentence. Another."], range(3), "train", tokenizer, Recipe())
-    assert counts.documents == 3 and counts.dropped_documents == 2 and counts.instances == 1
-    assert counts.dropped_tokens == len(encode(["the"], tokenizer)[0]) == 1
+    _, stats = build_samples(["", "the", "One sentence. Another."], range(3), "train", tokenizer, PackingConfig())
+    assert stats.documents == 3 and stats.dropped_documents == 2 and stats.instances == 1
+    assert stats.dropped_tokens == len(encode(["the"], tokenizer)[0]) == 1

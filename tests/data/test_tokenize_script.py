@@ -287,39 +287,39 @@ def test_a_damaged_dataset_is_explained(prepared, tmp_path):
 def test_collator_masks_text_only(prepared):
     tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
     train = load_datasets(prepared / "dataset")["train"]
-    instances = sorted(train, key=lambda instance: len(instance["input_ids"]))  # short ones first, for padding
+    samples = sorted(train, key=lambda sample: len(sample["input_ids"]))  # short ones first, for padding
     torch.manual_seed(0)
-    batch = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(instances)
+    batch = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(samples)
     assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels", "sentence_order_label"}
     assert batch["input_ids"].shape == (len(train), 64)
-    assert batch["sentence_order_label"].tolist() == [instance["sentence_order_label"] for instance in instances]
+    assert batch["sentence_order_label"].tolist() == [sample["sentence_order_label"] for sample in samples]
 
     chosen = batch["labels"] != -100
-    for row, instance in enumerate(instances):
-        length = len(instance["input_ids"])
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
         assert batch["attention_mask"][row].tolist() == [1] * length + [0] * (64 - length)
-        assert batch["token_type_ids"][row, :length].tolist() == instance["token_type_ids"]
-        special = torch.tensor(instance["special_tokens_mask"] + [1] * (64 - length), dtype=torch.bool)
+        assert batch["token_type_ids"][row, :length].tolist() == sample["token_type_ids"]
+        special = torch.tensor(sample["special_tokens_mask"] + [1] * (64 - length), dtype=torch.bool)
         assert not (chosen[row] & special).any()
-        original = torch.tensor(instance["input_ids"])
+        original = torch.tensor(sample["input_ids"])
         assert torch.equal(batch["labels"][row][chosen[row]], original[chosen[row, :length]])
         assert torch.equal(batch["input_ids"][row, :length][~chosen[row, :length]], original[~chosen[row, :length]])
-    num_text = sum(instance["special_tokens_mask"].count(0) for instance in instances)
+    num_text = sum(sample["special_tokens_mask"].count(0) for sample in samples)
     assert chosen.sum().item() / num_text == pytest.approx(0.15, abs=0.01)
     assert (batch["input_ids"] == tokenizer.mask_token_id)[chosen].float().mean().item() == pytest.approx(
         0.8, abs=0.02
     )
 
     torch.manual_seed(0)
-    again = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(instances)
+    again = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(samples)
     assert torch.equal(batch["input_ids"], again["input_ids"])
 
 
 def test_causal_collator_teaches_the_end_of_text():
     tokenizer = train_tokenizer(["a b c d e f " * 20], "bpe", "clm", 260, 64)
     tokenizer.pad_token = None  # as for GPT-2's published tokenizer
-    instances = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 6, 0, 7], [8, 0])]
-    batch = make_collator("clm", tokenizer)(instances)
+    samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 6, 0, 7], [8, 0])]
+    batch = make_collator("clm", tokenizer)(samples)
     assert batch["labels"].tolist() == [[5, 6, 0, 7, *[-100] * 4], [8, 0, *[-100] * 6]]
     assert batch["attention_mask"].sum().item() == 6
 

@@ -27,8 +27,8 @@ class PacedCollator:
         self.collator, self.seconds = collator, seconds
         self._next = time.monotonic()
 
-    def __call__(self, instances: list[dict]):
-        batch = self.collator(instances)
+    def __call__(self, samples: list[dict]):
+        batch = self.collator(samples)
         now = time.monotonic()
         self._next = max(self._next + self.seconds, now)
         time.sleep(self._next - now)
