@@ -124,10 +124,10 @@ def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> Be
     returned tokenizer uses only the vocabulary.
     """
     documents = list(documents)
-    trainee = BertTokenizer().backend_tokenizer
+    backend = BertTokenizer().backend_tokenizer
     frequencies = Counter()
     for document in documents:
-        frequencies.update(trainee.normalizer.normalize_str(document))
+        frequencies.update(backend.normalizer.normalize_str(document))
     ranking = sorted((c for c in frequencies if not c.isspace()), key=lambda c: (-frequencies[c], c))
     alphabet = sorted(ranking[:_MAX_ALPHABET])
     special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -139,8 +139,8 @@ def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> Be
         continuing_subword_prefix="##",
         show_progress=False,  # the progress bar prints empty lines
     )
-    trainee.train_from_iterator(documents, trainer)
-    vocab = trainee.get_vocab()
+    backend.train_from_iterator(documents, trainer)
+    vocab = backend.get_vocab()
     _check_size(vocab, vocab_size)
     return BertTokenizer(vocab=vocab, **options)
 
@@ -152,18 +152,18 @@ def _train_bpe(
     # GPT-2 has no padding token. A separate one is better than end of text, which the model must learn.
     # RoBERTa's tokens are in the order of its published vocabulary: its position ids require that <pad> is 1.
     special_tokens = ["<|endoftext|>", "<|pad|>"] if is_causal else ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trainee = Tokenizer(models.BPE())
-    trainee.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    trainee.train_from_iterator(documents, trainer)
-    vocab = trainee.get_vocab()
+    backend.train_from_iterator(documents, trainer)
+    vocab = backend.get_vocab()
     _check_size(vocab, vocab_size)
-    merges = [tuple(merge) for merge in json.loads(trainee.to_str())["model"]["merges"]]
+    merges = [tuple(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
     if is_causal:
         return GPT2Tokenizer(vocab=vocab, merges=merges, pad_token="<|pad|>", **options)
     return RobertaTokenizer(vocab=vocab, merges=merges, **options)

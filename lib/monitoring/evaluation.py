@@ -31,7 +31,7 @@ MAX_LIFETIME = 43_200.0  # seconds; half of the maximum that LimitValidator acce
 
 
 @dataclass
-class Tally:
+class MetricSum:
     """Sums over batches, for mean loss and accuracy over predictions."""
 
     loss: float = 0.0
@@ -56,18 +56,18 @@ class Tally:
 
 
 @dataclass
-class Tallies:
-    """Tallies of one evaluation. `tokens`: masked or causal language model; `order`: ALBERT's sentence order."""
+class MetricSums:
+    """Sums of one evaluation. `tokens`: masked or causal language model; `order`: ALBERT's sentence order."""
 
-    tokens: Tally = field(default_factory=Tally)
-    order: Tally = field(default_factory=Tally)
+    tokens: MetricSum = field(default_factory=MetricSum)
+    order: MetricSum = field(default_factory=MetricSum)
 
 
 class Evaluator:
     """Evaluates models on the first samples of a dataset.
 
     :param dataset: the split "validation"
-    :param collator: makes batches of samples, see data.make_collator
+    :param collator: makes batches of samples, see `build_collator`
     :param should_stop: asked after each batch
     :param batch_size: samples that are evaluated at once
     :param max_samples: evaluate the first so many, default: all
@@ -97,15 +97,15 @@ class Evaluator:
         model = copy.deepcopy(model).to(self.device).eval()
         indices = range(len(self.dataset))
         loader = DataLoader(indices, self.batch_size, collate_fn=self._make_batch)
-        tallies = Tallies()
+        sums = MetricSums()
         bar = tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=self.disable_tqdm or None)
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             for batch in bar:
                 if self.should_stop():
                     return None
                 batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-                _add(tallies, model(**batch), batch, objective)
-        return _summarize(tallies, objective, step, samples=len(self.dataset))
+                _add(sums, model(**batch), batch, objective)
+        return _summarize(sums, objective, step, samples=len(self.dataset))
 
     def _make_batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
         """Collate samples. The masked tokens of a sample depend on its index only, not on its batch."""
@@ -124,26 +124,26 @@ def _pad(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
     return values if values.ndim == 1 else pad(values, (0, length - values.shape[1]), value=value)
 
 
-def _add(tallies: Tallies, outputs, batch: dict[str, torch.Tensor], objective: str) -> None:
+def _add(sums: MetricSums, outputs, batch: dict[str, torch.Tensor], objective: str) -> None:
     if OBJECTIVES[objective].has_sentence_order:
-        tallies.tokens.add(outputs.prediction_logits, batch["labels"])
-        tallies.order.add(outputs.sop_logits, batch["sentence_order_label"])
+        sums.tokens.add(outputs.prediction_logits, batch["labels"])
+        sums.order.add(outputs.sop_logits, batch["sentence_order_label"])
     elif OBJECTIVES[objective].is_causal:
-        tallies.tokens.add(outputs.logits[:, :-1], batch["labels"][:, 1:])  # each token predicts the next
+        sums.tokens.add(outputs.logits[:, :-1], batch["labels"][:, 1:])  # each token predicts the next
     else:
-        tallies.tokens.add(outputs.logits, batch["labels"])
+        sums.tokens.add(outputs.logits, batch["labels"])
 
 
-def _summarize(tallies: Tallies, objective: str, step: int, samples: int) -> Evaluation:
+def _summarize(sums: MetricSums, objective: str, step: int, samples: int) -> Evaluation:
     is_causal, has_sentence_order = OBJECTIVES[objective].is_causal, OBJECTIVES[objective].has_sentence_order
-    loss = tallies.tokens.mean_loss + (tallies.order.mean_loss if has_sentence_order else 0.0)
+    loss = sums.tokens.mean_loss + (sums.order.mean_loss if has_sentence_order else 0.0)
     return Evaluation(
         step=step,
         samples=samples,
         loss=min(loss, 1e9),
-        perplexity=math.exp(min(tallies.tokens.mean_loss, 20.0)) if is_causal else None,
-        mlm_accuracy=None if is_causal else tallies.tokens.accuracy,
-        sop_accuracy=tallies.order.accuracy if has_sentence_order else None,
+        perplexity=math.exp(min(sums.tokens.mean_loss, 20.0)) if is_causal else None,
+        mlm_accuracy=None if is_causal else sums.tokens.accuracy,
+        sop_accuracy=sums.order.accuracy if has_sentence_order else None,
     )
 
 

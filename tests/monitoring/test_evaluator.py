@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from arguments import DatasetArguments
 from lib.common.objectives import OBJECTIVE_OF_MODEL
 from lib.data.loading import load_validation_data
-from lib.monitoring.evaluation import Evaluator, Tallies, _add, _summarize
+from lib.monitoring.evaluation import Evaluator, MetricSums, _add, _summarize
 from lib.training.model import build_model, load_config, load_tokenizer
 from tests.support.fakes import make_batch
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
@@ -26,9 +26,9 @@ def test_loss_is_that_of_the_model(family):
         del batch["sentence_order_label"]
     with torch.inference_mode():
         outputs = model(**batch)
-    tallies = Tallies()
-    _add(tallies, outputs, batch, objective)
-    evaluation = _summarize(tallies, objective, step=3, samples=8)
+    sums = MetricSums()
+    _add(sums, outputs, batch, objective)
+    evaluation = _summarize(sums, objective, step=3, samples=8)
     assert evaluation.loss == pytest.approx(outputs.loss.item(), rel=1e-5)
     assert evaluation.perplexity == (pytest.approx(math.exp(outputs.loss.item())) if objective == "clm" else None)
     assert (evaluation.mlm_accuracy is None) == (objective == "clm")
@@ -37,11 +37,11 @@ def test_loss_is_that_of_the_model(family):
 
 def test_accuracy_counts_what_is_to_be_predicted():
     logits = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])  # predicts 1, 0, 1
-    tallies = Tallies()
+    sums = MetricSums()
     outputs = SimpleNamespace(prediction_logits=logits, sop_logits=torch.tensor([[0.0, 1.0]]))
     batch = {"labels": torch.tensor([[1, -100, 0]]), "sentence_order_label": torch.tensor([1])}
-    _add(tallies, outputs, batch, "mlm_sop")
-    evaluation = _summarize(tallies, "mlm_sop", step=1, samples=1)
+    _add(sums, outputs, batch, "mlm_sop")
+    evaluation = _summarize(sums, "mlm_sop", step=1, samples=1)
     assert (evaluation.mlm_accuracy, evaluation.sop_accuracy) == (0.5, 1.0)
 
 
