@@ -36,7 +36,7 @@ MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds;
 LOCK_TIMEOUT = 6 * 3600.0
 BLOCK = 2**20
 # Six attempts in a row without new bytes, with pauses of 0, 2, 4, 8 and 16 seconds, or the pause the server requests.
-PATIENCE = Retry(total=5, backoff_factor=1, backoff_jitter=1, retry_after_max=60)
+RETRY_POLICY = Retry(total=5, backoff_factor=1, backoff_jitter=1, retry_after_max=60)
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
 NOT_PUBLISHED = {403, 404, 410}  # S3 answers 403 for a missing file
@@ -46,7 +46,7 @@ _MARKS = {DATASET: "manifest.json", TOKENIZER: "tokenizer_config.json"}
 RECEIPT = "archive.sha256"
 
 
-class Interrupted(Exception):
+class TransientError(Exception):
     """A transfer failed temporarily and may be retried. The message never contains the whole address.
 
     :param response: the response, which may have a Retry-After header
@@ -130,7 +130,7 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
     address = public_address(args.dataset_url)
     with requests.Session() as session:
         session.max_redirects = 10
-        expected = args.dataset_sha256 or _ask_for_sha256(session, args.dataset_url)
+        expected = args.dataset_sha256 or _fetch_checksum(session, args.dataset_url)
         download = Download(session, args.dataset_url, path, disable_tqdm)
         digest = download.complete(expected)
     if expected is None:
@@ -171,15 +171,15 @@ def public_address(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
-def _ask_for_sha256(session: requests.Session, url: str) -> str | None:
+def _fetch_checksum(session: requests.Session, url: str) -> str | None:
     """Return the checksum in the .sha256 file (of `sha256sum`) beside the archive; None if there is none."""
     parts = urlsplit(url)
     url = parts._replace(path=f"{parts.path}.sha256", fragment="").geturl()
-    return _retry(url, lambda: _ask_once_for_sha256(session, url))
+    return _retry(url, lambda: _fetch_checksum_once(session, url))
 
 
-def _ask_once_for_sha256(session: requests.Session, url: str) -> str | None:
-    with _ask(session, url, {}) as response:
+def _fetch_checksum_once(session: requests.Session, url: str) -> str | None:
+    with _get(session, url, {}) as response:
         if response.status_code in NOT_PUBLISHED:
             return None
         _check_status(response, url, {200})
@@ -189,12 +189,12 @@ def _ask_once_for_sha256(session: requests.Session, url: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _ask(session: requests.Session, url: str, headers: dict[str, str]) -> Iterator[requests.Response]:
+def _get(session: requests.Session, url: str, headers: dict[str, str]) -> Iterator[requests.Response]:
     """Send a GET request and yield the response, whose body is not read yet.
 
     The messages of requests and urllib3 quote the whole address, so no error message contains them.
 
-    :raises Interrupted: for network errors, also in the body of the `with` statement, and for temporary status codes
+    :raises TransientError: for network errors, also in the body of the `with` statement, and temporary status codes
     :raises UserError: if the request is invalid
     """
     try:
@@ -203,10 +203,10 @@ def _ask(session: requests.Session, url: str, headers: dict[str, str]) -> Iterat
         headers = {"Accept-Encoding": "identity", **headers}
         with session.get(url, headers=headers, stream=True, timeout=timeout) as response:
             if response.status_code in TEMPORARY_TROUBLE:
-                raise Interrupted(f"the server answers with status {response.status_code}", response.raw)
+                raise TransientError(f"the server answers with status {response.status_code}", response.raw)
             yield response
     except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
-        raise Interrupted(_root_cause(error)) from None
+        raise TransientError(_root_cause(error)) from None
     except requests.RequestException as error:
         raise UserError(
             f"--dataset_url: {public_address(url)} cannot be asked for ({type(error).__name__}); check the address"
@@ -234,28 +234,28 @@ def _check_status(response: requests.Response, url: str, expected: set[int]) -> 
 
 
 def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lambda: 0) -> T:
-    """Call `attempt` until it raises no `Interrupted`, with growing pauses.
+    """Call `attempt` until it raises no `TransientError`, with growing pauses.
 
     :param received: returns the number of bytes received so far; an attempt that adds bytes resets the pause
     :raises UserError: after too many attempts
     """
-    patience, most = PATIENCE, received()
+    retries, most = RETRY_POLICY, received()
     for _ in range(MAX_TRIES):
         try:
             return attempt()
-        except Interrupted as interruption:
-            error = interruption
+        except TransientError as transient:
+            error = transient
         if (size := received()) > most:  # no reset if each attempt fails at the same offset
-            patience, most = PATIENCE, size
+            retries, most = RETRY_POLICY, size
         try:
-            patience = patience.increment("GET", error=error)
+            retries = retries.increment("GET", error=error)
         except MaxRetryError:
             break
         logger.warning(f"{public_address(url)}: {error}; trying again")
         try:
-            patience.sleep(error.response)
+            retries.sleep(error.response)
         except InvalidHeader:
-            patience.sleep()
+            retries.sleep()
     raise UserError(
         f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later, it goes on where it "
         f"stopped"
@@ -332,17 +332,17 @@ class Download:
     def _receive(self) -> None:
         """Try once to receive the remaining bytes.
 
-        :raises Interrupted: if bytes are still missing
+        :raises TransientError: if bytes are still missing
         """
         origin, start = self._load()
         if origin is not None and start == origin.size:
             return
         # If-Range: the server sends the whole file if it has changed.
         headers = {"Range": f"bytes={start}-", "If-Range": origin.validator} if start else {}
-        with _ask(self.session, self.url, headers) as response:
+        with _get(self.session, self.url, headers) as response:
             if start and response.status_code in (206, 416) and not _continues(response, origin, start):
                 self.discard()
-                raise Interrupted("the file has changed", response.raw)
+                raise TransientError("the file has changed", response.raw)
             _check_status(response, self.url, {200, 206} if start else {200})
             if response.status_code == 200:
                 start = 0
@@ -375,14 +375,14 @@ class Download:
                 received += len(block)
                 if (now := time.monotonic()) - since > SPEED_WINDOW:
                     if received < MIN_SPEED * SPEED_WINDOW:
-                        raise Interrupted(f"fewer than {MIN_SPEED:,} bytes a second")
+                        raise TransientError(f"fewer than {MIN_SPEED:,} bytes a second")
                     check_space(self.path.parent, 0)  # not every server sends the size
                     if progress.disable:
                         logger.info(f"{file.tell() / 1e6:,.0f} MB of the data are here")
                     since, received = now, 0
             end = file.tell()
         if size is not None and end != size:
-            raise Interrupted("the connection broke off")
+            raise TransientError("the connection broke off")
 
 
 def _validator(response: requests.Response) -> str:

@@ -58,7 +58,7 @@ def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
     logger.info(f"Public IP address of this machine: {address}, port {port}")
 
 
-def _reach(maddr: Multiaddr) -> int:
+def _address_scope(maddr: Multiaddr) -> int:
     """Return the scope of an address: 3 internet, 2 local network, 1 this machine."""
     protocols = {protocol.name for protocol in maddr.protocols()}
     if protocols & {"dns", "dns4", "dns6", "dnsaddr"}:
@@ -73,29 +73,29 @@ def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -
     """Return the addresses to give to other peers: those of the widest scope, or only the peer ID for IPFS."""
     if only_p2p:
         return sorted({f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs})
-    farthest = max((_reach(maddr) for maddr in visible_maddrs), default=0)
-    return list(dict.fromkeys(str(maddr) for maddr in visible_maddrs if _reach(maddr) == farthest))
+    widest = max((_address_scope(maddr) for maddr in visible_maddrs), default=0)
+    return list(dict.fromkeys(str(maddr) for maddr in visible_maddrs if _address_scope(maddr) == widest))
 
 
 def choose_internet_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
     """Return the addresses to publish on the internet; none if all are of this machine or the local network."""
-    is_reachable = only_p2p or any(_reach(maddr) == 3 for maddr in visible_maddrs)
+    is_reachable = only_p2p or any(_address_scope(maddr) == 3 for maddr in visible_maddrs)
     return choose_maddrs(visible_maddrs, only_p2p) if is_reachable else []
 
 
 def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
     """Log how other peers join through this peer."""
     chosen = choose_maddrs(visible_maddrs, only_p2p)
-    reach = 3 if only_p2p else max((_reach(maddr) for maddr in visible_maddrs), default=0)
-    where = {3: "over the Internet", 2: "in this network"}.get(reach, "on this machine")
+    scope = 3 if only_p2p else max((_address_scope(maddr) for maddr in visible_maddrs), default=0)
+    where = {3: "over the Internet", 2: "in this network"}.get(scope, "on this machine")
     logger.info(
         f"Running a DHT peer. To connect other peers to this one {where}, use "
         f"{TextStyle.BOLD}{TextStyle.BLUE}--initial_peers {' '.join(chosen)}{TextStyle.RESET}"
     )
-    if reach == 3 and not only_p2p:
-        nearer = choose_maddrs([maddr for maddr in visible_maddrs if _reach(maddr) < 3])
+    if scope == 3 and not only_p2p:
+        nearer = choose_maddrs([maddr for maddr in visible_maddrs if _address_scope(maddr) < 3])
         if nearer:
             logger.info(f"Peers in the same network may also use --initial_peers {' '.join(nearer)}")
     logger.info(f"Full list of visible multiaddresses: {' '.join(map(str, visible_maddrs))}")
-    if reach == 2:
+    if scope == 2:
         logger.info("Peers outside this network need a public address: see --tunnel and --announce_tunnel")

@@ -185,7 +185,7 @@ def packed(folders, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def host(packed, monkeypatch) -> Iterator[Host]:
-    monkeypatch.setattr(fetch, "PATIENCE", fetch.PATIENCE.new(backoff_factor=0, backoff_jitter=0, total=2))
+    monkeypatch.setattr(fetch, "RETRY_POLICY", fetch.RETRY_POLICY.new(backoff_factor=0, backoff_jitter=0, total=2))
     with Host(packed.read_bytes(), file_sha256(packed)) as host:
         thread = threading.Thread(target=partial(host.serve_forever, poll_interval=0.02))
         thread.start()
