@@ -160,7 +160,7 @@ class _ClosingStub:
         async with aclosing(stream):
             async for message in stream:
                 if message.code == averaging_pb2.BAD_GROUP_ID:
-                    await self.runner.forget_absent(self.peer)
+                    await self.runner.drop_unstarted_sender(self.peer)
                 elif message.code == averaging_pb2.AVERAGED_PART:
                     check_tensor(message.tensor_part, specs[num_received])
                 yield message
@@ -172,7 +172,7 @@ class _ClosingStub:
 class SafeAllReduceRunner(AllReduceRunner):
     """Runner of one round of all-reduce.
 
-    The stream to a peer is closed once the peer has sent all answers, see `SafeAverager._then_linger`.
+    The stream to a peer is closed once the peer has sent all answers, see `SafeAverager._keep_stream_open`.
 
     :param weight: averaging weight of this peer's gradients: its samples
     :param parameter_weight: averaging weight of this peer's parameters; lower if they lack an update
@@ -216,7 +216,7 @@ class SafeAllReduceRunner(AllReduceRunner):
         answered = {self.ordered_peer_ids[i]: text for i, text in self.tensor_part_container.violations.items()}
         return sent | answered
 
-    async def forget_absent(self, peer: PeerID) -> None:
+    async def drop_unstarted_sender(self, peer: PeerID) -> None:
         """Stop waiting for a sender that has not started: its round has ended or was cancelled."""
         waits_for_it = peer in self.sender_peer_ids and peer not in self.active_senders | self.banned_senders
         if waits_for_it and self.part_specs(self.peer_id):

@@ -46,7 +46,7 @@ class SafeAverager(DecentralizedAverager):
         if await_ready:
             self.wait_until_ready(timeout)
 
-    async def _then_linger(
+    async def _keep_stream_open(
         self, messages: AsyncIterator[Message], seconds: float | None = None
     ) -> AsyncIterator[Message]:
         """Forward all messages, then give the caller time to close the stream.
@@ -67,7 +67,7 @@ class SafeAverager(DecentralizedAverager):
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         """Send this peer's state to another peer, as in hivemind."""
-        async for message in self._then_linger(super().rpc_download_state(request, context)):
+        async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
             yield message
 
     async def _shutdown(self, _timeout: float | None) -> None:

@@ -89,7 +89,7 @@ class RoundCoordinator:
             return
         is_soon = self.tracker.seconds_to_step <= self.matchmaking_time
         if self.is_requested and not is_soon:
-            self.tracker.look_in(LOOK_SECONDS)
+            self.tracker.refresh_in(LOOK_SECONDS)
         if is_soon and self.tracker.num_expected(number):
             self._schedule(number, self.matchmaking_time + self.averaging_timeout)
 
@@ -146,7 +146,7 @@ class RoundCoordinator:
                 return Outcome.STOPPED, None
             if now >= look_at + look_seconds:
                 look_at, look_seconds = now, min(2 * look_seconds, MAX_LOOK_SECONDS)
-                self.tracker.look_in(0.0)
+                self.tracker.refresh_in(0.0)
             if control.stage != AveragingStage.RUNNING_ALLREDUCE:
                 before, reason = reason, self._reason_to_give_up(number, deadline)
                 since = since if reason == before else now

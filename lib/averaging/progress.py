@@ -187,7 +187,7 @@ class ProgressTracker(threading.Thread):
         """Report that this peer is at a step: it has the update or continues without it."""
         self._set(epoch, epoch, samples_accumulated, self.local_progress.contributed)
         self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
-        self.look_in(self.min_refresh_period)
+        self.refresh_in(self.min_refresh_period)
 
     def _set(self, epoch: int, completed: int, samples: int, contributed: int) -> None:
         with self._lock:
@@ -331,7 +331,7 @@ class ProgressTracker(threading.Thread):
             return 0.0
         return max(0.0, self.global_progress.eta_next_epoch - get_dht_time())
 
-    def look_in(self, seconds: float) -> None:
+    def refresh_in(self, seconds: float) -> None:
         """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""
         with self._lock:
             self._next_fetch = min(self._next_fetch, time.monotonic() + seconds)
@@ -340,7 +340,7 @@ class ProgressTracker(threading.Thread):
     def refresh(self, timeout: float = DHT_TIMEOUT) -> bool:
         """Read the other peers' progress and wait for the result; False if it takes longer than `timeout` seconds."""
         before, deadline = self._num_fetches, time.monotonic() + timeout
-        self.look_in(0.0)
+        self.refresh_in(0.0)
         while self._num_fetches <= before and time.monotonic() < deadline and self.is_alive():
             time.sleep(0.05)
         return self._num_fetches > before

@@ -311,7 +311,7 @@ class RoundAverager(SafeAverager):
         self._wake_waiting_streams()
         for group_id, sender in self._refused:
             if group_id == group.group_id:
-                await runner.forget_absent(sender)  # a refused sender does not try again
+                await runner.drop_unstarted_sender(sender)  # a refused sender does not try again
         try:
             if self.mode == AveragingMode.AUX:
                 async for _ in runner:
@@ -363,7 +363,7 @@ class RoundAverager(SafeAverager):
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """Answer a request to join this peer's group, see StepMatchmaking."""
-        async for message in self._then_linger(self._matchmaking.rpc_join_group(request, context)):
+        async for message in self._keep_stream_open(self._matchmaking.rpc_join_group(request, context)):
             self.requested_number.value = max(self.requested_number.value, self._matchmaking.requested_number)
             yield message
 
@@ -375,7 +375,7 @@ class RoundAverager(SafeAverager):
         hivemind waits for any round of this peer to begin or end. A round that ends while the next one is prepared
         makes it refuse the part, and the whole group then waits for a quarter of the averaging timeout.
         """
-        async for message in self._then_linger(self._answer_part(stream, context)):
+        async for message in self._keep_stream_open(self._answer_part(stream, context)):
             yield message
 
     async def _answer_part(

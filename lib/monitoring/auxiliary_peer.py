@@ -111,9 +111,9 @@ def open_auxiliary_peer(
         stack.callback(averager.shutdown)
         children = {"assistant's DHT": peer.dht, "assistant's averager": averager}
         stack.enter_context(supervise(children, seconds=12.0, exit_code=0))
-        assistant = AuxiliaryPeer(tracker, averager, folder, optimizer_args)
-        assistant.start()
-        stack.callback(assistant.stop)
+        auxiliary_peer = AuxiliaryPeer(tracker, averager, folder, optimizer_args)
+        auxiliary_peer.start()
+        stack.callback(auxiliary_peer.stop)
         maddrs = " ".join(str(maddr) for maddr in peer.dht.get_visible_maddrs())
         logger.info(f"Assisting in averaging; trainers must be able to reach {maddrs}")
         yield

@@ -79,7 +79,7 @@ class FakeTracker:
     def roster(self, step: int) -> list:
         return [step, self.others]
 
-    def look_in(self, _seconds: float) -> None:
+    def refresh_in(self, _seconds: float) -> None:
         self.num_looks += 1
 
 

@@ -40,11 +40,11 @@ def test_client_is_no_donor(build_swarm):
 def test_peer_that_announced_departure_is_not_counted(build_swarm):
     swarm = build_swarm()
     staying, leaving = swarm.add_several(False, False)
-    assistant = swarm.add_assistant()
+    auxiliary_peer = swarm.add_auxiliary_peer()
     swarm.global_step(6, 6)
     wait_until(lambda: len(staying.tracker.others) == 2, 60, "both others")
     leaving.optimizer.say_goodbye()
-    assistant.stop()
+    auxiliary_peer.stop()
     wait_until(lambda: not staying.tracker.others, 30, "the goodbyes")
     assert staying.tracker.global_progress.num_peers == 1
 
@@ -245,11 +245,11 @@ def test_peer_with_long_local_steps_contributes_to_each_round(build_swarm):
 def test_clients_and_an_auxiliary_peer_complete_all_steps(build_swarm):
     swarm, replay = build_swarm(), Replay()
     swarm.add_several(True, True)
-    assistant = swarm.add_assistant()
+    auxiliary_peer = swarm.add_auxiliary_peer()
     for _ in range(4):
         expected = replay.step(swarm.global_step(5, 7))
         assert_equal_parameters(swarm.trainers, expected)
         for trainer in swarm.trainers:
             assert trainer.entry["outcome"] == "averaged" and trainer.entry["received"] == 1.0
-    wait_until(lambda: len(assistant.round_log.entries) == 4, 10, "the auxiliary peer's log")
-    assert all(entry["outcome"] == "averaged" for entry in assistant.round_log.entries)
+    wait_until(lambda: len(auxiliary_peer.round_log.entries) == 4, 10, "the auxiliary peer's log")
+    assert all(entry["outcome"] == "averaged" for entry in auxiliary_peer.round_log.entries)

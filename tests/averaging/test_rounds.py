@@ -35,13 +35,16 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
     replay = Replay(max_grad_norm)
     swarm.add_several(False, True)
     leaving = swarm.add(identity="restarting")
-    assistant = swarm.add_assistant()
+    auxiliary_peer = swarm.add_auxiliary_peer()
 
     def take_step(*sizes: int) -> None:
         expected = replay.step(swarm.global_step(*sizes))
         for trainer in swarm.trainers:
             assert trainer.entry["outcome"] == "averaged" and trainer.entry["received"] == 1.0
-            assert set(trainer.entry["group"]) == {str(assistant.averager.peer_id), *(t.name for t in swarm.trainers)}
+            assert set(trainer.entry["group"]) == {
+                str(auxiliary_peer.averager.peer_id),
+                *(t.name for t in swarm.trainers),
+            }
             assert (trainer.parameters - expected).abs().max() < 1e-6
         assert (expected - replay.parameters(-2)).abs().max() > 1e-3
 
@@ -56,7 +59,7 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
     for trainer in swarm.trainers:
         trainer.optimizer.finish_pending_update()
         assert torch.equal(trainer.model_parameters, trainer.parameters)
-    assert [entry["outcome"] for entry in assistant.round_log.entries] == ["averaged"] * 4
+    assert [entry["outcome"] for entry in auxiliary_peer.round_log.entries] == ["averaged"] * 4
 
 
 @pytest.mark.parametrize(

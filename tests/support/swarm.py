@@ -235,7 +235,7 @@ class Swarm:
         self.trainers.remove(trainer)
         trainer.stack.close()
 
-    def add_assistant(self) -> AuxiliaryPeer:
+    def add_auxiliary_peer(self) -> AuxiliaryPeer:
         """Add and start an auxiliary peer."""
         names = OptimizerArguments.__dataclass_fields__
         options = {name: value for name, value in self.options.items() if name in names}
@@ -246,11 +246,11 @@ class Swarm:
             model, peer, self.run_id, hyperparameters, args, AveragerArguments(), TRACKER
         )
         self.stack.callback(averager.shutdown)
-        assistant = AuxiliaryPeer(tracker, averager, self.folder / "assistant", args)
-        assistant.round_log = RecordingLog()
-        assistant.start()
-        self.stack.callback(assistant.stop)
-        return assistant
+        auxiliary_peer = AuxiliaryPeer(tracker, averager, self.folder / "auxiliary_peer", args)
+        auxiliary_peer.round_log = RecordingLog()
+        auxiliary_peer.start()
+        self.stack.callback(auxiliary_peer.stop)
+        return auxiliary_peer
 
     def take(self, size: int) -> dict[str, torch.Tensor]:
         """Return the next samples."""
