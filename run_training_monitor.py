@@ -136,7 +136,7 @@ def monitor(
     from lib.monitoring.aggregation import MetricsAggregator
     from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
-    from lib.monitoring.hub_upload import HubUploader, check_repo, make_facts
+    from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
     from lib.monitoring.trackers import make_reporters
     from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
@@ -153,8 +153,8 @@ def monitor(
         tokenizer = load_tokenizer(model_args.tokenizer_path)
         config = load_config(model_args, tokenizer)
     if args.repo_id is not None:
-        facts = make_facts(args.repo_id, run_id, config, args.license, args.language)
-        check_repo(facts, args.private_repo)
+        card_metadata = build_card_metadata(args.repo_id, run_id, config, args.license, args.language)
+        check_repo(card_metadata, args.private_repo)
     if args.use_google_dns:
         announce_public_ip(peer_args, args.public_ip_service)
 
@@ -224,7 +224,7 @@ def monitor(
             initial_peers = choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
             uploader = HubUploader(
                 output_dir,
-                facts,
+                card_metadata,
                 contributors,
                 initial_peers,
                 args.private_repo,

@@ -25,7 +25,7 @@ from lib.common.backoff import Backoff
 from lib.common.errors import UserError, describe
 from lib.monitoring import hub_worker
 from lib.monitoring.contributors import Contributors
-from lib.monitoring.model_card import CardFacts, make_card, make_metadata, read_curve
+from lib.monitoring.model_card import CardMetadata, build_card, build_card_data, read_curve
 from lib.training.checkpoints import STATE_FILE, list_checkpoints
 from lib.training.model import get_model_class, get_objective
 
@@ -40,11 +40,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 60.0, 3600.0  # seconds between attempts; each fail
 _STATE_FILES = (STATE_FILE, "collaboration.json")
 
 
-def make_facts(
+def build_card_metadata(
     repo_id: str, run_id: str, config: PretrainedConfig, license: str | None = None, language: str | None = None
-) -> CardFacts:
+) -> CardMetadata:
     """What the model card says of a run's model."""
-    return CardFacts(
+    return CardMetadata(
         repo_id=repo_id,
         run_id=run_id,
         model_type=config.model_type,
@@ -55,12 +55,12 @@ def make_facts(
     )
 
 
-def check_repo(facts: CardFacts, private: bool = False) -> None:
+def check_repo(metadata: CardMetadata, private: bool = False) -> None:
     """Create the repository if it does not exist, and check write access. An unreachable Hub causes a warning only.
 
     :raises UserError: if there is no token, the token has no write access, or the Hub refuses the card's metadata
     """
-    command = [*_command(facts.repo_id, private), f"--metadata={make_metadata(facts).to_yaml()}"]
+    command = [*_command(metadata.repo_id, private), f"--metadata={build_card_data(metadata).to_yaml()}"]
     try:
         result = subprocess.run(command, env=_environment(), capture_output=True, timeout=CHECK_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -70,7 +70,7 @@ def check_repo(facts: CardFacts, private: bool = False) -> None:
     if code == 1:
         raise UserError(f"--repo_id: {reason}")
     if code != 0:
-        logger.warning(f"Cannot check whether '{facts.repo_id}' may be written to: {reason}. Uploads will be tried")
+        logger.warning(f"Cannot check whether '{metadata.repo_id}' may be written to: {reason}. Uploads will be tried")
 
 
 def _command(repo_id: str, private: bool) -> list[str]:
@@ -103,7 +103,7 @@ class _Upload:
 class HubUploader:
     """Keeps a repository on the Hub up to date with the newest checkpoint. A failure is one log line and never raises.
 
-    :param facts: see `make_facts`
+    :param metadata: see `build_card_metadata`
     :param initial_peers: addresses through which newcomers join over the internet; none if they cannot
     :param folder: of the checkpoints
     :param private: whether a repository that has to be created is private
@@ -114,14 +114,15 @@ class HubUploader:
     def __init__(
         self,
         folder: Path,
-        facts: CardFacts,
+        metadata: CardMetadata,
         contributors: Contributors,
         initial_peers: Sequence[str] = (),
         private: bool = False,
         interval: float = 3600.0,
         with_training_state: bool = False,
     ):
-        self.folder, self.facts, self.contributors, self.initial_peers = folder, facts, contributors, initial_peers
+        self.folder, self.metadata, self.contributors = folder, metadata, contributors
+        self.initial_peers = initial_peers
         self.private, self.interval, self.with_training_state = private, interval, with_training_state
         self.uploaded: str | None = None  # the checkpoint's name
         self._upload: _Upload | None = None
@@ -168,8 +169,8 @@ class HubUploader:
                 logger.debug(f"{checkpoint} was removed before it could be uploaded")  # a newer one exists
                 return
             output = stack.enter_context(tempfile.TemporaryFile())
-            message = f"Step {step} of {' '.join(self.facts.run_id.split())}"
-            command = _command(self.facts.repo_id, self.private)
+            message = f"Step {step} of {' '.join(self.metadata.run_id.split())}"
+            command = _command(self.metadata.repo_id, self.private)
             command += [f"--folder={folder}", f"--message={message}", f"--tag=step-{step}"]
             process = subprocess.Popen(
                 command, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output
@@ -183,7 +184,7 @@ class HubUploader:
             if path.name not in left_out and not path.is_dir():
                 _link(path, folder / path.name)
         curve = read_curve(self.folder / "metrics.jsonl", step)
-        make_card(self.facts, step, curve, self.contributors, self.initial_peers).save(folder / "README.md")
+        build_card(self.metadata, step, curve, self.contributors, self.initial_peers).save(folder / "README.md")
 
     def _look_after(self) -> None:
         """Process the result of an upload that has ended; kill an upload that exceeds UPLOAD_TIMEOUT."""
@@ -204,7 +205,7 @@ class HubUploader:
             self.uploaded = upload.checkpoint.name
             self._backoff.reset()
             self._due_at = upload.started + self.interval
-            logger.info(f"Uploaded {upload.checkpoint.name} to {self.facts.repo_id}")
+            logger.info(f"Uploaded {upload.checkpoint.name} to {self.metadata.repo_id}")
 
     def _end(self) -> None:
         upload, self._upload = self._upload, None
@@ -215,7 +216,7 @@ class HubUploader:
 
     def _fail(self, reason: str) -> None:
         pause = self._backoff.fail()
-        logger.warning(f"Could not upload to {self.facts.repo_id}: {reason}; trying again in {pause:.0f} seconds")
+        logger.warning(f"Could not upload to {self.metadata.repo_id}: {reason}; trying again in {pause:.0f} seconds")
 
 
 def _link(source: Path, target: Path) -> None:

@@ -21,7 +21,7 @@ _BAR_LENGTH = 20
 
 
 @dataclass(frozen=True)
-class CardFacts:
+class CardMetadata:
     """Properties of a run that do not change.
 
     `model_class`: the class of transformers that loads the model.
@@ -45,33 +45,37 @@ class CurvePoint:
     loss: float
 
 
-def make_metadata(facts: CardFacts) -> ModelCardData:
+def build_card_data(metadata: CardMetadata) -> ModelCardData:
     """Build the metadata of the card, which the Hub's search uses."""
     return ModelCardData(
         library_name="transformers",
-        pipeline_tag=OBJECTIVES[facts.objective].pipeline_tag,
-        language=facts.language,
-        license=facts.license,
-        tags=["hivemind", "collaborative-training", facts.model_type],
+        pipeline_tag=OBJECTIVES[metadata.objective].pipeline_tag,
+        language=metadata.language,
+        license=metadata.license,
+        tags=["hivemind", "collaborative-training", metadata.model_type],
     )
 
 
-def make_card(
-    facts: CardFacts, step: int, curve: list[CurvePoint], contributors: Contributors, initial_peers: Sequence[str]
+def build_card(
+    metadata: CardMetadata,
+    step: int,
+    curve: list[CurvePoint],
+    contributors: Contributors,
+    initial_peers: Sequence[str],
 ) -> ModelCard:
     """Build the model card.
 
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
     """
     sections = [
-        _introduction(facts, step),
-        _usage(facts, step),
+        _introduction(metadata, step),
+        _usage(metadata, step),
         _curve_table(curve),
         _contributor_table(contributors),
-        _join(facts, initial_peers),
+        _join(metadata, initial_peers),
     ]
     body = "\n\n".join(section for section in sections if section)
-    return ModelCard(f"---\n{make_metadata(facts).to_yaml()}\n---\n\n{body}\n")
+    return ModelCard(f"---\n{build_card_data(metadata).to_yaml()}\n---\n\n{body}\n")
 
 
 def escape_markdown(text: str) -> str:
@@ -104,23 +108,23 @@ def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[Curve
     return [CurvePoint(group[0], group[-1], sum(map(losses.get, group)) / len(group)) for group in groups]
 
 
-def _introduction(facts: CardFacts, step: int) -> str:
+def _introduction(metadata: CardMetadata, step: int) -> str:
     return (
-        f"# {escape_markdown(facts.repo_id.split('/')[-1])}\n\n"
+        f"# {escape_markdown(metadata.repo_id.split('/')[-1])}\n\n"
         f"Trained by volunteers on their own machines, together, over the internet, with "
         f"[hivemind](https://github.com/learning-at-home/hivemind). This is step {step:,} of the run "
-        f"<b>{escape_markdown(facts.run_id)}</b>: a model of type {facts.model_type}, trained for "
-        f"{OBJECTIVES[facts.objective].description}."
+        f"<b>{escape_markdown(metadata.run_id)}</b>: a model of type {metadata.model_type}, trained for "
+        f"{OBJECTIVES[metadata.objective].description}."
     )
 
 
-def _usage(facts: CardFacts, step: int) -> str:
+def _usage(metadata: CardMetadata, step: int) -> str:
     return (
         "## How to load it\n\n"
         "```python\n"
-        f"from transformers import {facts.model_class}, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{facts.repo_id}")\n'
-        f'model = {facts.model_class}.from_pretrained("{facts.repo_id}")\n'
+        f"from transformers import {metadata.model_class}, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")\n'
+        f'model = {metadata.model_class}.from_pretrained("{metadata.repo_id}")\n'
         "```\n\n"
         f'Each upload has a tag: `revision="step-{step}"` is this one, whatever comes after it.'
     )
@@ -160,10 +164,10 @@ def _contributor_row(place: int, leader: Contributor) -> str:
     )
 
 
-def _join(facts: CardFacts, initial_peers: Sequence[str]) -> str:
+def _join(metadata: CardMetadata, initial_peers: Sequence[str]) -> str:
     if not initial_peers:
         return ""
-    command = shlex.join(["./run_trainer.py", "--run_id", facts.run_id, "--initial_peers", *initial_peers])
+    command = shlex.join(["./run_trainer.py", "--run_id", metadata.run_id, "--initial_peers", *initial_peers])
     return (
         "## How to join\n\n"
         "With the software and the prepared data of this run, and any GPU:\n\n"

@@ -17,7 +17,7 @@ from lib.common.errors import UserError
 from lib.monitoring import hub_upload as upload
 from lib.monitoring.aggregation import PeerStep, StepReport
 from lib.monitoring.contributors import Contributors
-from lib.monitoring.hub_upload import HubUploader, check_repo, make_facts
+from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
 from lib.training.model import build_model
@@ -46,8 +46,8 @@ def make_uploader(tmp_path):
 
     def make_uploader(**options) -> HubUploader:
         folder = tmp_path / "out"
-        facts, contributors = make_facts("me/model", "my run", CONFIG), Contributors(folder, "my run")
-        uploader = HubUploader(folder, facts, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], **options)
+        metadata, contributors = build_card_metadata("me/model", "my run", CONFIG), Contributors(folder, "my run")
+        uploader = HubUploader(folder, metadata, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], **options)
         uploaders.append(uploader)
         return uploader
 
@@ -256,7 +256,7 @@ def test_full_disk_is_one_line(hub, make_uploader, monkeypatch, caplog):
 
 
 def check(repo_id: str = "me/model", private: bool = False, **options) -> None:
-    check_repo(make_facts(repo_id, "run", CONFIG, **options), private)
+    check_repo(build_card_metadata(repo_id, "run", CONFIG, **options), private)
 
 
 def test_check_creates_the_repository(hub, tmp_path):

@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lib.monitoring.aggregation import PeerStep, StepReport
 from lib.monitoring.contributors import Contributor, Contributors
-from lib.monitoring.hub_upload import make_facts
-from lib.monitoring.model_card import CardFacts, CurvePoint, escape_markdown, make_card, read_curve
+from lib.monitoring.hub_upload import build_card_metadata
+from lib.monitoring.model_card import CardMetadata, CurvePoint, build_card, escape_markdown, read_curve
 from lib.training.model import build_model
 from tests.support.peers import TINY_ALBERT
 
-FACTS = CardFacts("me/model", "my run", "albert", "AlbertForPreTraining", "mlm_sop", "apache-2.0", "en")
+METADATA = CardMetadata("me/model", "my run", "albert", "AlbertForPreTraining", "mlm_sop", "apache-2.0", "en")
 SMALL = {
     "albert": TINY_ALBERT,
     "bert": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
@@ -79,7 +79,7 @@ def render(card: ModelCard) -> Page:
 
 
 def test_card_is_read_back_as_the_hub_reads_it(tmp_path):
-    make_card(FACTS, 12_345, [], contributed(tmp_path, ["alice"]), []).save(tmp_path / "README.md")
+    build_card(METADATA, 12_345, [], contributed(tmp_path, ["alice"]), []).save(tmp_path / "README.md")
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.to_dict() == {
         "library_name": "transformers",
@@ -93,14 +93,14 @@ def test_card_is_read_back_as_the_hub_reads_it(tmp_path):
 
 
 def test_license_and_language_are_left_out_if_not_given(tmp_path):
-    facts = CardFacts("me/model", "run", "gpt2", "AutoModelForCausalLM", "clm")
-    metadata = make_card(facts, 1, [], Contributors(tmp_path, "run"), []).data.to_dict()
-    assert "license" not in metadata and "language" not in metadata and metadata["pipeline_tag"] == "text-generation"
+    metadata = CardMetadata("me/model", "run", "gpt2", "AutoModelForCausalLM", "clm")
+    data = build_card(metadata, 1, [], Contributors(tmp_path, "run"), []).data.to_dict()
+    assert "license" not in data and "language" not in data and data["pipeline_tag"] == "text-generation"
 
 
 def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
     contributors = contributed(tmp_path, HOSTILE_NAMES)
-    card = make_card(FACTS, 1, [CurvePoint(1, 1, 9.0)], contributors, ["/ip4/1.1.1.1/tcp/1/p2p/Qm"])
+    card = build_card(METADATA, 1, [CurvePoint(1, 1, 9.0)], contributors, ["/ip4/1.1.1.1/tcp/1/p2p/Qm"])
     page = render(card)
     rows = [page.cells[start : start + 5] for start in range(3, len(page.cells), 5)]
     assert [row[1] for row in rows] == [leader.name for leader in contributors.top(100)]
@@ -112,14 +112,14 @@ def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
 
 
 def test_run_id_is_quoted_for_markdown_and_for_the_shell(tmp_path):
-    facts = CardFacts("me/model", "my <i>run</i>; rm -rf", "albert", "AlbertForPreTraining", "mlm_sop")
-    card = make_card(facts, 1, [], Contributors(tmp_path, "run"), ["/ip4/1.1.1.1/tcp/1/p2p/Qm", "/p2p/Qn"])
+    metadata = CardMetadata("me/model", "my <i>run</i>; rm -rf", "albert", "AlbertForPreTraining", "mlm_sop")
+    card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), ["/ip4/1.1.1.1/tcp/1/p2p/Qm", "/p2p/Qn"])
     assert "--run_id 'my <i>run</i>; rm -rf' --initial_peers /ip4/1.1.1.1/tcp/1/p2p/Qm /p2p/Qn\n" in card.text
     assert "i" not in render(card).tags
 
 
 def test_table_is_cut_but_counts_all(tmp_path):
-    text = make_card(FACTS, 1, [], contributed(tmp_path, ["x"] * 150), []).text
+    text = build_card(METADATA, 1, [], contributed(tmp_path, ["x"] * 150), []).text
     assert text.count("| x |") == 100 and "150 contributors; the first 100 are" in text
 
 
@@ -161,7 +161,7 @@ def test_lines_that_cannot_be_read_are_skipped(tmp_path):
 @pytest.mark.parametrize("losses", [[9.0, 4.5], [0.0, 0.0], [-1.0, -2.0], [1e9, 1.0]])
 def test_bars_of_any_losses_can_be_drawn(tmp_path, losses):
     curve = [CurvePoint(step, step, loss) for step, loss in enumerate(losses)]
-    page = render(make_card(FACTS, 1, curve, Contributors(tmp_path, "run"), []))
+    page = render(build_card(METADATA, 1, curve, Contributors(tmp_path, "run"), []))
     assert page.cells[1::3] == [f"{loss:.4f}" for loss in losses]
     assert page.cells[2::3] == ["█" * (20 if loss == max(losses) > min(losses) else 1) for loss in losses]
 
@@ -175,8 +175,8 @@ def test_snippet_loads_the_model(tmp_path, data, model_type):
     model = build_model(config, "run")
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(tmp_path)
-    facts = make_facts("me/model", "run", config)
-    card = make_card(facts, 1, [], Contributors(tmp_path, "run"), [])
+    metadata = build_card_metadata("me/model", "run", config)
+    card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), [])
     namespace: dict = {}
     exec(card.text.split("```python\n")[1].split("```")[0].replace("me/model", str(tmp_path)), namespace)
     assert type(namespace["model"]) is type(model) and len(namespace["tokenizer"]) == 500
