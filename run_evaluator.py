@@ -72,7 +72,7 @@ def evaluate(
     evaluator_args: EvaluatorArguments,
     peer_args: BaseTrainingArguments,
     dataset_args: DatasetArguments,
-    hyperparameters: HyperparameterArguments,
+    hyperparameter_args: HyperparameterArguments,
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
@@ -82,7 +82,7 @@ def evaluate(
     from lib.data.download import fetch_data
     from lib.data.loading import load_validation_data
     from lib.monitoring.evaluation import EvaluationLoop, Evaluator
-    from lib.monitoring.trackers import make_reporters
+    from lib.monitoring.trackers import build_reporters
     from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, get_objective, load_config, load_tokenizer
     from lib.training.observer import open_observer
@@ -110,9 +110,11 @@ def evaluate(
         logger.info(f"This evaluator is {peer.dht.peer_id}")
         stack.enter_context(supervise({"DHT": peer.dht}, seconds=12.0, exit_code=0))
         averager = stack.enter_context(
-            open_observer(model, peer, peer_args.run_id, hyperparameters, evaluator_args.load_state_timeout)
+            open_observer(model, peer, peer_args.run_id, hyperparameter_args, evaluator_args.load_state_timeout)
         )
-        reporter = make_reporters(output_dir, peer_args.run_id, evaluator_args.report_to, evaluator_args.wandb_project)
+        reporter = build_reporters(
+            output_dir, peer_args.run_id, evaluator_args.report_to, evaluator_args.wandb_project
+        )
         stack.callback(reporter.close)
         loop = EvaluationLoop(
             peer,

@@ -54,7 +54,7 @@ def train(
         choose_devices,
         find_checkpoint,
     )
-    from lib.training.model import enable_gradient_checkpointing, load_config, load_tokenizer, make_model
+    from lib.training.model import build_trainer_model, enable_gradient_checkpointing, load_config, load_tokenizer
     from lib.training.optimizer import build_optimizer
     from lib.training.session import TrainingSession
 
@@ -66,7 +66,7 @@ def train(
     tokenizer = load_tokenizer(dataset_args.tokenizer_path)
     config = load_config(dataset_args, tokenizer)
     dataset, collator = load_training_data(dataset_args, training_args, tokenizer, config)
-    model = make_model(config, dataset_args, collaboration_args.run_id).to(device)
+    model = build_trainer_model(config, dataset_args, collaboration_args.run_id).to(device)
     if training_args.gradient_checkpointing:
         enable_gradient_checkpointing(model)
 

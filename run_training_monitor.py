@@ -123,7 +123,7 @@ def monitor(
     monitor_args: TrainingMonitorArguments,
     peer_args: BaseTrainingArguments,
     model_args: ModelArguments,
-    hyperparameters: HyperparameterArguments,
+    hyperparameter_args: HyperparameterArguments,
     optimizer_args: OptimizerArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
@@ -138,7 +138,7 @@ def monitor(
     from lib.monitoring.contributors import Contributors
     from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
-    from lib.monitoring.trackers import make_reporters
+    from lib.monitoring.trackers import build_reporters
     from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, load_config, load_tokenizer
@@ -171,7 +171,7 @@ def monitor(
         if args.store_checkpoints:
             model = build_model(config, run_id)
             averager = stack.enter_context(
-                open_observer(model, peer, run_id, hyperparameters, optimizer_args.load_state_timeout)
+                open_observer(model, peer, run_id, hyperparameter_args, optimizer_args.load_state_timeout)
             )
             keeper = CheckpointKeeper(
                 averager,
@@ -206,7 +206,7 @@ def monitor(
                     build_model(config, run_id),
                     auxiliary_args,
                     output_dir / "assistant",
-                    hyperparameters,
+                    hyperparameter_args,
                     optimizer_args,
                     averager_args,
                     tracker_args,
@@ -232,7 +232,7 @@ def monitor(
                 args.upload_training_state,
             )
             stack.callback(uploader.close)
-        reporter = make_reporters(output_dir, run_id, args.report_to, args.wandb_project)
+        reporter = build_reporters(output_dir, run_id, args.report_to, args.wandb_project)
         stack.callback(reporter.close)
         aggregator = MetricsAggregator(
             reporter.last_step(),

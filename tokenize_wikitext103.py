@@ -170,7 +170,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
         source = open_source(args)
         corpus = read_corpus(source, work, args.validation_share, args.seed)
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
-        tokenizer, tokenizer_folder = make_tokenizer(args, corpus["train"], stack)
+        tokenizer, tokenizer_folder = build_tokenizer(args, corpus["train"], stack)
 
         config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
         arrow_files = {split: work / f"{split}_samples.arrow" for split in SPLITS}
@@ -208,7 +208,7 @@ def find_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
     return load_tokenizer(name, "--tokenizer", remedy, use_hub=True, cache_dir=cache_dir)
 
 
-def make_tokenizer(
+def build_tokenizer(
     args: TokenizationArguments, documents: Documents, stack: contextlib.ExitStack
 ) -> tuple[PreTrainedTokenizerBase, Path]:
     """Train or load the tokenizer, and save it unless it is there already.

@@ -324,7 +324,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         own_statistics = list(nested_flatten(own["state"]))
         statistics = values[len(values) - len(own_statistics) :]  # the keys are sorted: "param_groups" come first
         for value, own_value in zip(statistics, own_statistics, strict=True):
-            _check_statistic(value, own_value)
+            _check_optimizer_value(value, own_value)
         return {"state": nested_pack(statistics, own["state"]), "param_groups": own["param_groups"]}
 
     def _check_entries(self, metadata: dict) -> list[dict]:
@@ -352,7 +352,7 @@ def _spec_of(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), frozenset({str(tensor.dtype).removeprefix("torch.")}))
 
 
-def _check_statistic(value: object, own_value: object) -> None:
+def _check_optimizer_value(value: object, own_value: object) -> None:
     """Check that a donor's optimizer statistic has this peer's shape and is finite.
 
     Scalars may be tensors or numbers. They are counts and norms: a negative step count would make the next update NaN.

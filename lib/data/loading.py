@@ -139,7 +139,7 @@ class CausalCollator:
         return batch
 
 
-def make_collator(
+def build_collator(
     objective: str, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, pad_to_multiple_of: int = 8
 ) -> Callable[[list[dict]], BatchEncoding]:
     """Build a collator: it pads samples to a batch and, for masked LM, selects the tokens to predict.
@@ -180,7 +180,7 @@ def load_training_data(
             f"--dataset_path: '{dataset_args.dataset_path}' has {len(dataset)} samples to train on, fewer than "
             f"--per_device_train_batch_size {training_args.per_device_train_batch_size}"
         )
-    return dataset, make_collator(manifest.objective, tokenizer, training_args.mlm_probability)
+    return dataset, build_collator(manifest.objective, tokenizer, training_args.mlm_probability)
 
 
 def load_validation_data(
@@ -192,7 +192,7 @@ def load_validation_data(
     """Load the validation samples, and build their collator; see `load_training_data`."""
     manifest = _load_manifest(dataset_args, tokenizer, config)
     dataset = load_datasets(dataset_args.dataset_path)["validation"]
-    return dataset, make_collator(manifest.objective, tokenizer, mlm_probability)
+    return dataset, build_collator(manifest.objective, tokenizer, mlm_probability)
 
 
 def _load_manifest(

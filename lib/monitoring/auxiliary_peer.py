@@ -91,7 +91,7 @@ def open_auxiliary_peer(
     model: torch.nn.Module,
     peer_args: BaseTrainingArguments,
     folder: Path,
-    hyperparameters: HyperparameterArguments,
+    hyperparameter_args: HyperparameterArguments,
     optimizer_args: OptimizerArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
@@ -106,7 +106,7 @@ def open_auxiliary_peer(
         peer = start_peer(peer_args, folder / "identity.key", client_mode=False, should_stop=stop.event)
         stack.callback(peer.dht.shutdown)
         tracker, averager = build_auxiliary(
-            model, peer, peer_args.run_id, hyperparameters, optimizer_args, averager_args, tracker_args
+            model, peer, peer_args.run_id, hyperparameter_args, optimizer_args, averager_args, tracker_args
         )
         stack.callback(averager.shutdown)
         children = {"assistant's DHT": peer.dht, "assistant's averager": averager}

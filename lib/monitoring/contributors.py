@@ -108,7 +108,7 @@ class Contributors:
         self._contributors = {contributor.key: contributor for contributor in contributors}
 
 
-def make_curves(contributors: Contributors, number: int = 10) -> dict[str, int]:
+def build_curves(contributors: Contributors, number: int = 10) -> dict[str, int]:
     """Return the samples of the top contributors, under metric names that every dashboard accepts."""
     leaders = contributors.top(number)
     names = [re.sub(r"[^\w -]", "_", leader.name) for leader in leaders]

@@ -11,7 +11,7 @@ import utils
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport, parse_usernames
-from lib.monitoring.contributors import Contributors, format_leaderboard, make_curves
+from lib.monitoring.contributors import Contributors, build_curves, format_leaderboard
 from lib.monitoring.hub_upload import HubUploader
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
@@ -192,7 +192,7 @@ class TrainingMonitor:
             return {}
         self._leaders_shown_at = step
         logger.info(format_leaderboard(self.contributors))
-        return make_curves(self.contributors)
+        return build_curves(self.contributors)
 
     def _report_evaluations(self) -> None:
         """Report evaluations published since the last refresh. Those of steps not reported yet are postponed."""

@@ -29,7 +29,7 @@ MAX_WAITING_LINES = 100_000  # about 20 MB; a run has 125 000 steps
 _BLOCK = 64 * 1024
 
 
-def make_reporters(
+def build_reporters(
     output_dir: Path, run_id: str, report_to: str = "none", wandb_project: str | None = None
 ) -> "Reporters":
     """The files in the output folder, and the dashboard that --report_to asks for.

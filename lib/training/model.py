@@ -104,7 +104,7 @@ def get_model_class(config: PretrainedConfig) -> type:
     return getattr(transformers, OBJECTIVES[get_objective(config)].model_class)
 
 
-def make_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
+def build_trainer_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
     """Build the model that a trainer begins with, from scratch or from pretrained weights."""
     return load_pretrained_model(config, args, run_id) if args.from_pretrained else build_model(config, run_id)
 

@@ -17,14 +17,14 @@ def open_observer(
     model: torch.nn.Module,
     peer: Peer,
     run_id: str,
-    hyperparameters: HyperparameterArguments,
+    hyperparameter_args: HyperparameterArguments,
     load_state_timeout: float,
 ) -> Iterator[TrainingStateAverager]:
     """Open an averager that downloads the trainers' state into `model`. Call this in the main thread.
 
     :param load_state_timeout: seconds that a download may take
     """
-    averager = build_state_averager(model, peer, run_id, hyperparameters, load_state_timeout)
+    averager = build_state_averager(model, peer, run_id, hyperparameter_args, load_state_timeout)
     try:
         with supervise({"averager": averager}, seconds=12.0, exit_code=0):
             yield averager

@@ -50,7 +50,7 @@ COMPRESSIONS: dict[str, type[CompressionBase]] = {
 }
 
 
-class AdamW(torch.optim.AdamW):
+class PortableAdamW(torch.optim.AdamW):
     """torch's AdamW with the step count as a Python integer in the state dict.
 
     torch keeps the count in a float32 tensor, which hivemind compresses like any other tensor of the state: in float16
@@ -64,7 +64,7 @@ class AdamW(torch.optim.AdamW):
         return state_dict
 
 
-def make_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+def build_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     """Build two parameter groups: weights with weight decay, and biases and norms without."""
     decayed = set(get_parameter_names(model, _NO_DECAY_CLASSES, _NO_DECAY_NAMES))
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -74,11 +74,11 @@ def make_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]
     ]
 
 
-def make_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
+def build_local_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
     """Build the local optimizer that `args.optimizer` names, with statistics of zero.
 
-    Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see `AdamW`, and
-    scalar statistics that are finite and not negative.
+    Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see
+    `PortableAdamW`, and scalar statistics that are finite and not negative.
 
     LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
@@ -93,14 +93,14 @@ def make_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> t
     if args.optimizer == "lamb":
         optimizer = Lamb(param_groups, **common, clamp_value=args.clamp_value, debias=False)
     elif args.optimizer == "adamw":
-        optimizer = AdamW(param_groups, **common)
+        optimizer = PortableAdamW(param_groups, **common)
     else:
         raise ValueError(f"unknown optimizer: {args.optimizer}")
-    initialize_statistics(optimizer)
+    initialize_optimizer_state(optimizer)
     return optimizer
 
 
-def initialize_statistics(optimizer: torch.optim.Optimizer) -> None:
+def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the optimizer statistics without changing a weight.
 
     hivemind would take a step with zero gradients at the full learning rate at each start of a peer.
@@ -120,7 +120,7 @@ def initialize_statistics(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state[parameter]["step"] *= 0  # an integer in LAMB, a tensor in AdamW
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
+def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
     """Build the learning-rate schedule: linear warm-up and linear decay over global steps."""
     return get_linear_schedule_with_warmup(
         optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=args.total_steps
@@ -155,9 +155,9 @@ def build_optimizer(
         run_id=args.run_id,
         target_batch_size=target_batch_size,
         batch_size_per_step=batch_size_per_step,
-        params=make_param_groups(model, training_args.weight_decay),
-        optimizer=partial(make_optimizer, args=training_args),
-        scheduler=partial(make_scheduler, args=training_args),
+        params=build_param_groups(model, training_args.weight_decay),
+        optimizer=partial(build_local_optimizer, args=training_args),
+        scheduler=partial(build_scheduler, args=training_args),
         offload_optimizer=True,
         delay_grad_averaging=args.delay_grad_averaging,
         delay_optimizer_step=args.delay_optimizer_step,
@@ -176,7 +176,7 @@ def build_optimizer(
             "parameter_step": PARAMETER_STEPS * training_args.learning_rate,
         },
         state_opts={
-            "initialize_optimizer": False,  # see initialize_statistics
+            "initialize_optimizer": False,  # see initialize_optimizer_state
             "download_timeout": args.load_state_timeout,
             "donor_timeout": args.averaging_timeout,
         },
@@ -189,7 +189,7 @@ def build_auxiliary(
     model: torch.nn.Module,
     peer: Peer,
     run_id: str,
-    hyperparameters: HyperparameterArguments,
+    hyperparameter_args: HyperparameterArguments,
     optimizer_args: OptimizerArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
@@ -211,7 +211,7 @@ def build_auxiliary(
         performance_ema_alpha=tracker_args.performance_ema_alpha,
         **_tracker_options(tracker_args),
     )
-    groups = make_param_groups(model, hyperparameters.weight_decay)
+    groups = build_param_groups(model, hyperparameter_args.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     averager = RoundAverager(
         parameters,
@@ -227,7 +227,7 @@ def build_auxiliary(
         max_weight=max_weight(args.target_batch_size),
         target_group_size=averager_args.target_group_size,
         bandwidth=args.bandwidth,
-        parameter_step=PARAMETER_STEPS * hyperparameters.learning_rate,
+        parameter_step=PARAMETER_STEPS * hyperparameter_args.learning_rate,
         **_averaging_compressions(args),
     )
     return tracker, averager
@@ -278,10 +278,10 @@ def build_state_averager(
     return TrainingStateAverager(
         dht=peer.dht,
         prefix=f"{run_id}_state_averager",
-        params=make_param_groups(model, training_args.weight_decay),
-        optimizer=partial(make_optimizer, args=training_args),
-        scheduler=partial(make_scheduler, args=training_args),
-        initialize_optimizer=False,  # see initialize_statistics
+        params=build_param_groups(model, training_args.weight_decay),
+        optimizer=partial(build_local_optimizer, args=training_args),
+        scheduler=partial(build_scheduler, args=training_args),
+        initialize_optimizer=False,  # see initialize_optimizer_state
         offload_optimizer=False,
         allow_state_sharing=False,
         download_timeout=download_timeout,

@@ -31,7 +31,7 @@ from lib.averaging.download import StateDownload, StateQuery, TooSlowError, rank
 from lib.averaging.schedule import set_schedule
 from lib.averaging.state import StateLoadError, TrainingStateAverager
 from lib.training.model import build_model
-from lib.training.optimizer import COMPRESSIONS, make_optimizer, make_param_groups, make_scheduler
+from lib.training.optimizer import COMPRESSIONS, build_local_optimizer, build_param_groups, build_scheduler
 from tests.support.peers import TINY_ALBERT, local_peer, wait_until
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
@@ -56,9 +56,9 @@ def build_averager(
     return averager_class(
         dht=peer.dht,
         prefix="run_state_averager",
-        params=make_param_groups(model, hyperparameters.weight_decay),
-        optimizer=partial(make_optimizer, args=hyperparameters),
-        scheduler=partial(make_scheduler, args=hyperparameters),
+        params=build_param_groups(model, hyperparameters.weight_decay),
+        optimizer=partial(build_local_optimizer, args=hyperparameters),
+        scheduler=partial(build_scheduler, args=hyperparameters),
         initialize_optimizer=False,
         offload_optimizer=offload_optimizer,
         custom_gradients=offload_optimizer,
@@ -161,7 +161,7 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def build_schedule():
     args = arguments(warmup_steps=10, total_steps=50)
-    return make_scheduler(make_optimizer(make_param_groups(torch.nn.Linear(2, 2), 0.0), args), args)
+    return build_scheduler(build_local_optimizer(build_param_groups(torch.nn.Linear(2, 2), 0.0), args), args)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -205,8 +205,8 @@ def test_updates_are_those_of_one_process(swarm, optimizer, are_averaged):
     """With `are_averaged`, each update starts from the averaged parameters of a group."""
     args = arguments(optimizer=optimizer, warmup_steps=2, total_steps=5)
     averager = swarm.add(hyperparameters=args)
-    alone = make_optimizer(make_param_groups(build_model(CONFIG, "run"), args.weight_decay), args)
-    scheduler = make_scheduler(alone, args)
+    alone = build_local_optimizer(build_param_groups(build_model(CONFIG, "run"), args.weight_decay), args)
+    scheduler = build_scheduler(alone, args)
     own = [parameter for group in alone.param_groups for parameter in group["params"]]
     start = flat(own)
     for epoch in (1, 2, 3, 4):

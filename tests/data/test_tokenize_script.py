@@ -27,7 +27,7 @@ from lib.common.errors import UserError, describe
 from lib.data import corpus
 from lib.data import packing as preprocessing
 from lib.data.archive import write_archive
-from lib.data.loading import Manifest, load_datasets, load_training_data, make_collator, tokenizer_sha256
+from lib.data.loading import Manifest, build_collator, load_datasets, load_training_data, tokenizer_sha256
 from lib.data.packing import SCHEMAS
 from lib.data.tokenizers import train_tokenizer
 from tests.support.peers import ROOT
@@ -106,7 +106,7 @@ def test_each_model_family(tmp_path, objective, kind, tokenizer_class, special_i
         assert splits[split].features.arrow_schema.remove_metadata() == SCHEMAS[objective]
         assert len(splits[split]) == manifest.splits[split]["instances"]
         assert max(map(len, splits[split]["input_ids"])) == 64
-    batch = make_collator(objective, tokenizer)([splits["train"][i] for i in range(4)])
+    batch = build_collator(objective, tokenizer)([splits["train"][i] for i in range(4)])
     assert {tuple(value.shape) for value in batch.values()} <= {(4, 64), (4,)}
     assert {value.dtype for value in batch.values()} == {torch.int64}
     assert os.listdir(tmp_path / "cache") == []  # temporary files are removed
@@ -289,7 +289,7 @@ def test_collator_masks_text_only(prepared):
     train = load_datasets(prepared / "dataset")["train"]
     samples = sorted(train, key=lambda sample: len(sample["input_ids"]))  # short ones first, for padding
     torch.manual_seed(0)
-    batch = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(samples)
+    batch = build_collator("mlm_sop", tokenizer, mlm_probability=0.15)(samples)
     assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels", "sentence_order_label"}
     assert batch["input_ids"].shape == (len(train), 64)
     assert batch["sentence_order_label"].tolist() == [sample["sentence_order_label"] for sample in samples]
@@ -311,7 +311,7 @@ def test_collator_masks_text_only(prepared):
     )
 
     torch.manual_seed(0)
-    again = make_collator("mlm_sop", tokenizer, mlm_probability=0.15)(samples)
+    again = build_collator("mlm_sop", tokenizer, mlm_probability=0.15)(samples)
     assert torch.equal(batch["input_ids"], again["input_ids"])
 
 
@@ -319,7 +319,7 @@ def test_causal_collator_teaches_the_end_of_text():
     tokenizer = train_tokenizer(["a b c d e f " * 20], "bpe", "clm", 260, 64)
     tokenizer.pad_token = None  # as for GPT-2's published tokenizer
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 6, 0, 7], [8, 0])]
-    batch = make_collator("clm", tokenizer)(samples)
+    batch = build_collator("clm", tokenizer)(samples)
     assert batch["labels"].tolist() == [[5, 6, 0, 7, *[-100] * 4], [8, 0, *[-100] * 6]]
     assert batch["attention_mask"].sum().item() == 6
 
@@ -332,7 +332,7 @@ def test_loss_of_a_fresh_model(prepared):
         vocab_size=len(tokenizer), embedding_size=32, hidden_size=64, intermediate_size=128, num_attention_heads=2,
         num_hidden_layers=2, max_position_embeddings=64,
     )  # fmt: skip
-    batch = make_collator("mlm_sop", tokenizer)([train[i] for i in range(64)])
+    batch = build_collator("mlm_sop", tokenizer)([train[i] for i in range(64)])
     loss = AlbertForPreTraining(config).eval()(**batch).loss.item()
     assert loss == pytest.approx(math.log(len(tokenizer)) + math.log(2), rel=0.03)
 

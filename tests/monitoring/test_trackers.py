@@ -25,7 +25,7 @@ from lib.monitoring import dashboards
 from lib.monitoring import trackers as reporting
 from lib.monitoring.aggregation import StepReport
 from lib.monitoring.dashboards import Dashboard, build_tracker
-from lib.monitoring.trackers import MetricsFile, Reporters, make_reporters, to_record
+from lib.monitoring.trackers import MetricsFile, Reporters, build_reporters, to_record
 from run_training_monitor import TrainingMonitorArguments
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ if dashboard == "wandb":
     import wandb  # takes seconds, which are not to count
 started = time.monotonic()
 dashboards.CONNECT_TIMEOUT = dashboards.FINISH_TIMEOUT = 2.0
-reporters = reporting.make_reporters(Path(folder), "my run", dashboard)
+reporters = reporting.build_reporters(Path(folder), "my run", dashboard)
 print("DASHBOARD", reporters.dashboard.tracker.name)
 for step in range(first, last + 1):
     loss = None if step == 1 else 10.0 - step
@@ -368,7 +368,7 @@ def test_dashboard_that_is_not_installed_is_one_warning(tmp_path, monkeypatch, c
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    reporters = make_reporters(tmp_path, "run", name)
+    reporters = build_reporters(tmp_path, "run", name)
     reporters.report(make_report(1))
     reporters.close()
     assert steps_in(tmp_path) == [1]
@@ -376,7 +376,7 @@ def test_dashboard_that_is_not_installed_is_one_warning(tmp_path, monkeypatch, c
 
 
 def test_none_needs_no_dashboard(tmp_path):
-    reporters = make_reporters(tmp_path, "run")
+    reporters = build_reporters(tmp_path, "run")
     assert reporters.dashboard is None
     reporters.report(make_report(1), {"validation loss": 2.0})
     reporters.close()
@@ -501,7 +501,7 @@ def hanging_trackio(tmp_path, monkeypatch):
 
 
 def test_trackio_that_hangs_does_not_hold_up_the_monitor(tmp_path, hanging_trackio):
-    reporters = make_reporters(tmp_path, "run", "trackio")
+    reporters = build_reporters(tmp_path, "run", "trackio")
     reporters.report(make_report(1))
     assert hanging_trackio.logged == []
     hanging_trackio.answer.set()
@@ -513,7 +513,7 @@ def test_trackio_that_hangs_does_not_hold_up_the_monitor(tmp_path, hanging_track
 
 
 def test_trackio_that_never_starts_is_one_warning(tmp_path, hanging_trackio, caplog):
-    reporters = make_reporters(tmp_path, "run", "trackio")
+    reporters = build_reporters(tmp_path, "run", "trackio")
     reporters.report(make_report(1))
     reporters.close()
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lib.common.errors import ORGANISER_MODULES, UserError
-from lib.monitoring.trackers import make_reporters
+from lib.monitoring.trackers import build_reporters
 from tests.support.peers import ROOT
 
 INSTALL = "pip install -r requirements-organiser.txt"
@@ -76,7 +76,7 @@ def test_missing_package_is_one_line_with_the_command(tmp_path, script, flags, m
 def test_missing_dashboard_is_a_warning_with_the_command(tmp_path, monkeypatch, caplog, name):
     monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level(logging.WARNING):
-        make_reporters(tmp_path, "r", name).close()
+        build_reporters(tmp_path, "r", name).close()
     assert f"{name} is not installed: {INSTALL}" in caplog.text
 
 

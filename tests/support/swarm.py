@@ -17,7 +17,7 @@ from lib.averaging.rounds import RoundAverager, clip_norm
 from lib.monitoring.auxiliary_peer import AuxiliaryPeer
 from lib.peer.peer import Peer
 from lib.training.model import build_model
-from lib.training.optimizer import build_auxiliary, make_optimizer, make_param_groups, make_scheduler
+from lib.training.optimizer import build_auxiliary, build_local_optimizer, build_param_groups, build_scheduler
 from tests.support.fakes import make_batch
 from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer, wait_until
 
@@ -60,7 +60,7 @@ def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the parameters in the optimizer's order."""
-    return [parameter for group in make_param_groups(model, 0.01) for parameter in group["params"]]
+    return [parameter for group in build_param_groups(model, 0.01) for parameter in group["params"]]
 
 
 class Trainer:
@@ -341,8 +341,8 @@ class Replay:
         self.max_grad_norm = max_grad_norm
         self.model = build_model(CONFIG, "run")
         args = HyperparameterArguments(**{**HYPERPARAMETERS, **hyperparameters})
-        self.optimizer = make_optimizer(make_param_groups(self.model, args.weight_decay), args)
-        self.scheduler = make_scheduler(self.optimizer, args)
+        self.optimizer = build_local_optimizer(build_param_groups(self.model, args.weight_decay), args)
+        self.scheduler = build_scheduler(self.optimizer, args)
         # The parameters after each step
         self.versions = [[parameter.detach().clone() for parameter in parameters_of(self.model)]]
         self.norms: list[float] = []  # of the contributions, before clipping

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from arguments import ModelArguments
 from lib.common.errors import UserError
 from lib.training.checkpoints import list_checkpoints
-from lib.training.model import build_model, load_config, load_tokenizer, make_model
+from lib.training.model import build_model, build_trainer_model, load_config, load_tokenizer
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
 
 # model type -> objective, kind of tokenizer, class that loads its checkpoint
@@ -92,7 +92,7 @@ def test_pretrained_weights_are_loaded(data, pretrained):
     )
     config = load_config(args, load_tokenizer(args.tokenizer_path))
     expected = build_model(config, "another run").state_dict()
-    loaded = make_model(config, args, "run").state_dict()
+    loaded = build_trainer_model(config, args, "run").state_dict()
     assert all(loaded[name].equal(expected[name]) for name in expected)
 
 
@@ -103,7 +103,7 @@ def test_layers_without_pretrained_weights_are_the_same_on_each_peer(data, pretr
         model_name_or_path=str(tmp_path / "mlm"), tokenizer_path=str(data / "tokenizer"), from_pretrained=True
     )
     config = load_config(args, load_tokenizer(args.tokenizer_path))
-    one, two, other = (make_model(config, args, run).state_dict() for run in ("run", "run", "other"))
+    one, two, other = (build_trainer_model(config, args, run).state_dict() for run in ("run", "run", "other"))
     head = [name for name in one if "sop_classifier" in name and one[name].ndim > 1]
     assert head and all(one[name].equal(two[name]) for name in one)
     assert not any(one[name].equal(other[name]) for name in head)
@@ -114,7 +114,7 @@ def test_pretrained_weights_that_do_not_fit(data, pretrained, tmp_path):
     tokenizer = load_tokenizer(tokenizer_path)
     args = ModelArguments(model_name_or_path=str(data / "config.json"), from_pretrained=True)
     with pytest.raises(UserError, match="is a configuration"):
-        make_model(load_config(ModelArguments(str(data / "config.json")), tokenizer), args, "run")
+        build_trainer_model(load_config(ModelArguments(str(data / "config.json")), tokenizer), args, "run")
     fields = json.loads((pretrained / "config.json").read_text())
     (pretrained / "config.json").write_text(json.dumps(fields | {"vocab_size": 100}))
     with pytest.raises(UserError, match=r"a vocabulary of 100, the tokenizer of 500: prepare the data with"):
@@ -122,4 +122,4 @@ def test_pretrained_weights_that_do_not_fit(data, pretrained, tmp_path):
     (pretrained / "config.json").write_text(json.dumps(fields | {"hidden_size": 64}))
     args = ModelArguments(model_name_or_path=str(pretrained), from_pretrained=True)
     with pytest.raises(UserError, match="no weights that fit"):
-        make_model(load_config(args, tokenizer), args, "run")
+        build_trainer_model(load_config(args, tokenizer), args, "run")

@@ -8,7 +8,12 @@ from transformers import AlbertConfig, AlbertForPreTraining, AutoConfig
 
 from arguments import HyperparameterArguments
 from lib.training.model import build_model, enable_gradient_checkpointing
-from lib.training.optimizer import initialize_statistics, make_optimizer, make_param_groups, make_scheduler
+from lib.training.optimizer import (
+    build_local_optimizer,
+    build_param_groups,
+    build_scheduler,
+    initialize_optimizer_state,
+)
 from tests.support.fakes import make_batch
 from tests.support.peers import TINY_ALBERT, TINY_CONFIGS
 
@@ -65,7 +70,7 @@ def test_gradient_checkpointing_computes_again_and_the_same(family):
 def test_weight_decay_skips_each_bias_and_each_norm(config):
     model = build_model(config, "run")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, not_decayed = ([names[id(p)] for p in group["params"]] for group in make_param_groups(model, 0.01))
+    decayed, not_decayed = ([names[id(p)] for p in group["params"]] for group in build_param_groups(model, 0.01))
     assert len(decayed) + len(not_decayed) == len(names)
     assert any("full_layer_layer_norm" in name for name in not_decayed)
     for name in names.values():
@@ -83,7 +88,7 @@ def test_lamb_takes_the_step_of_its_paper():
 
     parameter = torch.nn.Parameter(weights.clone())
     args = HyperparameterArguments(learning_rate=learning_rate, weight_decay=decay)
-    optimizer = make_optimizer([{"params": [parameter], "weight_decay": decay}], args)
+    optimizer = build_local_optimizer([{"params": [parameter], "weight_decay": decay}], args)
     parameter.grad = gradient
     optimizer.step()
     assert torch.allclose(parameter.detach().double(), expected, rtol=1e-6)
@@ -96,13 +101,13 @@ def test_initializing_the_optimizer_moves_nothing(config, name):
     model = AlbertForPreTraining(config)
     before = [parameter.clone() for parameter in model.parameters()]
     args = HyperparameterArguments(learning_rate=0.5, optimizer=name)
-    optimizer = make_optimizer(make_param_groups(model, 0.1), args)
+    optimizer = build_local_optimizer(build_param_groups(model, 0.1), args)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert len(optimizer.state) == len(before), "hivemind would take a step to fill it"
     assert all(state["step"] == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     assert all(parameter.grad is None for parameter in model.parameters())
-    initialize_statistics(optimizer)  # a second call changes nothing either
+    initialize_optimizer_state(optimizer)  # a second call changes nothing either
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
@@ -110,7 +115,7 @@ def test_adamw_is_torchs_and_its_steps_survive_compression():
     """hivemind sends tensors in float16, in which step 2049 is 2048 and step 70,000 infinity."""
     args = HyperparameterArguments(optimizer="adamw", learning_rate=0.1, weight_decay=0.01)
     ours, theirs = (torch.nn.Parameter(torch.tensor([3.0, -4.0])) for _ in range(2))
-    optimizer = make_optimizer([{"params": [ours]}], args)
+    optimizer = build_local_optimizer([{"params": [ours]}], args)
     reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01)
 
     def step_both(gradient):
@@ -132,8 +137,8 @@ def test_adamw_is_torchs_and_its_steps_survive_compression():
 def test_learning_rate_warms_up_and_decays_by_global_step():
     parameter = torch.nn.Parameter(torch.ones(1))
     args = HyperparameterArguments(learning_rate=1.0, warmup_steps=2, total_steps=6)
-    optimizer = make_optimizer([{"params": [parameter], "weight_decay": 0.0}], args)
-    scheduler, rates = make_scheduler(optimizer, args), []
+    optimizer = build_local_optimizer([{"params": [parameter], "weight_decay": 0.0}], args)
+    scheduler, rates = build_scheduler(optimizer, args), []
     for _ in range(7):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()

@@ -20,7 +20,7 @@ from lib.training.hf_trainer import (
     find_checkpoint,
 )
 from lib.training.model import build_model
-from lib.training.optimizer import make_param_groups
+from lib.training.optimizer import build_param_groups
 from lib.training.session import TrainingSession
 from tests.support.fakes import FakeTokenizer, collate, make_batch
 from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer
@@ -158,7 +158,7 @@ def write_old_checkpoint(folder: Path, is_custom: bool) -> tuple[dict[str, torch
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.add_(0.01 * (number + 1))
-    groups = [group["params"] for group in make_param_groups(model, 0.01)]
+    groups = [group["params"] for group in build_param_groups(model, 0.01)]
     parameters = [parameter.detach().clone() for group in groups for parameter in group]
     statistics = [make_old_values(number, parameter) for number, parameter in enumerate(parameters)]
     options = {"betas": (0.9, 0.999), "eps": 1e-6, "initial_lr": 0.01, "lr": 0.00993}
