@@ -245,7 +245,7 @@ class OptimizerArguments:
     )
     bandwidth: float = field(
         default=100.0,
-        metadata={"help": "Network bandwidth of this peer in Mbit/s (decides its share of the work in all-reduce)"},
+        metadata={"help": "Network bandwidth of this peer in Mbit/s (decides its fraction of the work in all-reduce)"},
     )
     averaging_timeout: float = field(
         default=60.0, metadata={"help": "Give up on an averaging step after this many seconds"}
@@ -458,7 +458,7 @@ class LocalTrainingArguments(HyperparameterArguments):
         default=1.0,
         metadata={"help": "Bound on the norm of the gradient that this peer contributes to a global step; 0: none"},
     )
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens to predict in masked LM"})
+    mlm_probability: float = field(default=0.15, metadata={"help": "Fraction of tokens to predict in masked LM"})
     fp16: bool = field(default=False, metadata={"help": "Mixed precision with float16 (GPU only)"})
     bf16: bool = field(default=False, metadata={"help": "Mixed precision with bfloat16"})
     fp32: bool = field(

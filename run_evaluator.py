@@ -39,7 +39,7 @@ class EvaluatorArguments(ReportingArguments):
         default=None, metadata={"help": "Evaluate the first so many samples of the split 'validation'. Default: all"}
     )
     mlm_probability: float = field(
-        default=0.15, metadata={"help": "Share of tokens to predict in masked LM; the same ones each time"}
+        default=0.15, metadata={"help": "Fraction of tokens to predict in masked LM; the same ones each time"}
     )
     use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU"})
     refresh_period: float = field(default=10, metadata={"help": "Seconds between two looks at the trainers' metrics"})

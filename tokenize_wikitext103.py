@@ -66,14 +66,15 @@ class TokenizationArguments:
         },
     )
     validation_file: str | None = field(
-        default=None, metadata={"help": "A text file for validation. Default: a share of the documents is held out"}
+        default=None, metadata={"help": "A text file for validation. Default: a fraction of the documents is held out"}
     )
     sample: bool = field(
         default=False,
         metadata={"help": "Use the text that every Python carries (the topics of its documentation): no download"},
     )
-    validation_share: float = field(
-        default=0.05, metadata={"help": "Share of the documents that is held out where the source has no validation"}
+    validation_fraction: float = field(
+        default=0.05,
+        metadata={"help": "Fraction of the documents that is held out where the source has no validation"},
     )
     tokenizer: str = field(
         default="albert-large-v2", metadata={"help": "Tokenizer: a name on the Hugging Face Hub or a local folder"}
@@ -123,7 +124,10 @@ class TokenizationArguments:
         require_not_negative(self, "seed")
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
-        require(0 < self.validation_share < 1, f"--validation_share must be between 0 and 1: {self.validation_share}")
+        require(
+            0 < self.validation_fraction < 1,
+            f"--validation_fraction must be between 0 and 1: {self.validation_fraction}",
+        )
         require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")
         require(
             self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"
@@ -168,7 +172,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
         dataset_folder = stack.enter_context(new_folder(output_path, "--output_path", args.overwrite, DATASET_FILES))
         work = stack.enter_context(temporary_folder(Path(args.cache_dir or output_path.parent) / "work"))
         source = open_source(args)
-        corpus = read_corpus(source, work, args.validation_share, args.seed)
+        corpus = read_corpus(source, work, args.validation_fraction, args.seed)
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
         tokenizer, tokenizer_folder = build_tokenizer(args, corpus["train"], stack)
 

@@ -22,7 +22,7 @@ from lib.common.metrics_schema import (
 
 logger = get_logger(__name__)
 
-_Share = pydantic.confloat(strict=True, ge=0.0, le=1.0)
+_Fraction = pydantic.confloat(strict=True, ge=0.0, le=1.0)
 
 
 class MonitorStatus(pydantic.BaseModel):
@@ -66,8 +66,8 @@ class Evaluation(pydantic.BaseModel):
     samples: Count
     loss: Rate
     perplexity: Rate | None
-    mlm_accuracy: _Share | None
-    sop_accuracy: _Share | None
+    mlm_accuracy: _Fraction | None
+    sop_accuracy: _Fraction | None
 
 
 class MetricSchema(pydantic.BaseModel):

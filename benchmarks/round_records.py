@@ -187,12 +187,12 @@ class RunSummary:
         return [(after.due - before.due) / (after.step - before.step) for before, after in pairwise(self.steps)]
 
     @property
-    def complete_share(self) -> float:
-        return _share(sum(step.is_complete for step in self.steps), len(self.steps))
+    def complete_fraction(self) -> float:
+        return _ratio(sum(step.is_complete for step in self.steps), len(self.steps))
 
     @property
-    def whole_share(self) -> float:
-        return _share(sum(step.is_whole for step in self.steps), len(self.steps))
+    def whole_fraction(self) -> float:
+        return _ratio(sum(step.is_whole for step in self.steps), len(self.steps))
 
     @property
     def applied(self) -> int:
@@ -203,19 +203,19 @@ class RunSummary:
         return sum(peer.computed for peer in self.peers)
 
     @property
-    def applied_share(self) -> float:
-        return _share(self.applied, self.computed)
+    def applied_fraction(self) -> float:
+        return _ratio(self.applied, self.computed)
 
     @property
     def applied_per_second(self) -> float:
-        return _share(self.applied, self.seconds)
+        return _ratio(self.applied, self.seconds)
 
     @property
     def seconds_waited(self) -> float:
         return sum(peer.seconds_waited for peer in self.peers)
 
 
-def _share(part: float, whole: float) -> float:
+def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else float("nan")
 
 

@@ -231,11 +231,11 @@ def print_table(title: str, summary: RunSummary) -> None:
     """Print the summary of one side."""
     print(f"\n{title}: {len(summary.steps)} global steps in {summary.seconds:.0f} s")
     names = (*OUTCOMES, "absent")
-    print(f"  {'trainer':<10}{'computed':>9}{'applied':>9}{'share':>7}", end="")
+    print(f"  {'trainer':<10}{'computed':>9}{'applied':>9}{'fraction':>10}", end="")
     print("".join(f"{name:>9}" for name in names), f"{'waited':>8}{'downloads':>11}")
     for peer in summary.peers:
-        share = f"{peer.applied / peer.computed:.0%}" if peer.computed else "-"
-        print(f"  {peer.name:<10}{peer.computed:>9}{peer.applied:>9}{share:>7}", end="")
+        fraction = f"{peer.applied / peer.computed:.0%}" if peer.computed else "-"
+        print(f"  {peer.name:<10}{peer.computed:>9}{peer.applied:>9}{fraction:>10}", end="")
         print("".join(f"{peer.outcomes[name]:>9}" for name in names), end=" ")
         print(f"{peer.seconds_waited:>6.1f} s{peer.seconds_downloading:>9.1f} s")
     for step in summary.steps:
@@ -246,12 +246,12 @@ def print_table(title: str, summary: RunSummary) -> None:
 def compare(summaries: dict[str, RunSummary]) -> None:
     """Print the figures of all sides in columns; with two sides, also their ratios."""
     rows = {
-        "samples applied / computed": ("{:.3f}", lambda s: s.applied_share),
+        "samples applied / computed": ("{:.3f}", lambda s: s.applied_fraction),
         "samples applied per second": ("{:.1f}", lambda s: s.applied_per_second),
         "global step, p50 (s)": ("{:.1f}", lambda s: percentile(s.durations, 50)),
         "global step, p95 (s)": ("{:.1f}", lambda s: percentile(s.durations, 95)),
-        "complete rounds": ("{:.3f}", lambda s: s.complete_share),
-        "complete and received in full": ("{:.3f}", lambda s: s.whole_share),
+        "complete rounds": ("{:.3f}", lambda s: s.complete_fraction),
+        "complete and received in full": ("{:.3f}", lambda s: s.whole_fraction),
         "due to averaged, p50 (s)": ("{:.1f}", lambda s: percentile(s.latencies, 50)),
         "due to averaged, p95 (s)": ("{:.1f}", lambda s: percentile(s.latencies, 95)),
         "seconds waited, all trainers": ("{:.1f}", lambda s: s.seconds_waited),

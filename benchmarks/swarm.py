@@ -442,9 +442,9 @@ def print_results(results: list[Result]) -> None:
         summary = result.summary
         latency = f"{percentile(summary.latencies, 50):.1f} s, {percentile(summary.latencies, 95):.1f} s"
         print(f"{result.num_trainers:>5}{result.churn:>7.0%}{len(summary.steps):>7}", end="")
-        print(f"{percentile(summary.durations, 50):>8.1f} s{summary.complete_share:>10.0%}", end="")
+        print(f"{percentile(summary.durations, 50):>8.1f} s{summary.complete_fraction:>10.0%}", end="")
         reads = f"{percentile(result.reads, 50):.1f} s, {percentile(result.reads, 95):.1f} s"
-        print(f"{summary.whole_share:>9.0%}{latency:>26}{result.used:>7.0%}{reads:>16}", end="")
+        print(f"{summary.whole_fraction:>9.0%}{latency:>26}{result.used:>7.0%}{reads:>16}", end="")
         print("".join(f"{result.messages[name]:>8.1f}" for name in CALLS), f"{result.load:>5.1f}")
     print(f"\n{'peers':>5}{'churn':>7}  CPU ms/s, MB" + "".join(f"{part:>16}" for part in PARTS) + f"{'all':>16}")
     for result in results:

@@ -14,7 +14,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from lib.common.checks import HOST_PORT, ArgumentsError, require
 
-# Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) -> their names here.
+# Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) and versions -> their names now.
 _OLD_NAMES = {
     "--experiment_prefix": "--run_id",
     "--averaging_expiration": "--matchmaking_time",
@@ -24,6 +24,7 @@ _OLD_NAMES = {
     "--tokenizer": "--tokenizer_path",
     "--no_cuda": "--use_cpu",
     "--repo_url": "--repo_id",
+    "--validation_share": "--validation_fraction",
 }
 # Flags that took an endpoint in gRPC's notation, such as '[::]:*' -> the flags that take multiaddresses.
 _OLD_ENDPOINTS = {

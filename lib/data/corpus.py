@@ -93,11 +93,11 @@ def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
     return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
 
 
-def read_corpus(source: Source, folder: Path, validation_share: float, seed: int) -> dict[str, Documents]:
+def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Documents]:
     """Read the whole source.
 
     :param folder: where the files with the documents are written
-    :param validation_share: fraction of the documents that is held out if the source has no validation text
+    :param validation_fraction: fraction of the documents that is held out if the source has no validation text
     :returns: documents of the splits "train" and "validation"
     :raises UserError: if there is no text, or too little to hold out documents for validation
     """
@@ -108,7 +108,7 @@ def read_corpus(source: Source, folder: Path, validation_share: float, seed: int
             raise UserError(f"{source.name}: there is no text in its {split} part; pass a file that is not empty")
     if "validation" not in corpus:
         try:
-            train, validation = hold_out(len(corpus["train"]), validation_share, seed)
+            train, validation = hold_out(len(corpus["train"]), validation_fraction, seed)
         except ValueError:
             raise UserError(
                 f"{source.name} is a single document, none can be held out for validation: "

@@ -146,16 +146,16 @@ def split_documents(rows: Iterable[str]) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def hold_out(num_documents: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def hold_out(num_documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Select documents for validation if the source has no validation split.
 
-    :param share: fraction of the documents to select; at least one document is selected
+    :param fraction: fraction of the documents to select; at least one document is selected
     :returns: numbers of the documents for training and for validation, each in ascending order
     :raises ValueError: if there are fewer than two documents
     """
     if num_documents < 2:
         raise ValueError("at least two documents are needed to hold one out")
-    num_held_out = min(max(1, round(share * num_documents)), num_documents - 1)
+    num_held_out = min(max(1, round(fraction * num_documents)), num_documents - 1)
     generator = np.random.default_rng([seed, num_documents])
     held_out = np.sort(generator.choice(num_documents, size=num_held_out, replace=False))
     return np.setdiff1d(np.arange(num_documents), held_out), held_out

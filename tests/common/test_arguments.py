@@ -117,6 +117,12 @@ def test_old_names_are_translated_with_one_warning_each(capsys):
     assert len(warnings) == 4 and all(line.startswith("warning: --") for line in warnings)
 
 
+def test_validation_fraction_keeps_its_old_name_as_well(capsys):
+    (args,) = parse("tokenize_wikitext103.py", "--validation_share 0.2")
+    assert args.validation_fraction == 0.2
+    assert capsys.readouterr().err == "warning: --validation_share is now --validation_fraction\n"
+
+
 @pytest.mark.parametrize(
     "value", ["me/my-albert", "https://huggingface.co/me/my-albert", "https://hf.co/me/my-albert.git", "me/my-albert/"]
 )
@@ -230,7 +236,7 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("tokenize_wikitext103.py", "--sample --train_file README.md", "--sample"),
         ("tokenize_wikitext103.py", "--max_seq_length 2", "--max_seq_length"),
         ("tokenize_wikitext103.py", "--archive data.zip", "--archive"),
-        ("tokenize_wikitext103.py", "--validation_share 1", "--validation_share"),
+        ("tokenize_wikitext103.py", "--validation_fraction 1", "--validation_fraction"),
     ],
 )
 def test_wrong_use_gets_one_line_that_names_the_culprit(script, command, culprit, capsys):

@@ -110,7 +110,7 @@ def test_text_without_words_has_no_documents():
     assert list(split_documents([])) == list(split_documents(["", " \t", "\n"])) == []
 
 
-def test_hold_out_takes_a_share_and_leaves_the_rest():
+def test_hold_out_takes_a_fraction_and_leaves_the_rest():
     train, validation = hold_out(200, 0.05, seed=1)
     assert len(validation) == 10 and sorted([*train, *validation]) == list(range(200))
     assert not np.array_equal(validation, hold_out(200, 0.05, seed=2)[1])

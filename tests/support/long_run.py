@@ -59,7 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="global steps")
     parser.add_argument("--every", type=int, default=10, help="steps between two arrivals of the other trainer")
-    parser.add_argument("--warm_up", type=float, default=0.2, help="share of the steps after which nothing may grow")
+    parser.add_argument(
+        "--warm_up", type=float, default=0.2, help="fraction of the steps after which nothing may grow"
+    )
     parser.add_argument("--seconds", type=float, default=3000.0, help="give up after this time")
     args = parser.parse_args()
     guard_children()

@@ -35,7 +35,7 @@ def test_round_is_complete_if_all_live_trainers_are_in_one_group():
     assert summary.durations == [10.0, 10.0]
     assert summary.latencies == [2.0, 2.0, 2.0, 3.0, 3.0, 3.0]
     # Between the first and the last global step: 20 local steps of each trainer, and the rounds of steps 2 and 3
-    assert (summary.computed, summary.applied, summary.applied_share) == (400, 400, 1.0)
+    assert (summary.computed, summary.applied, summary.applied_fraction) == (400, 400, 1.0)
     assert summary.seconds_waited == 10.0
 
 
@@ -56,7 +56,7 @@ def test_missed_and_partial_rounds():
     two = make_peer("two", {1: make_round(1, 10.0, "one", "two", received=0.5)})
     two.rounds[2] = make_round(2, 20.0, outcome="missed")
     summary = summarize([one, two], begin=0.0, end=100.0)
-    assert (summary.complete_share, summary.whole_share) == (0.5, 0.0)
+    assert (summary.complete_fraction, summary.whole_fraction) == (0.5, 0.0)
     assert summary.applied == 100
 
 
