@@ -1,6 +1,6 @@
 """Aggregate the records that trainers publish on the DHT into one report per global step.
 
-Pure logic: no DHT, no clock, no torch. All records are written by untrusted peers.
+Pure logic: no DHT, no clock, no torch. All records are written by untrusted peers; `parsing` reads them.
 
 **Live peers.** A peer is alive if its heartbeat (its progress report) is younger than `alive_timeout`, or if its
 metrics changed within that time, unless it announced its departure. Keys with the same peer ID count as one peer: a
@@ -39,30 +39,20 @@ decide the global step, and the steps that they skip are lost. One against one, 
 
 import dataclasses
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
-from lib.common.metrics_schema import (
-    HISTORY_LENGTH,
-    MAX_COUNT,
-    MAX_NUMBER,
-    MAX_STEP,
-    InvalidValue,
-    LocalMetrics,
-    Metric,
-    describe_metrics,
-    read_real,
-    read_record,
-    read_row,
-    read_whole,
+from lib.common.metrics_schema import HISTORY_LENGTH, LocalMetrics, Metric, describe_metrics
+from lib.monitoring.parsing import (
+    Heartbeat,
+    PeerStep,
+    find_owner,
+    parse_history,
+    parse_metrics,
+    parse_progress,
+    parse_target_batch_sizes,
 )
-
-MAX_TIME = 1e12  # seconds; a heartbeat with a clock that far off is invalid
-MAX_SUBKEY_BYTES = 4096  # an RSA-2048 public key with its tag has about 400
-MAX_PEER_ID_BYTES = 128  # libp2p's have 34 to 42
 
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
 MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
@@ -72,39 +62,6 @@ MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
 # In target batches. Peers keep computing until they notice that the target is reached, and during matchmaking. No peer
 # was seen to reach four targets that way, except where a single local step exceeds the target.
 MAX_OVERSHOOT = 4
-
-_OWNER = re.compile(rb"\[owner:(.+?)\]")  # the tag of the signer's public key, see hivemind's RSASignatureValidator
-
-
-@cache
-def peer_step_class(schema: type[LocalMetrics]) -> type:
-    """Build the dataclass of one peer's report of a global step: `peer` (public key), then the metrics of `schema`."""
-    required = [("peer", bytes)]
-    optional = []
-    for metric in describe_metrics(schema):
-        kind = int if metric.is_whole else float
-        if metric.is_optional:
-            optional.append((metric.name, kind | None, None))
-        else:
-            required.append((metric.name, kind))
-    return dataclasses.make_dataclass("PeerStep", [*required, *optional], frozen=True, slots=True)
-
-
-PeerStep = peer_step_class(LocalMetrics)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerProgress:
-    """Heartbeat of a peer. With `goodbye`, the peer has left and all other fields are empty."""
-
-    peer: bytes  # public key
-    peer_id: bytes = b""
-    epoch: int = 0
-    samples_accumulated: int = 0
-    samples_per_second: float = 0.0
-    time: float = -math.inf  # seconds on the peer's own clock
-    client_mode: bool = False
-    goodbye: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,128 +86,6 @@ class StepReport:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
-def _peer_progress(peer: bytes, value: object) -> PeerProgress:
-    if value is None:
-        return PeerProgress(peer, goodbye=True)
-    if not isinstance(value, Mapping):
-        raise InvalidValue("not a dictionary")
-    peer_id, client_mode = value.get("peer_id"), value.get("client_mode")
-    if not isinstance(peer_id, bytes) or not 0 < len(peer_id) <= MAX_PEER_ID_BYTES or type(client_mode) is not bool:
-        raise InvalidValue("wrong fields")
-    return PeerProgress(
-        peer,
-        peer_id,
-        epoch=read_whole(value.get("epoch"), 0, MAX_STEP),
-        samples_accumulated=read_whole(value.get("samples_accumulated"), 0, MAX_COUNT),
-        samples_per_second=read_real(value.get("samples_per_second"), 0.0, MAX_NUMBER),
-        time=read_real(value.get("reported_at", value.get("time")), 0.0, MAX_TIME),
-        client_mode=client_mode,
-    )
-
-
-def _owner(subkey: object) -> bytes | None:
-    """Return the public key that a record is signed with; None if the subkey is not a valid one."""
-    if not isinstance(subkey, bytes) or not 0 < len(subkey) <= MAX_SUBKEY_BYTES:
-        return None
-    tagged = _OWNER.search(subkey)
-    return tagged[1] if tagged else subkey
-
-
-def _records(raw: object, refused: Counter) -> Iterator[tuple[bytes, object]]:
-    """Yield public key and value of each record that `dht.get` returned, with or without expiration times."""
-    raw = getattr(raw, "value", raw)
-    if raw is None:
-        return
-    if not isinstance(raw, Mapping):
-        refused["not a dictionary"] += 1
-        return
-    for subkey, value in raw.items():
-        peer = _owner(subkey)
-        if peer is None:
-            refused["bad subkey"] += 1
-        else:
-            yield peer, getattr(value, "value", value)
-
-
-def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tuple[list[PeerStep], Counter]:
-    """Parse the records under `{run_id}_metrics`. Never raises.
-
-    :param raw: subkey -> value, as `dht.get` returned it; a value may be a ValueWithExpiration
-    :param schema: the metrics to read
-    :returns: the valid records, and the number of invalid ones by reason
-    """
-    steps, refused = [], Counter()
-    for peer, value in _records(raw, refused):
-        try:
-            if not isinstance(value, Mapping):
-                raise InvalidValue("not a dictionary")
-            steps.append(peer_step_class(schema)(peer, *read_record(value, schema)))
-        except InvalidValue as refusal:
-            refused[str(refusal)] += 1
-    return steps, refused
-
-
-def parse_history(
-    raw: object, after_step: int = -1, schema: type[LocalMetrics] = LocalMetrics
-) -> tuple[list[PeerStep], Counter]:
-    """Parse the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
-
-    :param after_step: entries up to this step, most of a history, are skipped unread
-    """
-    steps, refused, peer_step = [], Counter(), peer_step_class(schema)
-    for peer, entries in _records(raw, refused):
-        if not isinstance(entries, (list, tuple)):
-            refused["not a list"] += 1
-            continue
-        if len(entries) > HISTORY_LENGTH:
-            refused["history too long"] += 1
-            continue
-        for entry in entries:
-            try:
-                if isinstance(entry, list | tuple) and entry and type(entry[0]) is int and 0 <= entry[0] <= after_step:
-                    continue
-                steps.append(peer_step(peer, *read_row(entry, schema)))
-            except InvalidValue as refusal:
-                refused[str(refusal)] += 1
-    return steps, refused
-
-
-def parse_progress(raw: object) -> tuple[list[PeerProgress], Counter]:
-    """Parse the heartbeats under `{run_id}_training_progress`; arguments and result as for `parse_metrics`.
-
-    Auxiliary peers are skipped: they compute no gradients.
-    """
-    heartbeats, refused = [], Counter()
-    for peer, value in _records(raw, refused):
-        if isinstance(value, Mapping) and value.get("auxiliary") is True:
-            continue
-        try:
-            heartbeats.append(_peer_progress(peer, value))
-        except InvalidValue as refusal:
-            refused[str(refusal)] += 1
-    return heartbeats, refused
-
-
-def parse_usernames(raw: object) -> dict[bytes, str]:
-    """Parse the names under `{run_id}_peers`: public key -> name, an arbitrary string that the peer chose."""
-    return {
-        peer: value["username"]
-        for peer, value in _records(raw, Counter())
-        if isinstance(value, Mapping) and isinstance(value.get("username"), str)
-    }
-
-
-def parse_target_batch_sizes(raw: object) -> dict[bytes, int]:
-    """Parse the target batch sizes under `{run_id}_peers`: public key -> samples per global step, as reported."""
-    return {
-        peer: value["target_batch_size"]
-        for peer, value in _records(raw, Counter())
-        if isinstance(value, Mapping)
-        and type(value.get("target_batch_size")) is int
-        and 1 <= value["target_batch_size"] <= MAX_COUNT
-    }
-
-
 @dataclass(slots=True)
 class _Peer:
     """State of one public key. Times are in seconds on the monitor's clock."""
@@ -260,7 +95,7 @@ class _Peer:
     present: float  # when it was last found in the DHT
     pending: dict[int, PeerStep] = field(default_factory=dict)  # steps that are not reported yet
     newest: PeerStep | None = None
-    progress: PeerProgress | None = None
+    progress: Heartbeat | None = None
     last_alive: float = -math.inf
     left: float | None = None  # when the aggregator found its goodbye
     num_steps_seen: int = 0  # steps that the peer completed while the aggregator watched
@@ -411,7 +246,7 @@ class MetricsAggregator:
         if not isinstance(raw, Mapping) or len(raw) <= self.max_peers:
             return raw
         self.refused["too many records"] += len(raw) - self.max_peers
-        known_first = sorted(raw, key=lambda subkey: _owner(subkey) not in self._peers)
+        known_first = sorted(raw, key=lambda subkey: find_owner(subkey) not in self._peers)
         return {subkey: raw[subkey] for subkey in known_first[: self.max_peers]}
 
     def _find_peer(self, key: bytes) -> _Peer | None:
@@ -424,7 +259,7 @@ class MetricsAggregator:
         peer.present = self._now
         return peer
 
-    def _note_progress(self, heartbeat: PeerProgress) -> None:
+    def _note_progress(self, heartbeat: Heartbeat) -> None:
         peer = self._find_peer(heartbeat.peer)
         if peer is None or heartbeat == peer.progress:
             return

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import utils
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
-from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport, parse_usernames
+from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from lib.monitoring.contributors import Contributors, build_curves, format_leaderboard
 from lib.monitoring.hub_upload import HubUploader
+from lib.monitoring.parsing import parse_usernames
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
 from lib.training import checkpoints

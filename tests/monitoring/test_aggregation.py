@@ -3,175 +3,38 @@
 import math
 import time
 import tracemalloc
-from collections import namedtuple
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lib.common.metrics_schema import HISTORY_LENGTH
 from lib.monitoring.aggregation import (
-    HISTORY_LENGTH,
     LONE_JUMP_FACTOR,
     MAX_JUMP,
     MAX_OVERSHOOT,
     MAX_PENDING_STEPS,
     MetricsAggregator,
-    PeerProgress,
-    PeerStep,
-    parse_history,
-    parse_metrics,
-    parse_progress,
 )
+from tests.support.dht_records import entries, heartbeat, metric, steps_of
 
-ValueWithExpiration = namedtuple("ValueWithExpiration", "value expiration_time")
 START = 1_700_000_000.0  # some DHT time
 SETTLE = 30.0
 ALIVE = 120.0
-
-
-def metric(step, loss=10.0, mini_steps=2, samples=32, speed=1.5):
-    return {"step": step, "samples_per_second": speed, "samples_accumulated": samples, "loss": loss,
-            "mini_steps": mini_steps}  # fmt: skip
-
-
-def entries(*records):
-    """Return records of `metric` in the format of a history."""
-    names = ("step", "samples_per_second", "samples_accumulated", "loss", "mini_steps")
-    return [[record[name] for name in names] for record in records]
-
-
-def heartbeat(now, epoch, peer_id=b"peer", samples=0):
-    return {"peer_id": peer_id, "epoch": epoch, "samples_accumulated": samples, "samples_per_second": 2.5,
-            "time": now, "client_mode": False}  # fmt: skip
 
 
 def make_aggregator(**options):
     return MetricsAggregator(**({"alive_timeout": ALIVE, "settle_time": SETTLE} | options))
 
 
-def steps_of(reports):
-    return [report.step for report in reports]
-
-
-# Parsing
-
-
-def test_reads_what_the_dht_returns():
-    tagged = b"\x00[owner:ssh-rsa AAAA]tail"
-    raw = ValueWithExpiration({tagged: ValueWithExpiration(metric(3, loss=7.5), 99.0)}, 99.0)
-    assert parse_metrics(raw) == ([PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 7.5, 2)], {})
-    assert parse_metrics({tagged: metric(3)})[0] == [PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 10.0, 2)]
-
-    steps, refused = parse_history({tagged: entries(metric(1), metric(2))})
-    assert steps_of(steps) == [1, 2] and not refused
-    assert steps_of(parse_history({tagged: entries(metric(1), metric(2))}, after_step=1)[0]) == [2]
-
-    heartbeats, refused = parse_progress({tagged: heartbeat(5.0, 3), b"gone": None})
-    assert heartbeats == [
-        PeerProgress(b"ssh-rsa AAAA", b"peer", 3, 0, 2.5, 5.0, False),
-        PeerProgress(b"gone", goodbye=True),
-    ]
-    assert not refused
+# Contents of a report
 
 
 def test_nothing_there():
-    for parse in (parse_metrics, parse_history, parse_progress):
-        assert parse(None) == parse({}) == ([], {})
     aggregator = make_aggregator()
     assert aggregator.update(START, None, None, None) == aggregator.update(START + 1, {}, {}, {}) == []
     assert aggregator.flush(START + 2) == [] and aggregator.alive_peers == 0 and aggregator.run_step is None
-
-
-@pytest.mark.parametrize(
-    "value, reason",
-    [
-        (None, "not a dictionary"),
-        ([1, 2.0, 3, 4.0, 5], "not a dictionary"),
-        ({}, "wrong fields"),
-        (metric(1) | {f"extra {number}": 1 for number in range(100)}, "wrong fields"),
-        (metric(True), "not a whole number"),
-        (metric(1.0), "not a whole number"),
-        (metric("1"), "not a whole number"),
-        (metric(-1), "out of bounds"),
-        (metric(2**31), "out of bounds"),
-        (metric(1, samples=10**9 + 1), "out of bounds"),
-        (metric(1, mini_steps=-1), "out of bounds"),
-        (metric(1, loss=math.nan), "NaN"),
-        (metric(1, loss=math.inf), "out of bounds"),
-        (metric(1, loss=-math.inf), "out of bounds"),
-        (metric(1, loss=10**400), "out of bounds"),
-        (metric(1, loss=True), "not a number"),
-        (metric(1, speed=-1.0), "out of bounds"),
-        (metric(1, speed=math.nan), "NaN"),
-        (metric(1, speed=None), "not a number"),
-    ],
-)
-def test_refused_metrics(value, reason):
-    assert parse_metrics({b"peer": value, b"good": metric(1)}) == (
-        [PeerStep(b"good", 1, 1.5, 32, 10.0, 2)],
-        {reason: 1},
-    )
-    if isinstance(value, dict) and len(value) == 5:
-        steps, refused = parse_history({b"peer": entries(value, metric(2))})
-        assert steps_of(steps) == [2] and refused == {reason: 1}
-
-
-def test_fields_of_newer_peers_are_left_out():
-    record = metric(3) | {"gradient_norm": 0.5}
-    assert parse_metrics({b"newer": record}) == ([PeerStep(b"newer", 3, 1.5, 32, 10.0, 2)], {})
-    (row,) = entries(record)
-    assert parse_history({b"newer": [[*row, 0.5, None]]}) == ([PeerStep(b"newer", 3, 1.5, 32, 10.0, 2)], {})
-    assert parse_history({b"newer": [[*row, "text"]]}) == ([], {"not a number": 1})
-
-
-@pytest.mark.parametrize("raw", [0, "text", b"bytes", [1], math.nan, object()])
-def test_refused_dictionaries(raw):
-    for parse in (parse_metrics, parse_history, parse_progress):
-        assert parse(raw) == ([], {"not a dictionary": 1})
-
-
-@pytest.mark.parametrize("subkey", ["text", 1, None, b"", b"x" * 5000, ("a",)])
-def test_refused_subkeys(subkey):
-    assert parse_metrics({subkey: metric(1)}) == ([], {"bad subkey": 1})
-
-
-@pytest.mark.parametrize(
-    "value, reason",
-    [
-        (metric(1), "not a list"),
-        (entries(metric(1)) * (HISTORY_LENGTH + 1), "history too long"),
-        ([1, 2], "wrong fields"),
-        ([[1, 2.0, 3]], "wrong fields"),
-        ([None], "wrong fields"),
-        ([[[], {}, None, b"", "x"]], "not a whole number"),
-    ],
-)
-def test_refused_histories(value, reason):
-    steps, refused = parse_history({b"peer": value})
-    assert not steps and set(refused) == {reason}
-
-
-@pytest.mark.parametrize(
-    "change, reason",
-    [
-        ({"peer_id": "text"}, "wrong fields"),
-        ({"peer_id": b""}, "wrong fields"),
-        ({"peer_id": b"x" * 1000}, "wrong fields"),
-        ({"client_mode": 1}, "wrong fields"),
-        ({"epoch": -1}, "out of bounds"),
-        ({"epoch": True}, "not a whole number"),
-        ({"samples_per_second": math.inf}, "out of bounds"),
-        ({"time": math.nan}, "NaN"),
-        ({"time": math.inf}, "out of bounds"),
-        ({"time": None}, "not a number"),
-    ],
-)
-def test_refused_heartbeats(change, reason):
-    assert parse_progress({b"peer": heartbeat(1.0, 1) | change}) == ([], {reason: 1})
-
-
-# Contents of a report
 
 
 def test_loss_is_weighted_by_samples():

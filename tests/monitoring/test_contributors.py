@@ -10,9 +10,10 @@ import pytest
 import utils
 from lib.common import json_file
 from lib.monitoring import contributors
-from lib.monitoring.aggregation import MetricsAggregator, PeerStep, StepReport, parse_usernames
+from lib.monitoring.aggregation import MetricsAggregator, StepReport
 from lib.monitoring.contributors import Contributors, clean_name, format_leaderboard
 from lib.monitoring.monitor import TrainingMonitor
+from lib.monitoring.parsing import PeerStep, parse_usernames
 
 
 def make_report(step: int, **samples: int) -> StepReport:

@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lib.common.errors import UserError
 from lib.monitoring import hub_upload as upload
-from lib.monitoring.aggregation import PeerStep, StepReport
+from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo
+from lib.monitoring.parsing import PeerStep
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
 from lib.training.model import build_model

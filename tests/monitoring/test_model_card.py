@@ -9,10 +9,11 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import AutoConfig, AutoTokenizer
 
-from lib.monitoring.aggregation import PeerStep, StepReport
+from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributor, Contributors
 from lib.monitoring.hub_upload import build_card_metadata
 from lib.monitoring.model_card import CardMetadata, CurvePoint, build_card, escape_markdown, read_curve
+from lib.monitoring.parsing import PeerStep
 from lib.training.model import build_model
 from tests.support.peers import TINY_ALBERT
 
