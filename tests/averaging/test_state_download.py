@@ -1,0 +1,486 @@
+"""Tests of the download of the training state, from good, faulty and lying donors."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import pytest
+import torch
+from hivemind.averaging.averager import DecentralizedAverager
+from hivemind.optim import state_averager
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from lib.averaging import wire
+from lib.averaging.download import StateDownload, StateQuery, TooSlowError, rank_donors
+from lib.averaging.state import StateLoadError, TrainingStateAverager
+from lib.training.model import build_model
+from tests.support.peers import wait_until
+from tests.support.state_swarm import (
+    CONFIG,
+    OFFERS,
+    StateSwarm,
+    arguments,
+    build_averager,
+    fill_gradients,
+    fill_parameters,
+    flat,
+    learning_rates,
+    offer,
+    shut_down,
+)
+
+
+@pytest.fixture
+def swarm(tmp_path) -> Iterator[StateSwarm]:
+    with ExitStack() as stack:
+        yield StateSwarm(stack, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def donors_behave_as_told(monkeypatch) -> None:
+    monkeypatch.setattr(DecentralizedAverager, "rpc_download_state", serve)
+
+
+hiveminds_rpc_download_state = DecentralizedAverager.rpc_download_state
+
+
+async def serve(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    behaviour = getattr(self, "behaviour", None) or hiveminds_rpc_download_state
+    async for message in behaviour(self, request, context):
+        yield message
+
+
+def statistics(averager: TrainingStateAverager) -> list:
+    state = averager.optimizer.state_dict()["state"]
+    return [float(value) if torch.tensor(value).ndim == 0 else value for entry in state.values()
+            for _, value in sorted(entry.items())]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+@pytest.mark.parametrize(("compression", "tolerance"), [("none", 0.0), ("float16", 2e-3)])
+@pytest.mark.parametrize("offload_optimizer", [True, False], ids=["trainer", "observer"])
+def test_state_survives_the_transfer(swarm, optimizer, compression, tolerance, offload_optimizer):
+    """LAMB's statistics are tensors, or numbers where a norm is zero. Float16 has no exact step counts above 2048."""
+    options = {"hyperparameter_args": arguments(optimizer=optimizer), "compression": compression}
+    donor = swarm.add(**options)
+    newcomer = swarm.add(**options, offload_optimizer=offload_optimizer)
+    for epoch in (1, 2):
+        fill_gradients(donor, seed=epoch)
+        donor.apply_update(epoch)
+    for entry in donor.optimizer.state.values():
+        entry["step"] += 5000  # an integer in LAMB, a tensor in AdamW
+    donor._apply_optimizer_parameters_()
+    offer(donor, step=2)
+    swarm.wait_for_offers(donor)
+    assert newcomer.load_state_from_peers()
+    assert newcomer.local_epoch == newcomer.applied_epoch == 2
+    assert learning_rates(newcomer.optimizer) == learning_rates(donor.optimizer)
+    assert torch.allclose(flat(newcomer.main_parameters), flat(donor.main_parameters), rtol=tolerance, atol=1e-6)
+    ours, theirs = statistics(newcomer), statistics(donor)
+    assert len(ours) == len(donor._optimized_parameters()) * (6 if optimizer == "lamb" else 3)
+    for own, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(torch.as_tensor(own), torch.as_tensor(other), rtol=tolerance, atol=1e-6)
+    assert {entry["step"] for entry in newcomer.optimizer.state_dict()["state"].values()} == {5002}
+    for averager in (donor, newcomer):
+        fill_gradients(averager, seed=3)
+        averager.apply_update(3)
+    assert torch.allclose(
+        flat(newcomer._optimized_parameters()), flat(donor._optimized_parameters()), rtol=10 * tolerance, atol=1e-3
+    )
+
+
+def test_newcomer_that_finds_no_donor_starts_at_once(swarm):
+    """The state of a client cannot be downloaded."""
+    newcomer, client = swarm.add(), swarm.add(client_mode=True)
+    with pytest.raises(ValueError, match="client mode"):
+        client.allow_state_sharing = True
+    started = time.monotonic()
+    assert not newcomer.load_state_from_peers()
+    assert time.monotonic() - started < 5
+
+
+def test_silent_donor_is_passed_over_and_without_any_ours_stays(swarm):
+    """The first donor stops answering and the second answers; then neither answers."""
+    silent, good = swarm.add(), swarm.add()
+    newcomer = swarm.add(donor_timeout=3.0, download_timeout=10.0)
+    fill_gradients(good, seed=0)
+    good.apply_update(1)
+    good._apply_optimizer_parameters_()
+    offer(silent, step=1, priority=100.0)  # highest priority: asked first
+    offer(good, step=1)
+    swarm.wait_for_offers(silent, good)
+    with silent.lock_averaged_tensors:
+        assert newcomer.load_state_from_peers()
+        assert newcomer.local_epoch == 1
+        assert torch.equal(flat(newcomer.main_parameters), flat(good.main_parameters))
+        before = flat(newcomer.main_parameters)
+        with good.lock_averaged_tensors:
+            started = time.monotonic()
+            assert not newcomer.load_state_from_peers()
+            assert time.monotonic() - started < 15
+    assert torch.equal(flat(newcomer.main_parameters), before)
+    assert newcomer.local_epoch == 1
+
+
+async def trickle(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    async for message in hiveminds_rpc_download_state(self, request, context):
+        yield message
+        await asyncio.sleep(1)
+
+
+async def send_slowly(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    async for message in hiveminds_rpc_download_state(self, request, context):
+        yield message
+        await asyncio.sleep(0.05)
+
+
+async def break_off(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    messages = aiter(hiveminds_rpc_download_state(self, request, context))
+    for _ in range(3):
+        yield await anext(messages)
+
+
+async def fail(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    yield await anext(aiter(hiveminds_rpc_download_state(self, request, context)))
+    raise ConnectionResetError("as when the donor's process dies")
+
+
+downloads_served = []  # in the donor's averager process
+
+
+async def break_off_once(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    downloads_served.append(request)
+    behaviour = break_off if len(downloads_served) == 1 else hiveminds_rpc_download_state
+    async for message in behaviour(self, request, context):
+        yield message
+
+
+def test_shutdown_cancels_the_download(swarm):
+    newcomer, silent = swarm.add(), swarm.add()
+    offer(silent, step=5)
+    swarm.wait_for_offers(silent)
+    with silent.lock_averaged_tensors:
+        answer = swarm.pool.submit(newcomer.download_state)
+        assert not wait([answer], timeout=1).done
+        newcomer.shutdown()
+        assert answer.result(5) is None
+
+
+def test_download_that_breaks_off_is_tried_again(swarm):
+    """The donor may be the only peer with the run's state; a newcomer without it would begin a second run."""
+    donor, newcomer = swarm.add(behaviour=break_off_once), swarm.add()
+    offer(donor, step=5)
+    swarm.wait_for_offers(donor)
+    assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
+
+
+@pytest.mark.parametrize("behaviour", [trickle, break_off, fail])
+def test_unfinished_download_takes_bounded_time_and_changes_nothing(swarm, behaviour):
+    donor, newcomer = swarm.add(behaviour=behaviour), swarm.add(donor_timeout=3.0, download_timeout=8.0)
+    offer(donor, step=5)
+    swarm.wait_for_offers(donor)
+    before = flat(newcomer.snapshot()[1])
+    started = time.monotonic()
+    assert not newcomer.load_state_from_peers()
+    assert time.monotonic() - started < 13
+    assert newcomer.local_epoch == 0
+    assert torch.equal(before, flat(newcomer.snapshot()[1]))
+
+
+def test_donor_that_trickles_leaves_the_others_their_time(swarm):
+    slow, good = swarm.add(behaviour=trickle), swarm.add()
+    newcomer = swarm.add(download_timeout=40.0)
+    offer(slow, step=5, priority=100)
+    offer(good, step=5)
+    swarm.wait_for_offers(slow, good)
+    donor, _, _ = newcomer.download_state()
+    assert donor == str(good.peer_id)
+
+
+def test_slow_donor_without_alternatives_may_finish(swarm):
+    """The other offers are of peers that do not exist."""
+    slow, newcomer = swarm.add(behaviour=send_slowly), swarm.add(download_timeout=100.0)
+    offer(slow, step=5)
+    offer_nonexistent_peers(newcomer, 3)
+    wait_until(lambda: len(newcomer.dht.get(OFFERS, latest=True).value) == 4, 120, "the offers")
+    assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
+
+
+def make_query(timeout: float = 100.0, **options) -> StateQuery:
+    return StateQuery(
+        **{"min_epoch": 0, "credible_epoch": None, "only_metadata": False, "timeout": timeout, **options}
+    )
+
+
+def make_dial(result: Exception | None) -> asyncio.Future:
+    dial = asyncio.Future()
+    dial.set_result(result)
+    return dial
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "fraction", "is_too_slow"),
+    [(5, 0.0, False), (11, 0.0, True), (50, 0.6, True), (50, 0.7, False), (90, 1.0, True), (70, 0.95, False)],
+)
+def test_slow_donor_is_abandoned_for_reachable_donors(elapsed, fraction, is_too_slow):
+    async def check(dials: list[Exception | None]) -> bool:
+        download = StateDownload(SimpleNamespace(donor_timeout=60.0), make_query())
+        began = download.started = time.monotonic() - elapsed
+        download.deadline = began + 100
+        for number, result in enumerate(dials):
+            download._dials[number] = make_dial(result)
+            download._queue.append(number)
+        try:
+            download._check_pace(began, fraction)
+        except TooSlowError:
+            return True
+        return False
+
+    assert asyncio.run(check([OSError(), None])) == is_too_slow
+    assert not asyncio.run(check([OSError()])), "nobody else can be reached"
+    assert not asyncio.run(check([])), "it is the last one"
+
+
+def random_peer() -> PeerID:
+    return PeerID(b"\x12\x20" + os.urandom(32))
+
+
+def offer_nonexistent_peers(averager: TrainingStateAverager, number: int) -> None:
+    stores = [
+        averager.dht.store(
+            OFFERS, float(2**31 - 1), get_dht_time() + 300, subkey=random_peer().to_bytes(), return_future=True
+        )
+        for _ in range(number)
+    ]
+    assert all(store.result(60) for store in stores)
+
+
+def find_slowly(method: Callable, real_peers: list[PeerID]) -> Callable:
+    """Wrap a call of libp2p's client so that it fails after 2 seconds for peers that do not exist."""
+
+    async def find(self, peer_id: PeerID, *args):
+        if peer_id not in real_peers:
+            await asyncio.sleep(2)
+            raise P2PDaemonError("not found")
+        return await method(self, peer_id, *args)
+
+    return find
+
+
+def test_offers_of_nonexistent_peers_take_little_time(swarm, monkeypatch):
+    donor_peer, newcomer_peer = swarm.add_peer(), swarm.add_peer()
+    for name in ("connect", "stream_open"):
+        slow = find_slowly(getattr(Client, name), [donor_peer.dht.peer_id, newcomer_peer.dht.peer_id])
+        monkeypatch.setattr(Client, name, slow)
+    donor = build_averager(build_model(CONFIG, "run"), donor_peer)
+    swarm.stack.callback(shut_down, donor)
+    newcomer = build_averager(build_model(CONFIG, "run"), newcomer_peer, download_timeout=120.0)
+    swarm.stack.callback(shut_down, newcomer)
+    offer(donor, step=5)
+    offer_nonexistent_peers(newcomer, 500)
+    wait_until(lambda: len(newcomer.dht.get(OFFERS, latest=True).value) == 501, 120, "the offers")
+    assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
+
+
+begun, may_continue = multiprocessing.Event(), multiprocessing.Event()
+
+
+async def pause(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    messages = aiter(hiveminds_rpc_download_state(self, request, context))
+    yield await anext(messages)
+    begun.set()
+    while not may_continue.is_set():
+        await asyncio.sleep(0.05)
+    async for message in messages:
+        yield message
+
+
+def test_download_that_takes_longer_than_a_step_is_of_one_step(swarm):
+    begun.clear()
+    may_continue.clear()
+    donor, newcomer = swarm.add(behaviour=pause), swarm.add()
+    metadata, tensors = donor.snapshot()
+    donor.restore({**metadata, "epoch": 5}, [torch.ones_like(tensor) for tensor in tensors])
+    donor.state_sharing_priority, donor.allow_state_sharing = 5, True
+    swarm.wait_for_offers(donor)
+    download = swarm.pool.submit(newcomer.download_state)
+    assert begun.wait(60)
+    fill_gradients(donor, seed=0)
+    donor.optimizer.step()
+    fill_parameters(donor, 2.0)
+    may_continue.set()
+    _, metadata, tensors = download.result(60)
+    assert metadata["epoch"] == 5
+    assert all((tensor == 1.0).all() for tensor in tensors)
+
+
+# Credible steps
+
+
+def test_donor_of_a_doubtful_step_is_the_last_resort(swarm):
+    honest, liar, newcomer = swarm.add(), swarm.add(), swarm.add(donor_timeout=6.0)
+    offer(honest, step=7)
+    offer(liar, step=30_000)
+    swarm.wait_for_offers(honest, liar)
+
+    def downloaded_step() -> int | None:
+        state = newcomer.download_state()
+        return None if state is None else state[1]["epoch"]
+
+    assert downloaded_step() == 30_000, "nothing is known"
+    for known, expected in ((5, 7), (7, 7), (None, 30_000), (30_000, 30_000)):
+        newcomer.credible_epoch = lambda known=known: known
+        assert downloaded_step() == expected
+    newcomer.credible_epoch = lambda: 7
+    offer(liar, step=30_000, priority=8)  # a credible priority, but not a credible step in the state
+    swarm.wait_for_offers(honest, liar)
+    assert downloaded_step() == 7
+    with honest.lock_averaged_tensors:
+        assert downloaded_step() == 30_000, "nobody else has told a step"
+    honest.allow_state_sharing = False
+    assert downloaded_step() == 30_000, "nobody else offers a state"
+
+
+def test_doubtful_step_is_refused_although_the_credible_donor_fails(swarm):
+    honest, liar, newcomer = swarm.add(behaviour=break_off), swarm.add(), swarm.add()
+    offer(honest, step=7)
+    offer(liar, step=30_000)
+    swarm.wait_for_offers(honest, liar)
+    newcomer.credible_epoch = lambda: 7
+    assert newcomer.download_state() is None
+    newcomer.credible_epoch = lambda: None
+    assert newcomer.download_state()[1]["epoch"] == 30_000
+
+
+def test_credible_step_grows_with_the_time_of_a_download():
+    download = StateDownload(SimpleNamespace(), make_query(credible_epoch=10))
+    assert 12 <= download.max_epoch < 13
+    download.started -= 100
+    assert 112 <= download.max_epoch < 113
+    assert StateDownload(SimpleNamespace(), make_query()).max_epoch == float("inf")
+
+
+def test_donors_are_ranked_by_step_without_malformed_offers():
+    offers = [3, 5.0, 4, 2**31, -1, float("nan"), float("inf"), "6", None, True, 30_000]
+    records = {bytes([number]): ValueWithExpiration(value, 1e12) for number, value in enumerate(offers)}
+    records |= {"text": ValueWithExpiration(5, 1e12), b"none": None}
+    likely, unlikely = rank_donors(records, max_epoch=5)
+    assert [donor.to_bytes()[0] for donor in likely] == [1, 2, 0, 9]
+    assert [donor.to_bytes()[0] for donor in unlikely] == [10]
+    assert rank_donors(b"\xc1", 5) == rank_donors(None, 5) == ([], [])
+
+
+def test_metadata_query_does_not_wait_for_the_tensors(swarm):
+    donor, newcomer = swarm.add(behaviour=trickle), swarm.add(donor_timeout=20.0)
+    offer(donor, step=5)
+    swarm.wait_for_offers(donor)
+    started = time.monotonic()
+    assert newcomer.download_state(min_epoch=5, only_metadata=True)[1]["epoch"] == 5
+    assert newcomer.download_state(min_epoch=6, only_metadata=True) is None
+    assert time.monotonic() - started < 10
+
+
+# Invalid states
+
+
+async def send_strings(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    async for message in hiveminds_rpc_download_state(self, request, context):
+        message.tensor_part.dtype = "U50000"
+        yield message
+
+
+async def send_another_optimizer(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    async for message in hiveminds_rpc_download_state(self, request, context):
+        if message.metadata:
+            metadata = MSGPackSerializer.loads(message.metadata)
+            metadata["optimizer_metadata"].pop()
+            message.metadata = MSGPackSerializer.dumps(metadata)
+        yield message
+
+
+async def send_forever(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
+    async for message in hiveminds_rpc_download_state(self, request, context):
+        for _ in range(1000):
+            yield message
+
+
+def deserialize_or_die(message):
+    """Exit the process on an unexpected dtype, as if it had run out of memory."""
+    if message.dtype != "float32":
+        os._exit(1)
+    return hiveminds_deserialize(message)
+
+
+hiveminds_deserialize = wire.deserialize_torch_tensor
+
+
+@pytest.mark.parametrize("behaviour", [send_strings, send_another_optimizer, send_forever])
+def test_unexpected_tensors_are_refused_before_they_are_deserialized(swarm, monkeypatch, behaviour):
+    monkeypatch.setattr(wire, "deserialize_torch_tensor", deserialize_or_die)
+    liar, good, newcomer = swarm.add(behaviour=behaviour), swarm.add(), swarm.add(download_timeout=60.0)
+    offer(liar, step=5, priority=100)
+    offer(good, step=5)
+    swarm.wait_for_offers(liar, good)
+    donor, _, _ = newcomer.download_state()
+    assert donor == str(good.peer_id) and newcomer.is_alive()
+
+
+@pytest.mark.parametrize("serialized", [b"", b"\xc1", b"x" * 200, MSGPackSerializer.dumps([5])])
+def test_invalid_metadata_are_refused(serialized):
+    averager = SimpleNamespace(max_metadata_bytes=100, serializer=MSGPackSerializer)
+    download = StateDownload(averager, make_query())
+    with pytest.raises(StateLoadError):
+        download._read_metadata(serialized, believe_all=True)
+    assert download._read_metadata(MSGPackSerializer.dumps({"epoch": 5}), believe_all=True) == {"epoch": 5}
+
+
+def test_download_closes_the_stream_when_complete(swarm, monkeypatch):
+    monkeypatch.setattr(TrainingStateAverager, "LINGER_SECONDS", 60.0)
+    donor, newcomer = swarm.add(), swarm.add()
+    offer(donor, step=5)
+    swarm.wait_for_offers(donor)
+    started = time.monotonic()
+    assert newcomer.load_state_from_peers()
+    assert time.monotonic() - started < 30
+
+
+@contextmanager
+def sigint_kept() -> Iterator[None]:
+    """Restore the handler of SIGINT: plain hivemind ignores SIGINT in a process that starts an averager."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_plain_hivemind_client_downloads_a_state_without_a_timeout(swarm):
+    """hivemind's client reads until the donor closes the stream, for at most `next_chunk_timeout`.
+
+    In hivemind's example that is 5 seconds.
+    """
+    donor = swarm.add()
+    offer(donor, step=5)
+    with sigint_kept():
+        newcomer = build_averager(
+            build_model(CONFIG, "run"),
+            swarm.add_peer(),
+            averager_class=state_averager.TrainingStateAverager,
+            next_chunk_timeout=4.0,
+        )
+    swarm.stack.callback(shut_down, newcomer)
+    swarm.wait_for_offers(donor)
+    metadata, tensors = DecentralizedAverager.load_state_from_peers(newcomer, timeout=60)
+    assert metadata["epoch"] == 5 and len(tensors) == len(donor.snapshot()[1])

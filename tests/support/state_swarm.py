@@ -1,0 +1,117 @@
+"""Peers in this process, each with a state averager, for tests of the training state and its download."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AlbertConfig
+
+from arguments import HyperparameterArguments
+from lib.averaging.state import TrainingStateAverager
+from lib.training.model import build_model
+from lib.training.optimizer import COMPRESSIONS, build_local_optimizer, build_param_groups, build_scheduler
+from tests.support.peers import TINY_ALBERT, local_peer, wait_until
+
+CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
+OFFERS = "run_state_averager.all_averagers"
+
+
+def arguments(**options) -> HyperparameterArguments:
+    return HyperparameterArguments(**{"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, **options})
+
+
+def build_averager(
+    model: torch.nn.Module,
+    peer,
+    hyperparameter_args: HyperparameterArguments | None = None,
+    compression: str = "none",
+    averager_class: type = TrainingStateAverager,
+    offload_optimizer: bool = True,
+    **options,
+):
+    """Build a state averager with the settings of a trainer."""
+    hyperparameter_args = hyperparameter_args or arguments()
+    return averager_class(
+        dht=peer.dht,
+        prefix="run_state_averager",
+        params=build_param_groups(model, hyperparameter_args.weight_decay),
+        optimizer=partial(build_local_optimizer, args=hyperparameter_args),
+        scheduler=partial(build_scheduler, args=hyperparameter_args),
+        initialize_optimizer=False,
+        offload_optimizer=offload_optimizer,
+        custom_gradients=offload_optimizer,
+        state_compression=COMPRESSIONS[compression](),
+        **{"allow_state_sharing": False, "start": True, **options},
+    )
+
+
+class StateSwarm:
+    """Connected peers in this process, each with a state averager around a separate model."""
+
+    def __init__(self, stack: ExitStack, folder: Path):
+        self.stack, self.folder, self.peers = stack, folder, []
+        self.pool = ThreadPoolExecutor(4)
+        stack.callback(self.pool.shutdown, cancel_futures=True)
+
+    def add_peer(self, client_mode: bool = False):
+        address = (str(self.peers[0].dht.get_visible_maddrs()[0]),) if self.peers else ()
+        folder = self.folder / str(len(self.peers))
+        peer = self.stack.enter_context(local_peer(folder, "run", address, client_mode=client_mode))
+        self.peers.append(peer)
+        return peer
+
+    def add(self, behaviour: Callable | None = None, client_mode: bool = False, **options) -> TrainingStateAverager:
+        """Add a peer with a state averager.
+
+        :param behaviour: replaces hivemind's method that serves downloads, see `serve` in test_state_download.py
+        """
+        peer = self.add_peer(client_mode)
+        averager = build_averager(build_model(CONFIG, "run"), peer, start=False, **options)
+        averager.behaviour = behaviour
+        averager.run_in_background()
+        self.stack.callback(shut_down, averager)
+        return averager
+
+    def wait_for_offers(self, *donors: TrainingStateAverager) -> None:
+        """Wait until the DHT has the offers of these donors, and no others, at every peer."""
+        expected = {donor.peer_id.to_bytes(): donor.state_sharing_priority for donor in donors}
+
+        def known(peer) -> dict:
+            found = peer.dht.get(OFFERS, latest=True)
+            return {} if found is None else {key: offer.value for key, offer in found.value.items()}
+
+        wait_until(lambda: all(known(peer) == expected for peer in self.peers), 120, "the offers")
+
+
+def shut_down(averager: TrainingStateAverager) -> None:
+    if averager.is_alive():
+        averager.shutdown()
+
+
+def offer(averager: TrainingStateAverager, step: int, priority: float | None = None) -> None:
+    averager.sync_with_main_parameters(step)
+    averager.state_sharing_priority = step if priority is None else priority
+    averager.allow_state_sharing = True
+
+
+@torch.no_grad()
+def fill_parameters(averager: TrainingStateAverager, value: float) -> None:
+    for parameter in averager._optimized_parameters():
+        parameter.fill_(value)
+
+
+def fill_gradients(averager: TrainingStateAverager, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in averager._optimized_parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
