@@ -31,87 +31,89 @@ class BaseTrainingArguments:
     run_id: str = field(
         default="albert",
         metadata={
-            "help": "A unique name of this training run, the same for each of its peers. Also decides the initial "
-            "weights, so that peers that start together start alike. Must not contain '.'"
+            "help": "Unique name of this training run, the same for all of its peers. It also seeds the initial "
+            "weights, so that peers that start together have equal weights. Must not contain '.'"
         },
     )
     initial_peers: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Multiaddresses of one or several peers that will welcome you into the collaboration, separated "
-            "by spaces. Example: /ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY"
+            "help": "Multiaddresses of one or more running peers to join through, separated by spaces. Example: "
+            "/ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY"
         },
     )
     use_ipfs: bool = field(
         default=False,
         metadata={
-            "help": "Find initial_peers through IPFS: then only the /p2p/XXXX part of their addresses is needed. "
-            "Slower to connect than an address"
+            "help": "Find initial_peers through IPFS, which needs only the /p2p/XXXX part of their addresses. "
+            "Connecting takes longer than with full addresses"
         },
     )
     host_maddrs: list[str] = field(
         default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
         metadata={
-            "help": "Multiaddresses to listen on. The default is any free TCP port on all IPv4 interfaces; give a "
-            "port for an address that stays, e.g. /ip4/0.0.0.0/tcp/31337"
+            "help": "Multiaddresses to listen on. The default is any free TCP port on all IPv4 interfaces; set a "
+            "port to keep the same address across restarts, e.g. /ip4/0.0.0.0/tcp/31337"
         },
     )
     announce_maddrs: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Multiaddresses under which others reach this peer, where they differ from those it listens on "
-            "(a forwarded port, a tunnel). Example: /dns4/0.tcp.ngrok.io/tcp/12345"
+            "help": "Multiaddresses at which other peers reach this one, if they differ from those it listens on (a "
+            "forwarded port, a tunnel). Example: /dns4/0.tcp.ngrok.io/tcp/12345"
         },
     )
     tunnel: Literal["none", "ngrok"] = field(
         default="none",
         metadata={
-            "help": "Open a tunnel, for a peer behind a firewall or NAT that others are to join through, and announce "
-            "it. ngrok: needs its SDK and an account, whose token is taken from NGROK_AUTHTOKEN or ngrok.yml"
+            "help": "Open a tunnel and announce its address, so that other peers can join through this one although "
+            "it is behind a firewall or NAT. ngrok needs its SDK and an account; the authtoken is read from "
+            "NGROK_AUTHTOKEN or ngrok.yml"
         },
     )
     announce_tunnel: str | None = field(
         default=None,
         metadata={
-            "help": "HOST:PORT of a tunnel or forwarded port that you have set up yourself, to be announced beside "
-            "the local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337"
+            "help": "HOST:PORT of a tunnel or forwarded port that you have set up, announced in addition to the "
+            "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337"
         },
     )
     use_relay: bool = field(default=True, metadata={"help": "Reach peers behind NAT or firewalls through relays"})
     use_auto_relay: bool = field(
         default=False,
         metadata={
-            "help": "Become reachable through relays, some 20 seconds after joining, if this peer is itself behind "
-            "NAT or a firewall. Needs two public peers"
+            "help": "Become reachable through relays, about 20 seconds after joining, if this peer is behind NAT or "
+            "a firewall. Needs two public peers"
         },
     )
     trusted_relays: list[str] = field(
         default_factory=list,
         metadata={
             "help": "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer "
-            "ID. Default: initial_peers. All that others exchange with this peer passes through one of them"
+            "ID. Default: initial_peers. All traffic between this peer and other peers passes through one of "
+            "them"
         },
     )
     identity_path: str | None = field(
         default=None,
         metadata={
-            "help": "File with this peer's private key, written if it does not exist. A peer that restarts with the "
-            "same file keeps its peer ID, hence its address, and counts as the same contributor. "
+            "help": "File with this peer's private key, created if it does not exist. The key determines the peer "
+            "ID: a peer that restarts with the same file keeps its address and counts as the same contributor. "
             "Default: identity.key in --output_dir"
         },
     )
     invitation: str | None = field(
         default=None,
         metadata={
-            "help": "File from the organiser of a run that is not open to everybody, see invite.py. It brings this "
-            "peer's identity along"
+            "help": "Invitation file from the organiser, for a run that only invited peers may join; see invite.py. "
+            "It contains this peer's identity"
         },
     )
     revocations: str | None = field(
         default=None,
         metadata={
-            "help": "File with the revoked invitations, from the organiser (invite.py revoke). This peer passes it on "
-            "to all others. It is read again when it changes, and need not exist yet"
+            "help": "File with the organiser's list of revoked invitations, written by invite.py revoke. This peer "
+            "sends the list to all other peers. The file may be created later and is read again when it changes"
         },
     )
     bootstrap_timeout: float = field(
@@ -130,13 +132,13 @@ class BaseTrainingArguments:
                 check_peer(f"--{flag}", peer)
         require(
             self.invitation is None or self.identity_path is None,
-            "--invitation brings an identity along: drop --identity_path",
+            "--invitation contains an identity: drop --identity_path",
         )
-        require(self.revocations is None or self.invitation is not None, "--revocations needs --invitation, too")
+        require(self.revocations is None or self.invitation is not None, "--revocations also needs --invitation")
         require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
                  "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
-        require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays needs --use_auto_relay, too")
-        require(self.use_relay or not self.use_auto_relay, "--use_auto_relay does not go with --no_use_relay")
+        require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays also needs --use_auto_relay")
+        require(self.use_relay or not self.use_auto_relay, "--use_auto_relay needs relays: drop --no_use_relay")
         if self.use_auto_relay and not self.use_ipfs:
             self.trusted_relays = self.trusted_relays or self.initial_peers
         for flag in ("host_maddrs", "announce_maddrs"):
@@ -144,27 +146,27 @@ class BaseTrainingArguments:
                 protocols = check_maddr(f"--{flag}", maddr)
                 if flag == "announce_maddrs":
                     port = protocols.get("tcp", protocols.get("udp"))
-                    require(port != "0", f"--announce_maddrs: '{maddr}' needs the real port, 0 means any")
+                    require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
         self._check_tunnel()
         require_positive(self, "bootstrap_timeout")
 
     def _check_tunnel(self) -> None:
         require(
             self.tunnel == "none" or self.announce_tunnel is None,
-            "--tunnel and --announce_tunnel exclude each other: the first opens a tunnel, the second names yours",
+            "--tunnel opens a tunnel, --announce_tunnel announces an existing one: pass one of the two",
         )
         tcp_ports = {check_maddr("--host_maddrs", maddr).get("tcp") for maddr in self.host_maddrs} - {None}
         require(
             self.tunnel == "none" or bool(tcp_ports),
-            "--tunnel leads to a TCP port, and there is none in --host_maddrs",
+            "--tunnel needs a TCP port: add /ip4/0.0.0.0/tcp/0 to --host_maddrs",
         )
         if self.announce_tunnel is not None:
             self.announce_tunnel = self.announce_tunnel.removeprefix("tcp://")  # as ngrok and others print it
             check_endpoint("--announce_tunnel", self.announce_tunnel)
             require(
                 bool(tcp_ports - {"0"}),
-                "--announce_tunnel needs the port that the tunnel leads to, not just any free one: pass --host_maddrs "
-                "/ip4/0.0.0.0/tcp/PORT with that port",
+                "--announce_tunnel needs a fixed local port: pass --host_maddrs /ip4/0.0.0.0/tcp/PORT with the "
+                "port that the tunnel leads to",
             )
 
 
@@ -175,7 +177,8 @@ class AveragerArguments:
     _argument_group_name = "Groups"
 
     target_group_size: int = field(
-        default=256, metadata={"help": "Maximum group size for all-reduce. A group that is full starts at once"}
+        default=256,
+        metadata={"help": "Maximum number of peers in one group. A full group starts its round immediately"},
     )
 
     def __post_init__(self):
@@ -189,25 +192,37 @@ class ProgressTrackerArguments:
     _argument_group_name = "Progress"
 
     min_refresh_period: float = field(
-        default=0.5, metadata={"help": "Wait for at least this many seconds before fetching new collaboration state"}
+        default=0.5, metadata={"help": "Minimum seconds between two reads of the other peers' progress"}
     )
     max_refresh_period: float = field(
-        default=30, metadata={"help": "Wait for at most this many seconds before fetching new collaboration state"}
+        default=30, metadata={"help": "Maximum seconds between two reads of the other peers' progress"}
     )
     default_refresh_period: float = field(
-        default=3, metadata={"help": "Attempt to fetch collaboration state every this often until successful"}
+        default=3,
+        metadata={
+            "help": "Seconds between two reads of the progress while no other peer reports any or a read has failed"
+        },
     )
     expected_drift_peers: float = field(
-        default=3, metadata={"help": "Trainer assumes that this many new peers can join per step"}
+        default=3,
+        metadata={
+            "help": "Number of peers that are assumed to join during one global step. Raise it if "
+            "many peers join at once"
+        },
     )
     expected_drift_rate: float = field(
-        default=0.2, metadata={"help": "Trainer assumes that this fraction of current size can join per step"}
+        default=0.2,
+        metadata={"help": "Fraction of the current number of peers that is assumed to join during one global step"},
     )
     performance_ema_alpha: float = field(
-        default=0.1, metadata={"help": "Smoothing of the estimated samples per second, between 0 and 1"}
+        default=0.1,
+        metadata={
+            "help": "Weight of the newest measurement in the moving average of samples per "
+            "second, above 0 and at most 1"
+        },
     )
     metadata_expiration: float = field(
-        default=120, metadata={"help": "A peer that has not reported for this many seconds no longer counts"}
+        default=120, metadata={"help": "A peer's progress report expires after this many seconds without a new one"}
     )
 
     def __post_init__(self):
@@ -248,18 +263,21 @@ class OptimizerArguments:
         metadata={"help": "Network bandwidth of this peer in Mbit/s (decides its fraction of the work in all-reduce)"},
     )
     averaging_timeout: float = field(
-        default=60.0, metadata={"help": "Give up on an averaging step after this many seconds"}
+        default=60.0,
+        metadata={
+            "help": "Abort an averaging round after this many seconds. Set it to about twice the time of a round"
+        },
     )
     matchmaking_time: float = field(
         default=5.0,
         metadata={
-            "help": "When looking for a group, wait for others for at least this many seconds. A few more help where "
-            "latency is high; hivemind needs more than 3"
+            "help": "The search for a group begins this many seconds before a step is due, and the leader waits at "
+            "most this long for a late peer. Raise it if latency is high; hivemind needs more than 3"
         },
     )
     average_state_every: int = field(
         default=1,
-        metadata={"help": "Average parameters with the others every this many steps (gradients: every step)"},
+        metadata={"help": "Average parameters every this many global steps (gradients: every step)"},
     )
     averaging_compression: Compression = field(
         default="float16", metadata={"help": "How gradients and parameters are compressed while peers average them"}
@@ -304,28 +322,36 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     _argument_group_name = "Collaboration"
 
     statistics_expiration: float = field(
-        default=600, metadata={"help": "Reported metrics are forgotten if not updated for this many seconds"}
+        default=600, metadata={"help": "Reported metrics expire after this many seconds without an update"}
     )
     backup_every_steps: int = field(
         default=10,
-        metadata={"help": "Back up the training state every this many global steps, to return to if it breaks"},
+        metadata={
+            "help": "Back up the training state every this many global steps, for a rollback if the "
+            "parameters become NaN or Inf"
+        },
     )
     max_global_steps: int | None = field(
         default=None,
-        metadata={"help": "Leave once the collaboration has made this many steps. Default: train until stopped"},
+        metadata={"help": "Leave once the run has reached this global step. Default: train until stopped"},
     )
     leave_timeout: float = field(
         default=90.0,
-        metadata={"help": "After max_global_steps, wait this many seconds for a monitor to take the last checkpoint"},
+        metadata={
+            "help": "After max_global_steps, wait at most this many seconds until a monitor has saved the "
+            "last checkpoint"
+        },
     )
-    username: str = field(default="", metadata={"help": "A name to be shown in the list of contributors. Public"})
+    username: str = field(
+        default="", metadata={"help": "Name to show in the public list of contributors, at most 64 characters"}
+    )
 
     def __post_init__(self):
         BaseTrainingArguments.__post_init__(self)
         OptimizerArguments.__post_init__(self)
         require(
             not (self.client_mode and self.use_auto_relay),
-            "--client_mode accepts no connections, --use_auto_relay asks for them: pass one of the two",
+            "--client_mode accepts no connections and --use_auto_relay needs them: pass one of the two",
         )
         require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
         require_not_negative(self, "leave_timeout")
@@ -333,7 +359,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         for flag, is_set in (("tunnel", self.tunnel != "none"), ("announce_tunnel", self.announce_tunnel is not None)):
             require(
                 not (self.client_mode and is_set),
-                f"--client_mode accepts no connections, so --{flag} is of no use: drop one of them",
+                f"--client_mode accepts no connections, so --{flag} has no effect: drop one of the two",
             )
 
 
@@ -355,12 +381,12 @@ class ModelArguments:
     from_pretrained: bool = field(
         default=False,
         metadata={
-            "help": "Begin with the weights at --model_name_or_path, a folder or a name on the Hub, instead of from "
-            "scratch. Every trainer of the run must do so"
+            "help": "Start from the weights at --model_name_or_path, a folder or a name on the Hub, instead of "
+            "random weights. Pass it to every trainer of the run"
         },
     )
     tokenizer_path: str = field(
-        default="data/tokenizer", metadata={"help": "Folder of the tokenizer, as tokenize_wikitext103.py wrote it"}
+        default="data/tokenizer", metadata={"help": "Folder with the tokenizer, written by tokenize_wikitext103.py"}
     )
     cache_dir: str | None = field(default="data/cache", metadata={"help": "Folder for downloads from the Hub"})
 
@@ -373,18 +399,21 @@ class DatasetArguments(ModelArguments):
 
     dataset_path: str = field(
         default="data/albert_tokenized_wikitext",
-        metadata={"help": "Folder of the tokenized dataset, as tokenize_wikitext103.py wrote it"},
+        metadata={"help": "Folder with the tokenized dataset, written by tokenize_wikitext103.py"},
     )
     dataset_url: str | None = field(
         default=None,
         metadata={
-            "help": "Where dataset or tokenizer is not there yet: download the archive that tokenize_wikitext103.py "
-            "--archive wrote from this http(s) address, and unpack it to dataset_path and tokenizer_path"
+            "help": "http(s) address of an archive written by tokenize_wikitext103.py --archive. If the dataset or "
+            "the tokenizer is missing, the archive is downloaded and unpacked to dataset_path and "
+            "tokenizer_path"
         },
     )
     dataset_sha256: str | None = field(
         default=None,
-        metadata={"help": "SHA-256 of that archive. Default: as the .sha256 file beside it says"},
+        metadata={
+            "help": "SHA-256 of the archive at --dataset_url. Default: read from the .sha256 file next to the archive"
+        },
     )
 
     def __post_init__(self):
@@ -409,12 +438,13 @@ class HyperparameterArguments:
     optimizer: Literal["lamb", "adamw"] = field(
         default="lamb",
         metadata={
-            "help": "LAMB is for large batches. AdamW wants a much smaller --learning_rate (1e-4 or so) and an "
-            "--adam_epsilon of 1e-8"
+            "help": "Optimizer. LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) "
+            "and --adam_epsilon 1e-8"
         },
     )
     total_steps: int = field(
-        default=125_000, metadata={"help": "Length of the learning-rate schedule in global steps; training may go on"}
+        default=125_000,
+        metadata={"help": "Length of the learning-rate schedule in global steps; training may continue after its end"},
     )
     warmup_steps: int = field(default=5000, metadata={"help": "Linear warm-up in global steps"})
     learning_rate: float = field(default=0.00176, metadata={"help": "Peak learning rate, for target_batch_size"})
@@ -446,33 +476,41 @@ class LocalTrainingArguments(HyperparameterArguments):
     _argument_group_name = "Local training"
 
     per_device_train_batch_size: int = field(
-        default=4, metadata={"help": "Micro-batch per device. Aim at 0.5 to 1 seconds a micro-batch"}
+        default=4,
+        metadata={
+            "help": "Samples per micro-batch and device. Choose it so that a micro-batch takes 0.5 to 1 seconds"
+        },
     )
     gradient_accumulation_steps: int = field(
-        default=2, metadata={"help": "Micro-batches between two reports of progress to the others"}
+        default=2,
+        metadata={"help": "Micro-batches per local step. The trainer reports its progress after each local step"},
     )
     seq_length: int | None = field(
         default=None, metadata={"help": "Sequence length in tokens. Default: that of the prepared data"}
     )
     max_grad_norm: float = field(
         default=1.0,
-        metadata={"help": "Bound on the norm of the gradient that this peer contributes to a global step; 0: none"},
+        metadata={"help": "Maximum norm of the gradient that this peer contributes to a global step; 0: no maximum"},
     )
     mlm_probability: float = field(default=0.15, metadata={"help": "Fraction of tokens to predict in masked LM"})
     fp16: bool = field(default=False, metadata={"help": "Mixed precision with float16 (GPU only)"})
     bf16: bool = field(default=False, metadata={"help": "Mixed precision with bfloat16"})
     fp32: bool = field(
         default=False,
-        metadata={"help": "No mixed precision. Default: bf16 on GPUs that have it, else fp16; on CPU fp32"},
+        metadata={"help": "Do not use mixed precision. Default: bf16 on GPUs that support it, else fp16; on CPU fp32"},
     )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "Recompute activations: about a third slower, much less GPU memory"}
     )
     use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU"})
-    dataloader_num_workers: int = field(default=2, metadata={"help": "Processes that prepare batches; 0: none"})
+    dataloader_num_workers: int = field(
+        default=2, metadata={"help": "Processes that prepare batches; 0: the main process prepares them"}
+    )
     seed: int = field(
         default=42,
-        metadata={"help": "Together with the peer ID, decides the order of this peer's samples and its dropout"},
+        metadata={
+            "help": "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout"
+        },
     )
     output_dir: str = field(
         default="outputs", metadata={"help": "Folder for this peer's checkpoints, backups and identity"}
@@ -515,9 +553,9 @@ class ReportingArguments:
     report_to: Literal["none", "wandb", "trackio", "tensorboard", "mlflow", "dvclive"] = field(
         default="none",
         metadata={
-            "help": "Where to draw the curves, beside metrics.jsonl: wandb (an account; without one it records "
-            "offline), trackio (a local dashboard, no account), or one whose package you install: tensorboard, "
-            "mlflow, dvclive (in the output folder)"
+            "help": "Dashboard for the training curves, in addition to metrics.jsonl: wandb (records offline "
+            "without an account), trackio (local, no account), or tensorboard, mlflow or dvclive (in the "
+            "output folder; install the package first)"
         },
     )
     wandb_project: str | None = field(
@@ -528,6 +566,6 @@ class ReportingArguments:
         if self.wandb_project is not None:
             require(
                 self.report_to in ("none", "wandb"),
-                f"--wandb_project reports to wandb; drop it or drop --report_to {self.report_to}",
+                f"--wandb_project needs --report_to wandb: drop it or drop --report_to {self.report_to}",
             )
             self.report_to = "wandb"
