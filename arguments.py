@@ -519,7 +519,7 @@ class LocalTrainingArguments(HyperparameterArguments):
     save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
     logging_steps: int = field(default=100, metadata={"help": "Log the local loss every this many local steps"})
     logging_first_step: bool = field(default=True, metadata={"help": "Log the first local step too"})
-    disable_tqdm: bool = field(default=False, metadata={"help": "No progress bar"})
+    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bar"})
 
     def __post_init__(self):
         super().__post_init__()

@@ -29,12 +29,13 @@ class InvitationArguments:
 
     _argument_group_name = "Invitation"
 
-    username: str = field(metadata={"help": "Whom it is for"})
-    output: str = field(metadata={"help": "File to write"})
+    username: str = field(metadata={"help": "Name of the invited user, shown in the public list of contributors"})
+    output: str = field(metadata={"help": "Invitation file to write. It contains the private key of the invited peer"})
     authority: str = field(
-        default="authority.key", metadata={"help": "The organiser's private key, made if it is not there"}
+        default="authority.key",
+        metadata={"help": "File with the organiser's private key, created if it does not exist"},
     )
-    days: float = field(default=365.0, metadata={"help": "How long it holds"})
+    days: float = field(default=365.0, metadata={"help": "Days until the invitation expires"})
     debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
 
     def __post_init__(self):
@@ -53,7 +54,10 @@ class RevocationArguments:
     invitation: str | None = field(default=None, metadata={"help": "Revoke the invitation in this file"})
     authority: str = field(
         default="authority.key",
-        metadata={"help": "The organiser's private key. The list is written beside it, as authority.revoked"},
+        metadata={
+            "help": "File with the organiser's private key. The revocation list is written next to it, as "
+            "authority.revoked"
+        },
     )
     debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
 
@@ -77,7 +81,7 @@ def invite(args: InvitationArguments) -> None:
 
     output = Path(args.output)
     if output.exists():
-        raise UserError(f"--output: '{output}' is there already; choose another name, it may be in use")
+        raise UserError(f"--output: '{output}' already exists and may be in use; choose another name")
     authority_path = Path(args.authority)
     is_new = not authority_path.exists()
     authority = load_identity(authority_path, "--authority")
@@ -85,7 +89,10 @@ def invite(args: InvitationArguments) -> None:
     note_invitation(invitation, authority_path)
     save_invitation(invitation, output)
     if is_new:
-        print(f"Made {authority_path}, which signs all invitations to this run: keep it, and show it to nobody")
+        print(
+            f"Created {authority_path}, the private key that signs all invitations to this run: keep it secret "
+            "and back it up"
+        )
     print(f"Invited {args.username} for {args.days:g} days: {output}")
 
 
@@ -106,7 +113,10 @@ def revoke(args: RevocationArguments) -> None:
     else:
         revoked = find_invitations(args.username, authority_path)
     path = revoke_invitations(revoked, authority, authority_path)
-    print(f"Revoked {len(revoked)} invitations: {path}. Pass it to the monitor, if it has not got it: --revocations")
+    print(
+        f"Revoked {len(revoked)} invitations: {path}. If the monitor does not read this file yet, pass it "
+        "with --revocations"
+    )
 
 
 if __name__ == "__main__":

@@ -29,27 +29,31 @@ class EvaluatorArguments(ReportingArguments):
         default="evaluator_outputs", metadata={"help": "Folder for evaluations.jsonl and the identity"}
     )
     evaluation_interval: float = field(
-        default=300.0, metadata={"help": "Evaluate every this many seconds, if the collaboration has made a step"}
+        default=300.0, metadata={"help": "Evaluate every this many seconds, if the run has reached a new global step"}
     )
     evaluation_steps: int | None = field(
-        default=None, metadata={"help": "Evaluate every this many global steps instead"}
+        default=None,
+        metadata={"help": "Evaluate every this many global steps instead of every --evaluation_interval seconds"},
     )
-    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Samples that are evaluated at once"})
+    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Samples per batch in the evaluation"})
     max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate the first so many samples of the split 'validation'. Default: all"}
+        default=None,
+        metadata={"help": "Number of samples to evaluate, from the start of the split 'validation'. Default: all"},
     )
     mlm_probability: float = field(
-        default=0.15, metadata={"help": "Fraction of tokens to predict in masked LM; the same ones each time"}
+        default=0.15,
+        metadata={"help": "Fraction of tokens to predict in masked LM; each evaluation predicts the same tokens"},
     )
     use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU"})
-    refresh_period: float = field(default=10, metadata={"help": "Seconds between two looks at the trainers' metrics"})
+    refresh_period: float = field(default=10, metadata={"help": "Seconds between two reads of the trainers' metrics"})
     load_state_timeout: float = field(
         default=600.0, metadata={"help": "Give up on downloading the state from trainers after this many seconds"}
     )
     max_global_steps: int | None = field(
-        default=None, metadata={"help": "End once this step, or a later one, is evaluated. Default: when stopped"}
+        default=None,
+        metadata={"help": "Exit once this global step or a later one is evaluated. Default: run until stopped"},
     )
-    disable_tqdm: bool = field(default=False, metadata={"help": "No progress bar"})
+    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bar"})
 
     def __post_init__(self):
         super().__post_init__()

@@ -62,21 +62,25 @@ class DemoArguments:
     _argument_group_name = "Demo"
 
     train_file: str | None = field(
-        default=None, metadata={"help": "A text file of your own, UTF-8. Default: the documentation of Python"}
+        default=None, metadata={"help": "Text file to train on, UTF-8. Default: the documentation of Python"}
     )
     vocab_size: int = field(
-        default=2000, metadata={"help": "Tokens of the tokenizer that is trained on the text. Short texts need fewer"}
+        default=2000,
+        metadata={"help": "Vocabulary size of the tokenizer that is trained on the text. Lower it for short texts"},
     )
     trainers: int = field(default=2, metadata={"help": "Number of trainers. Each keeps one core busy"})
-    max_global_steps: int = field(default=10, metadata={"help": "Stop after this many steps of the collaboration"})
+    max_global_steps: int = field(default=10, metadata={"help": "Stop after this many global steps"})
     output_dir: str = field(
-        default="demo", metadata={"help": "Folder for all that is made. What a previous demo left there is removed"}
+        default="demo", metadata={"help": "Folder for all output. The output of a previous demo in it is removed"}
     )
     debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
 
     def __post_init__(self):
         require_positive(self, "vocab_size")
-        require(self.trainers >= 2, f"--trainers must be 2 or more, got {self.trainers}: one has nobody to train with")
+        require(
+            self.trainers >= 2,
+            f"--trainers must be 2 or more, got {self.trainers}: a single trainer has no peer to average with",
+        )
         require(
             self.max_global_steps >= 2,
             f"--max_global_steps must be 2 or more, got {self.max_global_steps}: the loss of the first step is that "
@@ -108,12 +112,12 @@ def train_together(args: DemoArguments, workers: Workers, console: Console) -> N
 
     :raises UserError: if a process fails or no step completes within `STALL_TIMEOUT` seconds
     """
-    console.print("Each of the commands below could be typed in a terminal, or on a machine, of its own.\n")
+    console.print("You can also run each command below yourself, in a separate terminal or on a separate machine.\n")
     console.print("[bold]1. Text and tokenizer[/bold] (some 10 seconds, if the text is not long)")
     tokenization = workers.start("tokenize", tokenize_command(args))
     workers.wait_for(lambda: not tokenization.is_running, math.inf, "the tokenized text")
 
-    console.print("[bold]2. The monitor[/bold], the peer that welcomes the others (some 10 seconds)")
+    console.print("[bold]2. The monitor[/bold], the peer through which the trainers join (some 10 seconds)")
     monitor = workers.start("monitor", monitor_command(args))
     peer_file = Path(args.output_dir) / "monitor" / "peer.json"
     address = workers.wait_for(lambda: read_address(peer_file), STALL_TIMEOUT, "the address of the monitor")
@@ -325,7 +329,7 @@ class Workers:
         while not (value := condition()):
             self.check()
             if time.monotonic() > deadline:
-                raise UserError(f"waited {timeout:.0f} seconds for {what} in vain; see the logs in {self.folder}")
+                raise UserError(f"timeout: waited {timeout:.0f} seconds for {what}; see the logs in {self.folder}")
             time.sleep(0.1)
         self.check()
         return value
@@ -534,9 +538,9 @@ class Result:
         :raises UserError: if not
         """
         if not any(size >= 2 for size in self.rounds):
-            raise UserError("no step was averaged by two trainers; see 'Averag' in their logs")
+            raise UserError("no step was averaged by two trainers; search their logs for 'Averag'")
         if len(self.losses) < 2:
-            raise UserError("fewer than two steps were reported, so there is no telling whether the loss fell")
+            raise UserError("fewer than two steps were reported, too few to check that the loss fell; see the logs")
         if self.losses[-1] >= self.losses[0]:
             raise UserError(f"the loss did not fall: {self.losses[0]:.3f} at first, {self.losses[-1]:.3f} at last")
 
@@ -553,7 +557,7 @@ class Result:
             f"  Logs                {folder}/*.log",
             f"  Commands            {folder / COMMANDS_FILE}",
             "",
-            "Look at the curves and try the model (which has learnt little in so short a time):",
+            "Look at the curves and try the model (which has learnt little in this short time):",
             "",
         ]
         if sys.prefix != sys.base_prefix:

@@ -37,33 +37,35 @@ class TrainingMonitorArguments(ReportingArguments):
     output_dir: str = field(
         default="monitor_outputs", metadata={"help": "Folder for metrics.jsonl, checkpoints and the identity"}
     )
-    refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the trainers' metrics"})
+    refresh_period: float = field(default=30, metadata={"help": "Seconds between two reads of the trainers' metrics"})
     use_google_dns: bool = field(
         default=False,
         metadata={
-            "help": "Find out this machine's public IP address and announce it. The name is historical: a web service "
-            "is asked, see --public_ip_service"
+            "help": "Look up this machine's public IP address and announce it. The lookup uses the web service of "
+            "--public_ip_service; the flag's name is historical"
         },
     )
     public_ip_service: str = field(
-        default="https://api.ipify.org", metadata={"help": "Web service that answers with the caller's IP address"}
+        default="https://api.ipify.org", metadata={"help": "Web service that returns the caller's IP address"}
     )
     store_checkpoints: bool = field(
-        default=True, metadata={"help": "Download the state from trainers now and then, and keep it on disk"}
+        default=True,
+        metadata={"help": "Download the training state from trainers regularly and save checkpoints to disk"},
     )
     save_checkpoint_step_interval: int = field(default=5, metadata={"help": "Global steps between two checkpoints"})
     save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
     assist_in_averaging: bool = field(
         default=False,
         metadata={
-            "help": "Help the trainers average with this machine's bandwidth, without computing gradients. Pass their "
-            "--target_batch_size and --averaging_compression, too"
+            "help": "Start an auxiliary peer, which averages with this machine's bandwidth and computes no "
+            "gradients. Also pass the trainers' --target_batch_size and --averaging_compression"
         },
     )
     assistant_maddrs: list[str] = field(
         default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
         metadata={
-            "help": "Multiaddresses that the assistant listens on, another port than the monitor's; open it as well"
+            "help": "Multiaddresses that the auxiliary peer listens on. Its port differs from the monitor's; open "
+            "both in the firewall"
         },
     )
     repo_id: str | None = field(
@@ -77,17 +79,25 @@ class TrainingMonitorArguments(ReportingArguments):
     private_repo: bool = field(default=False, metadata={"help": "Make the repository private if it has to be created"})
     upload_training_state: bool = field(
         default=False,
-        metadata={"help": "Upload the optimizer's state too, for a run to be revived; three times the size"},
+        metadata={
+            "help": "Also upload the optimizer state, which is needed to resume the run from the Hub. Triples "
+            "the size of an upload"
+        },
     )
     license: str | None = field(
-        default=None, metadata={"help": "License of the model for its card, as the Hub names it, e.g. apache-2.0"}
+        default=None,
+        metadata={"help": "License of the model for the model card, by its identifier on the Hub, e.g. apache-2.0"},
     )
     language: str | None = field(
-        default=None, metadata={"help": "Language of the model for its card, as in ISO 639-1, e.g. en"}
+        default=None, metadata={"help": "Language of the model for the model card, as an ISO 639-1 code, e.g. en"}
     )
 
     assistant_invitation: str | None = field(
-        default=None, metadata={"help": "The assistant's own --invitation, if the run needs one"}
+        default=None,
+        metadata={
+            "help": "Invitation of the auxiliary peer, if the run needs one. It must differ "
+            "from the monitor's --invitation"
+        },
     )
 
     def __post_init__(self):
@@ -262,9 +272,11 @@ def check_flags(
 ) -> None:
     """:raises UserError: if flags of different groups do not go together"""
     if optimizer_args.client_mode:
-        raise UserError("--client_mode: a monitor is there to be joined, so others must reach it; drop the flag")
+        raise UserError("--client_mode: peers join through the monitor, so it must accept connections; drop the flag")
     if args.assist_in_averaging and peer_args.invitation is not None and args.assistant_invitation is None:
-        raise UserError("--assist_in_averaging: the assistant is another peer, pass its --assistant_invitation, too")
+        raise UserError(
+            "--assist_in_averaging: the auxiliary peer needs a separate invitation; pass --assistant_invitation"
+        )
 
 
 if __name__ == "__main__":

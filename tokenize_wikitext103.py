@@ -56,31 +56,38 @@ class TokenizationArguments:
         default="Salesforce/wikitext", metadata={"help": "Dataset on the Hugging Face Hub, with a column 'text'"}
     )
     dataset_config_name: str | None = field(
-        default=None, metadata={"help": "Its configuration. Default: wikitext-103-v1 for WikiText, else none"}
+        default=None,
+        metadata={"help": "Configuration of the dataset. Default: wikitext-103-v1 for WikiText, else none"},
     )
     train_file: str | None = field(
         default=None,
         metadata={
-            "help": "A text file of your own instead, UTF-8. Documents end at blank lines or, as in WikiText, at "
-            "titles"
+            "help": "Text file to use instead of --dataset_name, UTF-8. Documents end at blank lines or, as in "
+            "WikiText, at titles"
         },
     )
     validation_file: str | None = field(
-        default=None, metadata={"help": "A text file for validation. Default: a fraction of the documents is held out"}
+        default=None,
+        metadata={
+            "help": "Text file for validation, with --train_file. Default: --validation_fraction "
+            "of the documents is held out"
+        },
     )
     sample: bool = field(
         default=False,
-        metadata={"help": "Use the text that every Python carries (the topics of its documentation): no download"},
+        metadata={"help": "Use the documentation topics included with Python as the text. Nothing is downloaded"},
     )
     validation_fraction: float = field(
         default=0.05,
-        metadata={"help": "Fraction of the documents that is held out where the source has no validation"},
+        metadata={
+            "help": "Fraction of the documents to hold out for validation if the source has no validation split"
+        },
     )
     tokenizer: str = field(
         default="albert-large-v2", metadata={"help": "Tokenizer: a name on the Hugging Face Hub or a local folder"}
     )
     train_tokenizer: bool = field(
-        default=False, metadata={"help": "Train a tokenizer on the text instead: nothing to download"}
+        default=False, metadata={"help": "Train a tokenizer on the text instead of loading one. Nothing is downloaded"}
     )
     tokenizer_type: Literal["sentencepiece", "wordpiece", "bpe"] | None = field(
         default=None,
@@ -93,28 +100,39 @@ class TokenizationArguments:
     objective: Literal[tuple(OBJECTIVES)] = field(
         default=DEFAULT_OBJECTIVE,
         metadata={
-            "help": "What the data is to train: "
+            "help": "Training objective of the data: "
             + ", ".join(f"{objective.name} ({objective.short_description})" for objective in OBJECTIVES.values())
         },
     )
     language: str = field(
-        default="en", metadata={"help": "Language of the text, as in ISO 639-1: decides where sentences end"}
+        default="en",
+        metadata={"help": "Language of the text, as an ISO 639-1 code; it determines where sentences end"},
     )
-    max_seq_length: int = field(default=512, metadata={"help": "Tokens in a sample, special tokens included"})
+    max_seq_length: int = field(
+        default=512, metadata={"help": "Maximum number of tokens per sample, including special tokens"}
+    )
     output_path: str = field(
         default="data/albert_tokenized_wikitext",
         metadata={"help": "Folder for the tokenized dataset", "aliases": ["--dataset_path"]},
     )
     tokenizer_path: str = field(default="data/tokenizer", metadata={"help": "Folder for the tokenizer"})
-    cache_dir: str | None = field(default="data/cache", metadata={"help": "Folder for downloads and work in hand"})
+    cache_dir: str | None = field(
+        default="data/cache", metadata={"help": "Folder for downloads and intermediate files"}
+    )
     archive: str | None = field(
         default=None, metadata={"help": "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting"}
     )
-    num_proc: int = field(default=2, metadata={"help": "Processes. The result does not depend on it"})
-    seed: int = field(
-        default=0, metadata={"help": "Decides where segments are split and swapped, and what is held out"}
+    num_proc: int = field(
+        default=2,
+        metadata={"help": "Number of worker processes. The result does not depend on it; lower it to save memory"},
     )
-    overwrite: bool = field(default=False, metadata={"help": "Replace a dataset that is already there"})
+    seed: int = field(
+        default=0,
+        metadata={
+            "help": "Random seed. It determines where segments are split and swapped, and which documents are held out"
+        },
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Replace an existing dataset"})
     debug: bool = field(default=False, metadata={"help": "Log more, and show the traceback of a fatal error"})
 
     def __post_init__(self):
@@ -124,11 +142,8 @@ class TokenizationArguments:
         require_not_negative(self, "seed")
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
-        require(
-            0 < self.validation_fraction < 1,
-            f"--validation_fraction must be between 0 and 1: {self.validation_fraction}",
-        )
-        require(not (self.sample and self.train_file), "--sample and --train_file exclude each other")
+        require(0 < self.validation_fraction < 1, f"--validation_fraction must be between 0 and 1: {self.validation_fraction}")
+        require(not (self.sample and self.train_file), "pass either --sample or --train_file, not both")
         require(
             self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"
         )
@@ -208,7 +223,7 @@ def find_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
 
     if not Path(name).is_dir():
         go_offline_if_needed()
-    remedy = "pass another, go online, or pass --train_tokenizer to train one"
+    remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
     return load_tokenizer(name, "--tokenizer", remedy, use_hub=True, cache_dir=cache_dir)
 
 
@@ -272,8 +287,10 @@ def tokenize_split(
             writer.write_table(samples)
             stats += group_stats
             progress.update(int(documents.lengths[start:stop].sum()))
-    if not stats.instances:
-        raise UserError(f"the {split} text ({stats.documents} documents) is too short for a single sample")
+    if not stats.samples:
+        raise UserError(
+            f"the {split} text ({stats.documents} documents) is too short for one sample; pass a longer text"
+        )
     return stats
 
 
@@ -305,7 +322,7 @@ def map_in_processes(function: Callable, tasks: list, num_proc: int) -> Iterator
     try:
         yield from pool.map(function, tasks)
     except BrokenProcessPool:
-        raise UserError("a worker process has died, probably for lack of memory; pass a lower --num_proc") from None
+        raise UserError("a worker process has died (out of memory?); pass a lower --num_proc") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -385,9 +402,9 @@ def summarize(args: TokenizationArguments, manifest: Manifest) -> str:
         ("dropped tokens", [f"{split.dropped_tokens:,}" for split in splits]),
     ]
     lines = [f"{name:<16}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows if cells]
-    if num_dropped := sum(split.dropped_documents for split in splits):
-        lines.append(f"Dropped: {num_dropped:,} documents that are too short, of a single token or none")
-    if splits[0].packing_efficiency(args.max_seq_length) < 0.8:
+    if num_dropped := sum(count.dropped_documents for count in stats):
+        lines.append(f"Dropped {num_dropped:,} documents that are too short (at most one token)")
+    if stats[0].packing_efficiency(args.max_seq_length) < 0.8:
         lines.append(
             "Warning: most documents are short. If blank lines separate paragraphs rather than documents, remove them"
         )

@@ -81,9 +81,12 @@ class Settings:
     disk_gib: int = 40
 
     def __post_init__(self):
-        _require(bool(re.fullmatch(r"[A-Za-z0-9-]{1,30}", self.name)), "NAME: 1 to 30 letters, digits and '-'")
-        _require("." not in self.run_id and bool(self.run_id.strip()), "RUN_ID: not empty, and without '.'")
-        _require(0 < self.port < 65536, f"port: {self.port} is none")
+        _require(
+            bool(re.fullmatch(r"[A-Za-z0-9-]{1,30}", self.name)),
+            "NAME must have 1 to 30 characters: letters, digits and '-'",
+        )
+        _require("." not in self.run_id and bool(self.run_id.strip()), "RUN_ID must not be empty or contain '.'")
+        _require(0 < self.port < 65536, f"port: {self.port} is not a port; choose one from 1 to 65535")
         _require(bool(self.trainer_types), "trainer_types: name at least one instance type")
         for field in ("repo_url", "dataset_url"):
             parts = urlsplit(getattr(self, field))
@@ -91,7 +94,9 @@ class Settings:
                 bool(parts.scheme and parts.path), f"{field.upper()} must be an address like https://example.org/x"
             )
             _require(
-                parts.password is None, f"{field.upper()} holds a password, which anybody on the machines can read"
+                parts.password is None,
+                f"{field.upper()} contains a password, which all users of the machines can "
+                "read; pass an address without it",
             )
 
 
@@ -128,12 +133,12 @@ def readable_errors() -> Iterator[None]:
     try:
         yield
     except (NoCredentialsError, PartialCredentialsError):
-        raise UserError("there are no AWS credentials here: run `aws configure`, or set AWS_PROFILE") from None
+        raise UserError("no AWS credentials found: run `aws configure`, or set AWS_PROFILE") from None
     except ClientError as error:
         details = error.response["Error"]
         raise UserError(f"AWS refused {error.operation_name}: {details['Code']}: {details['Message']}") from None
     except BotoCoreError as error:
-        raise UserError(f"AWS did not answer as expected: {error}") from None
+        raise UserError(f"the request to AWS failed: {error}") from None
 
 
 @contextlib.contextmanager
@@ -200,7 +205,7 @@ class Deployment:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if len(rows) == 1:
-            return f"Nothing runs in '{self.settings.name}'"
+            return f"No instance is running in '{self.settings.name}'"
         return "\n".join([*lines, "", f"--initial_peers {self.address()}"])
 
     @readable_errors()
@@ -222,7 +227,7 @@ class Deployment:
     def console(self, instance_id: str, lines: int = 40) -> str:
         """Return the last lines of an instance's console, which AWS shows with a delay of some minutes."""
         output = self.ec2.get_console_output(InstanceId=instance_id).get("Output", "")
-        return "\n".join(output.splitlines()[-lines:]) or "Nothing yet: AWS shows it some minutes later"
+        return "\n".join(output.splitlines()[-lines:]) or "No output yet: AWS shows it with a delay of some minutes"
 
     # --- the coordinator ---------------------------------------------------------------------------------------------
 
@@ -237,7 +242,7 @@ class Deployment:
             coordinator = existing[0]
             print(f"The coordinator {coordinator.id} is {coordinator.state}")
             for other in existing[1:]:  # two calls ran at the same time
-                print(f"There is a second one, which ends now: {other.id}")
+                print(f"Terminating a second coordinator: {other.id}")
                 self.ec2.terminate_instances(InstanceIds=[other.id])
             if coordinator.state in ("stopping", "stopped"):
                 self._wait("instance_stopped", [coordinator.id])
@@ -274,8 +279,11 @@ class Deployment:
             left = deadline - time.monotonic()
             if left <= 0:
                 reason = next(iter(result.stderr.strip().splitlines()[-1:]), "no answer")
-                raise UserError(f"{reason}. What the machine says: print(deployment.console(INSTANCE_ID))")
-            print(f"Not yet: a new machine takes some ten minutes to install. Trying for {left / 60:.0f} more")
+                raise UserError(f"{reason}. To see the machine's output: print(deployment.console(INSTANCE_ID))")
+            print(
+                "Not reachable yet: a new machine installs for about ten minutes. Trying for another "
+                f"{left / 60:.0f} minutes"
+            )
 
     def coordinator_user_data(self, public_ip: str) -> str:
         s = self.settings
@@ -393,7 +401,7 @@ class Deployment:
             with ignoring("ParameterNotFound"):
                 self.ssm.delete_parameter(Name=self._identity_parameter)
                 print("Deleted the identity")
-        print(f"Nothing is left of '{self.settings.name}'" + (", but for its address" if keep_address else ""))
+        print(f"Removed all resources of '{self.settings.name}'" + (", except its address" if keep_address else ""))
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
@@ -469,7 +477,9 @@ class Deployment:
         body = (Path(__file__).parent / "user_data.sh").read_text()
         user_data = "\n".join(["#!/bin/bash", *head, f"FLAGS=({shlex.join(flags)})", "", body])
         size = len(user_data.encode())
-        _require(size <= MAX_USER_DATA, f"the user data has {size} bytes, of {MAX_USER_DATA} at most: use fewer flags")
+        _require(
+            size <= MAX_USER_DATA, f"the user data has {size} bytes, the limit is {MAX_USER_DATA}: use fewer flags"
+        )
         return user_data
 
     # the security group
@@ -538,7 +548,7 @@ class Deployment:
                     Name=self._identity_parameter,
                     Value=base64.b64encode(path.read_bytes()).decode(),
                     Type="SecureString",
-                    Description="Private key of the coordinator: it decides its peer ID",
+                    Description="Private key of the coordinator, which determines its peer ID",
                     Tags=self._tags("identity"),
                 )
 

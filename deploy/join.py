@@ -45,8 +45,8 @@ def find_gpus() -> list[Gpu]:
     found = re.findall(r"^(.+), *(\d+)$", output, re.MULTILINE)
     if not found:
         raise UserError(
-            "there is no GPU here. Colab: Runtime, Change runtime type, T4 GPU. Kaggle: Settings, Accelerator, GPU. "
-            "Then run all cells again"
+            "there is no GPU here. Colab: Runtime, Change runtime type, T4 GPU. Kaggle: Settings, "
+            "Accelerator, GPU. Then run all cells again"
         )
     return [Gpu(name, int(mebibytes) / 1024) for name, mebibytes in found]
 
@@ -149,14 +149,17 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
                 _show(process, output)
             except KeyboardInterrupt:
                 interrupted = True
-                print("\nStopping: the trainer saves a checkpoint and says goodbye. Interrupt again to end it at once")
+                print(
+                    "\nStopping: the trainer saves a checkpoint and announces its departure. Interrupt again to "
+                    "end it at once"
+                )
                 process.terminate()
                 _show(process, output, STOP_TIMEOUT)
         finally:
             process.kill()
             code = process.wait()
     if code != 0 and not interrupted:
-        raise UserError(f"the trainer ended with exit code {code}; its last lines above say why")
+        raise UserError(f"the trainer ended with exit code {code}; see its last lines above")
     print("The trainer has ended. Run this cell again to rejoin")
 
 

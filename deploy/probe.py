@@ -20,7 +20,7 @@ def main() -> None:
     with StopSignal() as stop:
         (args,) = parse_arguments([BaseTrainingArguments], __doc__)
         if not args.initial_peers:
-            raise UserError("--initial_peers is missing: whom to join")
+            raise UserError("--initial_peers is missing: pass the address of a peer of the run")
         guard_children()
         probe(args, stop)
 
@@ -33,7 +33,7 @@ def probe(args: BaseTrainingArguments, stop: StopSignal) -> None:
     setup_logging(args.debug)
     if not args.debug:
         logging.getLogger().setLevel(logging.WARNING)
-    exit_after(args.bootstrap_timeout + 60.0, 1, "The probe is stuck")
+    exit_after(args.bootstrap_timeout + 60.0, 1, "The probe did not finish in time")
     with tempfile.TemporaryDirectory() as folder:
         stop.defer()
         peer = start_peer(args, Path(folder) / "identity.key", client_mode=True, should_stop=stop.event)

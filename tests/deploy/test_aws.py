@@ -91,12 +91,12 @@ def refusal(code: str, message: str = "no") -> ClientError:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "my albert"}, "NAME: 1 to 30"),
+        ({"name": "my albert"}, "NAME must have 1 to 30"),
         ({"run_id": "v1.0"}, "RUN_ID"),
         ({"port": 0}, "port: 0"),
         ({"repo_url": ""}, "REPO_URL must be an address"),
         ({"dataset_url": "data.tar.gz"}, "DATASET_URL must be an address"),
-        ({"repo_url": "https://me:secret@example.org/x"}, "REPO_URL holds a password"),
+        ({"repo_url": "https://me:secret@example.org/x"}, "REPO_URL contains a password"),
         ({"trainer_types": ()}, "trainer_types"),
     ],
 )
@@ -321,7 +321,7 @@ class TestCleanUp:
         started.clean_up()
         assert not any(self.left(started).values()), self.left(started)
         started.clean_up()  # finds no resources
-        assert started.status() == "Nothing runs in 'test'"
+        assert started.status() == "No instance is running in 'test'"
 
     def test_address_can_be_kept(self, started):
         address = started.address()
@@ -590,7 +590,7 @@ def test_deploy_notebook(account, tmp_path, monkeypatch):
         assert address == monitors[0].address
         assert printed.count("Joined the run 'r': 0 trainers reported") == 2
         assert "2 of 2 trainers" in printed and "Together $" in printed
-        assert printed.rstrip().endswith("Nothing is left of 'nb'")
+        assert printed.rstrip().endswith("Removed all resources of 'nb'")
         assert deployment.instances() == []
         assert monitors[0].stop(signal.SIGTERM) == 0
     finally:

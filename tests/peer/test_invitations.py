@@ -103,7 +103,7 @@ def test_script(tmp_path):
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     first = run("--username", "alice", "--output", "alice.invitation")
-    assert first.returncode == 0 and "Made authority.key" in first.stdout and "Invited alice" in first.stdout
+    assert first.returncode == 0 and "Created authority.key" in first.stdout and "Invited alice" in first.stdout
     second = run("--username", "bob", "--output", "bob.invitation", "--days", "7")
     assert second.returncode == 0 and "Made" not in second.stdout
     alice, bob = (load_invitation(tmp_path / f"{name}.invitation") for name in ("alice", "bob"))
@@ -116,7 +116,7 @@ def test_script(tmp_path):
     revocations = Revocations.parse((tmp_path / "authority.revoked").read_bytes(), alice.authority)
     assert alice.peer_id in revocations and bob.peer_id not in revocations
     again = run("--username", "alice", "--output", "alice.invitation")
-    assert again.returncode == 1 and "is there already" in again.stderr and "Traceback" not in again.stderr
+    assert again.returncode == 1 and "already exists" in again.stderr and "Traceback" not in again.stderr
 
 
 def test_invitations_are_revoked_by_name_or_file(tmp_path, monkeypatch):

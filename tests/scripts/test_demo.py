@@ -168,7 +168,7 @@ class TestWorkers:
             workers.wait_for(lambda: False, 20, "nothing")
 
     def test_waiting_ends(self, tmp_path, workers):
-        with pytest.raises(UserError, match=r"waited 0 seconds for the moon in vain; see the logs"):
+        with pytest.raises(UserError, match="timeout: waited 0 seconds for the moon; see the logs"):
             workers.wait_for(lambda: False, 0.3, "the moon")
 
     def test_stop_kills_processes_that_ignore_sigterm(self, tmp_path, workers, monkeypatch):

@@ -55,7 +55,7 @@ def test_evaluator_loads_its_data_without_the_organisers_packages(data, tmp_path
 
 def test_monitor_starts_without_the_organisers_packages(tmp_path):
     result = run_as_volunteer(tmp_path, "run_training_monitor.py", "--client_mode")
-    assert "--client_mode: a monitor is there to be joined" in result.stderr, "found after all imports"
+    assert "--client_mode: peers join through the monitor" in result.stderr, "found after all imports"
     assert result.returncode == 1
 
 
