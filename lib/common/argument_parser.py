@@ -34,11 +34,12 @@ _OLD_ENDPOINTS = {
 }
 # Flags without an effect -> the explanation in the warning. Their values are dropped.
 _IGNORED_NAMES = {
-    "--overwrite_output_dir": "a checkpoint in --output_dir is resumed from; choose another folder to start anew",
-    "--logging_dir": "the training curves are the monitor's, see its --report_to",
-    "--fp16_opt_level": "mixed precision is torch's own, see --fp16 and --bf16",
+    "--overwrite_output_dir": "training resumes from a checkpoint in --output_dir; choose another folder to start "
+    "from scratch",
+    "--logging_dir": "the monitor draws the training curves, see its --report_to",
+    "--fp16_opt_level": "mixed precision is torch's, see --fp16 and --bf16",
     "--do_train": "a trainer always trains",
-    "--trainer_uuid": "a peer is known by its identity, see --identity_path",
+    "--trainer_uuid": "the identity file identifies a peer, see --identity_path",
 }
 _REFUSED_NAMES = {
     "--max_steps": "pass --max_global_steps (when to leave) or --total_steps (the learning-rate schedule)",
@@ -80,7 +81,7 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
             values.append(queue.pop(0))
         if arg not in known_flags:
             if arg in _REFUSED_NAMES:
-                raise ArgumentsError(f"{arg} is not known any more: {_REFUSED_NAMES[arg]}")
+                raise ArgumentsError(f"{arg} is no longer supported: {_REFUSED_NAMES[arg]}")
             if arg in _IGNORED_NAMES:
                 warnings.append(f"{arg} is ignored: {_IGNORED_NAMES[arg]}")
                 continue

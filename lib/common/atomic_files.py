@@ -39,11 +39,11 @@ def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: 
         if not any(target.iterdir()):
             return
         if not any((target / name).is_file() for name in replaceable):
-            raise UserError(f"{flag}: the folder '{target}' holds something else; choose another path")
+            raise UserError(f"{flag}: the folder '{target}' contains other files; choose another path")
     elif target.is_dir() or (target.exists() and replaceable):
         raise UserError(f"{flag}: '{target}' is a {'folder' if target.is_dir() else 'file'}; choose another path")
     if target.exists() and not overwrite:
-        raise UserError(f"{flag}: '{target}' is there already; pass --overwrite to replace it, or another path")
+        raise UserError(f"{flag}: '{target}' already exists; pass --overwrite to replace it, or another path")
 
 
 def _hidden_name(target: Path, suffix: str) -> Path:
@@ -158,5 +158,5 @@ def lock_folder(folder: Path, flag: str) -> Iterator[None]:
         # Not filelock's FileLock: a forked child would release it, but hivemind's child processes must keep it, since
         # they use the folder's identity.
         if not lock_descriptor(file.fileno(), blocking=False):
-            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass another folder to this one")
+            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass a different folder for each peer")
         yield

@@ -88,16 +88,16 @@ def check_endpoint(flag: str, endpoint: str) -> None:
     host, port = match["host"].strip("[]"), match["port"]
     require(
         port.isdigit() and 0 < int(port) <= 65535,
-        f"{flag}: '{endpoint}' needs the port that the tunnel has at its public end, from 1 to 65535",
+        f"{flag}: '{endpoint}' needs the port of the tunnel's public end, from 1 to 65535",
     )
     if ":" in host or re.fullmatch(r"[\d.]+", host):
         try:
             valid = not ipaddress.ip_address(host).is_unspecified
         except ValueError:
             valid = False
-        require(valid, f"{flag}: '{host}' is not an address that others can reach")
+        require(valid, f"{flag}: '{host}' is not an address that other peers can reach")
     else:
-        require(bool(re.fullmatch(r"[\w.-]+", host, re.ASCII)), f"{flag}: '{host}' is not the name of a host")
+        require(bool(re.fullmatch(r"[\w.-]+", host, re.ASCII)), f"{flag}: '{host}' is not a valid host name")
 
 
 def check_peer(flag: str, maddr: str) -> None:

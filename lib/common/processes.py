@@ -136,7 +136,7 @@ class StopSignal:
             os.write(2, b"Stopped at once\n")
             os._exit(128 + number)
         self._requested = True
-        os.write(2, f"{signal.Signals(number).name}: stopping (again: at once)\n".encode())
+        os.write(2, f"{signal.Signals(number).name}: stopping (send it again to end at once)\n".encode())
         os.write(self._writing_end, b"x")
         if not self._deferred:
             raise SystemExit(0)

@@ -45,8 +45,8 @@ def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
     except (requests.RequestException, ValueError) as error:
         reason = first_line(error, limit=120)
         raise UserError(
-            f"--use_google_dns: {service} did not tell this machine's IP address ({reason}). Pass it yourself: "
-            f"--host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
+            f"--use_google_dns: {service} did not return this machine's IP address ({reason}). Pass the "
+            "address: --host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
         ) from None
 
 

@@ -81,7 +81,7 @@ class Admission:
         :raises NotAdmittedError: if the peer has no valid invitation
         """
         if self._is_dht_process and self.invitation.expiration_time <= get_dht_time():
-            self._warn("The invitation of this peer has expired")
+            self._warn("This peer's invitation has expired")
         await self._check(p2p, peer_id, is_callee=True)
 
     async def _check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
@@ -118,8 +118,8 @@ class Admission:
         except Exception as error:
             is_known = is_callee or peer_id in self._admitted  # not an unknown caller
             if isinstance(error, P2PHandlerError) and is_known and self._is_dht_process:
-                self._warn(f"A peer refuses the invitation of this one ({str(error)[:200]!r})")
-            reason = f"{peer_id} has not shown a valid invitation: {error!r}"
+                self._warn(f"A peer refused this peer's invitation ({str(error)[:200]!r})")
+            reason = f"{peer_id} did not present a valid invitation: {error!r}"
             logger.debug(reason)
             self._pause(peer_id, reason)
             return reason
@@ -131,11 +131,11 @@ class Admission:
     async def _answer(self, request: bytes, peer_id: PeerID) -> bytes:
         """Answer a peer that shows its token and requests this peer's token."""
         if len(request) > self.MAX_REQUEST:
-            raise InvitationError("too long a request")
+            raise InvitationError("the request is too long")
         token, known_serial = self._unpack(request, bytes, int)
         self.revocations.refresh()
         if peer_id in self.revocations.newest:
-            raise InvitationError("it is revoked")
+            raise InvitationError("the invitation is revoked")
         # The peer may have a newer revocation list: its next call makes this peer ask.
         asked_at = self._admitted[peer_id].asked_at if peer_id in self._admitted else float("-inf")
         self._admit(token, peer_id, asked_at)
@@ -145,7 +145,7 @@ class Admission:
     def _admit(self, token: bytes, peer_id: PeerID, asked_at: float) -> None:
         admitted_peer, expiration_time = check_token(AccessToken.FromString(token), self.invitation.authority)
         if admitted_peer != peer_id:
-            raise InvitationError("it is another peer's")
+            raise InvitationError("the invitation is another peer's")
         self._admitted[peer_id] = _Admitted(expiration_time, asked_at)
 
     def _pause(self, peer_id: PeerID, reason: str) -> None:
@@ -185,7 +185,7 @@ def load_admission(invitation: Path, revocations: Path | None, folder: Path) -> 
         try:
             Revocations.parse(revocations.read_bytes(), loaded.authority)
         except InvitationError as error:
-            raise UserError(f"--revocations: '{revocations}': {error}; ask the organiser for another") from None
+            raise UserError(f"--revocations: '{revocations}': {error}; ask the organiser for another file") from None
     return Admission(loaded, store)
 
 

@@ -115,11 +115,11 @@ def check_token(token: AccessToken, authority: RSAPublicKey) -> tuple[PeerID, fl
         expiration_time = float(token.expiration_time)
         peer_id = peer_id_of(RSAPublicKey.from_bytes(token.public_key))
     except Exception:  # cryptography raises various exceptions for untrusted bytes
-        raise InvitationError("it is malformed") from None
+        raise InvitationError("the invitation is malformed") from None
     if not authority.verify(_signed_part(token), token.signature):
-        raise InvitationError("it is not from the organiser of this run")
+        raise InvitationError("the invitation is not from the organiser of this run")
     if not expiration_time > get_dht_time():  # also refuses NaN
-        raise InvitationError("it has expired")
+        raise InvitationError("the invitation has expired")
     return peer_id, expiration_time
 
 
@@ -152,9 +152,11 @@ def load_invitation(path: Path) -> Invitation:
     except OSError:
         raise
     except Exception:
-        raise UserError(f"--invitation: '{path}' is no invitation; ask the organiser of the run for another") from None
+        raise UserError(
+            f"--invitation: '{path}' is not an invitation; ask the organiser of the run for another"
+        ) from None
     if not (is_genuine and is_own):
         raise UserError(f"--invitation: '{path}' was changed after it was made; ask the organiser for another")
     if days_left <= 0:
-        raise UserError(f"--invitation: '{path}' ended {-days_left:.1f} days ago; ask the organiser for another")
+        raise UserError(f"--invitation: '{path}' expired {-days_left:.1f} days ago; ask the organiser for another")
     return invitation

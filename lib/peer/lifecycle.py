@@ -46,4 +46,4 @@ def supervise(children: dict[str, multiprocessing.Process], seconds: float, exit
         yield
     finally:
         watchdog.stop()
-        exit_after(seconds, exit_code, "hivemind does not shut down")
+        exit_after(seconds, exit_code, "hivemind did not shut down in time")

@@ -41,9 +41,12 @@ def find_invitations(username: str, authority_path: Path) -> dict[str, float]:
             if record["username"] == username and record["expiration_time"] > get_dht_time()
         }
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"'{path}' is damaged; pass the file of the invitation: --invitation") from None
+        raise UserError(f"'{path}' is damaged; pass the file of the invitation with --invitation") from None
     if not found:
-        raise UserError(f"--username: '{path}' has no valid invitation of '{username}'; pass its file: --invitation")
+        raise UserError(
+            f"--username: '{path}' has no valid invitation of '{username}'; pass the file of the "
+            "invitation with --invitation"
+        )
     return found
 
 
@@ -60,7 +63,7 @@ def revoke_invitations(expirations: Mapping[str, float], authority: RSAPrivateKe
             revocations = Revocations.parse(path.read_bytes(), authority.get_public_key())
         content = revocations.extend(expirations).sign(authority)
     except InvitationError as error:
-        raise UserError(f"'{path}': {error}; restore it from a copy") from None
+        raise UserError(f"'{path}': {error}; restore the file from a backup") from None
     except ValueError as error:
         raise UserError(f"{error}; make a new --authority and invite everybody again") from None
     with new_file(path) as temporary:

@@ -38,7 +38,7 @@ def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
         raise
     except Exception:
         raise UserError(
-            f"{flag}: '{path}' is not a peer's private key; remove it (a new one is written) or pass another"
+            f"{flag}: '{path}' is not a peer's private key; remove the file (a new key is written) or pass another"
         ) from None
 
 

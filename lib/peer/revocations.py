@@ -48,7 +48,7 @@ class Revocations:
         payload = json.dumps({"serial": self.serial, "revoked": dict(self.expirations)}, indent=1).encode()
         content = authority.sign(payload) + b"\n" + payload
         if len(content) > MAX_BYTES:
-            raise ValueError(f"a list of {len(self.expirations)} revoked invitations is too long")
+            raise ValueError(f"the list of {len(self.expirations)} revoked invitations is too long")
         return content
 
     @classmethod
@@ -59,7 +59,7 @@ class Revocations:
         """
         signature, _, payload = content.partition(b"\n")
         if len(content) > MAX_BYTES or not authority.verify(payload, signature):
-            raise InvitationError("it is no revocation list of this run's organiser")
+            raise InvitationError("it is not a revocation list of this run's organiser")
         parsed = json.loads(payload)
         return cls(parsed["serial"], parsed["revoked"])
 

@@ -39,11 +39,11 @@ _NGROK_ERRORS = {
     "ERR_NGROK_105": _WRONG_TOKEN,
     "ERR_NGROK_106": _WRONG_TOKEN,
     "ERR_NGROK_107": _WRONG_TOKEN,
-    "ERR_NGROK_108": "allows this account no further session: end another one (https://dashboard.ngrok.com/agents), "
-    f"{_ANOTHER}",
+    "ERR_NGROK_108": "allows no further session for this account: end another one "
+    f"(https://dashboard.ngrok.com/agents), {_ANOTHER}",
     "ERR_NGROK_120": "no longer supports this version of its SDK: pip install --upgrade ngrok",
     "ERR_NGROK_121": "no longer supports this version of its SDK: pip install --upgrade ngrok",
-    "ERR_NGROK_123": "wants this account's e-mail address verified: https://dashboard.ngrok.com/user/settings",
+    "ERR_NGROK_123": "requires a verified e-mail address for this account: https://dashboard.ngrok.com/user/settings",
     "ERR_NGROK_4018": _WRONG_TOKEN,
     "ERR_NGROK_8013": "opens TCP tunnels only to accounts with a payment card, which it does not charge: add one at "
     f"https://dashboard.ngrok.com/settings#id-verification, {_ANOTHER}",
@@ -65,10 +65,13 @@ def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
             local = find_local_endpoint(args.host_maddrs, port)
             if args.tunnel == "ngrok":
                 endpoint = stack.enter_context(ngrok_tunnel(local))
-                remedy = "ngrok connects again by itself after a short break; after a longer one start this peer again"
+                remedy = "ngrok reconnects after a short interruption; after a longer one restart this peer"
             else:
                 endpoint = args.announce_tunnel
-                remedy = f"check that your tunnel runs and leads to {local} (some routers never answer from inside)"
+                remedy = (
+                    f"check that your tunnel is running and leads to {local} (some routers do not answer "
+                    f"requests from inside)"
+                )
             # hivemind announces these addresses only: include those that a peer without a tunnel would announce.
             args.announce_maddrs = [
                 *endpoint_to_maddrs("--announce_tunnel", endpoint),
@@ -145,7 +148,7 @@ def _receive_url(connection: Connection) -> str:
     try:
         url, complaint = connection.recv()
     except EOFError:
-        raise UserError(f"--tunnel ngrok: the SDK of ngrok has crashed; install it anew: {NGROK_INSTALL}") from None
+        raise UserError(f"--tunnel ngrok: ngrok's SDK has crashed; reinstall it: {NGROK_INSTALL}") from None
     if complaint:
         raise UserError(complaint)
     return url
@@ -173,9 +176,9 @@ def _import_ngrok() -> ModuleType:
     try:
         import ngrok
     except ImportError:
-        raise UserError(f"--tunnel ngrok needs the SDK of ngrok: {NGROK_INSTALL}") from None
+        raise UserError(f"--tunnel ngrok needs ngrok's SDK: {NGROK_INSTALL}") from None
     if not hasattr(ngrok, "SessionBuilder"):
-        raise UserError(f"--tunnel ngrok needs a newer SDK of ngrok than the one installed: {NGROK_INSTALL}")
+        raise UserError(f"--tunnel ngrok needs a newer version of ngrok's SDK than the installed one: {NGROK_INSTALL}")
     logging.getLogger("ngrok").setLevel(logging.WARNING)
     return ngrok
 
@@ -196,15 +199,15 @@ def find_ngrok_token() -> tuple[str, str]:
             config = yaml.safe_load(path.read_text()) if path.is_file() else None
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             # Without the parser's message: it quotes the line, which may contain the token.
-            raise UserError(f"--tunnel ngrok: '{path}' cannot be read; mend it, or set NGROK_AUTHTOKEN") from None
+            raise UserError(f"--tunnel ngrok: '{path}' cannot be read; fix it, or set NGROK_AUTHTOKEN") from None
         agent = config.get("agent") if isinstance(config, dict) else None
         for section in (agent, config):  # version 3 of the file, and earlier versions
             token = section.get("authtoken") if isinstance(section, dict) else None
             if isinstance(token, str) and token.strip():
                 return token.strip(), f"'{path}'"
     raise UserError(
-        f"--tunnel ngrok needs the authtoken of an ngrok account: copy it from {_TOKEN_PAGE} and "
-        f"`export NGROK_AUTHTOKEN=...`, or let `ngrok config add-authtoken` keep it"
+        f"--tunnel ngrok needs the authtoken of an ngrok account: copy it from {_TOKEN_PAGE} and `export "
+        "NGROK_AUTHTOKEN=...`, or save it with `ngrok config add-authtoken`"
     )
 
 
@@ -222,7 +225,7 @@ async def _disconnect(session, listener) -> None:
 
 def _unreachable(reason: str) -> str:
     return (
-        f"--tunnel ngrok: ngrok cannot be reached ({reason}). Check that this machine may connect to "
+        f"--tunnel ngrok: ngrok is not reachable ({reason}). Check that this machine may connect to "
         f"connect.ngrok-agent.com:443, {_ANOTHER}"
     )
 
@@ -235,7 +238,7 @@ def _explain_refusal(error: ValueError, token: str, source: str) -> str:
     if code in _NGROK_ERRORS:
         return f"--tunnel ngrok: ngrok {_NGROK_ERRORS[code].format(source=source)} ({code})"
     text = " ".join(text.split()).replace(token, "...")  # ngrok quotes a token that it rejects
-    return f"--tunnel ngrok: ngrok refuses: {text} ({code}, see https://ngrok.com/docs/errors/{code.lower()})"
+    return f"--tunnel ngrok: ngrok refused: {text} ({code}, see https://ngrok.com/docs/errors/{code.lower()})"
 
 
 # Supervision
@@ -253,7 +256,7 @@ def probe(endpoint: str, timeout: float = 10.0) -> str:
             greeting = connection.recv(64)
     except OSError as error:
         return (error.strerror or str(error) or type(error).__name__).lower()
-    return "" if b"/multistream/" in greeting else "no peer at its other end"
+    return "" if b"/multistream/" in greeting else "no peer at the other end"
 
 
 class TunnelWatch(PeriodicThread):

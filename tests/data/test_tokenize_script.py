@@ -344,7 +344,7 @@ def test_a_dataset_is_replaced_only_on_demand_and_only_when_complete(tmp_path, p
     flags = {"train_file": small_text, "vocab_size": 60}
     tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
     before = contents(tmp_path)
-    with pytest.raises(UserError, match=r"is there already; pass --overwrite"):
+    with pytest.raises(UserError, match=r"already exists; pass --overwrite"):
         tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
 
     def fill_the_disk(*_):
@@ -364,7 +364,7 @@ def test_a_dataset_is_replaced_only_on_demand_and_only_when_complete(tmp_path, p
 def test_what_is_not_a_dataset_is_never_replaced(tmp_path):
     (tmp_path / "dataset").mkdir()
     (tmp_path / "dataset" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match=r"--output_path: .* holds something else"):
+    with pytest.raises(UserError, match=r"--output_path: .* contains other files"):
         tokenize_wikitext103.prepare(arguments(tmp_path, overwrite=True))
     assert contents(tmp_path) == {"dataset/thesis.txt": b"years of work"}
 

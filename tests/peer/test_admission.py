@@ -74,7 +74,7 @@ def list_answered(outcomes: dict[str, str]) -> list[str]:
 
 
 def is_refusal(outcome: str) -> bool:
-    return "has not shown a valid invitation" in outcome or "is revoked" in outcome
+    return "did not present a valid invitation" in outcome or "is revoked" in outcome
 
 
 def assert_refused(*strangers: dict[str, str]) -> None:

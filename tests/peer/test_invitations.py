@@ -84,7 +84,7 @@ def test_files_that_are_no_invitation(tmp_path, authority):
         load_invitation(path)
     for content in ("", "{}", "[1]", '{"authority": 1}', "\x00"):
         path.write_text(content)
-        with pytest.raises(UserError, match="is no invitation"):
+        with pytest.raises(UserError, match="is not an invitation"):
             load_invitation(path)
     invite(authority, path)
     other = json.loads((tmp_path / "guest.invitation").read_text())
@@ -93,7 +93,7 @@ def test_files_that_are_no_invitation(tmp_path, authority):
     with pytest.raises(UserError, match="was changed"):
         load_invitation(path)
     invite(authority, path, days=-2)
-    with pytest.raises(UserError, match=r"ended 2\.0 days ago"):
+    with pytest.raises(UserError, match=r"expired 2\.0 days ago"):
         load_invitation(path)
 
 

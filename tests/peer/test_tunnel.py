@@ -209,7 +209,7 @@ def test_ngrok_that_cannot_be_reached_is_explained(use):
     with FakeNgrok() as servers:
         servers.break_down()
         message = refusal(servers, use)
-    assert "cannot be reached" in message and "connect.ngrok-agent.com:443" in message
+    assert "is not reachable" in message and "connect.ngrok-agent.com:443" in message
 
 
 def test_wait_for_ngrok_is_bounded(use, monkeypatch):

@@ -125,7 +125,7 @@ class TestFolder:
 
     def test_nothing_else_is_replaced(self, tmp_path):
         (tmp_path / "thesis.tex").write_text("42")
-        with pytest.raises(UserError, match="holds something else"), new_demo_folder(tmp_path):
+        with pytest.raises(UserError, match="contains other files"), new_demo_folder(tmp_path):
             pass
         assert (tmp_path / "thesis.tex").read_text() == "42"
 
