@@ -72,7 +72,7 @@ class Bounds:
             distance = _norm(part - own_part)
             bound = 0.5 * _norm(own_part) + self.parameter_step * scale
             if distance > bound:
-                return f"parameters at a distance of {distance:.3g} from ours, the bound is {bound:.3g}"
+                return f"parameters at a distance of {distance:.3g} from this peer's, the bound is {bound:.3g}"
         return None
 
 
@@ -244,7 +244,7 @@ class SafeAllReduceRunner(AllReduceRunner):
         async for message in stream:
             try:
                 if index == len(specs):
-                    raise ValueError("more parts than there are")
+                    raise ValueError("more parts than expected")
                 check_tensor(message.tensor_part, specs[index])
             except ValueError as error:
                 self.tensor_part_reducer.violations[sender_index] = str(error)

@@ -110,7 +110,10 @@ class StateDownload:
             if state is None and not self._told_credible_step:
                 state = await self._ask_in_turn((*self._doubted, *unlikely), believe_all=True)
                 if state is not None:
-                    logger.warning(f"Nobody offers a state of step #{self.query.credible_epoch}, which the run is at")
+                    logger.warning(
+                        f"No peer offers a state of step #{self.query.credible_epoch}, the current step "
+                        "of the run: using the state of another step"
+                    )
             return state
         finally:
             for dial in self._dials.values():
@@ -137,7 +140,7 @@ class StateDownload:
         try:
             found = await asyncio.wait_for(offers, DHT_TIMEOUT)
         except TimeoutError:
-            logger.warning(f"The DHT did not answer in {DHT_TIMEOUT:.0f} seconds who offers a state")
+            logger.warning(f"The DHT did not return the peers that offer a state within {DHT_TIMEOUT:.0f} seconds")
             self._may_retry = True
             return None
         return found.value if found is not None else None
@@ -169,7 +172,7 @@ class StateDownload:
                 self.averager.check_state(metadata, tensors)
             return str(donor), metadata, tensors
         except DoubtfulStepError as error:
-            logger.warning(f"Doubted the state that {donor} offers: {error}")
+            logger.warning(f"Postponed the state that {donor} offers: {error}")
             self._doubted.append(donor)
         except StateLoadError as error:
             logger.warning(f"Refused the state that {donor} offers: {error}")
@@ -192,7 +195,7 @@ class StateDownload:
         async with aclosing(stream):
             message = await asyncio.wait_for(anext(stream, None), self._max_silence())
             if message is None:
-                raise StateLoadError("it has none to offer")
+                raise StateLoadError("the donor has no state to offer")
             metadata = self._read_metadata(message.metadata, believe_all)
             if self.query.only_metadata:
                 return metadata, []
@@ -208,12 +211,12 @@ class StateDownload:
                 message = await asyncio.wait_for(anext(stream, None), self._max_silence())
                 if message is None:
                     raise ConnectionError(
-                        f"it broke off after {len(assembler.tensors)} of {len(assembler.specs)} tensors"
+                        f"the stream ended after {len(assembler.tensors)} of {len(assembler.specs)} tensors"
                     )
 
     def _read_metadata(self, serialized: bytes, believe_all: bool) -> dict:
         if len(serialized) > self.averager.max_metadata_bytes:
-            raise StateLoadError(f"its metadata have {len(serialized)} bytes")
+            raise StateLoadError(f"its metadata is too large ({len(serialized)} bytes)")
         try:
             metadata = self.averager.serializer.loads(serialized)
         except Exception:
@@ -223,7 +226,7 @@ class StateDownload:
             self._told_credible_step = True
         elif not believe_all:
             raise DoubtfulStepError(
-                f"it is of step #{metadata['epoch']}, and the run is at #{self.query.credible_epoch}"
+                f"it is of step #{metadata['epoch']}, but the run is at step #{self.query.credible_epoch}"
             )
         return metadata
 
@@ -245,7 +248,7 @@ class StateDownload:
         elapsed, available = time.monotonic() - began, self.deadline - began
         is_too_slow = elapsed > min(self.GRACE_SECONDS, available / 10) and elapsed > fraction * 0.75 * available
         if is_too_slow and self._others_are_left():
-            raise TooSlowError(f"{fraction:.1%} in {elapsed:.0f} seconds is too slow, asking another donor")
+            raise TooSlowError(f"too slow: received {fraction:.1%} in {elapsed:.0f} seconds; asking another donor")
 
 
 def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[PeerID]]:

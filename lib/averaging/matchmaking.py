@@ -375,7 +375,7 @@ class StepMatchmaking(Matchmaking):
                 due_at = max(accepted_at, math.inf if search.triggered_at is None else search.triggered_at)
                 if time.monotonic() > due_at + self.min_matchmaking_time + LEADER_MARGIN:
                     search.given_up.add(self._leader)
-                    raise TimeoutError("it does not begin")
+                    raise TimeoutError("the leader did not begin the round in time")
                 await asyncio.wait({answer}, timeout=0.25)
             return answer.result()
         finally:

@@ -318,7 +318,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.state_averager.local_epoch = step
             self._steps.append((step, None))
             if self.missed_updates > 1:
-                logger.warning(f"Missed the round of step #{step}, too: dropped {samples} samples, which are too old")
+                logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
                 return self.grad_averager.local_samples_accumulated
             logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
             return self.grad_averager.take_back_contribution(samples)
@@ -351,7 +351,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         bound = NORM_TOLERANCE * self.grad_averager.max_grad_norm
         norm = clip_norm(self.grad_averager.averaged_gradients, bound)
         if 0 < bound < norm or not math.isfinite(norm):
-            logger.warning(f"The averaged gradient has norm {norm:.3g}, more than any peer may send: scaled down")
+            logger.warning(f"The averaged gradient has norm {norm:.3g}, the bound is {bound:.3g}: scaled it down")
 
     def _check_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
         """Return the averaged parameters; None if the round had none or they are too far from this peer's."""
@@ -362,8 +362,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         bound = MAX_PARAMETER_CHANGE * float(torch.nn.utils.get_total_norm(own)) * (1 + self.missed_updates)
         if not change <= bound:
             logger.warning(
-                f"The round of step #{step} would move the parameters by {change:.3g}, the bound is {bound:.3g}: "
-                f"kept ours"
+                f"The round of step #{step} would change the parameters by {change:.3g}, the bound is {bound:.3g}: "
+                "kept this peer's parameters"
             )
             return None
         if result.received == 1:
@@ -465,7 +465,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return
         self._failed_loads = 0
         number = self.tracker.ignore_epochs_above(self.local_epoch + 1)
-        logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no state of it is offered")
+        logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no peer offers a state of that step")
 
     def forget_progress(self) -> None:
         """Drop the accumulated gradients: they belong to previous parameters."""

@@ -445,8 +445,8 @@ class ProgressTracker(threading.Thread):
         if time.monotonic() >= self._warned_at.get(subkey, -math.inf) + WARN_SECONDS and len(self._warned_at) < 1000:
             self._warned_at[subkey] = time.monotonic()
             logger.warning(
-                f"A trainer of this run has protocol {protocol!r:.20}, this one {PROTOCOL}: they do not average with "
-                f"each other. Update whichever is older"
+                f"A trainer of this run has protocol {protocol!r:.20}, this trainer has {PROTOCOL}: they do not "
+                "average with each other. Update the older one"
             )
         return False
 

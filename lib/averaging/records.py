@@ -55,7 +55,7 @@ class ReadableValidator(RecordValidatorBase):
 
 
 def _refuse(type_code: int, _data: bytes) -> object:
-    raise ValueError(f"extension type {type_code}, which no record has")
+    raise ValueError(f"unknown extension type {type_code}")
 
 
 def _is_plain(value: object, depth: int) -> bool:

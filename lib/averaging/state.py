@@ -94,7 +94,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """
         own = self._optimized_parameters()
         if parameters is not None and [p.shape for p in parameters] != [p.shape for p in own]:
-            raise ValueError("the averaged parameters have other shapes than ours")
+            raise ValueError("the averaged parameters have other shapes than this peer's")
         with self.lock_optimizer, self.lock_averaged_tensors:
             try:
                 if parameters is not None:
@@ -304,7 +304,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         check_epoch(metadata)
         own = self._parameters_and_extras()
         if [t.shape for t in tensors[: len(own)]] != [t.shape for t in own]:
-            raise StateLoadError("its parameters have other shapes: another model, or cut off")
+            raise StateLoadError("its parameters have other shapes (another model, or an incomplete state)")
         if not all_finite(tensors[: len(own)]):
             raise StateLoadError("its parameters are not finite")
         return self._match_optimizer_state(metadata, tensors[len(own) :])
@@ -317,7 +317,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             if entry.get("type") == "tensor":
                 index = entry.get("index")
                 if type(index) is not int or not 0 <= index < len(tensors):
-                    raise StateLoadError("its optimizer state was cut off")
+                    raise StateLoadError("its optimizer state is incomplete")
                 values.append(tensors[index])
             else:
                 values.append(entry.get("value"))
@@ -336,7 +336,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         entries = metadata.get("optimizer_metadata")
         num_own = sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
         if not isinstance(entries, list) or len(entries) != num_own:
-            raise StateLoadError("its optimizer is another one")
+            raise StateLoadError("it is the state of another optimizer")
         if not all(isinstance(entry, dict) for entry in entries):
             raise StateLoadError("its optimizer state is malformed")
         return entries

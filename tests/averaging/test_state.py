@@ -233,9 +233,9 @@ def test_states_that_do_not_fit_are_refused_whole(swarm):
     refuse("not finite", changed_tensors=nan)
     refuse("other shapes", changed_tensors=[tensors[0][:-1], *tensors[1:]])
     refuse("other shapes", changed_tensors=tensors[:3])
-    refuse("cut off", changed_tensors=tensors[:-1])
-    refuse("another one", {**metadata, "optimizer_metadata": entries[:-1]})
-    refuse("another one", {"epoch": 1})
+    refuse("incomplete", changed_tensors=tensors[:-1])
+    refuse("another optimizer", {**metadata, "optimizer_metadata": entries[:-1]})
+    refuse("another optimizer", {"epoch": 1})
     refuse("malformed", {**metadata, "optimizer_metadata": [1] * len(entries)})
     refuse("not finite", changed_tensors=[*tensors[:-5], *(torch.full_like(t, torch.inf) for t in tensors[-5:])])
     for value in ("text", None, [1, 2], {}):
