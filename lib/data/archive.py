@@ -90,7 +90,7 @@ class _Entry(tarfile.TarInfo):
         entry = super().frombuf(buf, encoding, errors)
         if entry.type in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):  # metadata of the next entry
             if not 0 <= entry.size <= MAX_HEADER:
-                raise ArchiveError("it has a header of a size that none of ours has")
+                raise ArchiveError("a header in it has an invalid size")
         elif entry.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
             raise ArchiveError(f"{entry.name[:100]!a} in it is neither a file nor a folder")
         return entry
@@ -115,7 +115,7 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
                 # Check the size first: to reach the next entry, tarfile reads through the content of this one.
                 num_bytes += entry.size
                 if entry.size < 0 or entry.sparse is not None:
-                    raise ArchiveError("it has an entry of an impossible size")
+                    raise ArchiveError("an entry in it has an invalid size")
                 if num_bytes > limit or number >= MAX_MEMBERS:
                     raise ArchiveError(f"it unpacks to more than {limit / 1e6:,.0f} MB or {MAX_MEMBERS:,} files")
                 if entry.isdir():
@@ -126,7 +126,7 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
                     archive.extract(entry.replace(name=name, mode=0o644, deep=False), folders[part], filter="data")
             compressed.read(MIN_LIMIT)  # the padding; gzip's checksum follows it
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError) as error:
-        raise ArchiveError(f"it is damaged, or no .tar.gz ({type(error).__name__})") from None
+        raise ArchiveError(f"it is damaged or not a .tar.gz file ({type(error).__name__})") from None
 
 
 def _locate(name: str) -> tuple[str, str]:
@@ -138,4 +138,4 @@ def _locate(name: str) -> tuple[str, str]:
     for part, names in _LAYOUT.items():
         if name.startswith(f"{part}/") and names.fullmatch(name[len(part) + 1 :]):
             return part, name[len(part) + 1 :]
-    raise ArchiveError(f"{name[:100]!a} is in it, which is no part of the prepared data")
+    raise ArchiveError(f"{name[:100]!a} in it is not part of the prepared data")

@@ -105,14 +105,14 @@ def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: 
     for split, rows in source.rows.items():
         corpus[split] = write_documents(rows(), folder / f"{split}.arrow", desc=f"Reading {split} text")
         if not len(corpus[split]):
-            raise UserError(f"{source.name}: there is no text in its {split} part; pass a file that is not empty")
+            raise UserError(f"{source.name}: the split '{split}' has no text; pass a file that is not empty")
     if "validation" not in corpus:
         try:
             train, validation = hold_out(len(corpus["train"]), validation_fraction, seed)
         except ValueError:
             raise UserError(
-                f"{source.name} is a single document, none can be held out for validation: "
-                f"pass --validation_file, or separate its documents by blank lines"
+                f"{source.name} is a single document, so none can be held out for validation: pass "
+                "--validation_file, or separate its documents by blank lines"
             ) from None
         corpus = {"train": corpus["train"].select(train), "validation": corpus["train"].select(validation)}
     return corpus
@@ -178,7 +178,7 @@ def read_text_file(path: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise UserError(
                 f"'{path}' is not UTF-8 text (byte 0x{error.object[error.start]:02x} near line {num_lines + 1}); "
-                f"convert it, as with `iconv -f latin1 -t utf-8`"
+                "convert it, for example with `iconv -f latin1 -t utf-8`"
             ) from None
     yield rest
 
@@ -211,8 +211,8 @@ def open_hub_dataset(name: str, config_name: str | None, cache_dir: str | None) 
         dataset = datasets.load_dataset(name, config_name, cache_dir=cache_dir)
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         raise UserError(
-            f"--dataset_name: '{full_name}' cannot be had from the Hugging Face Hub ({first_line(error)}); go online, "
-            f"check the name, or pass --train_file or --sample"
+            f"--dataset_name: '{full_name}' is not available from the Hugging Face Hub ({first_line(error)}); "
+            "go online, check the name, or pass --train_file or --sample"
         ) from error
     except (ValueError, RuntimeError) as error:  # no such configuration, a dataset that is a script, ...
         raise UserError(f"--dataset_name: '{full_name}' cannot be loaded: {first_line(error)}") from error

@@ -111,13 +111,13 @@ def _one_at_a_time(lock_path: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        logger.info("Another process downloads the data; waiting for it")
+        logger.info("Another process is downloading the data; waiting for it")
         try:
             lock.acquire(timeout=LOCK_TIMEOUT, poll_interval=0.5)
         except Timeout:
             raise UserError(
-                f"--dataset_url: another process has been downloading for {LOCK_TIMEOUT / 3600:.0f} hours "
-                f"(it has locked '{lock_path}'); end it"
+                f"--dataset_url: another process has been downloading for {LOCK_TIMEOUT / 3600:.0f} hours (it "
+                f"holds the lock '{lock_path}'); end that process"
             ) from None
     try:
         yield
@@ -135,15 +135,15 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
         digest = download.complete(expected)
     if expected is None:
         logger.warning(
-            f"Nothing tells whether this is the right archive: {address} has no .sha256 file beside it. Compare with "
-            f"what the organiser says, and pass it as --dataset_sha256: {digest}"
+            f"Could not verify the archive: there is no .sha256 file next to {address}. Compare its SHA-256 "
+            f"with the organiser's and pass it as --dataset_sha256: {digest}"
         )
     try:
         _unpack(path, missing, digest)
     except ArchiveError as error:
         download.discard()
         raise UserError(
-            f"--dataset_url: {address} is not an archive that tokenize_wikitext103.py --archive wrote: {error}"
+            f"--dataset_url: {address} is not an archive from tokenize_wikitext103.py --archive: {error}"
         ) from None
     download.discard()
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
@@ -209,7 +209,7 @@ def _get(session: requests.Session, url: str, headers: dict[str, str]) -> Iterat
         raise TransientError(_root_cause(error)) from None
     except requests.RequestException as error:
         raise UserError(
-            f"--dataset_url: {public_address(url)} cannot be asked for ({type(error).__name__}); check the address"
+            f"--dataset_url: {public_address(url)} cannot be requested ({type(error).__name__}); check the address"
         ) from None
 
 
@@ -217,9 +217,9 @@ def _root_cause(error: BaseException) -> str:
     while cause := error.__cause__ or error.__context__:
         error = cause
     if isinstance(error, TimeoutError):
-        return "the server is silent"
+        return "the server does not respond"
     if isinstance(error, http.client.IncompleteRead):
-        return "the connection broke off"
+        return "the connection was lost"
     if isinstance(error, OSError | http.client.HTTPException):
         return getattr(error, "strerror", None) or str(error)
     return type(error).__name__
@@ -228,8 +228,8 @@ def _root_cause(error: BaseException) -> str:
 def _check_status(response: requests.Response, url: str, expected: set[int]) -> None:
     if response.status_code not in expected:
         raise UserError(
-            f"--dataset_url: {public_address(url)} answers with status {response.status_code}; check the address and "
-            f"that it is open to everybody"
+            f"--dataset_url: {public_address(url)} answers with status {response.status_code}; check the "
+            "address and that it is public"
         )
 
 
@@ -257,8 +257,8 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
         except InvalidHeader:
             retries.sleep()
     raise UserError(
-        f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later, it goes on where it "
-        f"stopped"
+        f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later, the "
+        "download resumes where it stopped"
     )
 
 
@@ -299,7 +299,10 @@ class Download:
         self._receive_all()
         digest = file_sha256(self.path)
         if is_resumed and expected not in (None, digest):
-            logger.warning("What an earlier run has downloaded does not fit; downloading all of it again")
+            logger.warning(
+                "The partial download of an earlier run does not match the SHA-256; downloading the "
+                "whole archive again"
+            )
             self.discard()
             self._receive_all()
             digest = file_sha256(self.path)
@@ -342,7 +345,7 @@ class Download:
         with _get(self.session, self.url, headers) as response:
             if start and response.status_code in (206, 416) and not _continues(response, origin, start):
                 self.discard()
-                raise TransientError("the file has changed", response.raw)
+                raise Interrupted("the file on the server has changed", response.raw)
             _check_status(response, self.url, {200, 206} if start else {200})
             if response.status_code == 200:
                 start = 0
@@ -355,7 +358,7 @@ class Download:
             self._write(response.raw, start, origin.size)
 
     def _log_start(self, start: int, size: int | None) -> None:
-        verb = f"Going on at {start / 1e6:,.1f} MB with" if start else "Downloading"
+        verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
         total = "" if size is None else f", {size / 1e6:,.1f} MB"
         logger.info(f"{verb} {public_address(self.url)}{total}")
 
@@ -378,11 +381,11 @@ class Download:
                         raise TransientError(f"fewer than {MIN_SPEED:,} bytes a second")
                     check_space(self.path.parent, 0)  # not every server sends the size
                     if progress.disable:
-                        logger.info(f"{file.tell() / 1e6:,.0f} MB of the data are here")
+                        logger.info(f"Downloaded {file.tell() / 1e6:,.0f} MB")
                     since, received = now, 0
             end = file.tell()
         if size is not None and end != size:
-            raise TransientError("the connection broke off")
+            raise Interrupted("the connection was lost")
 
 
 def _validator(response: requests.Response) -> str:

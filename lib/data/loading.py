@@ -21,7 +21,7 @@ from lib.data.schema import SPLITS
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
-_REMEDY = "make it with ./tokenize_wikitext103.py, or get the organiser's with --dataset_url"
+_REMEDY = "create the data with ./tokenize_wikitext103.py, or download the organiser's with --dataset_url"
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -71,7 +71,7 @@ class Manifest:
         except TypeError:
             missing = {field.name for field in fields(cls)} ^ set(content)
             raise UserError(
-                f"--dataset_path: '{path}' is not as it should be ({', '.join(sorted(missing))}); {_REMEDY}"
+                f"--dataset_path: '{path}' has missing or unknown fields ({', '.join(sorted(missing))}); {_REMEDY}"
             ) from None
 
     def save(self, dataset_path: str | Path) -> None:

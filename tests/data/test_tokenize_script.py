@@ -262,7 +262,7 @@ def test_training_data_goes_with_the_model(prepared):
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
         ('{"format_version": 2}', "has format 2, this version reads 1"),
-        ('{"format_version": 1}', "is not as it should be"),
+        ('{"format_version": 1}', "has missing or unknown fields"),
     ],
 )
 def test_a_broken_manifest_is_explained(tmp_path, content, message):
@@ -468,7 +468,7 @@ def test_the_whole_script(tmp_path, small_text):
 @pytest.mark.parametrize(
     ("content", "flags", "message"),
     [
-        (b"", ["--train_tokenizer"], "there is no text"),
+        (b"", ["--train_tokenizer"], "has no text"),
         (b"PK\x03\x04\0\0", ["--train_tokenizer"], "is not text: line 1 has a zero byte"),
         (b"fine\ncaf\xe9 au lait\n", ["--train_tokenizer"], "is not UTF-8 text .byte 0xe9 near line"),
         (b"just one line", ["--train_tokenizer"], "is a single document"),
