@@ -46,7 +46,7 @@ class JsonFile:
             kept = self.path.with_name(f"{self.path.name}.old")
             self.path.replace(kept)
             reason = first_line(error)
-            logger.warning(f"{self.path} cannot be used ({reason}): starting without it, it is now {kept.name}")
+            logger.warning(f"Cannot use {self.path} ({reason}): starting without it, renamed it to {kept.name}")
             return None
 
     def save(self, content: object) -> None:

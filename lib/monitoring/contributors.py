@@ -102,7 +102,7 @@ class Contributors:
 
     def _parse(self, content: dict) -> None:
         if content["run_id"] != self.run_id:
-            raise ValueError(f"it is of the run '{content['run_id']}'")
+            raise ValueError(f"it belongs to the run '{content['run_id']}'")
         contributors = [Contributor(**entry) for entry in content["contributors"]]
         self.step = int(content["step"])
         self._contributors = {contributor.key: contributor for contributor in contributors}

@@ -78,12 +78,12 @@ def explain(error: Exception, repo_id: str) -> tuple[str, bool]:
     if status == 403:
         return f"the token may not write to '{repo_id}': pass a repository of your own, or {_REMEDY}", False
     if status == 404:
-        return f"the Hub knows no repository '{repo_id}'", True
+        return f"the Hub has no repository '{repo_id}'", True
     if status == 429:
-        return "the Hub wants fewer requests (429)", True
+        return "rate-limited by the Hub (429)", True
     if status >= 500:
-        return f"the Hub has trouble of its own ({status})", True
-    return f"the Hub refuses ({status}): {' '.join(str(refusal.server_message or refusal).split())[:200]}", False
+        return f"the Hub has an internal error ({status})", True
+    return f"the Hub refused ({status}): {' '.join(str(refusal.server_message or refusal).split())[:200]}", False
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

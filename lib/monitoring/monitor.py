@@ -102,7 +102,9 @@ class CheckpointKeeper:
             donor, metadata, tensors = downloaded
             if metadata["epoch"] > max_step:
                 self._backoff.fail()
-                logger.warning(f"Refused the state of {donor}: step #{metadata['epoch']}, which nobody has reported")
+                logger.warning(
+                    f"Refused the state of {donor}: step #{metadata['epoch']}, which no trainer has reported"
+                )
                 return
             self.averager.restore(metadata, tensors)
             state = TrainingState(self.run_id, *self.averager.snapshot())
@@ -157,7 +159,7 @@ class TrainingMonitor:
         self.contributors.note_names(parse_usernames(peers))
         self._report(self.aggregator.update(get_dht_time(), *views, peers))
         if self.aggregator.last_reported_step < before:
-            logger.warning(f"Most trainers stand far behind step #{before}, which was reported: following them")
+            logger.warning(f"Most trainers are far behind the last reported step #{before}: following them")
         self._log_refused()
         self._client_mode_alarm.check(self.aggregator.alive_peers, self.aggregator.alive_clients)
         self._report_evaluations()

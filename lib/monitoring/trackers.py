@@ -45,7 +45,7 @@ def build_reporters(
             tracker = build_tracker(report_to, output_dir, run_id, wandb_project)
             dashboard = Dashboard(tracker, metrics_file.path)
         except Exception as error:
-            message = f"No {report_to}: {describe(error)}; see {metrics_file.path} instead"
+            message = f"Could not start {report_to}: {describe(error)}; see {metrics_file.path} instead"
             logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
     return Reporters(metrics_file, MetricsFile(output_dir, "evaluations.jsonl"), dashboard)
 
@@ -161,7 +161,9 @@ class MetricsFile:
     def write(self, record: dict) -> None:
         """:param record: plain values by name, of one step"""
         if len(self._waiting) == MAX_WAITING_LINES:
-            logger.error(f"{self.path}: {MAX_WAITING_LINES} steps wait to be written, the oldest of them is lost")
+            logger.error(
+                f"{self.path}: {MAX_WAITING_LINES} steps are waiting to be written, the oldest of them is lost"
+            )
         self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._write_waiting()
 
@@ -180,11 +182,13 @@ class MetricsFile:
                 _append(file.fileno(), b"".join(self._waiting))
         except OSError as error:
             if not self._is_failing:
-                logger.warning(f"Cannot write {self.path}: {describe(error)}. Steps are kept until that works again")
+                logger.warning(
+                    f"Cannot write {self.path}: {describe(error)}. Keeping the steps until writing succeeds"
+                )
             self._is_failing = True
             return
         if self._is_failing:
-            logger.info(f"{self.path} can be written again, {len(self._waiting)} steps caught up")
+            logger.info(f"{self.path} can be written again: wrote {len(self._waiting)} waiting steps")
         self._is_failing = False
         self._waiting.clear()
 
@@ -203,7 +207,7 @@ class MetricsFile:
                     break
                 end = start
             if end < size:
-                logger.warning(f"{self.path} ends within a line, {size - end} bytes of it are removed")
+                logger.warning(f"{self.path} ends with an incomplete line: removed its {size - end} bytes")
                 file.truncate(end)
                 os.fsync(file.fileno())
 

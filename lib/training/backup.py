@@ -35,7 +35,7 @@ class BackupWriter:
         try:
             save_training_state(self.path, state)
         except Exception as error:
-            logger.error(f"Could not write the backup {self.path} ({error}); the one before it stays")
+            logger.error(f"Could not write the backup {self.path} ({error}); keeping the previous one")
 
     def read(self) -> TrainingState | None:
         """Load the newest backup, after a pending write has ended.

@@ -57,6 +57,7 @@ class ClientModeAlarm:
             return
         self._last_time = now
         logger.warning(
-            f"All {num_peers} trainers are in client mode, so that nobody can average with anybody: start one without "
-            f"--client_mode on a machine that others can reach, or with --tunnel or --announce_tunnel"
+            f"All {num_peers} trainers are in client mode and cannot average with each other: start one "
+            "without --client_mode on a machine that other peers can reach, or with --tunnel or "
+            "--announce_tunnel"
         )

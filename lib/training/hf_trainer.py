@@ -110,7 +110,9 @@ class CollaborativeTrainer(Trainer):
             ):
                 self._write_checkpoint(temporary, model, trial)
         except OSError as error:
-            logger.error(f"Could not save {final}: {error.strerror}. Training goes on, the checkpoint before it stays")
+            logger.error(
+                f"Could not save {final}: {error.strerror}. Training continues, keeping the previous checkpoint"
+            )
             return
         checkpoints.remove_old_checkpoints(Path(self.args.output_dir), keep=self.args.save_total_limit)
 
@@ -152,10 +154,12 @@ def choose_precision(args: LocalTrainingArguments) -> tuple[bool, bool]:
     has_gpu = torch.cuda.is_available() and not args.use_cpu
     if args.fp16 and not has_gpu:
         raise UserError(
-            "--fp16 needs a GPU, and none is in use here; drop it (transformers would accept and ignore it)"
+            "--fp16 needs a GPU, and none is in use; drop the flag (transformers would silently ignore it)"
         )
     if args.bf16 and has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"--bf16: {torch.cuda.get_device_name()} does not have it; pass --fp16 or nothing")
+        raise UserError(
+            f"--bf16: {torch.cuda.get_device_name()} does not support bfloat16; pass --fp16 or no precision flag"
+        )
     if args.fp16 or args.bf16 or args.fp32 or not has_gpu:
         return args.fp16, args.bf16
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -127,7 +127,9 @@ def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id
     """
     name = args.model_name_or_path
     if Path(name).is_file():
-        raise UserError(f"--from_pretrained: '{name}' is a configuration; pass the folder that has its weights too")
+        raise UserError(
+            f"--from_pretrained: '{name}' is a configuration; pass a folder that also contains the weights"
+        )
     try:
         with _seeded_by(run_id):
             model_class = get_model_class(config)

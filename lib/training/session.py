@@ -106,14 +106,16 @@ class TrainingSession:
             if not ahead or self.should_stop():
                 return False
             if len(ahead) == 1 and attempt >= self.MAX_JOIN_ATTEMPTS:
-                logger.warning("One trainer is ahead, but no state of it can be downloaded: starting without it")
+                logger.warning(
+                    "One trainer reports a later step, but its state cannot be downloaded: starting without it"
+                )
                 return False
             if time.monotonic() > deadline:
                 step = min(peer.epoch for peer in ahead)
                 raise UserError(
-                    f"{len(ahead)} trainers of this run are at step #{step} or later, but no state "
-                    f"could be downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} "
-                    f"seconds. Check that they can be reached from here, and that model and optimizer are theirs"
+                    f"{len(ahead)} trainers of this run are at step #{step} or later, but no state could be "
+                    f"downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} seconds. Check that "
+                    "they are reachable from this machine and use the same model and optimizer"
                 )
             time.sleep(min(5.0, tracker.default_refresh_period))
             tracker.refresh()
@@ -204,17 +206,17 @@ class TrainingSession:
             downloaded = self.optimizer.state_averager.download_state(min_epoch=0 if backup is None else backup.step)
             if self.num_recoveries > self.MAX_RECOVERIES or (downloaded is None and backup is None):
                 raise UserError(
-                    "the parameters are not finite and there is no sound state to return to: lower --learning_rate or "
-                    "--max_grad_norm, remove the checkpoints in --output_dir, and start again"
+                    "the parameters are not finite and there is no valid state to roll back to: lower "
+                    "--learning_rate or --max_grad_norm, remove the checkpoints in --output_dir, and start again"
                 )
             try:
                 if downloaded is not None:
                     donor, metadata, tensors = downloaded
                     self.optimizer.restore(metadata, tensors)
-                    logger.info(f"Went back to the state of step #{self.optimizer.local_epoch} from {donor}")
+                    logger.info(f"Rolled back to the state of step #{self.optimizer.local_epoch} from {donor}")
                 else:
                     self.optimizer.restore(backup.metadata, backup.tensors)
-                    logger.info(f"Went back to the backup of step #{self.optimizer.local_epoch}")
+                    logger.info(f"Rolled back to the backup of step #{self.optimizer.local_epoch}")
             except StateLoadError as error:
                 raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
         self.last_reported_step = self.optimizer.local_epoch
@@ -248,7 +250,7 @@ class TrainingSession:
             if all(monitor["checkpoint_step"] >= step for monitor in monitors):
                 return
             time.sleep(0.5)
-        logger.warning(f"No monitor has saved step #{step}: leaving all the same")
+        logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")
 
     def restore_checkpoint(self) -> None:
         """Restore the newest checkpoint in the output folder, if there is one."""
@@ -265,7 +267,8 @@ class TrainingSession:
                 checkpoints.save_checkpoint(self.folder, model, tokenizer, state, info={"time": time.time()})
             except OSError as error:
                 logger.error(
-                    f"Could not save a checkpoint: {error.strerror}. Training continues, the one before it stays"
+                    f"Could not save a checkpoint: {error.strerror}. Training continues, keeping the previous "
+                    "checkpoint"
                 )
                 return
         checkpoints.remove_old_checkpoints(self.folder, keep)

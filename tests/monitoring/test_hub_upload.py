@@ -177,12 +177,12 @@ def test_file_system_without_hard_links(hub, make_uploader, monkeypatch):
 @pytest.mark.parametrize(
     ("refusals", "words"),
     [
-        ({"/commit/": [500]}, "trouble of its own (500)"),
-        ({"/commit/": [429]}, "fewer requests (429)"),
+        ({"/commit/": [500]}, "internal error (500)"),
+        ({"/commit/": [429]}, "rate-limited by the Hub (429)"),
         ({"/commit/": [403]}, "may not write to 'me/model'"),
         ({"/repos/create": [401], "/api/models/": [401]}, "hf auth login"),
         ({"/preupload/": [404]}, "no repository 'me/model'"),
-        ({"/commit/": [413]}, "refuses (413)"),
+        ({"/commit/": [413]}, "refused (413)"),
     ],
 )
 def test_failure_is_one_line_and_is_tried_again(hub, make_uploader, monkeypatch, caplog, refusals, words):

@@ -218,7 +218,7 @@ def test_monitor_neither_saves_nor_offers_a_state_far_ahead_of_the_reports(tmp_p
     keeper = make_keeper(tmp_path, averager)
     update(keeper, 10)
     assert averager.offered_step is None and keeper.saved_step == -1 and averager.local_epoch == 0
-    assert "step #1000000, which nobody has reported" in caplog.text
+    assert "step #1000000, which no trainer has reported" in caplog.text
     keeper.close()
 
 

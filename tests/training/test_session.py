@@ -118,7 +118,7 @@ def test_rollback_without_a_state_is_a_one_line_error(tmp_path):
     session = make_session(tmp_path, offered=None)
     with torch.no_grad():
         session.model.weight[0, 0] = float("inf")
-    with pytest.raises(UserError, match="no sound state"):
+    with pytest.raises(UserError, match="no valid state"):
         session.after_local_step()
     session.close()
 
