@@ -58,8 +58,8 @@ def pack_articles(articles: Sequence[Sentences], max_seq_length: int) -> tuple[i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", required=True, help="Text file, UTF-8")
-    parser.add_argument("--tokenizer", help="Folder or Hub name. Default: train one on the text")
-    parser.add_argument("--vocab_size", type=int, default=8000, help="Of the tokenizer that is trained")
+    parser.add_argument("--tokenizer", help="Tokenizer: a folder or a name on the Hub. Default: train one on the text")
+    parser.add_argument("--vocab_size", type=int, default=8000, help="Vocabulary size of the trained tokenizer")
     parser.add_argument("--max_seq_length", type=int, default=512)
     args = parser.parse_args()
 

@@ -272,11 +272,15 @@ def choose_trainers(args: argparse.Namespace) -> list[Trainer]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--baseline", help="commit to compare with; default: this one alone")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of each side, after all trainers have begun")
-    parser.add_argument("--step_seconds", type=float, default=13.0, help="of a global step with all initial trainers")
+    parser.add_argument("--baseline", help="commit to compare with; default: no comparison")
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="minutes for each commit, after all trainers have begun"
+    )
+    parser.add_argument(
+        "--step_seconds", type=float, default=13.0, help="target seconds of a global step with all initial trainers"
+    )
     parser.add_argument("--calm", action="store_true", help="equal trainers only: no churn, no auxiliary peer")
-    parser.add_argument("--trainers", type=int, default=2, help="their number with --calm")
+    parser.add_argument("--trainers", type=int, default=2, help="number of trainers with --calm")
     parser.add_argument("--folder", type=Path, help="keep the logs in this folder")
     args = parser.parse_args()
 

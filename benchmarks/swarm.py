@@ -456,10 +456,18 @@ def print_results(results: list[Result]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of trainers, in turn")
-    parser.add_argument("--churn", type=float, nargs="+", default=[0.0], help="fraction that leaves each minute")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of each swarm, after all trainers have begun")
-    parser.add_argument("--step_seconds", type=float, help="of a global step; default: 15, or 2 for each trainer")
+    parser.add_argument(
+        "--peers", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of trainers; one swarm is run for each"
+    )
+    parser.add_argument(
+        "--churn", type=float, nargs="+", default=[0.0], help="fraction of the trainers that leave each minute"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="minutes for each swarm, after all trainers have begun"
+    )
+    parser.add_argument(
+        "--step_seconds", type=float, help="target seconds of a global step; default: 15, or 2 for each trainer"
+    )
     parser.add_argument("--pace", type=float, help="seconds of a micro-batch; default: 0.5, or 0.125 for each trainer")
     parser.add_argument("--folder", type=Path, help="keep the logs in this folder")
     args = parser.parse_args()
