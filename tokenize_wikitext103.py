@@ -142,7 +142,10 @@ class TokenizationArguments:
         require_not_negative(self, "seed")
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
-        require(0 < self.validation_fraction < 1, f"--validation_fraction must be between 0 and 1: {self.validation_fraction}")
+        require(
+            0 < self.validation_fraction < 1,
+            f"--validation_fraction must be between 0 and 1: {self.validation_fraction}",
+        )
         require(not (self.sample and self.train_file), "pass either --sample or --train_file, not both")
         require(
             self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"
@@ -287,7 +290,7 @@ def tokenize_split(
             writer.write_table(samples)
             stats += group_stats
             progress.update(int(documents.lengths[start:stop].sum()))
-    if not stats.samples:
+    if not stats.instances:
         raise UserError(
             f"the {split} text ({stats.documents} documents) is too short for one sample; pass a longer text"
         )
@@ -402,9 +405,9 @@ def summarize(args: TokenizationArguments, manifest: Manifest) -> str:
         ("dropped tokens", [f"{split.dropped_tokens:,}" for split in splits]),
     ]
     lines = [f"{name:<16}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows if cells]
-    if num_dropped := sum(count.dropped_documents for count in stats):
+    if num_dropped := sum(split.dropped_documents for split in splits):
         lines.append(f"Dropped {num_dropped:,} documents that are too short (at most one token)")
-    if stats[0].packing_efficiency(args.max_seq_length) < 0.8:
+    if splits[0].packing_efficiency(args.max_seq_length) < 0.8:
         lines.append(
             "Warning: most documents are short. If blank lines separate paragraphs rather than documents, remove them"
         )

@@ -345,7 +345,7 @@ class Download:
         with _get(self.session, self.url, headers) as response:
             if start and response.status_code in (206, 416) and not _continues(response, origin, start):
                 self.discard()
-                raise Interrupted("the file on the server has changed", response.raw)
+                raise TransientError("the file on the server has changed", response.raw)
             _check_status(response, self.url, {200, 206} if start else {200})
             if response.status_code == 200:
                 start = 0
@@ -385,7 +385,7 @@ class Download:
                     since, received = now, 0
             end = file.tell()
         if size is not None and end != size:
-            raise Interrupted("the connection was lost")
+            raise TransientError("the connection was lost")
 
 
 def _validator(response: requests.Response) -> str:
