@@ -21,10 +21,11 @@ from hivemind.compression import CompressionBase
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
+from lib.averaging.accumulators import GradientAccumulator, clip_norm
 from lib.averaging.allreduce import MIN_WEIGHT, NORM_TOLERANCE
 from lib.averaging.coordinator import Outcome, RoundCoordinator, RoundLog
 from lib.averaging.progress import ProgressTracker
-from lib.averaging.rounds import RoundAverager, RoundResult, clip_norm
+from lib.averaging.rounds import RoundAverager, RoundResult
 from lib.averaging.state import TrainingStateAverager, all_finite
 
 logger = get_logger(__name__)
@@ -121,7 +122,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def _make_gradient_averager(self, factory, **kwargs) -> RoundAverager:
         averager = RoundAverager(
-            self.state_averager.main_parameters,
             self._offloaded_parameters(),
             dht=self.dht,
             prefix=f"{self.run_id}_round_averager",
@@ -137,7 +137,11 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         )
         for parameter, gradient in zip(self._offloaded_parameters(), averager.averaged_gradients, strict=True):
             parameter.grad = gradient
+        self.accumulator = self._make_accumulator(averager)
         return averager
+
+    def _make_accumulator(self, averager: RoundAverager) -> GradientAccumulator:
+        return GradientAccumulator(self.state_averager.main_parameters, averager.gradients, averager.max_grad_norm)
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
         return [p for group in self.state_averager.optimizer.param_groups for p in group["params"]]
@@ -193,7 +197,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if self.num_dropped_gradients == 1 or self.num_dropped_gradients % 100 == 0:
                 logger.warning(f"Dropped a gradient that is not finite ({self.num_dropped_gradients} so far)")
             return False
-        self.tracker.report_samples(self.grad_averager.accumulate(num_samples))
+        self.tracker.report_samples(self.accumulator.add(num_samples))
         return True
 
     def _wait_for_step(self) -> None:
@@ -252,7 +256,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     self._advance()
             except Exception as error:
                 logger.warning(f"Step #{self.local_epoch + 1} failed ({error!r}); trying again", exc_info=True)
-                self.tracker.complete_step(self.local_epoch, self.grad_averager.local_samples_accumulated)
+                self.tracker.complete_step(self.local_epoch, self.accumulator.num_samples)
                 self._stopped.wait(1.0)
             finally:
                 self._in_step = self._in_round = False
@@ -279,7 +283,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if not all_finite(self._offloaded_parameters()):
             self._is_broken = self._has_update = True  # the main thread finds the values in the model and recovers
             return
-        samples = self.grad_averager.load_contribution()
+        samples = self.accumulator.load()
         logger.info(f"Beginning optimizer step #{step}")
         self.tracker.begin_step(step, samples)
         loaded = time.monotonic()
@@ -319,9 +323,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._steps.append((step, None))
             if self.missed_updates > 1:
                 logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
-                return self.grad_averager.local_samples_accumulated
+                return self.accumulator.num_samples
             logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
-            return self.grad_averager.take_back_contribution(samples)
+            return self.accumulator.take_back(samples)
         parameters = None
         if outcome == Outcome.AVERAGED:
             self._bound_gradients()
@@ -344,7 +348,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._has_update = True
         self._steps.append((step, samples))
         self.share_state()
-        return self.grad_averager.local_samples_accumulated
+        return self.accumulator.num_samples
 
     def _bound_gradients(self) -> None:
         """Scale the averaged gradient down if its norm exceeds what honest peers send."""
@@ -470,7 +474,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def forget_progress(self) -> None:
         """Drop the accumulated gradients: they belong to previous parameters."""
         self._is_broken = False
-        self.grad_averager.drop_gradients()
+        self.accumulator.drop()
         self.tracker.complete_step(self.local_epoch, 0)
 
     def share_state(self) -> None:

@@ -6,7 +6,6 @@ not change before the round has ended and its result was checked.
 
 import asyncio
 import hashlib
-import math
 import multiprocessing
 import struct
 import threading
@@ -62,12 +61,12 @@ class RoundResult:
 
 
 class RoundAverager(SafeAverager):
-    """Accumulates this peer's gradients and averages them, together with the parameters, in one round per global step.
+    """Averages this peer's gradients and parameters with its group, in one round per global step.
 
-    :param main_parameters: parameters of the model, whose `.grad` is accumulated
-    :param parameters: parameters of the offloaded optimizer, of the same shapes, on the CPU in shared memory
-    :param max_grad_norm: bound on the norm of this peer's mean gradient and of the average; 0: no bound. transformers'
-      Trainer would clip each micro-batch instead, which biases the mean
+    Fill `gradients` before a round. The averages are in `averaged_gradients` and `averaged_parameters` after it.
+
+    :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
+    :param max_grad_norm: bound on the norm of each peer's gradient; 0: no bound
     :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
       gradients only
     :param max_weight: bound on the samples that a peer contributes to one step
@@ -76,7 +75,6 @@ class RoundAverager(SafeAverager):
 
     def __init__(
         self,
-        main_parameters: Sequence[torch.Tensor],
         parameters: Sequence[torch.Tensor],
         *,
         max_grad_norm: float,
@@ -87,12 +85,8 @@ class RoundAverager(SafeAverager):
         parameter_step: float,
         **kwargs,
     ):
-        self.main_parameters = tuple(main_parameters)
         self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
         self.bounds = Bounds(weight=max_weight, gradient_norm=max_grad_norm, parameter_step=parameter_step)
-        self.local_samples_accumulated = 0
-        self.lock_accumulators = threading.Lock()
-        self._accumulators = [torch.zeros_like(parameter) for parameter in self.main_parameters]
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
         self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
@@ -121,58 +115,6 @@ class RoundAverager(SafeAverager):
         settings = struct.pack("qq", PROTOCOL, average_parameters_every)
         self.schema_hash = hashlib.sha256(self.schema_hash + settings).digest()
         self.run_in_background(await_ready=True)
-
-    # In the main process: gradients
-
-    @torch.no_grad()
-    def accumulate(self, num_samples: int) -> int:
-        """Accumulate the gradients of the model, which are means over `num_samples`.
-
-        :returns: the number of samples accumulated so far
-        """
-        with self.lock_accumulators:
-            for parameter, accumulator in zip(self.main_parameters, self._accumulators, strict=True):
-                if parameter.grad is not None:
-                    accumulator.add_(parameter.grad, alpha=num_samples)
-            self.local_samples_accumulated += num_samples
-            return self.local_samples_accumulated
-
-    @torch.no_grad()
-    def load_contribution(self) -> int:
-        """Load the clipped mean of the accumulated gradients for the next round, and reset the accumulators.
-
-        :returns: the number of samples in the contribution
-        """
-        with self.lock_accumulators:
-            num_samples = self.local_samples_accumulated
-            for accumulator, gradient in zip(self._accumulators, self.gradients, strict=True):
-                gradient.copy_(accumulator).mul_(1.0 / max(1, num_samples))
-            self._reset()
-        clip_norm(self.gradients, self.max_grad_norm)
-        return num_samples
-
-    @torch.no_grad()
-    def take_back_contribution(self, num_samples: int) -> int:
-        """Add the loaded contribution, which no round has used, to the accumulators again.
-
-        :returns: the number of samples accumulated so far
-        """
-        with self.lock_accumulators:
-            for gradient, accumulator in zip(self.gradients, self._accumulators, strict=True):
-                accumulator.add_(gradient.to(accumulator.device), alpha=num_samples)
-            self.local_samples_accumulated += num_samples
-            return self.local_samples_accumulated
-
-    @torch.no_grad()
-    def drop_gradients(self) -> None:
-        """Drop the accumulated gradients: they belong to previous parameters."""
-        with self.lock_accumulators:
-            self._reset()
-
-    def _reset(self) -> None:
-        self.local_samples_accumulated = 0
-        for accumulator in self._accumulators:
-            accumulator.zero_()
 
     # In the main process: rounds
 
@@ -428,16 +370,3 @@ class RoundAverager(SafeAverager):
                 yield
         finally:
             self._finished_groups.append(group_info.group_id)
-
-
-@torch.no_grad()
-def clip_norm(tensors: Sequence[torch.Tensor], max_norm: float) -> float:
-    """Scale tensors in place so that their total norm is at most `max_norm` (0: no bound).
-
-    :returns: the total norm before scaling
-    """
-    norm = math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
-    if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
-        for tensor in tensors:
-            tensor.mul_(max_norm / (norm + 1e-6))
-    return norm

@@ -183,7 +183,7 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         per_device_train_batch_size=args.per_device_train_batch_size,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         max_steps=_ENDLESS,
-        max_grad_norm=0.0,  # clipped once per global step instead, see RoundAverager
+        max_grad_norm=0.0,  # clipped once per global step instead, see GradientAccumulator
         learning_rate=args.learning_rate,
         fp16=fp16,
         bf16=bf16,

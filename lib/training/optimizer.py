@@ -214,7 +214,6 @@ def build_auxiliary(
     groups = build_param_groups(model, hyperparameter_args.weight_decay)
     parameters = [parameter for group in groups for parameter in group["params"]]
     averager = RoundAverager(
-        parameters,
         [parameter.detach().cpu().float().clone() for parameter in parameters],
         dht=peer.dht,
         prefix=f"{run_id}_round_averager",

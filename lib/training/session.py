@@ -153,7 +153,7 @@ class TrainingSession:
     def _catch_up(self, step: int) -> None:
         logger.info(f"Caught up with the collaboration at step #{step}")
         self.last_reported_step = step
-        if self.optimizer.grad_averager.local_samples_accumulated == 0:
+        if self.optimizer.accumulator.num_samples == 0:
             self.loss_meter.pop()  # the losses of dropped samples
 
     def report(self, step: int, samples: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.compression import CompressionInfo, TensorRole, deserialize_torch_tensor
 
+from lib.averaging.accumulators import clip_norm
 from lib.averaging.allreduce import (
     AVERAGE_TOLERANCE,
     MAX_RMS,
@@ -16,7 +17,6 @@ from lib.averaging.allreduce import (
     SafeTensorPartContainer,
     SafeTensorPartReducer,
 )
-from lib.averaging.rounds import clip_norm
 from lib.training.optimizer import COMPRESSIONS
 
 OWN = torch.full((100,), 0.1)  # norm 1

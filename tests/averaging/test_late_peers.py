@@ -157,7 +157,7 @@ def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm, pla
         replay.step(swarm.wait_for(1, others))
     late.wait_for(1)
     assert late.entry["outcome"] == "missed" and late.entry["missed_updates"] == 1
-    assert late.averager.local_samples_accumulated == late.tracker.local_progress.samples_accumulated == num_late
+    assert late.optimizer.accumulator.num_samples == late.tracker.local_progress.samples_accumulated == num_late
     assert not late.optimizer.state_averager.allow_state_sharing, "it offers a state that lacks an update"
     swarm.meet()
     swarm.compute(*(12 - num_late - 4, 2, 2), trainers=[others[0], others[1], late])
@@ -184,7 +184,7 @@ def test_peer_two_steps_behind_downloads_the_state(build_swarm):
         wait_until(lambda: late.tracker.global_epoch == 2, 60, "the reports of the others")
     late.local_step(swarm.take(1))  # notices that the other peers are ahead
     assert late.optimizer.local_epoch == late.optimizer.state_averager.applied_epoch == 2
-    assert late.averager.local_samples_accumulated == 0
+    assert late.optimizer.accumulator.num_samples == 0
     assert_equal_parameters([late], replay.parameters())
     late.version = 2
     late.pop_contribution()  # the optimizer has dropped it

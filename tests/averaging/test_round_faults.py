@@ -21,22 +21,22 @@ def test_non_finite_gradient_is_dropped_and_counted(build_swarm, value):
     for poison in (None, value, None):
         trainer.local_step(swarm.take(4), poison)
     assert trainer.optimizer.num_dropped_gradients == 1
-    assert trainer.averager.local_samples_accumulated == trainer.tracker.local_progress.samples_accumulated == 8
-    assert all(accumulator.isfinite().all() for accumulator in trainer.averager._accumulators)
+    assert trainer.optimizer.accumulator.num_samples == trainer.tracker.local_progress.samples_accumulated == 8
+    assert all(accumulator.isfinite().all() for accumulator in trainer.optimizer.accumulator._sums)
 
 
 def send(trainer: Trainer, kind: str, value: float) -> None:
     """Make a trainer send `value` in place of each element of its gradients or parameters, from its next step on."""
-    averager = trainer.averager
-    load_contribution = averager.load_contribution
+    averager, accumulator = trainer.averager, trainer.optimizer.accumulator
+    load = accumulator.load
 
     def load_value() -> int:
-        num_samples = load_contribution()
+        num_samples = load()
         for tensor in averager.gradients if kind == "gradients" else averager.parameters:
             tensor.fill_(value)
         return num_samples
 
-    averager.load_contribution = load_value
+    accumulator.load = load_value
 
 
 BAD_VALUES = [("gradients", math.nan), ("gradients", 1e20), ("parameters", 1e22)]
@@ -47,7 +47,7 @@ def test_bad_sender_changes_nothing_and_is_banned(build_swarm, kind, value):
     """The sender is in client mode and does not reduce; the next test has a faulty peer that does."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
     *honest, bad = swarm.add_several(False, False, True)
-    bad.averager.max_grad_norm = 0.0
+    bad.optimizer.accumulator.max_norm = 0.0
     send(bad, kind, value)
     swarm.compute(4, 5, 3)
     expected = replay.step(swarm.wait_for(1, honest))
@@ -125,7 +125,7 @@ def test_liar_about_the_step_is_ignored_though_others_offer_their_state(build_sw
     assert trainer.tracker.seconds_to_step > 0, "a step is due because of what the liar claims to have"
     assert trainer.tracker.global_epoch == 1, "the liar is still believed"
     assert trainer.tracker.refresh() and trainer.tracker.global_epoch == 1
-    assert trainer.averager.local_samples_accumulated == 4
+    assert trainer.optimizer.accumulator.num_samples == 4
     after = trainer.optimizer.state_averager.snapshot()[1]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 

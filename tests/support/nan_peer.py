@@ -7,23 +7,23 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import run_trainer
 from lib.averaging import optimizer
+from lib.averaging.accumulators import GradientAccumulator
 from lib.averaging.allreduce import Bounds
-from lib.averaging.rounds import RoundAverager
 from lib.training import session
 
-load_contribution = RoundAverager.load_contribution
+load = GradientAccumulator.load
 
 
 def load_nan(self) -> int:
-    num_samples = load_contribution(self)
-    for gradient in self.gradients:
+    num_samples = load(self)
+    for gradient in self.contribution:
         gradient.fill_(float("nan"))
     return num_samples
 
 
 session.all_finite = optimizer.all_finite = lambda tensors: True
 Bounds.find_violation = lambda *args: None
-RoundAverager.load_contribution = load_nan
+GradientAccumulator.load = load_nan
 
 main = run_trainer.main
 

@@ -12,8 +12,9 @@ from hivemind.utils import PerformanceEMA
 from transformers import AlbertConfig
 
 from arguments import AveragerArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments
+from lib.averaging.accumulators import clip_norm
 from lib.averaging.matchmaking import RoundControl, rank
-from lib.averaging.rounds import RoundAverager, clip_norm
+from lib.averaging.rounds import RoundAverager
 from lib.monitoring.auxiliary_peer import AuxiliaryPeer
 from lib.peer.peer import Peer
 from lib.training.model import build_model
