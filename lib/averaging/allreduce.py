@@ -25,6 +25,7 @@ from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.p2p import PeerID, StubBase
 from hivemind.proto import averaging_pb2
 
+from lib.averaging.outliers import TOLERANCE, OutlierFilter
 from lib.averaging.wire import TensorSpec, check_tensor
 
 # Weight of a peer without samples. Not 0: a part for which all senders have weight 0 would be 0/0.
@@ -44,6 +45,7 @@ class Bounds:
 
     :param weight: samples in one global step
     :param gradient_norm: norm of a whole contribution, and so of each part; 0: no bound
+    :param compares_norms: whether a gradient is also bounded by those of the other senders, see outliers.py
     :param parameter_step: root mean square, per element, by which a parameter part may differ from this peer's own
       part, in addition to half of the own part's norm. None: this peer's parameters are no reference (auxiliary peer,
       peer that missed an update)
@@ -52,6 +54,7 @@ class Bounds:
     weight: float = math.inf
     gradient_norm: float = 0.0
     parameter_step: float | None = None
+    compares_norms: bool = False
 
     def find_violation(
         self, info: CompressionInfo, part: torch.Tensor, own_part: torch.Tensor, weight: float
@@ -90,6 +93,9 @@ class SafeTensorPartReducer(TensorPartReducer):
         self._infos: Sequence[CompressionInfo] = ()
         self._own_parts: Sequence[torch.Tensor] = ()
         self._bounds, self._own_index = Bounds(), -1
+        # Part index -> sender index -> part and weight, until the part is averaged
+        self._gradient_parts: dict[int, dict[int, tuple[torch.Tensor, float]]] = {}
+        self._outliers = OutlierFilter()
         super().__init__(*args, **kwargs)
 
     def check_parts(
@@ -112,7 +118,33 @@ class SafeTensorPartReducer(TensorPartReducer):
                 raise BannedException(f"sender {sender_index} sent {violation}")
         if self._infos[part_index].role == TensorRole.GRADIENT:
             self.weights[sender_index] = weight
+            if self._bounds.compares_norms and weight > MIN_WEIGHT:
+                self._gradient_parts.setdefault(part_index, {})[sender_index] = tensor_part, weight
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight)
+
+    def check_current_part_finished(self) -> None:
+        """Bound the parts of gradients by each other once all senders' parts have arrived."""
+        is_finished = self.current_part_accumulated_from == self.num_current_senders
+        if is_finished and (parts := self._gradient_parts.pop(self.current_part_index, None)):
+            self._bound_by_each_other(parts)
+        super().check_current_part_finished()
+
+    def _bound_by_each_other(self, parts: dict[int, tuple[torch.Tensor, float]]) -> None:
+        """Replace the sum of a part if some senders' values are too large.
+
+        :param parts: sender index -> part and weight; parts of weight MIN_WEIGHT are left out, they change nothing
+        """
+        norms = {sender: _norm(part) for sender, (part, _) in parts.items()}
+        factors = self._outliers.clip_factors(norms, {sender: weight for sender, (_, weight) in parts.items()})
+        if factors:
+            self.accumulator.zero_()
+            for sender, (part, weight) in parts.items():
+                self.accumulator.add_(part, alpha=weight * factors.get(sender, 1.0))
+
+    def outliers(self) -> dict[int, str]:
+        """Return the senders whose gradients are too large beside the others': sender index -> violation."""
+        text = f"gradients of more than {TOLERANCE:g} times the norm of the other peers'"
+        return {sender: text for sender in self._outliers.senders if sender != self._own_index}
 
 
 class SafeTensorPartContainer(TensorPartContainer):
@@ -212,7 +244,8 @@ class SafeAllReduceRunner(AllReduceRunner):
 
     def violations(self) -> dict[PeerID, str]:
         """Return the members that sent or answered values out of bounds, with the violation."""
-        sent = {self.sender_peer_ids[i]: text for i, text in self.tensor_part_reducer.violations.items()}
+        reducer = self.tensor_part_reducer
+        sent = {self.sender_peer_ids[i]: text for i, text in (reducer.outliers() | reducer.violations).items()}
         answered = {self.ordered_peer_ids[i]: text for i, text in self.tensor_part_container.violations.items()}
         return sent | answered
 

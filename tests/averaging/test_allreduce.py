@@ -17,6 +17,7 @@ from lib.averaging.allreduce import (
     SafeTensorPartContainer,
     SafeTensorPartReducer,
 )
+from lib.averaging.outliers import TOLERANCE
 from lib.training.optimizer import COMPRESSIONS
 
 OWN = torch.full((100,), 0.1)  # norm 1
@@ -101,6 +102,30 @@ def test_sender_that_violates_the_bounds_is_left_out_of_the_round():
             for average in averages:
                 assert torch.allclose(average, torch.full((100,), 0.09))
         assert list(reducer.violations) == [1] and reducer.weights == {0: 2.0, 2: 2.0}
+
+    asyncio.run(scenario())
+
+
+def test_reducer_bounds_pseudo_gradients_by_each_other():
+    """A newcomer without samples is no reference, and changes nothing."""
+
+    async def scenario():
+        reducer = make_reducer([TensorRole.GRADIENT, TensorRole.GRADIENT, TensorRole.PARAMETER], 4)
+        reducer._bounds = replace(Bounds(weight=256.0), compares_norms=True)
+
+        async def send(sender: int, scale: float, weight: float) -> list[torch.Tensor]:
+            return [
+                (await reducer.accumulate_part(sender, part, scale * OWN if part < 2 else OWN, weight)).clone()
+                for part in range(3)
+            ]
+
+        results = await asyncio.gather(send(0, 1.0, 2.0), send(1, 1.0, 2.0), send(2, 1e6, 4.0), send(3, 0, MIN_WEIGHT))
+        bound = TOLERANCE * 2  # the liar has twice the samples
+        for averages in results:
+            for gradient in averages[:2]:
+                assert torch.allclose(gradient, (2 + 2 + 4 * bound) / 8 * OWN, rtol=1e-4)
+            assert torch.allclose(averages[2], OWN, rtol=1e-4)
+        assert list(reducer.outliers()) == [2] and not reducer.violations
 
     asyncio.run(scenario())
 

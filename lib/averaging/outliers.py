@@ -1,0 +1,55 @@
+"""Bound on pseudo-gradients by those of the other peers: honest ones have norms of the same size.
+
+The norm of a pseudo-gradient depends on model, data and learning rate, so that a fixed bound is loose. Published
+forms of DiLoCo have none; templar (https://github.com/tplr-ai/templar) clips each peer to the median norm.
+"""
+
+import statistics
+from collections import Counter
+
+MIN_SENDERS = 3  # with samples; of two, nobody can say which is too large
+TOLERANCE = 4.0  # of a norm, relative to the median of the others
+# An honest peer's part may exceed the tolerance: rare tokens that only its samples have move their rows of an
+# embedding. It is clipped once it exceeds the tolerance in more than this fraction of its parts.
+MAX_OUTLIER_FRACTION = 0.25
+
+
+class OutlierFilter:
+    """Compares the parts of a round and finds the senders whose parts are too large throughout."""
+
+    def __init__(self):
+        self.num_parts = 0
+        self._num_outliers: Counter[int] = Counter()
+
+    @property
+    def senders(self) -> list[int]:
+        """Senders whose parts were too large in more than MAX_OUTLIER_FRACTION of the parts."""
+        limit = MAX_OUTLIER_FRACTION * self.num_parts
+        return [sender for sender, number in self._num_outliers.items() if number > limit]
+
+    def clip_factors(self, norms: dict[int, float], weights: dict[int, float]) -> dict[int, float]:
+        """Compare the senders' values of the next part.
+
+        :param norms: sender -> norm of its part
+        :param weights: sender -> samples
+        :returns: sender -> factor below 1, for each sender whose part is to be scaled down
+        """
+        bounds = _bounds(norms, weights) if len(norms) >= MIN_SENDERS else {}
+        self.num_parts += 1
+        self._num_outliers.update(sender for sender, bound in bounds.items() if norms[sender] > bound)
+        return {sender: bounds[sender] / norms[sender] for sender in self.senders if norms[sender] > bounds[sender]}
+
+
+def _bounds(norms: dict[int, float], weights: dict[int, float]) -> dict[int, float]:
+    """Return the bound on each sender's part: TOLERANCE times the median norm of the others.
+
+    The sum of n local updates has at most n times the norm of one. For a sender with more samples than another one,
+    the other one's norm counts as larger by that ratio.
+    """
+    return {
+        sender: TOLERANCE
+        * statistics.median(
+            norms[other] * max(1.0, weights[sender] / weights[other]) for other in norms if other != sender
+        )
+        for sender in norms
+    }
