@@ -453,10 +453,39 @@ class HyperparameterArguments:
     adam_epsilon: float = field(default=1e-6, metadata={"help": "Added to the root of the second moment"})
     weight_decay: float = field(default=0.01, metadata={"help": "Weight decay; biases and norms have none"})
     clamp_value: float = field(default=10000.0, metadata={"help": "LAMB: weight norms are clamped to this value"})
+    max_grad_norm: float = field(
+        default=1.0,
+        metadata={
+            "help": "Bound on the norm of the gradient that a peer contributes to a global step, or with "
+            "--local_updates of the gradient of each local step; 0: no bound"
+        },
+    )
+    local_updates: bool = field(
+        default=False,
+        metadata={
+            "help": "DiLoCo, for slow connections: each peer takes an optimizer step at each local step, and the "
+            "peers average their changes once per global step. Choose a --target_batch_size of 10 to 100 local steps "
+            "of each peer, and a --learning_rate for the batch of one local step. See docs/tuning.md"
+        },
+    )
+    outer_learning_rate: float = field(
+        default=0.7, metadata={"help": "With --local_updates: learning rate of the global step"}
+    )
+    outer_momentum: float = field(
+        default=0.9, metadata={"help": "With --local_updates: Nesterov momentum of the global step"}
+    )
+    max_update_norm: float = field(
+        default=1.0,
+        metadata={
+            "help": "With --local_updates: bound on the norm of the change that a peer contributes to a global step, "
+            "relative to the norm of the parameters; 0: no bound"
+        },
+    )
 
     def __post_init__(self):
-        require_positive(self, "total_steps", "learning_rate", "adam_epsilon", "clamp_value")
-        require_not_negative(self, "warmup_steps", "weight_decay")
+        require_positive(self, "total_steps", "learning_rate", "adam_epsilon", "clamp_value", "outer_learning_rate")
+        require_not_negative(self, "warmup_steps", "weight_decay", "max_grad_norm", "max_update_norm")
+        require(0 < self.outer_momentum < 1, f"--outer_momentum must be between 0 and 1: {self.outer_momentum}")
         require(
             self.warmup_steps <= self.total_steps,
             f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
@@ -487,10 +516,6 @@ class LocalTrainingArguments(HyperparameterArguments):
     )
     seq_length: int | None = field(
         default=None, metadata={"help": "Sequence length in tokens. Default: that of the prepared data"}
-    )
-    max_grad_norm: float = field(
-        default=1.0,
-        metadata={"help": "Maximum norm of the gradient that this peer contributes to a global step; 0: no maximum"},
     )
     mlm_probability: float = field(default=0.15, metadata={"help": "Fraction of tokens to predict in masked LM"})
     fp16: bool = field(default=False, metadata={"help": "Mixed precision with float16 (GPU only)"})
@@ -525,7 +550,7 @@ class LocalTrainingArguments(HyperparameterArguments):
         super().__post_init__()
         require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "seq_length",
                           "save_steps", "save_total_limit", "logging_steps")  # fmt: skip
-        require_not_negative(self, "max_grad_norm", "dataloader_num_workers", "seed")
+        require_not_negative(self, "dataloader_num_workers", "seed")
         require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
         require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
 

@@ -12,13 +12,10 @@ class GradientAccumulator:
 
     :param main_parameters: parameters of the model, whose `.grad` is accumulated
     :param contribution: receives the mean gradient for a round; tensors of the same shapes on the CPU
-    :param max_norm: bound on the norm of the mean gradient; 0: no bound. transformers' Trainer would clip each
-      micro-batch instead, which biases the mean
     """
 
-    def __init__(self, main_parameters: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor], max_norm: float):
+    def __init__(self, main_parameters: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor]):
         self.main_parameters, self.contribution = tuple(main_parameters), tuple(contribution)
-        self.max_norm = max_norm
         self.num_samples = 0  # since the last round
         self.lock = threading.Lock()
         self._sums = [torch.zeros_like(parameter) for parameter in self.main_parameters]
@@ -37,9 +34,11 @@ class GradientAccumulator:
             return self.num_samples
 
     @torch.no_grad()
-    def load(self) -> int:
-        """Load the clipped mean of the accumulated gradients as the contribution to a round, and start a new sum.
+    def load(self, max_norm: float) -> int:
+        """Load the mean of the accumulated gradients as the contribution to a round, and start a new sum.
 
+        :param max_norm: the mean is clipped to this norm (0: no bound). transformers' Trainer would clip each
+          micro-batch instead, which biases the mean
         :returns: the number of samples in the contribution
         """
         with self.lock:
@@ -47,7 +46,7 @@ class GradientAccumulator:
             for total, mean in zip(self._sums, self.contribution, strict=True):
                 mean.copy_(total).mul_(1.0 / max(1, num_samples))
             self._reset()
-        clip_norm(self.contribution, self.max_norm)
+        clip_norm(self.contribution, max_norm)
         return num_samples
 
     @torch.no_grad()
@@ -62,6 +61,9 @@ class GradientAccumulator:
             self.num_samples += num_samples
             return self.num_samples
 
+    def confirm(self) -> None:
+        """Record that the loaded contribution became part of a global step."""
+
     @torch.no_grad()
     def drop(self) -> None:
         """Drop the accumulated gradients: they belong to previous parameters."""
@@ -72,6 +74,101 @@ class GradientAccumulator:
         self.num_samples = 0
         for total in self._sums:
             total.zero_()
+
+
+class UpdateAccumulator:
+    """Local updates of this peer since the last round, as a pseudo-gradient (DiLoCo, arXiv 2311.08105). Thread-safe.
+
+    The parameters of the model move with each local step. `base` is the value at which nothing is left to contribute:
+    the pseudo-gradient is `base - parameters`. The base is the parameters of the last global step once the model has
+    them, and until then the parameters of the model when the contribution to that step was loaded. Local steps
+    during a round and before its result is copied therefore count in the next round.
+
+    :param main_parameters: parameters of the model. Hold `lock` while changing them
+    :param step_parameters: parameters of the last global step; tensors of the same shapes on the CPU
+    :param contribution: receives the pseudo-gradient for a round; tensors of the same shapes on the CPU
+    """
+
+    def __init__(
+        self,
+        main_parameters: Sequence[torch.Tensor],
+        step_parameters: Sequence[torch.Tensor],
+        contribution: Sequence[torch.Tensor],
+    ):
+        self.main_parameters, self.step_parameters = tuple(main_parameters), tuple(step_parameters)
+        self.contribution = tuple(contribution)
+        self.num_samples = 0  # since the last round
+        self.lock = threading.Lock()
+        self._base = [parameter.detach().clone() for parameter in self.step_parameters]
+        self._loaded = [torch.zeros_like(base) for base in self._base]
+
+    def add(self, num_samples: int) -> int:
+        """Count the samples of a local step.
+
+        :returns: the number of samples since the last round
+        """
+        with self.lock:
+            self.num_samples += num_samples
+            return self.num_samples
+
+    @torch.no_grad()
+    def load(self, max_norm: float) -> int:
+        """Load the pseudo-gradient as the contribution to a round.
+
+        :param max_norm: the pseudo-gradient is clipped to this norm; 0: no bound
+        :returns: the number of samples in the contribution; 0 if the parameters of the model are not finite
+        """
+        with self.lock:
+            num_samples, self.num_samples = self.num_samples, 0
+            for loaded, parameter in zip(self._loaded, self.main_parameters, strict=True):
+                loaded.copy_(parameter)
+        for base, loaded, difference in zip(self._base, self._loaded, self.contribution, strict=True):
+            torch.sub(base, loaded, out=difference)
+        if math.isfinite(clip_norm(self.contribution, max_norm)):
+            return num_samples
+        for base, loaded, difference in zip(self._base, self._loaded, self.contribution, strict=True):
+            loaded.copy_(base)
+            difference.zero_()
+        return 0
+
+    def take_back(self, num_samples: int) -> int:
+        """Count the loaded contribution, which no round has used, in the next round.
+
+        :returns: the number of samples for the next round
+        """
+        return self.add(num_samples)
+
+    def confirm(self) -> None:
+        """Record that the loaded contribution became part of a global step."""
+        self._base, self._loaded = self._loaded, self._base
+
+    @torch.no_grad()
+    def local_changes(self) -> list[torch.Tensor]:
+        """Return the local updates that no step has used, on the device of the model."""
+        return [
+            parameter - base.to(parameter.device)
+            for parameter, base in zip(self.main_parameters, self._base, strict=True)
+        ]
+
+    @torch.no_grad()
+    def rebase(self, changes: Sequence[torch.Tensor] | None = None) -> None:
+        """Set the model to the parameters of the last global step plus local updates.
+
+        :param changes: the local updates; default: those that no step has used
+        """
+        with self.lock:
+            changes = self.local_changes() if changes is None else changes
+            for parameter, change, newest, base in zip(
+                self.main_parameters, changes, self.step_parameters, self._base, strict=True
+            ):
+                parameter.copy_(newest.to(parameter.device) + change)
+                base.copy_(newest)
+
+    def drop(self) -> None:
+        """Drop the local updates: set the model to the parameters of the last global step."""
+        self.rebase([torch.zeros_like(parameter) for parameter in self.main_parameters])
+        with self.lock:
+            self.num_samples = 0
 
 
 @torch.no_grad()

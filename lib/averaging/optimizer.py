@@ -141,7 +141,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return averager
 
     def _make_accumulator(self, averager: RoundAverager) -> GradientAccumulator:
-        return GradientAccumulator(self.state_averager.main_parameters, averager.gradients, averager.max_grad_norm)
+        return GradientAccumulator(self.state_averager.main_parameters, averager.gradients)
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
         return [p for group in self.state_averager.optimizer.param_groups for p in group["params"]]
@@ -197,15 +197,22 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if self.num_dropped_gradients == 1 or self.num_dropped_gradients % 100 == 0:
                 logger.warning(f"Dropped a gradient that is not finite ({self.num_dropped_gradients} so far)")
             return False
-        self.tracker.report_samples(self.accumulator.add(num_samples))
+        self.tracker.report_samples(self._take_local_step(num_samples))
         return True
+
+    def _take_local_step(self, num_samples: int) -> int:
+        """Use the gradients of the model, which are finite.
+
+        :returns: the number of samples accumulated for the global step
+        """
+        return self.accumulator.add(num_samples)
 
     def _wait_for_step(self) -> None:
         """Wait until no step is due, then copy the newest parameters to the model."""
         with self.tracker.pause_updates():
             self._waits_for_step = True
             try:
-                while not (self._stopped.is_set() or self._is_broken or self._is_out_of_sync() or self._is_over):
+                while self._may_take_step():
                     # The order matters: a step that begins in between is marked as busy before it stops being due.
                     is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
                     is_busy = self._in_round if self.delay_optimizer_step else self._in_step
@@ -217,16 +224,26 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self._waits_for_step = False
         self._apply_update()
 
-    @property
-    def _is_over(self) -> bool:
-        return self.last_step is not None and self.local_epoch >= self.last_step
+    def _may_take_step(self) -> bool:
+        """Whether nothing but the missing samples keeps the step thread from taking a step."""
+        is_over = self.last_step is not None and self.local_epoch >= self.last_step
+        is_stopped = is_over or self._stopped.is_set() or self._is_broken or self._is_out_of_sync()
+        return self._may_begin_step() and not is_stopped
+
+    def _may_begin_step(self) -> bool:
+        """Whether the contribution may be loaded now; without delays, only between two local steps."""
+        return self.delay_grad_averaging or self._waits_for_step
 
     def _apply_update(self) -> None:
         """Copy the offloaded parameters to the model if they are newer."""
         if self._has_update:
             with self._update_lock:
                 self._has_update = False
-                self.state_averager._apply_optimizer_parameters_()
+                self._copy_parameters()
+
+    def _copy_parameters(self) -> None:
+        """Copy the offloaded parameters to the model."""
+        self.state_averager._apply_optimizer_parameters_()
 
     def finish_pending_update(self) -> None:
         """Wait for the running step, if there is one, and copy its parameters to the model."""
@@ -238,6 +255,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Keep model, parameters and optimizer statistics at one step while the context is open."""
         with self._step_lock, self._update_lock:
             self._apply_update()
+            yield
+
+    @contextmanager
+    def saved_state(self) -> Iterator[None]:
+        """Keep the training state while the context is open, as `frozen_state`, for writing a checkpoint of it."""
+        with self.frozen_state():
             yield
 
     # Global steps, in the step thread
@@ -266,9 +289,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Search for the group of the next step ahead of time; take the step if it is due."""
         if self._stopped.is_set() or self._is_broken or self._is_out_of_sync():
             self.coordinator.call_off()
-            return
-        may_begin = self.delay_grad_averaging or self._waits_for_step
-        if self._is_over or not may_begin:
+        if not self._may_take_step():
             return
         is_alone = not self.tracker.num_expected(self.local_epoch + 1)
         if is_alone and self._has_update and not self._waits_for_step:
@@ -283,7 +304,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if not all_finite(self._offloaded_parameters()):
             self._is_broken = self._has_update = True  # the main thread finds the values in the model and recovers
             return
-        samples = self.accumulator.load()
+        samples = self.accumulator.load(self.grad_averager.gradient_bound())
         logger.info(f"Beginning optimizer step #{step}")
         self.tracker.begin_step(step, samples)
         loaded = time.monotonic()
@@ -321,11 +342,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._convalescence = CONVALESCENCE_ROUNDS
             self.state_averager.local_epoch = step
             self._steps.append((step, None))
-            if self.missed_updates > 1:
-                logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
-                return self.accumulator.num_samples
-            logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
-            return self.accumulator.take_back(samples)
+            return self._carry_over(step, samples)
+        self.accumulator.confirm()
         parameters = None
         if outcome == Outcome.AVERAGED:
             self._bound_gradients()
@@ -350,9 +368,20 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.share_state()
         return self.accumulator.num_samples
 
+    def _carry_over(self, step: int, samples: int) -> int:
+        """Count the contribution to a missed step in the next step, unless the next step was missed, too.
+
+        :returns: the number of samples for the next step
+        """
+        if self.missed_updates > 1:
+            logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
+            return self.accumulator.num_samples
+        logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
+        return self.accumulator.take_back(samples)
+
     def _bound_gradients(self) -> None:
         """Scale the averaged gradient down if its norm exceeds what honest peers send."""
-        bound = NORM_TOLERANCE * self.grad_averager.max_grad_norm
+        bound = NORM_TOLERANCE * self.grad_averager.gradient_bound()
         norm = clip_norm(self.grad_averager.averaged_gradients, bound)
         if 0 < bound < norm or not math.isfinite(norm):
             logger.warning(f"The averaged gradient has norm {norm:.3g}, the bound is {bound:.3g}: scaled it down")
@@ -455,6 +484,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._has_update, self.missed_updates, self._convalescence = False, 0, 0
             self._steps.clear()
             self.forget_progress()
+
+    def discard_local_updates(self) -> bool:
+        """Return to the parameters of the last global step, if the model has others and they are finite.
+
+        :returns: whether the parameters of the model have changed
+        """
+        return False
 
     def _is_offered(self, epoch: int) -> bool:
         """Whether a peer offers a state of step `epoch` or later."""

@@ -104,6 +104,7 @@ class ProgressTracker(threading.Thread):
     :param min_refresh_period, max_refresh_period: bounds on the seconds between two reads of the other peers' progress
     :param default_refresh_period: seconds between two reads while there are no other peers
     :param metadata_expiration: seconds after which a report expires
+    :param local_updates: whether this peer trains with local updates; peers that do otherwise are ignored
     """
 
     def __init__(
@@ -122,10 +123,11 @@ class ProgressTracker(threading.Thread):
         expected_drift_rate: float,
         performance_ema_alpha: float,
         metadata_expiration: float,
+        local_updates: bool = False,
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.target_batch_size = dht, f"{run_id}_training_progress", target_batch_size
-        self.client_mode, self.auxiliary = client_mode, auxiliary
+        self.client_mode, self.auxiliary, self.local_updates = client_mode, auxiliary, local_updates
         self.min_refresh_period, self.max_refresh_period = min_refresh_period, max_refresh_period
         self.default_refresh_period, self.metadata_expiration = default_refresh_period, metadata_expiration
         self.expected_drift_peers, self.expected_drift_rate = expected_drift_peers, expected_drift_rate
@@ -379,7 +381,11 @@ class ProgressTracker(threading.Thread):
             self._last_report = time.monotonic()
             self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.metadata_expiration / 2)
             record = self.local_progress.to_record()
-            record |= {"reported_at": get_dht_time(), "samples_per_second": self._sustained_rate()}
+            record |= {
+                "local_updates": self.local_updates,
+                "reported_at": get_dht_time(),
+                "samples_per_second": self._sustained_rate(),
+            }
         self._store(record)
 
     def _sustained_rate(self) -> float:
@@ -440,15 +446,28 @@ class ProgressTracker(threading.Thread):
 
     def _speaks_our_protocol(self, subkey: bytes, record: object) -> bool:
         protocol = record.get("protocol") if isinstance(record, dict) else None
-        if protocol == PROTOCOL:
+        if protocol != PROTOCOL:
+            self._warn(
+                subkey,
+                f"A trainer of this run has protocol {protocol!r:.20}, this trainer has {PROTOCOL}: they do not "
+                "average with each other. Update the older one",
+            )
+        elif record.get("local_updates", False) != self.local_updates:
+            with_or_without = ("without", "with") if self.local_updates else ("with", "without")
+            self._warn(
+                subkey,
+                "A trainer of this run runs {} --local_updates, this trainer {}: they do not average with each "
+                "other. Pass the same flag to all peers".format(*with_or_without),
+            )
+        else:
             return True
+        return False
+
+    def _warn(self, subkey: bytes, message: str) -> None:
+        """Warn about a peer, once in WARN_SECONDS."""
         if time.monotonic() >= self._warned_at.get(subkey, -math.inf) + WARN_SECONDS and len(self._warned_at) < 1000:
             self._warned_at[subkey] = time.monotonic()
-            logger.warning(
-                f"A trainer of this run has protocol {protocol!r:.20}, this trainer has {PROTOCOL}: they do not "
-                "average with each other. Update the older one"
-            )
-        return False
+            logger.warning(message)
 
     def _refresh_period(self) -> float:
         progress = self.global_progress

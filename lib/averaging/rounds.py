@@ -67,6 +67,8 @@ class RoundAverager(SafeAverager):
 
     :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
     :param max_grad_norm: bound on the norm of each peer's gradient; 0: no bound
+    :param local_updates: whether the gradients are pseudo-gradients, see LocalUpdatesOptimizer. Their bound is
+      relative to the norm of the parameters. A group has peers of one kind only
     :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
       gradients only
     :param max_weight: bound on the samples that a peer contributes to one step
@@ -83,10 +85,12 @@ class RoundAverager(SafeAverager):
         parameter_compression: CompressionBase,
         max_weight: float,
         parameter_step: float,
+        local_updates: bool = False,
         **kwargs,
     ):
+        self.local_updates = local_updates
         self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
-        self.bounds = Bounds(weight=max_weight, gradient_norm=max_grad_norm, parameter_step=parameter_step)
+        self._bounds = Bounds(weight=max_weight, parameter_step=parameter_step, compares_norms=local_updates)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
         self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
@@ -112,7 +116,7 @@ class RoundAverager(SafeAverager):
             start=False,
             **kwargs,
         )
-        settings = struct.pack("qq", PROTOCOL, average_parameters_every)
+        settings = struct.pack("qq", PROTOCOL, average_parameters_every) + b"local updates" * local_updates
         self.schema_hash = hashlib.sha256(self.schema_hash + settings).digest()
         self.run_in_background(await_ready=True)
 
@@ -121,6 +125,17 @@ class RoundAverager(SafeAverager):
     def includes_parameters(self, number: int) -> bool:
         """Whether the round of a step also averages the parameters."""
         return number % self.average_parameters_every == 0
+
+    def gradient_bound(self) -> float:
+        """Return the bound on the norm of a peer's gradient or pseudo-gradient; 0: no bound.
+
+        An auxiliary peer does not know the parameters, and so no bound on pseudo-gradients.
+        """
+        if not self.local_updates:
+            return self.max_grad_norm
+        if self.mode == AveragingMode.AUX:
+            return 0.0
+        return self.max_grad_norm * float(torch.nn.utils.get_total_norm(self.parameters))
 
     def schedule_round(self, number: int, timeout: float) -> RoundControl:
         """Start the search for the group of a step.
@@ -231,7 +246,7 @@ class RoundAverager(SafeAverager):
             None, load_balance_peers, self.total_size, bandwidths, options.pop("min_vector_size")
         )
         num_tensors = len(self._averaged_tensors) if self.includes_parameters(step.number) else len(self.gradients)
-        bounds = self.bounds
+        bounds = replace(self._bounds, gradient_norm=self.gradient_bound())
         if self.mode == AveragingMode.AUX or step.parameter_weight <= MIN_WEIGHT:
             bounds = replace(bounds, parameter_step=None)
         runner = SafeAllReduceRunner(

@@ -105,7 +105,7 @@ class CollaborativeTrainer(Trainer):
         final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             with (
-                self.collaborative_optimizer.frozen_state(),  # keeps weights and optimizer at one global step
+                self.collaborative_optimizer.saved_state(),  # keeps weights and optimizer at one global step
                 new_folder(final, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary,
             ):
                 self._write_checkpoint(temporary, model, trial)

@@ -26,6 +26,7 @@ from arguments import (
     OptimizerArguments,
     ProgressTrackerArguments,
 )
+from lib.averaging.local_updates import LocalUpdatesOptimizer
 from lib.averaging.optimizer import CollaborativeOptimizer, max_weight
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
@@ -36,6 +37,8 @@ from lib.peer.peer import Peer
 # Bound on the distance between an element of two peers' parameters, in learning rates. LAMB and AdamW move an element
 # by about three learning rates in their first steps.
 PARAMETER_STEPS = 10.0
+# The same with local updates: two peers may differ by the local steps of a round. Some hundred at most.
+LOCAL_PARAMETER_STEPS = 3000.0
 
 # Norm layers by class and by name: the usual pattern "LayerNorm.weight" misses ALBERT's `full_layer_layer_norm`.
 _NO_DECAY_CLASSES = [torch.nn.LayerNorm]
@@ -117,7 +120,8 @@ def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = learning_rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-        optimizer.state[parameter]["step"] *= 0  # an integer in LAMB, a tensor in AdamW
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"] *= 0  # an integer in LAMB, a tensor in AdamW
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
@@ -125,6 +129,34 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArgume
     return get_linear_schedule_with_warmup(
         optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=args.total_steps
     )
+
+
+def build_outer_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.SGD:
+    """Build the optimizer of the global steps with local updates: SGD with Nesterov momentum of zero, as in DiLoCo.
+
+    The weight decay is the inner optimizer's.
+    """
+    groups = [{"params": group["params"]} for group in param_groups]
+    optimizer = torch.optim.SGD(groups, lr=args.outer_learning_rate, momentum=args.outer_momentum, nesterov=True)
+    initialize_optimizer_state(optimizer)
+    return optimizer
+
+
+def _step_optimizer(args: HyperparameterArguments) -> dict:
+    """Return the builders of the optimizer of the global steps and of its schedule, as hivemind takes them."""
+    if args.local_updates:
+        return {"optimizer": partial(build_outer_optimizer, args=args), "scheduler": None}
+    return {"optimizer": partial(build_local_optimizer, args=args), "scheduler": partial(build_scheduler, args=args)}
+
+
+def _round_bounds(args: HyperparameterArguments) -> dict:
+    """Return the bounds on contributions, as RoundAverager takes them."""
+    steps = LOCAL_PARAMETER_STEPS if args.local_updates else PARAMETER_STEPS
+    return {
+        "local_updates": args.local_updates,
+        "max_grad_norm": args.max_update_norm if args.local_updates else args.max_grad_norm,
+        "parameter_step": steps * args.learning_rate,
+    }
 
 
 def build_optimizer(
@@ -149,39 +181,47 @@ def build_optimizer(
             f"--target_batch_size {args.target_batch_size} (less --batch_size_lead) is below {batch_size_per_step}, "
             f"the samples of one local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
         )
-    return CollaborativeOptimizer(
-        dht=peer.dht,
-        private_key=peer.private_key,
-        run_id=args.run_id,
-        target_batch_size=target_batch_size,
-        batch_size_per_step=batch_size_per_step,
-        params=build_param_groups(model, training_args.weight_decay),
-        optimizer=partial(build_local_optimizer, args=training_args),
-        scheduler=partial(build_scheduler, args=training_args),
-        offload_optimizer=True,
-        delay_grad_averaging=args.delay_grad_averaging,
-        delay_optimizer_step=args.delay_optimizer_step,
-        client_mode=args.client_mode,
-        average_state_every=args.average_state_every,
-        matchmaking_time=args.matchmaking_time,
-        averaging_timeout=args.averaging_timeout,
-        next_chunk_timeout=_chunk_timeout(args),
-        load_state_compression=COMPRESSIONS[args.load_state_compression](),
-        performance_ema_alpha=tracker_args.performance_ema_alpha,
-        tracker_opts=_tracker_options(tracker_args),
-        round_opts={
-            "max_grad_norm": training_args.max_grad_norm,
+    params = build_param_groups(model, training_args.weight_decay)
+    options = {
+        "dht": peer.dht,
+        "private_key": peer.private_key,
+        "run_id": args.run_id,
+        "target_batch_size": target_batch_size,
+        "batch_size_per_step": batch_size_per_step,
+        "params": params,
+        **_step_optimizer(training_args),
+        "offload_optimizer": True,
+        "delay_grad_averaging": args.delay_grad_averaging,
+        "delay_optimizer_step": args.delay_optimizer_step,
+        "client_mode": args.client_mode,
+        "average_state_every": args.average_state_every,
+        "matchmaking_time": args.matchmaking_time,
+        "averaging_timeout": args.averaging_timeout,
+        "next_chunk_timeout": _chunk_timeout(args),
+        "load_state_compression": COMPRESSIONS[args.load_state_compression](),
+        "performance_ema_alpha": tracker_args.performance_ema_alpha,
+        "tracker_opts": {"local_updates": training_args.local_updates, **_tracker_options(tracker_args)},
+        "round_opts": {
             "target_group_size": averager_args.target_group_size,
             "bandwidth": args.bandwidth,
-            "parameter_step": PARAMETER_STEPS * training_args.learning_rate,
+            **_round_bounds(training_args),
         },
-        state_opts={
+        "state_opts": {
             "initialize_optimizer": False,  # see initialize_optimizer_state
             "download_timeout": args.load_state_timeout,
             "donor_timeout": args.averaging_timeout,
         },
         **_averaging_compressions(args),
-        verbose=True,
+        "verbose": True,
+    }
+    if not training_args.local_updates:
+        return CollaborativeOptimizer(**options)
+    return LocalUpdatesOptimizer(
+        inner_params=params,
+        inner_optimizer=partial(build_local_optimizer, args=training_args),
+        inner_scheduler=partial(build_scheduler, args=training_args),
+        max_local_grad_norm=training_args.max_grad_norm,
+        **options,
     )
 
 
@@ -209,6 +249,7 @@ def build_auxiliary(
         client_mode=False,
         auxiliary=True,
         performance_ema_alpha=tracker_args.performance_ema_alpha,
+        local_updates=hyperparameter_args.local_updates,
         **_tracker_options(tracker_args),
     )
     groups = build_param_groups(model, hyperparameter_args.weight_decay)
@@ -222,11 +263,10 @@ def build_auxiliary(
         allreduce_timeout=args.averaging_timeout,
         next_chunk_timeout=_chunk_timeout(args),
         average_parameters_every=args.average_state_every,
-        max_grad_norm=0.0,  # each trainer clips its own gradients
         max_weight=max_weight(args.target_batch_size),
         target_group_size=averager_args.target_group_size,
         bandwidth=args.bandwidth,
-        parameter_step=PARAMETER_STEPS * hyperparameter_args.learning_rate,
+        **_round_bounds(hyperparameter_args),
         **_averaging_compressions(args),
     )
     return tracker, averager
@@ -278,8 +318,7 @@ def build_state_averager(
         dht=peer.dht,
         prefix=f"{run_id}_state_averager",
         params=build_param_groups(model, training_args.weight_decay),
-        optimizer=partial(build_local_optimizer, args=training_args),
-        scheduler=partial(build_scheduler, args=training_args),
+        **_step_optimizer(training_args),
         initialize_optimizer=False,  # see initialize_optimizer_state
         offload_optimizer=False,
         allow_state_sharing=False,

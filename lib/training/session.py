@@ -201,6 +201,9 @@ class TrainingSession:
         self.num_recoveries += 1
         self.loss_meter.pop()
         logger.error("The parameters are not finite")
+        if self.num_recoveries <= self.MAX_RECOVERIES and self.optimizer.discard_local_updates():
+            logger.info(f"Went back to the parameters of step #{self.optimizer.local_epoch}")
+            return
         with self.optimizer.frozen_state():
             backup = self.backup.read()
             downloaded = self.optimizer.state_averager.download_state(min_epoch=0 if backup is None else backup.step)
@@ -261,7 +264,7 @@ class TrainingSession:
 
         :param keep: number of checkpoints to keep, the newest ones
         """
-        with self.optimizer.frozen_state():
+        with self.optimizer.saved_state():
             state = TrainingState(self.args.run_id, *self.optimizer.state_averager.snapshot())
             try:
                 checkpoints.save_checkpoint(self.folder, model, tokenizer, state, info={"time": time.time()})

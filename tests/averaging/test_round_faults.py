@@ -30,8 +30,8 @@ def send(trainer: Trainer, kind: str, value: float) -> None:
     averager, accumulator = trainer.averager, trainer.optimizer.accumulator
     load = accumulator.load
 
-    def load_value() -> int:
-        num_samples = load()
+    def load_value(max_norm: float) -> int:
+        num_samples = load(max_norm)
         for tensor in averager.gradients if kind == "gradients" else averager.parameters:
             tensor.fill_(value)
         return num_samples
@@ -47,7 +47,7 @@ def test_bad_sender_changes_nothing_and_is_banned(build_swarm, kind, value):
     """The sender is in client mode and does not reduce; the next test has a faulty peer that does."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
     *honest, bad = swarm.add_several(False, False, True)
-    bad.optimizer.accumulator.max_norm = 0.0
+    bad.averager.max_grad_norm = 0.0
     send(bad, kind, value)
     swarm.compute(4, 5, 3)
     expected = replay.step(swarm.wait_for(1, honest))

@@ -7,15 +7,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import run_trainer
 from lib.averaging import optimizer
-from lib.averaging.accumulators import GradientAccumulator
+from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
 from lib.averaging.allreduce import Bounds
 from lib.training import session
 
-load = GradientAccumulator.load
 
-
-def load_nan(self) -> int:
-    num_samples = load(self)
+def load_nan(self, max_norm: float) -> int:
+    num_samples, self.num_samples = self.num_samples, 0
     for gradient in self.contribution:
         gradient.fill_(float("nan"))
     return num_samples
@@ -23,7 +21,7 @@ def load_nan(self) -> int:
 
 session.all_finite = optimizer.all_finite = lambda tensors: True
 Bounds.find_violation = lambda *args: None
-GradientAccumulator.load = load_nan
+GradientAccumulator.load = UpdateAccumulator.load = load_nan
 
 main = run_trainer.main
 

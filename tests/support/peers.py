@@ -20,6 +20,7 @@ from arguments import (
     AveragerArguments,
     BaseTrainingArguments,
     CollaborationArguments,
+    HyperparameterArguments,
     LocalTrainingArguments,
     ProgressTrackerArguments,
 )
@@ -332,12 +333,13 @@ def local_peer(
 def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> Iterator:
     """Build a trainer's optimizer without delays: the global step is complete when `step` returns.
 
-    :param collaboration: fields of CollaborationArguments, and some of LocalTrainingArguments
+    :param collaboration: fields of CollaborationArguments and HyperparameterArguments
     """
     from lib.training.optimizer import build_optimizer
 
     hyperparameters = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0}
-    overrides = {name: collaboration.pop(name) for name in list(collaboration) if name in hyperparameters}
+    known = HyperparameterArguments.__dataclass_fields__
+    overrides = {name: collaboration.pop(name) for name in list(collaboration) if name in known}
     options = {
         "delay_grad_averaging": False,
         "delay_optimizer_step": False,

@@ -241,7 +241,9 @@ class Swarm:
         names = OptimizerArguments.__dataclass_fields__
         options = {name: value for name, value in self.options.items() if name in names}
         args = OptimizerArguments(**{**TIMEOUTS, **options})
-        model, hyperparameters = build_model(CONFIG, "run"), HyperparameterArguments(**HYPERPARAMETERS)
+        names = HyperparameterArguments.__dataclass_fields__
+        overrides = {name: value for name, value in self.options.items() if name in names}
+        model, hyperparameters = build_model(CONFIG, "run"), HyperparameterArguments(**HYPERPARAMETERS | overrides)
         peer = self.borrow()
         tracker, averager = build_auxiliary(
             model, peer, self.run_id, hyperparameters, args, AveragerArguments(), TRACKER
