@@ -36,6 +36,7 @@ from tests.support.peers import Script, Scripts, prepare_data, read_jsonl, steps
 MAX_SECONDS_A_STEP = 60
 # Relative to the norm. Transfers use float16; a step of LAMB moves the weights by 0.03 of their norm here.
 MAX_DIFFERENCE = 0.003
+LOCAL_LEARNING_RATE = 0.003  # with local updates: of the inner optimizer, which takes some 20 steps in each global one
 MAX_STEP = 10_000  # the hostile peer claims more
 TRAINERS = ("one", "two", "three")
 
@@ -52,6 +53,7 @@ class Run:
     num_steps: int
     seed: int
     max_events: float = math.inf
+    local_updates: bool = False
     is_patient: bool = False  # inject a fault only while all peers are running
     max_difference: float = MAX_DIFFERENCE  # between the trainers' parameters at the end
     address: str = ""
@@ -72,7 +74,13 @@ class Run:
 
     def start_monitor(self) -> None:
         port = ("--host_maddrs", self.address.split("/p2p/")[0]) if self.address else ()
-        self.monitor = self.scripts.monitor("--run_id", "chaos", "--save_checkpoint_step_interval", 2, *port)
+        self.monitor = self.scripts.monitor(
+            "--run_id", "chaos", "--save_checkpoint_step_interval", 2, *port, *self.mode_args()
+        )
+
+    def mode_args(self) -> tuple:
+        """Return the flags that the monitor and the trainers share."""
+        return ("--local_updates", "--learning_rate", LOCAL_LEARNING_RATE) if self.local_updates else ()
 
     def trainer_args(self) -> tuple:
         """Return the flags of the trainers, the same for both runs.
@@ -84,7 +92,7 @@ class Run:
             "--run_id", "chaos", "--initial_peers", self.address, *steps_of(seconds=8, num_trainers=3),
             "--target_group_size", len(TRAINERS), "--averaging_timeout", 20,
             "--metadata_expiration", 20, "--max_refresh_period", 2, "--bootstrap_timeout", 60, "--save_steps", 50,
-            "--backup_every_steps", 1,
+            "--backup_every_steps", 1, *self.mode_args(),
         )  # fmt: skip
 
     def start_trainer(self, name: str) -> None:
@@ -282,6 +290,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="decides what is done to whom")
     parser.add_argument("--harm_every", type=float, default=12.0, help="seconds between two harms, on average")
     parser.add_argument("--seconds", type=float, default=1500.0, help="give up on a run after this time")
+    parser.add_argument("--local_updates", action="store_true", help="train with local updates")
     parser.add_argument("--folder", type=Path, default=None, help="where the logs go; default: a temporary one")
     args = parser.parse_args()
     guard_children()
@@ -289,9 +298,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     prepare_data(folder)
     print(f"Logs in {folder}\nQuiet run:", flush=True)
-    quiet, problems = play(folder / "quiet", folder, args.steps, args.seed, None, args.seconds)
+    options = {"local_updates": args.local_updates}
+    quiet, problems = play(folder / "quiet", folder, args.steps, args.seed, None, args.seconds, **options)
     print("Run under fire:", flush=True)
-    chaos, more = play(folder / "chaos", folder, args.steps, args.seed, args.harm_every, args.seconds)
+    chaos, more = play(folder / "chaos", folder, args.steps, args.seed, args.harm_every, args.seconds, **options)
     problems += more
     last = min(max(losses(quiet)), max(losses(chaos)))
     falls = [losses(run)[min(losses(run))] - losses(run)[last] for run in (quiet, chaos)]
