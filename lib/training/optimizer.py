@@ -182,46 +182,46 @@ def build_optimizer(
             f"the samples of one local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
         )
     params = build_param_groups(model, training_args.weight_decay)
-    options = {
-        "dht": peer.dht,
-        "private_key": peer.private_key,
-        "run_id": args.run_id,
-        "target_batch_size": target_batch_size,
-        "batch_size_per_step": batch_size_per_step,
-        "params": params,
+    optimizer_class = CollaborativeOptimizer
+    if training_args.local_updates:
+        optimizer_class = partial(
+            LocalUpdatesOptimizer,
+            inner_params=params,
+            inner_optimizer=partial(build_local_optimizer, args=training_args),
+            inner_scheduler=partial(build_scheduler, args=training_args),
+            max_local_grad_norm=training_args.max_grad_norm,
+        )
+    return optimizer_class(
+        dht=peer.dht,
+        private_key=peer.private_key,
+        run_id=args.run_id,
+        target_batch_size=target_batch_size,
+        batch_size_per_step=batch_size_per_step,
+        params=params,
         **_step_optimizer(training_args),
-        "offload_optimizer": True,
-        "delay_grad_averaging": args.delay_grad_averaging,
-        "delay_optimizer_step": args.delay_optimizer_step,
-        "client_mode": args.client_mode,
-        "average_state_every": args.average_state_every,
-        "matchmaking_time": args.matchmaking_time,
-        "averaging_timeout": args.averaging_timeout,
-        "next_chunk_timeout": _chunk_timeout(args),
-        "load_state_compression": COMPRESSIONS[args.load_state_compression](),
-        "performance_ema_alpha": tracker_args.performance_ema_alpha,
-        "tracker_opts": {"local_updates": training_args.local_updates, **_tracker_options(tracker_args)},
-        "round_opts": {
+        offload_optimizer=True,
+        delay_grad_averaging=args.delay_grad_averaging,
+        delay_optimizer_step=args.delay_optimizer_step,
+        client_mode=args.client_mode,
+        average_state_every=args.average_state_every,
+        matchmaking_time=args.matchmaking_time,
+        averaging_timeout=args.averaging_timeout,
+        next_chunk_timeout=_chunk_timeout(args),
+        load_state_compression=COMPRESSIONS[args.load_state_compression](),
+        performance_ema_alpha=tracker_args.performance_ema_alpha,
+        tracker_opts={"local_updates": training_args.local_updates, **_tracker_options(tracker_args)},
+        round_opts={
             "target_group_size": averager_args.target_group_size,
             "bandwidth": args.bandwidth,
             **_round_bounds(training_args),
         },
-        "state_opts": {
+        state_opts={
             "initialize_optimizer": False,  # see initialize_optimizer_state
             "download_timeout": args.load_state_timeout,
             "donor_timeout": args.averaging_timeout,
         },
         **_averaging_compressions(args),
-        "verbose": True,
-    }
-    if not training_args.local_updates:
-        return CollaborativeOptimizer(**options)
-    return LocalUpdatesOptimizer(
-        inner_params=params,
-        inner_optimizer=partial(build_local_optimizer, args=training_args),
-        inner_scheduler=partial(build_scheduler, args=training_args),
-        max_local_grad_norm=training_args.max_grad_norm,
-        **options,
+        verbose=True,
     )
 
 
