@@ -1,12 +1,8 @@
 """Coordination of a peer's rounds: from a due global step to the outcome of its round, whatever other peers do."""
 
-import json
-import logging
 import threading
 import time
 from enum import Enum
-from logging.handlers import RotatingFileHandler
-from pathlib import Path
 
 from hivemind.averaging.control import AveragingStage
 from hivemind.utils import get_logger
@@ -23,7 +19,6 @@ POLL_SECONDS = 0.05
 LOOK_SECONDS, MAX_LOOK_SECONDS = 0.5, 2.0
 # Time for which the reports must give the same reason before a search is abandoned.
 GRACE_SECONDS = 1.0
-MAX_LOG_BYTES = 16 * 2**20
 
 
 class Outcome(Enum):
@@ -176,26 +171,3 @@ class RoundCoordinator:
         """Cancel the running round and start no other."""
         self._stopped.set()
         self.call_off()
-
-
-class _QuietHandler(RotatingFileHandler):
-    """Handler that warns if it cannot write the file: a full disk costs log lines, and training continues."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        logger.warning(f"Cannot write {self.baseFilename}")
-
-
-class RoundLog:
-    """Log with one JSON line per round, in a file that is rotated at 16 MiB.
-
-    :param path: the file; lines are appended
-    """
-
-    def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = _QuietHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True)
-
-    def write(self, entry: dict) -> None:
-        """Append an entry as a JSON line."""
-        line = json.dumps(entry)
-        self._handler.handle(logging.LogRecord("rounds", logging.INFO, "", 0, line, None, None))

@@ -13,18 +13,17 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import hivemind
 import torch
 from hivemind.compression import CompressionBase
-from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
 from lib.averaging.accumulators import GradientAccumulator, clip_norm
 from lib.averaging.allreduce import MIN_WEIGHT, NORM_TOLERANCE
-from lib.averaging.coordinator import Outcome, RoundCoordinator, RoundLog
+from lib.averaging.coordinator import Outcome, RoundCoordinator
 from lib.averaging.progress import ProgressTracker
+from lib.averaging.round_log import RoundLog, describe_round
 from lib.averaging.rounds import RoundAverager, RoundResult
 from lib.averaging.state import TrainingStateAverager, all_finite
 
@@ -555,20 +554,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.grad_averager.shutdown()
 
 
-def describe_round(result: RoundResult | None) -> dict:
-    """Return the result of a round as fields of the round log; peer IDs in base58."""
-    if result is None:
-        return {"group": [], "weights": {}, "received": 0.0, "missed": {}, "violations": {}, "seconds": {}}
-    return {
-        "group": [str(PeerID(peer_id)) for peer_id in result.members],
-        "weights": {str(PeerID(peer_id)): weight for peer_id, weight in result.weights.items()},
-        "received": round(result.received, 4),
-        "missed": {str(PeerID(peer_id)): why for peer_id, why in result.missed.items()},
-        "violations": {str(PeerID(peer_id)): why for peer_id, why in result.violations.items()},
-        "seconds": result.seconds,
-    }
-
-
 def max_weight(target_batch_size: int) -> float:
     """Return the bound on the samples that a peer contributes to one step.
 
@@ -576,8 +561,3 @@ def max_weight(target_batch_size: int) -> float:
     reached four target batches this way.
     """
     return 4.0 * target_batch_size
-
-
-def make_round_log(folder: Path) -> RoundLog:
-    """Build the log of a peer's rounds, `rounds.jsonl` in its output folder."""
-    return RoundLog(folder / "rounds.jsonl")

@@ -19,8 +19,8 @@ from arguments import (
     ProgressTrackerArguments,
 )
 from lib.averaging.coordinator import Outcome, RoundCoordinator
-from lib.averaging.optimizer import describe_round, make_round_log
 from lib.averaging.progress import ProgressTracker
+from lib.averaging.round_log import build_round_log, describe_round
 from lib.averaging.rounds import RoundAverager
 from lib.common.processes import StopSignal
 from lib.common.threads import PeriodicThread
@@ -50,7 +50,7 @@ class AuxiliaryPeer(PeriodicThread):
         super().__init__(period)
         self.tracker, self.averager = tracker, averager
         self.coordinator = RoundCoordinator(tracker, averager, args.matchmaking_time, args.averaging_timeout)
-        self.bans, self.round_log = BanList(folder, averager), make_round_log(folder)
+        self.bans, self.round_log = BanList(folder, averager), build_round_log(folder)
 
     def run(self) -> None:
         self.tracker.start()

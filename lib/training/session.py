@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import utils
 from arguments import CollaborationArguments
-from lib.averaging.optimizer import CollaborativeOptimizer, make_round_log
+from lib.averaging.optimizer import CollaborativeOptimizer
+from lib.averaging.round_log import build_round_log
 from lib.averaging.state import StateLoadError, all_finite
 from lib.common.errors import UserError
 from lib.common.metrics_schema import history_length
@@ -53,7 +54,7 @@ class TrainingSession:
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
         self.folder = folder
-        optimizer.round_log = make_round_log(folder)
+        optimizer.round_log = build_round_log(folder)
         self.should_stop = should_stop
         self.loss_meter = LossMeter()
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)

@@ -10,7 +10,8 @@ import pytest
 from hivemind.averaging.control import AveragingStage
 
 from lib.averaging import coordinator as coordinator_module
-from lib.averaging.coordinator import Outcome, RoundCoordinator, RoundLog
+from lib.averaging.coordinator import Outcome, RoundCoordinator
+from lib.averaging.round_log import RoundLog
 from tests.support.peers import wait_until
 
 
