@@ -34,10 +34,10 @@ class StepProgressBar:
 
 
 class ClientModeAlarm:
-    """Warns while all trainers are in client mode, which makes averaging impossible.
+    """Warns while all trainers are in client mode.
 
-    hivemind counts only the steps of reachable trainers, and the state of a client-mode trainer cannot be downloaded.
-    A monitor or an auxiliary peer cannot replace a trainer that is not in client mode.
+    They can average only through an auxiliary peer, and the state of a client-mode trainer cannot be downloaded: a
+    monitor writes no checkpoint, and newcomers start from an old one.
 
     :param period: seconds between two warnings
     """
@@ -57,7 +57,7 @@ class ClientModeAlarm:
             return
         self._last_time = now
         logger.warning(
-            f"All {num_peers} trainers are in client mode and cannot average with each other: start one "
-            "without --client_mode on a machine that other peers can reach, or with --tunnel or "
-            "--announce_tunnel"
+            f"All {num_peers} trainers are in client mode: nobody can download the training state from them, and "
+            "without an auxiliary peer they cannot average with each other. Start one without --client_mode on a "
+            "machine that other peers can reach, or with --tunnel or --announce_tunnel"
         )

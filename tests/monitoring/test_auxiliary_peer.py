@@ -36,4 +36,4 @@ def test_each_peer_says_that_all_trainers_are_in_client_mode(scripts):
     common = ("--initial_peers", monitor.address, *LONG_STEPS, "--client_mode")
     trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
     for script in (*trainers, monitor):
-        script.wait_for("All 2 trainers are in client mode and cannot average with each other", 120)
+        script.wait_for("All 2 trainers are in client mode: nobody can download the training state", 120)
