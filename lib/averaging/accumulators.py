@@ -98,12 +98,13 @@ class UpdateAccumulator:
         self.main_parameters, self.step_parameters = tuple(main_parameters), tuple(step_parameters)
         self.contribution = tuple(contribution)
         self.num_samples = 0  # since the last round
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._base = [parameter.detach().clone() for parameter in self.step_parameters]
-        self._loaded = [torch.zeros_like(base) for base in self._base]
+        self._loaded = [torch.zeros_like(base) for base in self._base]  # parameters of the model at the last load
+        self._is_loaded = False  # whether a round has the loaded contribution
 
     def add(self, num_samples: int) -> int:
-        """Count the samples of a local step.
+        """Count the samples of a local step. Hold `lock` from before the parameters change.
 
         :returns: the number of samples since the last round
         """
@@ -120,27 +121,33 @@ class UpdateAccumulator:
         """
         with self.lock:
             num_samples, self.num_samples = self.num_samples, 0
-            for loaded, parameter in zip(self._loaded, self.main_parameters, strict=True):
+            self._is_loaded = True
+            for base, loaded, parameter, difference in zip(
+                self._base, self._loaded, self.main_parameters, self.contribution, strict=True
+            ):
                 loaded.copy_(parameter)
-        for base, loaded, difference in zip(self._base, self._loaded, self.contribution, strict=True):
-            torch.sub(base, loaded, out=difference)
-        if math.isfinite(clip_norm(self.contribution, max_norm)):
-            return num_samples
-        for base, loaded, difference in zip(self._base, self._loaded, self.contribution, strict=True):
-            loaded.copy_(base)
-            difference.zero_()
-        return 0
+                torch.sub(base, loaded, out=difference)
+            if not math.isfinite(clip_norm(self.contribution, max_norm)):
+                num_samples = 0
+                for base, loaded, difference in zip(self._base, self._loaded, self.contribution, strict=True):
+                    loaded.copy_(base)
+                    difference.zero_()
+        return num_samples
 
     def take_back(self, num_samples: int) -> int:
         """Count the loaded contribution, which no round has used, in the next round.
 
         :returns: the number of samples for the next round
         """
-        return self.add(num_samples)
+        with self.lock:
+            self._is_loaded = False
+            return self.add(num_samples)
 
     def confirm(self) -> None:
         """Record that the loaded contribution became part of a global step."""
-        self._base, self._loaded = self._loaded, self._base
+        with self.lock:
+            self._is_loaded = False
+            self._base, self._loaded = self._loaded, self._base
 
     @torch.no_grad()
     def local_changes(self) -> list[torch.Tensor]:
@@ -158,10 +165,12 @@ class UpdateAccumulator:
         """
         with self.lock:
             changes = self.local_changes() if changes is None else changes
-            for parameter, change, newest, base in zip(
-                self.main_parameters, changes, self.step_parameters, self._base, strict=True
+            for parameter, change, newest, base, loaded in zip(
+                self.main_parameters, changes, self.step_parameters, self._base, self._loaded, strict=True
             ):
                 parameter.copy_(newest.to(parameter.device) + change)
+                if self._is_loaded:
+                    loaded.add_(newest - base)
                 base.copy_(newest)
 
     def drop(self) -> None:

@@ -99,10 +99,10 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
         parameters = self.state_averager.main_parameters
         if self.max_local_grad_norm:
             torch.nn.utils.clip_grad_norm_(parameters, self.max_local_grad_norm)
-        with self.accumulator.lock:
+        with self.accumulator.lock:  # a round that begins now has all of this step or nothing of it
             self.inner.step()
-        self._num_inner_steps += 1
-        return self.accumulator.add(num_samples)
+            self._num_inner_steps += 1
+            return self.accumulator.add(num_samples)
 
     def _set_learning_rate(self) -> None:
         """Set the learning rate of the global step that is computed.

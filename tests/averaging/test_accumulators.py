@@ -1,0 +1,85 @@
+"""Tests of local updates as a pseudo-gradient, in the orders in which a round and the local steps can happen."""
+
+import pytest
+import torch
+
+from lib.averaging.accumulators import UpdateAccumulator
+
+
+class Peer:
+    """Parameters of one element each: the model's, those of the last global step, and the contribution."""
+
+    def __init__(self, value: float = 0.0):
+        self.model, self.step, self.contribution = ([torch.tensor([value])] for _ in range(3))
+        self.accumulator = UpdateAccumulator(self.model, self.step, self.contribution)
+
+    def train(self, change: float, num_samples: int = 1) -> None:
+        self.model[0] += change
+        self.accumulator.add(num_samples)
+
+    def load(self, max_norm: float = 0.0) -> tuple[float, int]:
+        num_samples = self.accumulator.load(max_norm)
+        return self.contribution[0].item(), num_samples
+
+    @property
+    def changes(self) -> float:
+        return self.accumulator.local_changes()[0].item()
+
+
+def test_result_of_a_round_is_added_to_the_local_steps_since():
+    peer = Peer()
+    peer.train(-1.0, num_samples=3)
+    assert peer.load() == (1.0, 3)
+    peer.train(-0.25)
+    peer.accumulator.confirm()
+    peer.step[0].fill_(-8.0)
+    assert peer.changes == -0.25
+    peer.accumulator.rebase()
+    assert peer.model[0] == -8.25
+    assert peer.load() == (0.25, 1)
+
+
+def test_a_round_may_begin_before_the_result_of_the_last_one_is_copied():
+    peer = Peer()
+    peer.train(-1.0)
+    peer.load()
+    peer.accumulator.confirm()
+    peer.step[0].fill_(-8.0)
+    peer.train(-0.5, num_samples=2)
+    assert peer.load() == (0.5, 2)
+    peer.accumulator.rebase()  # the model gets the result of the first round during the second one
+    assert peer.model[0] == -8.5
+    peer.train(-0.25)
+    peer.accumulator.confirm()
+    assert peer.changes == -0.25
+    peer.step[0].fill_(-16.0)
+    peer.accumulator.rebase()
+    assert peer.model[0] == -16.25
+
+
+def test_missed_contribution_counts_in_the_next_round():
+    peer = Peer()
+    peer.train(-1.0, num_samples=3)
+    peer.load()
+    peer.train(-0.5, num_samples=2)
+    assert peer.accumulator.take_back(3) == 5
+    assert peer.load() == (1.5, 5)
+
+
+def test_contribution_is_clipped_and_the_rest_is_given_up():
+    peer = Peer()
+    peer.train(-4.0)
+    assert peer.load(max_norm=1.0)[0] == pytest.approx(1.0)
+    peer.accumulator.confirm()
+    peer.accumulator.rebase()
+    assert peer.model[0] == peer.step[0] == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_parameters_that_are_not_finite_contribute_nothing(value):
+    peer = Peer()
+    peer.train(value)
+    assert peer.load() == (0.0, 0)
+    peer.accumulator.confirm()
+    peer.accumulator.drop()
+    assert peer.model[0] == 0 and peer.changes == 0 and peer.accumulator.num_samples == 0
