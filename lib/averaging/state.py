@@ -336,7 +336,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         entries = metadata.get("optimizer_metadata")
         num_own = sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
         if not isinstance(entries, list) or len(entries) != num_own:
-            raise StateLoadError("it is the state of another optimizer")
+            raise StateLoadError(
+                "it is the state of another optimizer (pass the same --optimizer and --local_updates to all peers)"
+            )
         if not all(isinstance(entry, dict) for entry in entries):
             raise StateLoadError("its optimizer state is malformed")
         return entries
