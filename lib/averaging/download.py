@@ -206,6 +206,7 @@ class StateDownload:
                 except ValueError as error:
                     raise StateLoadError(str(error)) from None
                 if assembler.is_complete:
+                    averager.unpack_state(metadata, assembler.tensors)
                     return metadata, assembler.tensors
                 self._check_pace(began, assembler.fraction)
                 message = await asyncio.wait_for(anext(stream, None), self._max_silence())

@@ -34,7 +34,7 @@ from lib.averaging.matchmaking import RosterEntry, RoundControl
 
 logger = get_logger(__name__)
 
-PROTOCOL = 2  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 3  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; not longer, since the machine may be repaired
 MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter

@@ -11,7 +11,9 @@ from hivemind.compression import (
     Float16Compression,
     NoCompression,
     Quantile8BitQuantization,
+    RoleAdaptiveCompression,
     ScaledFloat16Compression,
+    SizeAdaptiveCompression,
     Uniform8BitQuantization,
 )
 from torch_optimizer import Lamb
@@ -207,7 +209,7 @@ def build_optimizer(
         matchmaking_time=args.matchmaking_time,
         averaging_timeout=args.averaging_timeout,
         next_chunk_timeout=_chunk_timeout(args),
-        load_state_compression=COMPRESSIONS[args.load_state_compression](),
+        load_state_compression=build_state_compression(args.load_state_compression),
         performance_ema_alpha=tracker_args.performance_ema_alpha,
         tracker_opts={"local_updates": training_args.local_updates, **_tracker_options(tracker_args)},
         round_opts={
@@ -291,6 +293,18 @@ def _averaging_compressions(args: OptimizerArguments) -> dict[str, CompressionBa
         "gradient_compression": COMPRESSIONS[args.averaging_compression](),
         "parameter_compression": parameter_compression(),
     }
+
+
+def build_state_compression(name: str) -> CompressionBase:
+    """Build the compression of the training state for peers that download it.
+
+    Single numbers are not compressed: hivemind's scaled_float16 cannot compress them. Optimizer statistics are sent in
+    float16 at least: 8 bits, and 16 bits scaled to a tensor's deviation, have no values for small second moments.
+    """
+    compression = COMPRESSIONS[name]()
+    statistics = compression if name == "none" else Float16Compression()
+    by_role = RoleAdaptiveCompression(optimizer=statistics, default=compression)
+    return SizeAdaptiveCompression(threshold=2, less=NoCompression(), greater_equal=by_role)
 
 
 def _tracker_options(args: ProgressTrackerArguments) -> dict[str, float]:

@@ -12,7 +12,7 @@ from transformers import AlbertConfig
 from arguments import HyperparameterArguments
 from lib.averaging.state import TrainingStateAverager
 from lib.training.model import build_model
-from lib.training.optimizer import COMPRESSIONS, build_local_optimizer, build_param_groups, build_scheduler
+from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler, build_state_compression
 from tests.support.peers import TINY_ALBERT, local_peer, wait_until
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
@@ -43,7 +43,7 @@ def build_averager(
         initialize_optimizer=False,
         offload_optimizer=offload_optimizer,
         custom_gradients=offload_optimizer,
-        state_compression=COMPRESSIONS[compression](),
+        state_compression=build_state_compression(compression),
         **{"allow_state_sharing": False, "start": True, **options},
     )
 
