@@ -35,6 +35,10 @@ class StateLoadError(Exception):
     """Raised if an offered state cannot be used."""
 
 
+class OldStateError(StateLoadError):
+    """Raised if a state is older than required."""
+
+
 class DoubtfulStepError(StateLoadError):
     """Raised if a state is of a later step than the run is known to be at."""
 
@@ -174,6 +178,8 @@ class StateDownload:
         except DoubtfulStepError as error:
             logger.warning(f"Postponed the state that {donor} offers: {error}")
             self._doubted.append(donor)
+        except OldStateError as error:
+            logger.info(f"Not using the state that {donor} offers: {error}")
         except StateLoadError as error:
             logger.warning(f"Refused the state that {donor} offers: {error}")
         except Exception as error:
@@ -270,10 +276,11 @@ def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[Pe
 def check_epoch(metadata: object, min_epoch: int = 0) -> None:
     """Check the step in the metadata of a state.
 
-    :raises StateLoadError: if the metadata have no valid step, or a step before `min_epoch`
+    :raises OldStateError: if the state is of a step before `min_epoch`
+    :raises StateLoadError: if the metadata have no valid step
     """
     epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
     if type(epoch) is not int or not 0 <= epoch <= MAX_STEP:
         raise StateLoadError("it has no step number")
     if epoch < min_epoch:
-        raise StateLoadError(f"it is of step #{epoch}, before #{min_epoch}")
+        raise OldStateError(f"it is of step #{epoch}, before #{min_epoch}")

@@ -74,9 +74,11 @@ class RoundControl(StepControl):
 
     def call_off(self) -> None:
         """Cancel the round unless it has ended. hivemind's error if it ends at the same moment is suppressed."""
-        if not self.done():
-            with suppress(Exception):
+        with suppress(Exception):
+            if not self.done():
                 self.cancel()
+            elif not self.triggered:  # it has timed out: hivemind would warn that other peers may wait for it
+                self._trigger.cancel()
 
 
 @dataclass(frozen=True)

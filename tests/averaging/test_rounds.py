@@ -163,6 +163,17 @@ def test_round_that_is_called_off_keeps_nobody_waiting(build_swarm):
     leader.result(15)  # the timeout for a silent peer is 30 seconds
 
 
+def test_round_that_has_timed_out_is_called_off_without_a_warning(build_swarm):
+    """A laptop wakes up after the timeout of the search for a group."""
+    swarm = build_swarm(target_batch_size=1000)
+    (trainer,) = swarm.add_several(False)
+    control = trainer.averager.schedule_round(1, timeout=0.1)
+    wait_until(control.done, 30, "the timeout")
+    assert not control.triggered
+    control.call_off()
+    assert control.triggered, "or hivemind warns when the handle is deleted"
+
+
 def test_loading_a_state_leaves_the_group(build_swarm):
     swarm = build_swarm(target_batch_size=1000, averaging_timeout=120.0)
     swarm.add_several(False, False)
