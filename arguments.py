@@ -20,6 +20,7 @@ from lib.common.checks import (
 )
 
 Compression = Literal["none", "float16", "scaled_float16", "uniform8", "quantile8"]
+STATE_COMPRESSIONS = ("none", "float16", "scaled_float16")
 
 
 @dataclass
@@ -279,8 +280,16 @@ class OptimizerArguments:
         default=1,
         metadata={"help": "Average parameters every this many global steps (gradients: every step)"},
     )
-    averaging_compression: Compression = field(
-        default="float16", metadata={"help": "How gradients and parameters are compressed while peers average them"}
+    gradient_compression: Compression = field(
+        default="float16",
+        metadata={"help": "How peers compress gradients or pseudo-gradients while they average them"},
+    )
+    state_compression: str = field(
+        default="float16",
+        metadata={
+            "help": "How peers compress parameters while they average them: none, float16 or scaled_float16. 8 bits "
+            "are less accurate than the parameters that the peers have"
+        },
     )
     load_state_compression: Compression = field(
         default="float16", metadata={"help": "How this peer compresses its state for peers that download it"}
@@ -300,6 +309,11 @@ class OptimizerArguments:
         require_positive(self, "target_batch_size", "bandwidth", "averaging_timeout", "load_state_timeout",
                           "average_state_every")  # fmt: skip
         require_not_negative(self, "batch_size_lead")
+        require(
+            self.state_compression in STATE_COMPRESSIONS,
+            f"--state_compression must be {', '.join(STATE_COMPRESSIONS[:-1])} or {STATE_COMPRESSIONS[-1]}, got "
+            f"{self.state_compression}: 8 bits are less accurate than the parameters that the peers have",
+        )
         require(
             self.batch_size_lead < self.target_batch_size,
             f"--batch_size_lead {self.batch_size_lead} must be smaller than "

@@ -58,7 +58,7 @@ class TrainingMonitorArguments(ReportingArguments):
         default=False,
         metadata={
             "help": "Start an auxiliary peer, which averages with this machine's bandwidth and computes no "
-            "gradients. Also pass the trainers' --target_batch_size and --averaging_compression"
+            "gradients. Also pass the trainers' --target_batch_size, --gradient_compression and --state_compression"
         },
     )
     assistant_maddrs: list[str] = field(

@@ -18,7 +18,8 @@ from lib.common.checks import HOST_PORT, ArgumentsError, require
 _OLD_NAMES = {
     "--experiment_prefix": "--run_id",
     "--averaging_expiration": "--matchmaking_time",
-    "--compression": "--averaging_compression",
+    "--compression": "--gradient_compression",
+    "--averaging_compression": "--gradient_compression",
     "--model_config_path": "--model_name_or_path",
     "--store_checkpoins": "--store_checkpoints",
     "--tokenizer": "--tokenizer_path",
@@ -46,8 +47,8 @@ _REFUSED_NAMES = {
     "--repo_path": "pass --output_dir (where the checkpoints are kept)",
 }
 _OLD_VALUES = {
-    "--averaging_compression": {"FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
-                                "UNIFORM_8BIT": "uniform8", "QUANTILE_8BIT": "quantile8"},
+    "--gradient_compression": {"FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
+                               "UNIFORM_8BIT": "uniform8", "QUANTILE_8BIT": "quantile8"},
 }  # fmt: skip
 
 

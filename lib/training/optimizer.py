@@ -283,15 +283,10 @@ def _chunk_timeout(args: OptimizerArguments) -> float:
 
 
 def _averaging_compressions(args: OptimizerArguments) -> dict[str, CompressionBase]:
-    """Return the compressions of gradients and of parameters.
-
-    Parameters are averaged in float16 where gradients use 8 bits: an 8-bit average is less accurate than the
-    parameters that the peers have.
-    """
-    parameter_compression = NoCompression if args.averaging_compression == "none" else Float16Compression
+    """Return the compressions of gradients and of parameters, as RoundAverager takes them."""
     return {
-        "gradient_compression": COMPRESSIONS[args.averaging_compression](),
-        "parameter_compression": parameter_compression(),
+        "gradient_compression": COMPRESSIONS[args.gradient_compression](),
+        "parameter_compression": COMPRESSIONS[args.state_compression](),
     }
 
 

@@ -63,13 +63,21 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
 
 
 @pytest.mark.parametrize(
-    ("compression", "tolerance"),
-    [("none", 1e-6), ("float16", 5e-3), ("scaled_float16", 5e-3), ("uniform8", 0.05), ("quantile8", 0.2)],
+    ("compression", "state_compression", "tolerance"),
+    [
+        ("none", "none", 1e-6),
+        ("float16", "float16", 5e-3),
+        ("scaled_float16", "scaled_float16", 5e-3),
+        ("uniform8", "float16", 0.05),
+        ("quantile8", "float16", 0.2),
+    ],
 )
-def test_every_compression_takes_about_the_steps_of_one_process(build_swarm, compression, tolerance):
+def test_every_compression_takes_about_the_steps_of_one_process(
+    build_swarm, compression, state_compression, tolerance
+):
     """Tolerances are relative to the norm of the sum of all updates."""
     assert set(COMPRESSIONS) == {"none", "float16", "scaled_float16", "uniform8", "quantile8"}
-    swarm, replay = build_swarm(averaging_compression=compression), Replay()
+    swarm, replay = build_swarm(gradient_compression=compression, state_compression=state_compression), Replay()
     swarm.add_several(False, True, False)
     for sizes in ((2, 3, 7), (6, 5, 1)):
         expected = replay.step(swarm.global_step(*sizes))

@@ -117,6 +117,28 @@ def test_old_names_are_translated_with_one_warning_each(capsys):
     assert len(warnings) == 4 and all(line.startswith("warning: --") for line in warnings)
 
 
+@pytest.mark.parametrize(
+    ("command", "gradient", "state"),
+    [
+        ("", "float16", "float16"),
+        ("--averaging_compression uniform8", "uniform8", "float16"),
+        ("--averaging_compression=QUANTILE_8BIT", "quantile8", "float16"),
+        ("--compression NONE", "none", "float16"),
+        ("--gradient_compression none --state_compression scaled_float16", "none", "scaled_float16"),
+    ],
+)
+def test_compressions_of_gradients_and_parameters_are_apart(command, gradient, state, capsys):
+    _, _, collaboration, *_ = parse("run_trainer.py", command)
+    assert (collaboration.gradient_compression, collaboration.state_compression) == (gradient, state)
+    old = command.split("=")[0].split(" ")[0]
+    warning = (
+        f"warning: {old} is now --gradient_compression\n"
+        if old in ("--averaging_compression", "--compression")
+        else ""
+    )
+    assert capsys.readouterr().err == warning
+
+
 def test_validation_fraction_keeps_its_old_name_as_well(capsys):
     (args,) = parse("tokenize_wikitext103.py", "--validation_share 0.2")
     assert args.validation_fraction == 0.2
@@ -174,7 +196,10 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--adam_beta1 1.0", "--adam_beta1"),
         ("run_trainer.py", "--mlm_probability 2", "--mlm_probability"),
         ("run_trainer.py", "--fp16 --bf16", "--fp16"),
-        ("run_trainer.py", "--averaging_compression zip", "--averaging_compression"),
+        ("run_trainer.py", "--gradient_compression zip", "--gradient_compression"),
+        ("run_trainer.py", "--averaging_compression zip", "--gradient_compression"),
+        ("run_trainer.py", "--state_compression zip", "--state_compression"),
+        ("run_trainer.py", "--state_compression uniform8", "8 bits are less accurate"),
         ("run_trainer.py", "--no_delay_optimizer_step", "--no_delay_grad_averaging"),
         ("run_trainer.py", "--target_group_size 1", "--target_group_size"),
         ("run_trainer.py", "--min_refresh_period 9 --max_refresh_period 3", "--min_refresh_period"),

@@ -46,7 +46,7 @@ def trainer_of_another_protocol(stack: ExitStack, model: torch.nn.Module, run_id
     rounds.PROTOCOL = progress.PROTOCOL = OTHER_PROTOCOL
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     peer = stack.enter_context(local_peer(folder, run_id, (address,)))
-    options = {"run_id": run_id, "target_batch_size": 12, "averaging_compression": "none"}
+    options = {"run_id": run_id, "target_batch_size": 12, "gradient_compression": "none", "state_compression": "none"}
     return stack.enter_context(local_optimizer(model, peer, 4, **options))
 
 

@@ -195,7 +195,8 @@ class Swarm:
         self.options = {
             "run_id": self.run_id,
             "target_batch_size": 12,
-            "averaging_compression": "none",
+            "gradient_compression": "none",
+            "state_compression": "none",
             "load_state_compression": "none",
             **DELAYED,
             **options,

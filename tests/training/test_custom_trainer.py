@@ -10,8 +10,8 @@ from lib.training.checkpoints import list_checkpoints, load_training_state
 from tests.support.peers import LONG_STEPS, join_together, read_jsonl
 
 # Without compression, so that the parameters can be compared to rounding errors.
-COMMON = (*LONG_STEPS, "--averaging_compression", "none", "--backup_every_steps", 1, "--max_global_steps", 5,
-          "--leave_timeout", 0)  # fmt: skip
+COMMON = (*LONG_STEPS, "--gradient_compression", "none", "--state_compression", "none", "--backup_every_steps", 1,
+          "--max_global_steps", 5, "--leave_timeout", 0)  # fmt: skip
 
 
 def watch_backups(trainers, run_id: str, seconds: float) -> dict[str, dict[int, torch.Tensor]]:
