@@ -6,11 +6,13 @@
 import functools
 
 from hivemind.averaging import allreduce, averager
+from hivemind.compression import serialization
 from hivemind.dht import dht
 from hivemind.utils import MSGPackSerializer
 
 from lib.averaging.allreduce import SafeTensorPartContainer, SafeTensorPartReducer
 from lib.averaging.base import switch_to_safe_loop
+from lib.averaging.compression import REPLACEMENTS
 from lib.averaging.matchmaking import StepMatchmaking
 from lib.averaging.records import BoundedExtensions
 from lib.averaging.upstream import warn_of_changes
@@ -24,4 +26,5 @@ def apply_patches() -> None:
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
     allreduce.TensorPartContainer = SafeTensorPartContainer
     allreduce.TensorPartReducer = SafeTensorPartReducer
+    serialization._BASE_COMPRESSION_TYPES.update(REPLACEMENTS)
     MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))

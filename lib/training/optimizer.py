@@ -10,11 +10,8 @@ from hivemind.compression import (
     CompressionBase,
     Float16Compression,
     NoCompression,
-    Quantile8BitQuantization,
     RoleAdaptiveCompression,
-    ScaledFloat16Compression,
     SizeAdaptiveCompression,
-    Uniform8BitQuantization,
 )
 from torch_optimizer import Lamb
 from transformers import get_linear_schedule_with_warmup
@@ -28,6 +25,7 @@ from arguments import (
     OptimizerArguments,
     ProgressTrackerArguments,
 )
+from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.local_updates import LocalUpdatesOptimizer
 from lib.averaging.optimizer import CollaborativeOptimizer, max_weight
 from lib.averaging.progress import ProgressTracker
@@ -45,14 +43,6 @@ LOCAL_PARAMETER_STEPS = 3000.0
 # Norm layers by class and by name: the usual pattern "LayerNorm.weight" misses ALBERT's `full_layer_layer_norm`.
 _NO_DECAY_CLASSES = [torch.nn.LayerNorm]
 _NO_DECAY_NAMES = [r"(^|\.)bias$", r"layer_?norm", r"(^|[._])norm($|\.)"]
-
-COMPRESSIONS: dict[str, type[CompressionBase]] = {
-    "none": NoCompression,
-    "float16": Float16Compression,
-    "scaled_float16": ScaledFloat16Compression,
-    "uniform8": Uniform8BitQuantization,
-    "quantile8": Quantile8BitQuantization,
-}
 
 
 class PortableAdamW(torch.optim.AdamW):

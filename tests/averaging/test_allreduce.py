@@ -17,8 +17,8 @@ from lib.averaging.allreduce import (
     SafeTensorPartContainer,
     SafeTensorPartReducer,
 )
+from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.outliers import TOLERANCE
-from lib.training.optimizer import COMPRESSIONS
 
 OWN = torch.full((100,), 0.1)  # norm 1
 BOUNDS = Bounds(weight=256.0, gradient_norm=1.0, parameter_step=0.01)

@@ -16,8 +16,8 @@ from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter
 
 from lib.averaging.base import SafeAverager
+from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.rounds import RoundAverager
-from lib.training.optimizer import COMPRESSIONS
 from tests.support.peers import wait_until
 from tests.support.swarm import Replay, flat
 

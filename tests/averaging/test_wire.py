@@ -7,8 +7,8 @@ from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT, FLOAT16, NONE
 from hivemind.utils.streaming import split_for_streaming
 
+from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.wire import SCALAR, TensorAssembler, TensorSpec, check_tensor
-from lib.training.optimizer import COMPRESSIONS
 
 
 def serialize(tensor: torch.Tensor, compression: str = "none") -> runtime_pb2.Tensor:
