@@ -5,8 +5,10 @@ Extends hivemind's runner, reducer and container (hivemind/averaging/allreduce.p
 - Gradients and parameters have separate weights.
 - Received parts are checked against bounds.
 - The round does not wait for a peer that is known to be absent.
+- All parts and answers have the compression of the round.
 """
 
+import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -21,9 +23,10 @@ from hivemind.averaging.partition import (
     TensorPartContainer,
     TensorPartReducer,
 )
-from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
 from hivemind.p2p import PeerID, StubBase
 from hivemind.proto import averaging_pb2
+from hivemind.utils.asyncio import amap_in_executor
 
 from lib.averaging.outliers import TOLERANCE, OutlierFilter
 from lib.averaging.wire import TensorSpec, check_tensor
@@ -209,6 +212,7 @@ class SafeAllReduceRunner(AllReduceRunner):
     :param weight: averaging weight of this peer's gradients: its samples
     :param parameter_weight: averaging weight of this peer's parameters; lower if they lack an update
     :param bounds: bounds on the parts of other senders
+    :param compression: a compression for each role
     """
 
     def __init__(self, *args, parameter_weight: float, bounds: Bounds, **kwargs):
@@ -216,8 +220,9 @@ class SafeAllReduceRunner(AllReduceRunner):
         super().__init__(*args, **kwargs)
         self.weight = max(self.weight, MIN_WEIGHT)
         own_index = self.sender_peer_ids.index(self.peer_id) if self.peer_id in self.sender_peer_ids else -1
-        infos = self._part_infos(self.ordered_peer_ids.index(self.peer_id))
-        self.tensor_part_reducer.check_parts(infos, self.parts_for_local_averaging, bounds, own_index)
+        self._own_infos = self._part_infos(self.ordered_peer_ids.index(self.peer_id))
+        self._own_specs = self.part_specs(self.peer_id)
+        self.tensor_part_reducer.check_parts(self._own_infos, self.parts_for_local_averaging, bounds, own_index)
         self.tensor_part_container.bounds = replace(bounds, gradient_norm=AVERAGE_TOLERANCE * bounds.gradient_norm)
         self.tensor_part_container.own_index = self.ordered_peer_ids.index(self.peer_id)
 
@@ -230,7 +235,13 @@ class SafeAllReduceRunner(AllReduceRunner):
     def part_specs(self, peer: PeerID) -> list[TensorSpec]:
         """Return the specs of the parts that a peer reduces. They hold for the parts sent and for the answers."""
         parts = self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(peer)]
-        return [TensorSpec(tuple(part.shape)) for part, _ in parts]
+        return [
+            TensorSpec(tuple(part.shape), compressions={self._compression_of(info).compression_type})
+            for part, info in parts
+        ]
+
+    def _compression_of(self, info: CompressionInfo) -> CompressionBase:
+        return self.tensor_part_container.compression.choose_compression(info)
 
     @property
     def received_fraction(self) -> float:
@@ -261,9 +272,29 @@ class SafeAllReduceRunner(AllReduceRunner):
     async def _accumulate_parts_streaming(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        checked = self._check_parts(stream, sender_index)
-        async for message in super()._accumulate_parts_streaming(checked, sender_index):
-            yield message
+        """Average the parts of a sender with those of the others, and answer with the differences.
+
+        hivemind compresses the answers by the number that the sender gives, which two formats share.
+        """
+        loop, reducer, index = asyncio.get_running_loop(), self.tensor_part_reducer, 0
+        try:
+            async for part, weight in amap_in_executor(
+                lambda message: (deserialize_torch_tensor(message.tensor_part), message.weight),
+                self._check_parts(stream, sender_index),
+                max_prefetch=self.tensor_part_container.prefetch,
+            ):
+                info = self._own_infos[index]
+                try:
+                    average = await reducer.accumulate_part(sender_index, index, part, weight=weight)
+                except BannedException:
+                    break
+                index += 1
+                compress = self._compression_of(info).compress
+                answer = await loop.run_in_executor(None, compress, average - part, info)
+                yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=answer)
+        finally:
+            if index != reducer.num_parts:
+                await self._ban_sender(self.sender_peer_ids[sender_index])
 
     async def _check_parts(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
@@ -272,8 +303,7 @@ class SafeAllReduceRunner(AllReduceRunner):
 
         :raises ValueError: if a message is not the next part that this peer reduces
         """
-        specs = [TensorSpec(tuple(part.shape)) for part in self.parts_for_local_averaging]
-        index = 0
+        specs, index = self._own_specs, 0
         async for message in stream:
             try:
                 if index == len(specs):

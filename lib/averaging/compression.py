@@ -19,6 +19,8 @@ from hivemind.compression import (
 from hivemind.compression.quantization import Quantization, average_buckets
 from hivemind.proto import runtime_pb2
 
+from lib.averaging.blockwise import Blockwise4Bit, Blockwise8Bit
+
 
 class CodebookQuantization(Quantization):
     """8-bit codes, and a codebook with a value for each: the size of the codebook (int64), the codebook, the codes."""
@@ -67,7 +69,18 @@ COMPRESSIONS: dict[str, type[CompressionBase]] = {
     "scaled_float16": ScaledFloat16Compression,
     "uniform8": Uniform8Bit,
     "quantile8": Quantile8Bit,
+    "blockwise8": Blockwise8Bit,
+    "blockwise4": Blockwise4Bit,
 }
 
 # hivemind's name of a compression -> the compression that restores its tensors, where it is not hivemind's
-REPLACEMENTS: dict[str, CompressionBase] = {"UNIFORM_8BIT": Uniform8Bit(), "QUANTILE_8BIT": Quantile8Bit()}
+REPLACEMENTS: dict[str, CompressionBase] = {
+    "UNIFORM_8BIT": Uniform8Bit(),
+    "QUANTILE_8BIT": Quantile8Bit(),
+    "BLOCKWISE_8BIT": Blockwise8Bit(),  # restores both blockwise formats
+}
+
+
+def name_of(compression: CompressionBase) -> str:
+    """Return the name of a compression in COMPRESSIONS."""
+    return next(name for name, cls in COMPRESSIONS.items() if type(compression) is cls)

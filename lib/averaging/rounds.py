@@ -30,6 +30,7 @@ from hivemind.utils.asyncio import achain, as_aiter, azip
 
 from lib.averaging.allreduce import MIN_WEIGHT, Bounds, SafeAllReduceRunner
 from lib.averaging.base import SafeAverager
+from lib.averaging.compression import name_of
 from lib.averaging.matchmaking import RosterEntry, RoundControl
 
 logger = get_logger(__name__)
@@ -71,6 +72,8 @@ class RoundAverager(SafeAverager):
       relative to the norm of the parameters. A group has peers of one kind only
     :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
       gradients only
+    :param gradient_compression: compression of the gradients; a group has peers with the same compressions only
+    :param parameter_compression: compression of the parameters
     :param max_weight: bound on the samples that a peer contributes to one step
     :param parameter_step: see Bounds; a multiple of the learning rate
     """
@@ -117,6 +120,9 @@ class RoundAverager(SafeAverager):
             **kwargs,
         )
         settings = struct.pack("qq", PROTOCOL, average_parameters_every) + b"local updates" * local_updates
+        compressions = [name_of(gradient_compression), name_of(parameter_compression)]
+        if compressions != ["float16", "float16"]:  # older versions do not name them, and average with the defaults
+            settings += " ".join(compressions).encode()
         self.schema_hash = hashlib.sha256(self.schema_hash + settings).digest()
         self.run_in_background(await_ready=True)
 

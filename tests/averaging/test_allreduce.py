@@ -194,6 +194,7 @@ def test_failed_reducer_violates_no_bounds():
     asyncio.run(scenario())
 
 
+@pytest.mark.usefixtures("patches")
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_honest_average_is_accepted_with_every_compression(name):
     """The part is dominated by one element, where the error of 8-bit compression is largest."""

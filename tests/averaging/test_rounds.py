@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import hashlib
 import signal
+import struct
 import threading
 import time
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 
 import pytest
 import torch
+from hivemind.averaging.averager import compute_schema_hash
 from hivemind.averaging.control import AveragingStage
 from hivemind.proto.averaging_pb2 import AVERAGED_PART, BAD_GROUP_ID, AveragingData
 from hivemind.utils import MPFuture
@@ -17,7 +20,7 @@ from hivemind.utils.asyncio import as_aiter
 
 from lib.averaging.base import SafeAverager
 from lib.averaging.compression import COMPRESSIONS
-from lib.averaging.rounds import RoundAverager
+from lib.averaging.rounds import PROTOCOL, RoundAverager
 from tests.support.peers import wait_until
 from tests.support.swarm import Replay, flat
 
@@ -70,13 +73,17 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
         ("scaled_float16", "scaled_float16", 5e-3),
         ("uniform8", "float16", 0.05),
         ("quantile8", "float16", 0.2),
+        ("blockwise8", "float16", 0.02),
+        ("blockwise4", "float16", 0.2),
     ],
 )
 def test_every_compression_takes_about_the_steps_of_one_process(
     build_swarm, compression, state_compression, tolerance
 ):
     """Tolerances are relative to the norm of the sum of all updates."""
-    assert set(COMPRESSIONS) == {"none", "float16", "scaled_float16", "uniform8", "quantile8"}
+    assert set(COMPRESSIONS) == {
+        "none", "float16", "scaled_float16", "uniform8", "quantile8", "blockwise8", "blockwise4"
+    }  # fmt: skip
     swarm, replay = build_swarm(gradient_compression=compression, state_compression=state_compression), Replay()
     swarm.add_several(False, True, False)
     for sizes in ((2, 3, 7), (6, 5, 1)):
@@ -87,6 +94,22 @@ def test_every_compression_takes_about_the_steps_of_one_process(
             assert trainer.entry["received"] == 1.0 and len(trainer.entry["group"]) == 3
             assert (trainer.parameters - expected).norm() < tolerance * change
             assert (trainer.parameters - swarm.trainers[0].parameters).norm() < tolerance * change
+
+
+def test_group_has_peers_of_the_same_compressions_only(build_swarm):
+    """Peers with another schema hash are refused. The defaults have that of versions that did not compare them."""
+    swarm = build_swarm(target_batch_size=1000)
+    hashes = {}
+    for gradient, state in (("float16", "float16"), ("blockwise8", "float16"), ("blockwise4", "float16"),
+                            ("float16", "none"), ("none", "float16"), ("uniform8", "float16")):  # fmt: skip
+        trainer = swarm.add(gradient_compression=gradient, state_compression=state)
+        hashes[gradient, state] = trainer.averager.schema_hash
+        averager = trainer.averager
+        plain = compute_schema_hash([*averager.gradients, *averager.parameters])
+        swarm.remove(trainer)
+    assert len(set(hashes.values())) == 6
+    expected = hashlib.sha256(plain + struct.pack("qq", PROTOCOL, averager.average_parameters_every)).digest()
+    assert hashes["float16", "float16"] == expected
 
 
 def test_clipping_bounds_a_contribution(build_swarm):

@@ -1,0 +1,169 @@
+"""Blockwise compression of gradients: 8 or 4 bits for a value, and a scale for each block of values.
+
+A tensor is flattened and cut into blocks. A value is restored as the scale of its block times the level of its code.
+The buffer of a message is
+
+- one byte: the number of bits,
+- the scales: bfloat16, which has the range of float32. float16 would round the scales of small gradients to 0,
+- the codes. Two codes of 4 bits share a byte, the first in the low half.
+
+hivemind's BLOCKWISE_8BIT needs bitsandbytes and supports float32 only. Peers send the formats of this module under its
+number. They never send hivemind's.
+"""
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from hivemind.compression import CompressionBase, CompressionInfo
+from hivemind.proto import runtime_pb2
+
+
+class BlockwiseCompression(CompressionBase, ABC):
+    """Base class of the formats.
+
+    Blocks do not depend on how an all-reduce cuts a tensor: parts begin at multiples of the block size. A tensor that
+    was restored is compressed again without an error. Its norm is not above the original's, but for the rounding of
+    the scales.
+    """
+
+    compression_type = runtime_pb2.BLOCKWISE_8BIT
+    bits: int
+    block_size: int
+
+    @abstractmethod
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the codes of the levels closest to values in [-1, 1], uint8."""
+
+    @abstractmethod
+    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the levels of codes, float32."""
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the size of the buffer of a tensor with `numel` values."""
+        return 1 + 2 * math.ceil(numel / self.block_size) + math.ceil(numel * self.bits / 8)
+
+    def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales, bfloat16 of shape (blocks), and the codes, uint8 of shape (blocks, block_size)."""
+        values = tensor.detach().float().flatten()
+        values = torch.nn.functional.pad(values, (0, -len(values) % self.block_size)).view(-1, self.block_size)
+        largest = torch.linalg.vector_norm(values, math.inf, dim=1, keepdim=True).bfloat16().float()
+        values = values / largest.masked_fill(largest == 0, 1.0)
+        codes = self._encode(values)
+        # The scale with the least squared error for these codes. The restored block is then a projection.
+        levels = self._levels(codes)
+        factors = (levels * values).sum(1) / levels.square().sum(1).clamp_min_(1.0)
+        return (largest.squeeze(1) * factors).bfloat16(), codes
+
+    def dequantize(self, scales: torch.Tensor, codes: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor of the scales and codes, float32."""
+        return self._levels(codes).mul_(scales.float().unsqueeze(1)).flatten()[: math.prod(shape)].view(shape)
+
+    def round_trip(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values that a peer receives, float32."""
+        return self.dequantize(*self.quantize(tensor), tuple(tensor.shape))
+
+    def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
+        if not torch.is_floating_point(tensor):
+            raise ValueError(f"{type(self).__name__} does not support {tensor.dtype} tensors")
+        scales, codes = self.quantize(tensor)
+        codes = codes.flatten()[: tensor.numel()]
+        if self.bits == 4:
+            codes = torch.nn.functional.pad(codes, (0, len(codes) % 2))
+            codes = codes[::2] | codes[1::2] << 4
+        return runtime_pb2.Tensor(
+            compression=self.compression_type,
+            buffer=bytes([self.bits]) + scales.view(torch.int16).numpy().tobytes() + codes.numpy().tobytes(),
+            size=tensor.shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            requires_grad=tensor.requires_grad,
+        )
+
+    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
+        """Restore a tensor of either format.
+
+        :raises ValueError: if it is malformed
+        """
+        shape = tuple(serialized_tensor.size)
+        scales, codes, compression = read_buffer(serialized_tensor.buffer, math.prod(shape))
+        tensor = compression.dequantize(scales, codes, shape).to(getattr(torch, serialized_tensor.dtype))
+        return tensor.requires_grad_(serialized_tensor.requires_grad)
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Return the ratio without the scales: it makes the size of parts a power of 2, a multiple of the blocks."""
+        return self.bits / torch.finfo(info.descriptor.dtype).bits
+
+
+class Blockwise8Bit(BlockwiseCompression):
+    """255 equidistant levels, 8.06 bits for a value. The error on normal values is 0.7 % of their norm.
+
+    `uniform8` has an error of 1.6 %, and of 29 % instead of 1.7 % on values with heavy tails (Student's t, 3 degrees).
+    """
+
+    bits, block_size = 8, 256
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        return (values * 127.0).round_().clamp_(-127.0, 127.0).add_(128.0).nan_to_num_(0.0).to(torch.uint8)
+
+    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.float().sub_(128.0).div_(127.0)
+
+
+class Blockwise4Bit(BlockwiseCompression):
+    """The 16 levels of NormalFloat (QLoRA, arXiv 2305.14314), 4.25 bits for a value.
+
+    The error is 9 % of the norm on normal values and on pseudo-gradients, 12 % with heavy tails. Equidistant levels
+    have errors of 11 % and 18 % (from -7 to 7), or of 9 % and 13 % at 4.5 bits (from the least to the largest value).
+    """
+
+    bits, block_size = 4, 64
+    LEVELS = torch.tensor([
+        -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
+        0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.5626170, 0.72295684, 1.0,
+    ])  # fmt: skip
+    # The code of each multiple of 1/512 from -1 to 1: six times as fast as a search for the closest level
+    CODES = torch.bucketize(torch.arange(-512, 513) / 512, (LEVELS[1:] + LEVELS[:-1]) / 2).to(torch.uint8)
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        index = (values * 512.0).add_(512.5).nan_to_num_(0.0).clamp_(0.0, 1024.0).int()
+        return self.CODES.index_select(0, index.flatten()).view(values.shape)
+
+    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
+        return self.LEVELS.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+FORMATS: dict[bytes, BlockwiseCompression] = {
+    bytes([compression.bits]): compression for compression in (Blockwise8Bit(), Blockwise4Bit())
+}
+
+
+def find_format(buffer: bytes) -> BlockwiseCompression:
+    """Return the format of a buffer, or of the beginning of one.
+
+    :raises ValueError: if it has none
+    """
+    if buffer[:1] not in FORMATS:
+        raise ValueError(f"a tensor has an unknown blockwise format: {buffer[:1]!r}")
+    return FORMATS[buffer[:1]]
+
+
+def read_buffer(buffer: bytes, numel: int) -> tuple[torch.Tensor, torch.Tensor, BlockwiseCompression]:
+    """Read the buffer of a tensor with `numel` values, at a cost bounded by the size of the buffer.
+
+    :returns: the scales and codes, as `quantize` returns them, and the format
+    :raises ValueError: if the buffer has another size, or a scale that no tensor of finite values has
+    """
+    compression = find_format(buffer)
+    if len(buffer) != compression.num_bytes(numel):
+        raise ValueError(f"a tensor has {len(buffer)} bytes instead of {compression.num_bytes(numel)}")
+    num_blocks = math.ceil(numel / compression.block_size)
+    begin = 1 + 2 * num_blocks
+    scales = torch.as_tensor(np.frombuffer(buffer[1:begin], dtype=np.int16).copy()).view(torch.bfloat16)
+    if not (scales.isfinite() & (scales >= 0)).all():
+        raise ValueError("a block has a scale that is negative or not finite")
+    codes = torch.as_tensor(np.frombuffer(buffer[begin:], dtype=np.uint8).copy())
+    if compression.bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=1).flatten()[:numel]
+    codes = torch.nn.functional.pad(codes, (0, num_blocks * compression.block_size - numel))
+    return scales, codes.view(num_blocks, compression.block_size), compression
