@@ -9,6 +9,10 @@ The buffer of a message is
 
 hivemind's BLOCKWISE_8BIT needs bitsandbytes and supports float32 only. Peers send the formats of this module under its
 number. They never send hivemind's.
+
+A peer does not add the error of its contribution to the next one (error feedback). In simulations of local updates
+with 4 peers it changed the final loss by less than 0.0002 with 8 bits, and by -0.0015, -0.0001 and +0.0020 with 4
+bits, which alone changed it by +0.0025, +0.0018 and -0.0004.
 """
 
 import math
