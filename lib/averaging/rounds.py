@@ -7,7 +7,6 @@ not change before the round has ended and its result was checked.
 import asyncio
 import hashlib
 import multiprocessing
-import struct
 import threading
 import time
 from collections import deque
@@ -119,11 +118,9 @@ class RoundAverager(SafeAverager):
             start=False,
             **kwargs,
         )
-        settings = struct.pack("qq", PROTOCOL, average_parameters_every) + b"local updates" * local_updates
-        compressions = [name_of(gradient_compression), name_of(parameter_compression)]
-        if compressions != ["float16", "float16"]:  # older versions do not name them, and average with the defaults
-            settings += " ".join(compressions).encode()
-        self.schema_hash = hashlib.sha256(self.schema_hash + settings).digest()
+        compressions = name_of(gradient_compression), name_of(parameter_compression)
+        settings = (PROTOCOL, average_parameters_every, local_updates, *compressions)
+        self.schema_hash = hashlib.sha256(self.schema_hash + repr(settings).encode()).digest()
         self.run_in_background(await_ready=True)
 
     # In the main process: rounds

@@ -43,6 +43,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "averaging.partition:TensorPartContainer.register_processed_part": ("bounds", "ff5ebad6141c4a88"),
     "averaging.partition:TensorPartReducer.__init__": ("bounds", "9ebe1038f511931b"),
     "averaging.partition:TensorPartReducer.accumulate_part": ("bounds", "1d64a8bd77052ac4"),
+    "averaging.partition:TensorPartReducer.check_current_part_finished": ("bounds", "ec9b059c42f3ca27"),
     "compression.base:CompressionBase.compress": ("blocks", "b1764ad4f685cd02"),
     "compression.base:CompressionBase.estimate_compression_ratio": ("blocks", "63713c41aacc7635"),
     "compression.base:CompressionBase.extract": ("blocks", "2be86aad21dfb405"),
@@ -66,6 +67,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "optim.optimizer:Optimizer._make_progress_tracker": ("progress", "a3fe70a367d732d6"),
     "optim.optimizer:Optimizer._make_state_averager": ("steps", "59a43eff001c3284"),
     "optim.optimizer:Optimizer.load_state_from_peers": ("endless-load", "87030a961ecf8f7f"),
+    "optim.optimizer:Optimizer.param_groups": ("steps", "c6ac6c82341a88bf"),
     "optim.optimizer:Optimizer.shutdown": ("steps", "52e41b26128082bc"),
     "optim.optimizer:Optimizer.step": ("steps", "7072604b4ad450ac"),
     "optim.optimizer:Optimizer.zero_grad": ("steps", "6bf12bb06ddb172f"),
@@ -97,7 +99,8 @@ TESTED: dict[str, tuple[str, str]] = {
 def digest(name: str) -> str:
     """Return the digest of a class or function of hivemind, named as in TESTED; "missing" if it does not exist."""
     try:
-        source = inspect.getsource(pkgutil.resolve_name(f"hivemind.{name}"))
+        code = pkgutil.resolve_name(f"hivemind.{name}")
+        source = inspect.getsource(code.fget if isinstance(code, property) else code)
     except (ImportError, AttributeError, OSError):
         return "missing"
     return hashlib.sha256(source.encode()).hexdigest()[:16]

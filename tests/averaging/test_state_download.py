@@ -5,11 +5,13 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+from typing import (
+    get_args,
+)
 
 import pytest
 import torch
@@ -21,12 +23,11 @@ from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import HyperparameterArguments
+from arguments import Compression, HyperparameterArguments
 from lib.averaging import wire
 from lib.averaging.download import StateDownload, StateQuery, TooSlowError, rank_donors
 from lib.averaging.state import StateLoadError, TrainingStateAverager
 from lib.training.model import build_model
-from lib.training.optimizer import COMPRESSIONS
 from tests.support.peers import wait_until
 from tests.support.state_swarm import (
     CONFIG,
@@ -394,7 +395,7 @@ def test_metadata_query_does_not_wait_for_the_tensors(swarm):
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", get_args(Compression))
 def test_small_second_moments_survive_the_transfer(swarm, compression):
     """The update divides by the root of the second moment. Values below 6e-8 would be 0 in float16."""
     donor, newcomer = swarm.add(compression=compression), swarm.add(compression=compression)

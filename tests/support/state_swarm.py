@@ -10,7 +10,6 @@ import torch
 from transformers import AlbertConfig
 
 from arguments import HyperparameterArguments
-from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.state import TrainingStateAverager
 from lib.training.model import build_model
 from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler, build_state_compression
