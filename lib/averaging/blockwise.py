@@ -92,6 +92,7 @@ class BlockwiseCompression(CompressionBase, ABC):
         shape = tuple(serialized_tensor.size)
         scales, codes, compression = read_buffer(serialized_tensor.buffer, math.prod(shape))
         tensor = compression.dequantize(scales, codes, shape).to(getattr(torch, serialized_tensor.dtype))
+        tensor.nan_to_num_()  # a scale that is rounded up may exceed the largest value of the type
         return tensor.requires_grad_(serialized_tensor.requires_grad)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
