@@ -168,7 +168,9 @@ class StateDownload:
         only_metadata = self.query.only_metadata
         try:
             if (error := await self._dials[donor]) is not None:
-                raise error
+                logger.warning(f"Could not reach {donor}, which offers a state")
+                self._may_retry |= not isinstance(error, TimeoutError)
+                return None
             if not only_metadata:
                 logger.info(f"Downloading the state from {donor}")
             metadata, tensors = await self._receive(donor, believe_all)
