@@ -1,0 +1,420 @@
+"""Simulated peers that train one model in one process, with the local and global steps of the trainers. No network.
+
+The local steps are those of LocalUpdatesOptimizer and its accumulator, and the optimizers are those of
+lib/training/optimizer.py. A round is computed as its reducers do, without the time that it takes.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from hivemind.averaging.partition import TensorPartContainer
+from hivemind.compression import CompressionBase, CompressionInfo, NoCompression, deserialize_torch_tensor
+
+from arguments import HyperparameterArguments
+from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+from lib.averaging.local_updates import INNER_WARMUP_STEPS, LocalUpdatesOptimizer
+from lib.averaging.outliers import OutlierFilter
+from lib.averaging.schedule import set_schedule
+from lib.training.optimizer import (
+    COMPRESSIONS,
+    build_local_optimizer,
+    build_outer_optimizer,
+    build_param_groups,
+    build_scheduler,
+)
+
+SPEEDS = (1, 2, 1, 4)  # of the peers, repeated
+WARMUP_FRACTION = 0.05  # of the global steps
+FINAL_RATE = 0.1  # of the peak learning rate, at the end
+NUM_EVALUATIONS = 4  # evenly spread over the samples
+ROUNDS_AFTER_JOINING = (1, 2, 4, 8)
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Task(Protocol):
+    """Model and data. Only `make_batch` may be random; it uses torch's generator."""
+
+    num_samples: int
+
+    def build_model(self, seed: int) -> torch.nn.Module: ...
+
+    def make_batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]: ...
+
+    def evaluate(self, model: torch.nn.Module) -> float: ...
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How peers train together.
+
+    :param peers: number of peers, with the speeds SPEEDS
+    :param local_steps: mean number of local steps per peer and round
+    :param local_updates: whether peers take optimizer steps between the rounds; else they accumulate gradients
+    :param delay: mean number of local steps per peer until the result of a round arrives
+    :param eager: the result of a round is used in the next global step; a peer uses its own part at once
+      (https://arxiv.org/abs/2502.12996)
+    :param compression: of the pseudo-gradients, a key of COMPRESSIONS
+    :param missing: probability that a peer misses a round
+    :param newcomer: the last peer joins in the middle: with a donor's statistics of the inner optimizer, or without
+      any, with or without warm-up
+    """
+
+    peers: int
+    local_steps: int = 1
+    local_updates: bool = True
+    delay: int = 0
+    eager: bool = False
+    compression: str = "none"
+    missing: float = 0.0
+    newcomer: Literal["", "donor", "warm-up", "cold"] = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may compute.
+
+    :param samples: of all peers together
+    :param micro_batch: samples of a local step
+    """
+
+    samples: int
+    micro_batch: int
+
+    @property
+    def local_steps(self) -> int:
+        return self.samples // self.micro_batch
+
+    def target_batch_size(self, variant: Variant) -> int:
+        return variant.local_steps * variant.peers * self.micro_batch
+
+    def schedule(self, variant: Variant) -> dict[str, int]:
+        """Return the flags of a schedule that warms up, and decays to FINAL_RATE of the peak.
+
+        Samples of a missed round count in the next one, which is due earlier by as many.
+        """
+        num_rounds = self.samples / self.target_batch_size(variant) / (1.0 - variant.missing)
+        total_steps = math.ceil(num_rounds / (1.0 - FINAL_RATE)) + 1
+        return {"total_steps": total_steps, "warmup_steps": min(total_steps, round(WARMUP_FRACTION * num_rounds))}
+
+
+@dataclass
+class Result:
+    """Outcome of a run.
+
+    :param evaluations: samples of all peers -> validation loss of the parameters of the last global step
+    :param after_joining: number of rounds since the newcomer joined -> the same loss; 0: when it joined
+    """
+
+    rounds: int = 0
+    evaluations: dict[int, float] = field(default_factory=dict)
+    after_joining: dict[int, float] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def all_reduce(
+    contributions: Sequence[Tensors], weights: Sequence[float], compression: CompressionBase, compares_norms: bool
+) -> list[torch.Tensor]:
+    """Return the weighted mean that the reducers of a round compute from compressed parts, one reducer per sender.
+
+    The compression of the answers is left out: its error differs between peers, and the next round averages it.
+
+    :param compares_norms: bound each sender's parts by those of the others, as for pseudo-gradients
+    """
+    fractions = [1.0] * len(contributions)
+    containers = [TensorPartContainer(tensors, fractions, compression) for tensors in contributions]
+    means = []
+    for reducer in range(len(contributions)):
+        outliers = OutlierFilter()
+        for parts in zip(*(container.get_raw_input_parts(reducer) for container in containers), strict=True):
+            received = {
+                sender: part if sender == reducer else _send(part, compression) for sender, part in enumerate(parts)
+            }
+            norms = {sender: float(torch.linalg.vector_norm(part)) for sender, part in received.items()}
+            factors = outliers.clip_factors(norms, dict(enumerate(weights))) if compares_norms else {}
+            total = torch.zeros_like(parts[0])
+            for sender, part in received.items():
+                total.add_(part, alpha=weights[sender] * factors.get(sender, 1.0))
+            means.append(total / sum(weights))
+    flat = torch.cat(means).split([tensor.numel() for tensor in contributions[0]])
+    return [mean.view_as(tensor) for mean, tensor in zip(flat, contributions[0], strict=True)]
+
+
+def _send(part: torch.Tensor, compression: CompressionBase) -> torch.Tensor:
+    if isinstance(compression, NoCompression):
+        return part
+    return deserialize_torch_tensor(compression.compress(part, CompressionInfo.from_tensor(part)))
+
+
+def parameters_of(groups: Sequence[dict]) -> list[torch.nn.Parameter]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def copies_of(groups: Sequence[dict]) -> list[dict]:
+    """Return parameter groups with copies of the parameters, as hivemind offloads them."""
+    return [{**group, "params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]} for group in groups]
+
+
+@torch.no_grad()
+def copy_tensors(sources: Tensors, targets: Tensors) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+class DataParallelPeers:
+    """Peers that accumulate gradients. Their models are equal, so one model serves all."""
+
+    def __init__(self, variant: Variant, args: HyperparameterArguments, build_model: Callable[[], torch.nn.Module]):
+        self.args, self.model = args, build_model()
+        groups = build_param_groups(self.model, args.weight_decay)
+        self.parameters = parameters_of(groups)
+        self.optimizer = build_local_optimizer(groups, args)
+        self._schedule = build_scheduler(self.optimizer, args)
+        self._compression = COMPRESSIONS[variant.compression]()
+        self._step = 0
+        self.accumulators = [
+            GradientAccumulator(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+            for _ in range(variant.peers)
+        ]
+
+    def local_step(self, peer: int, batch: dict[str, torch.Tensor], num_samples: int) -> None:
+        self.model.zero_grad()
+        self.model(**batch).loss.backward()
+        self.accumulators[peer].add(num_samples)
+
+    def begin_round(self, absent: frozenset[int]) -> None:
+        samples = [accumulator.load(self.args.max_grad_norm) for accumulator in self.accumulators]
+        contributions = [accumulator.contribution for accumulator in self.accumulators]
+        self._mean = all_reduce(contributions, samples, self._compression, compares_norms=False)
+
+    def finish_round(self) -> None:
+        """Take the global step. As in hivemind, it has the learning rate of the step before it."""
+        for parameter, mean in zip(self.parameters, self._mean, strict=True):
+            parameter.grad = mean
+        set_schedule(self._schedule, self._step)
+        self.optimizer.step()
+        self._step += 1
+
+    def global_parameters(self) -> Tensors:
+        return self.parameters
+
+
+class LocalTrainer(LocalUpdatesOptimizer):
+    """LocalUpdatesOptimizer's local steps, without DHT, averagers and threads.
+
+    :param theta: parameters of the last global step
+    """
+
+    def __init__(self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments):
+        self._parent_pid = 0  # hivemind's destructor has nothing to shut down
+        self.model = model
+        self._inner_params = build_param_groups(model, args.weight_decay)
+        self._build_inner = partial(build_local_optimizer, args=args)
+        self._build_schedule = partial(build_scheduler, args=args)
+        self.max_local_grad_norm = args.max_grad_norm
+        parameters = parameters_of(self._inner_params)
+        self.state_averager = SimpleNamespace(main_parameters=parameters, local_epoch=0)
+        self.accumulator = UpdateAccumulator(parameters, theta, [torch.zeros_like(p) for p in parameters])
+        self._reset_inner()
+
+    def train(self, batch: dict[str, torch.Tensor], num_samples: int) -> None:
+        self.model.zero_grad()
+        self.model(**batch).loss.backward()
+        self._take_local_step(num_samples)
+
+    def receive_step(self, step: int) -> None:
+        """Move the model to the parameters of a global step, plus the local updates that no step has used."""
+        self.state_averager.local_epoch = step
+        self._copy_parameters()
+
+    def begin_with(self, newcomer: str, donor: "LocalTrainer") -> None:
+        """Begin with the statistics of the inner optimizer that the kind of a newcomer has, see Variant."""
+        if newcomer == "donor":
+            self.inner.load_state_dict(donor.inner.state_dict())
+        if newcomer != "warm-up":
+            self._num_inner_steps = INNER_WARMUP_STEPS
+
+
+class LocalUpdatePeers:
+    """Peers that train by themselves between the rounds. The eager rule gives each its own theta and momentum."""
+
+    def __init__(self, variant: Variant, args: HyperparameterArguments, build_model: Callable[[], torch.nn.Module]):
+        self.variant, self.args = variant, args
+        self._compression = COMPRESSIONS[variant.compression]()
+        groups = [copies_of(build_param_groups(build_model(), args.weight_decay))]
+        if variant.eager:
+            groups = [copies_of(groups[0]) for _ in range(variant.peers)]
+        self.thetas = [parameters_of(group) for group in groups]
+        self.outer = [build_outer_optimizer(group, args) for group in groups]
+        self.trainers = [
+            LocalTrainer(build_model(), self.thetas[number % len(groups)], args) for number in range(variant.peers)
+        ]
+        self.step = 0
+        self._mean: Tensors = [torch.zeros_like(parameter) for parameter in self.thetas[0]]
+        # With the eager rule: of each peer, its part of the mean of the last round
+        self._parts: list[Tensors] = [self._mean] * variant.peers
+
+    @property
+    def accumulators(self) -> list[UpdateAccumulator]:
+        return [trainer.accumulator for trainer in self.trainers]
+
+    def local_step(self, peer: int, batch: dict[str, torch.Tensor], num_samples: int) -> None:
+        self.trainers[peer].train(batch, num_samples)
+
+    def begin_round(self, absent: frozenset[int]) -> None:
+        """Average the pseudo-gradients.
+
+        :param absent: peers that miss the round: their local updates count in the next one
+        :raises FloatingPointError: if the parameters of all other peers are not finite
+        """
+        samples = [trainer.accumulator.load(self._bound(trainer)) for trainer in self.trainers]
+        for number in absent:
+            self.accumulators[number].take_back(samples[number])
+        self._senders = [number for number, size in enumerate(samples) if size and number not in absent]
+        if not self._senders:
+            raise FloatingPointError("the parameters of all peers are NaN or Inf")
+        weights = [samples[number] for number in self._senders]
+        sent = [self.accumulators[number].contribution for number in self._senders]
+        mean = all_reduce(sent, weights, self._compression, compares_norms=True)
+        self._gradients = [mean]
+        if self.variant.eager:
+            parts = [
+                [tensor * (size / sum(samples)) for tensor in accumulator.contribution]
+                for accumulator, size in zip(self.accumulators, samples, strict=True)
+            ]
+            self._gradients = [
+                [mean + new - old for mean, new, old in zip(self._mean, *parts_of_peer, strict=True)]
+                for parts_of_peer in zip(parts, self._parts, strict=True)
+            ]
+            self._mean, self._parts = mean, parts
+
+    def _bound(self, trainer: LocalTrainer) -> float:
+        """Return the bound on the norm of a pseudo-gradient, see RoundAverager.gradient_bound."""
+        return self.args.max_update_norm * float(torch.nn.utils.get_total_norm(trainer.accumulator.step_parameters))
+
+    def finish_round(self) -> None:
+        """Take the global step, and bring the peers to it. Peers that missed the round download it."""
+        for number in self._senders:
+            self.accumulators[number].confirm()
+        for theta, optimizer, gradients in zip(self.thetas, self.outer, self._gradients, strict=True):
+            for parameter, gradient in zip(theta, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        self.step += 1
+        for trainer in self.trainers:
+            trainer.receive_step(self.step)
+
+    def global_parameters(self) -> list[torch.Tensor]:
+        return [torch.stack(values).mean(0) for values in zip(*self.thetas, strict=True)]
+
+
+class Simulation:
+    """Interleaves the local steps of peers by their speeds, and takes a global step when one is due.
+
+    :param seed: of the initial weights, the order of each peer's samples, and the missed rounds
+    """
+
+    def __init__(self, task: Task, variant: Variant, args: HyperparameterArguments, budget: Budget, seed: int):
+        torch.manual_seed(seed)
+        self.task, self.variant, self.budget = task, variant, budget
+        kind = LocalUpdatePeers if variant.local_updates else DataParallelPeers
+        self.peers = kind(variant, args, lambda: task.build_model(seed).eval())  # eval(): no dropout
+        self.result = Result()
+        self._model = task.build_model(seed).eval()
+        self._random = np.random.default_rng([seed, 1])
+        self._orders = [self._sample_order(seed, number) for number in range(variant.peers)]
+        self._marks = [budget.samples * part // NUM_EVALUATIONS for part in range(1, NUM_EVALUATIONS)]
+        self._arrival = -1  # local step after which the result of the running round arrives; -1: no round
+        self._joined = -1  # rounds before the newcomer joined
+
+    def _sample_order(self, seed: int, number: int) -> Iterator[int]:
+        random = np.random.default_rng([seed, 2, number])
+        while True:
+            yield from random.permutation(self.task.num_samples).tolist()
+
+    def run(self, progress: Callable[[], None] = lambda: None) -> Result:
+        """Train until the samples of the budget are computed.
+
+        Samples that no round has used by then are lost.
+
+        :param progress: called after each local step
+        :raises FloatingPointError: if all peers diverge
+        """
+        num_initial = self.variant.peers - bool(self.variant.newcomer)
+        queue = [(1.0 / speed_of(number), number) for number in range(num_initial)]
+        heapq.heapify(queue)
+        for step in range(1, self.budget.local_steps + 1):
+            moment, number = heapq.heappop(queue)
+            heapq.heappush(queue, (moment + 1.0 / speed_of(number), number))
+            batch = self.task.make_batch([next(self._orders[number]) for _ in range(self.budget.micro_batch)])
+            self.peers.local_step(number, batch, self.budget.micro_batch)
+            if self._advance(step) and len(queue) < self.variant.peers and 2 * step >= self.budget.local_steps:
+                self._join()
+                heapq.heappush(queue, (moment + 1.0 / speed_of(num_initial), num_initial))
+            progress()
+        if self._arrival >= 0:
+            self.peers.finish_round()
+        self.result.evaluations[self.budget.samples] = self._evaluate()
+        return self.result
+
+    def _advance(self, step: int) -> bool:
+        """Use the result of a round that has arrived, and begin the next one if it is due.
+
+        :returns: whether a global step was taken
+        """
+        has_arrived = self._arrival == step
+        if has_arrived:
+            self._finish_round(step)
+        num_samples = sum(accumulator.num_samples for accumulator in self.peers.accumulators)
+        if self._arrival < 0 and num_samples >= self.budget.target_batch_size(self.variant):
+            self.result.rounds += 1
+            self.peers.begin_round(self._draw_absent())
+            self._arrival = step + self.variant.delay * self.variant.peers
+            if self._arrival == step:
+                self._finish_round(step)
+                return True
+        return has_arrived
+
+    def _finish_round(self, step: int) -> None:
+        self.peers.finish_round()
+        self._arrival = -1
+        self._record(step * self.budget.micro_batch)
+
+    def _draw_absent(self) -> frozenset[int]:
+        """Draw the peers that miss a round. A round without any peer is drawn again."""
+        if not self.variant.missing:
+            return frozenset()
+        while True:
+            missing = self._random.random(self.variant.peers) < self.variant.missing
+            senders = [n for n, a in enumerate(self.peers.accumulators) if a.num_samples and not missing[n]]
+            if senders:
+                return frozenset(np.flatnonzero(missing).tolist())
+
+    def _join(self) -> None:
+        donor, newcomer = self.peers.trainers[0], self.peers.trainers[-1]
+        newcomer.begin_with(self.variant.newcomer, donor)
+        self._joined = self.result.rounds
+        self.result.after_joining[0] = self._evaluate()
+
+    def _record(self, samples: int) -> None:
+        if self._joined >= 0 and (number := self.result.rounds - self._joined) in ROUNDS_AFTER_JOINING:
+            self.result.after_joining[number] = self._evaluate()
+        if self._marks and samples >= self._marks[0]:
+            self._marks = [mark for mark in self._marks if mark > samples]
+            self.result.evaluations[samples] = self._evaluate()
+
+    def _evaluate(self) -> float:
+        groups = build_param_groups(self._model, 0.0)
+        copy_tensors(self.peers.global_parameters(), parameters_of(groups))
+        return self.task.evaluate(self._model)
+
+
+def speed_of(peer: int) -> int:
+    return SPEEDS[peer % len(SPEEDS)]

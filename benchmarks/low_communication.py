@@ -1,0 +1,374 @@
+#!/usr/bin/env python3
+"""Compare the loss of data-parallel training with that of local updates (DiLoCo), with simulated peers.
+
+benchmarks/low_communication.py --train_file my.txt --folder results
+benchmarks/low_communication.py --train_file my.txt --folder results --points dp,h32 --tune
+
+The local and global steps are those of the trainers, in one process on one core; nothing is sent. All runs have the
+same samples, validation text and model. Each finished run is a line of results.jsonl in --folder, and the next session
+continues from there. --tune sweeps the learning rates of the points with the first seed; later sessions use the best.
+
+To check a point with real peers, start run_trainer.py with the flags in its line of results.jsonl, and with
+--model_name_or_path, --dataset_path and --tokenizer_path in the folder "data" of --folder. Equal trainers on one
+machine have equal speeds.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from tqdm.auto import tqdm
+
+from arguments import HyperparameterArguments, ModelArguments
+from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
+from benchmarks.round_records import read_jsonl
+from lib.common.objectives import OBJECTIVE_OF_MODEL
+from lib.data.loading import Manifest, build_collator, load_datasets
+from lib.monitoring.evaluation import Evaluator
+from lib.training.model import build_model, load_config, load_tokenizer
+
+ROOT = Path(__file__).parent.parent
+# A causal model predicts each token: its loss falls within some thousand local steps, unlike that of a masked one
+MODEL = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64}
+VOCAB_SIZE = 1000
+SEQ_LENGTH = 64
+MICRO_BATCH = 4
+VALIDATION_SAMPLES = 400
+OUTER_LEARNING_RATE = 0.7
+LEARNING_RATE_FACTORS = (0.5, 1.0, 2.0)
+OUTER_LEARNING_RATES = (0.4, 1.0)
+MAX_RATE_FACTOR = 4.0  # of data-parallel batches; the square-root rule ends there
+
+POINTS = {
+    "dp": Variant(0, local_updates=False),
+    "h8": Variant(0, 8),
+    "h32": Variant(0, 32),
+    "h128": Variant(0, 128),
+}
+SPECIAL_POINTS = {
+    "h32-late2": Variant(0, 32, delay=2),
+    "h32-late32": Variant(0, 32, delay=32),
+    "h32-eager": Variant(0, 32, eager=True),
+    "h32-8bit": Variant(0, 32, compression="uniform8"),
+    "h32-missing": Variant(0, 32, missing=0.5),
+    "dp-h32": Variant(0, 32, local_updates=False),
+    "h32-join-donor": Variant(0, 32, newcomer="donor"),
+    "h32-join-warm-up": Variant(0, 32, newcomer="warm-up"),
+    "h32-join-cold": Variant(0, 32, newcomer="cold"),
+}
+SPECIAL_PEERS = 4
+
+LEGEND = """\
+dp           data parallel: an average of gradients after one local step per peer
+hN           local updates: an average after N local steps per peer, weighted by samples
+lateN        the result of a round arrives N local steps after the round has begun; the local steps continue
+eager        it arrives when the next round is due; each peer uses its own part at once (arXiv 2502.12996)
+8bit         pseudo-gradients in 8 bits (uniform8)
+missing      each peer misses each round with probability 0.5
+dp-h32       data parallel with the rounds of h32: equal communication, and batches 32 times as large
+join         the last peer, the fastest one, joins in the middle: with a donor's statistics of the inner optimizer, or
+             without any, with or without (cold) warm-up
+rates        peak learning rate of the inner optimizer, or of data parallel; and of the outer optimizer
+difference   of the final validation loss to that of dp with as many peers: mean over the seeds, and +- half of the
+             range between the seeds"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the results, without the outcome."""
+
+    setup: str
+    point: str
+    peers: int
+    seed: int
+    learning_rate: float
+    outer_learning_rate: float
+
+    @property
+    def variant(self) -> Variant:
+        return replace({**POINTS, **SPECIAL_POINTS}[self.point], peers=self.peers)
+
+
+class TextTask:
+    """A small language model and the prepared text, see simulation.Task."""
+
+    def __init__(self, folder: Path):
+        dataset, tokenizer_path = folder / "dataset", folder / "tokenizer"
+        manifest = Manifest.load(dataset)
+        tokenizer = load_tokenizer(str(tokenizer_path))
+        arguments = ModelArguments(model_name_or_path=str(folder / "config.json"), tokenizer_path=str(tokenizer_path))
+        self.config = load_config(arguments, tokenizer)
+        splits = load_datasets(dataset)
+        self._samples = list(splits["train"])
+        self._collator = build_collator(manifest.objective, tokenizer)
+        self._evaluator = Evaluator(
+            splits["validation"], self._collator, should_stop=lambda: False, batch_size=50,
+            max_samples=VALIDATION_SAMPLES, use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        self.objective, self.num_samples = manifest.objective, len(self._samples)
+        num_parameters = sum(parameter.numel() for parameter in build_model(self.config, "0").parameters())
+        self.description = (
+            f"{self.config.model_type} with {num_parameters:,} parameters, {len(tokenizer)} tokens in the vocabulary, "
+            f"samples of {manifest.max_seq_length} tokens: {self.num_samples:,} to train on, "
+            f"{len(self._evaluator.dataset)} to evaluate"
+        )
+
+    def build_model(self, seed: int) -> torch.nn.Module:
+        return build_model(self.config, str(seed))
+
+    def make_batch(self, indices: Iterable[int]) -> dict[str, torch.Tensor]:
+        return self._collator([self._samples[index] for index in indices])
+
+    def evaluate(self, model: torch.nn.Module) -> float:
+        return self._evaluator.evaluate(model, self.objective, step=0).loss
+
+
+def prepare_data(folder: Path, train_file: Path | None, model: dict) -> None:
+    """Train a tokenizer and tokenize the text, unless the folder has them.
+
+    :param train_file: default: the text of tokenize_wikitext103.py --sample
+    """
+    if (folder / "config.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    source = ["--sample"] if train_file is None else ["--train_file", str(train_file)]
+    command = [
+        sys.executable, str(ROOT / "tokenize_wikitext103.py"), *source, "--train_tokenizer", "--objective",
+        OBJECTIVE_OF_MODEL[model["model_type"]], "--vocab_size", str(VOCAB_SIZE), "--max_seq_length", str(SEQ_LENGTH),
+        "--validation_fraction", "0.1", "--num_proc", "1", "--overwrite", "--output_path", str(folder / "dataset"),
+        "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    (folder / "config.json").write_text(json.dumps(model))
+
+
+class Results:
+    """Finished runs, one JSON object a line in a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lines: dict[Run, dict] = {}
+        for line in read_jsonl(path):
+            self.lines[Run(**line["run"])] = line
+        if path.exists() and not path.read_text().endswith("\n"):  # an interrupted session has begun a line
+            path.write_text("".join(json.dumps(line) + "\n" for line in self.lines.values()))
+
+    def add(self, run: Run, outcome: dict) -> None:
+        line = json.dumps({"run": asdict(run), **outcome})
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+        self.lines[run] = json.loads(line)  # its keys are strings, as in a resumed session
+
+    def loss(self, run: Run) -> float:
+        """Return the final loss of a run; infinity if it diverged."""
+        loss = list(self.lines[run]["evaluations"].values())[-1]
+        return loss if math.isfinite(loss) else math.inf
+
+    def tuned(self, run: Run) -> Run:
+        """Return the run with the learning rates of least loss among those tried, its own if there are none.
+
+        All rates are tried with the first seed, so that seed decides.
+        """
+        tried = [
+            other
+            for other in self.lines
+            if (other.setup, other.point, other.peers) == (run.setup, run.point, run.peers)
+        ]
+        if not tried:
+            return run
+        best = min(tried, key=lambda other: (other.seed, self.loss(other)))
+        return replace(run, learning_rate=best.learning_rate, outer_learning_rate=best.outer_learning_rate)
+
+    def mean_seconds(self, setup: str) -> float:
+        """Return the mean duration of a run; 0 if there is none."""
+        seconds = [line["seconds"] for run, line in self.lines.items() if run.setup == setup]
+        return statistics.mean(seconds) if seconds else 0.0
+
+
+def plan_runs(args: argparse.Namespace, setup: str, budget: Budget) -> list[Run]:
+    """Return the runs of a session, most important first: by seed, then with few peers, then special points."""
+    special_peers = SPECIAL_PEERS if SPECIAL_PEERS in args.peers else args.peers[0]
+    few, many = [n for n in args.peers if n <= SPECIAL_PEERS], [n for n in args.peers if n > SPECIAL_PEERS]
+    grid = [
+        *product(few, POINTS),
+        *product([special_peers], SPECIAL_POINTS),
+        *product(many, POINTS),
+    ]
+    runs = []
+    for seed, (peers, point) in product(args.seeds, grid):
+        if args.points is None or point in args.points:
+            run = Run(setup, point, peers, seed, args.learning_rate, OUTER_LEARNING_RATE)
+            if not run.variant.local_updates:
+                factor = math.sqrt(budget.target_batch_size(run.variant) / budget.micro_batch)
+                run = replace(run, learning_rate=args.learning_rate * min(MAX_RATE_FACTOR, factor))
+            runs.append(run)
+    return runs
+
+
+def sweep(run: Run) -> list[Run]:
+    """Return the runs that tune the learning rates of a run, one of them at a time."""
+    runs = [replace(run, learning_rate=run.learning_rate * factor) for factor in LEARNING_RATE_FACTORS]
+    if run.variant.local_updates:
+        runs += [replace(run, outer_learning_rate=rate) for rate in OUTER_LEARNING_RATES]
+    return runs
+
+
+def build_arguments(run: Run, budget: Budget, optimizer: str) -> HyperparameterArguments:
+    return HyperparameterArguments(
+        optimizer=optimizer,
+        learning_rate=run.learning_rate,
+        adam_epsilon=1e-8 if optimizer == "adamw" else 1e-6,
+        local_updates=run.variant.local_updates,
+        outer_learning_rate=run.outer_learning_rate,
+        **budget.schedule(run.variant),
+    )
+
+
+def play(
+    runs: list[Run], task: TextTask, budget: Budget, optimizer: str, results: Results, max_seconds: float
+) -> None:
+    """Compute the runs that have no result yet.
+
+    :param max_seconds: begin no run that would end later
+    """
+    left = [run for run in runs if run not in results.lines]
+    deadline = time.monotonic() + max_seconds
+    with tqdm(total=len(left) * budget.local_steps, unit=" steps", mininterval=5, smoothing=0.05) as progress:
+        for number, run in enumerate(left):
+            if time.monotonic() + results.mean_seconds(run.setup) > deadline:
+                tqdm.write(f"Time is up: {len(left) - number} runs are left")
+                break
+            began = time.monotonic()
+            progress.set_description(f"{run.point}, {run.peers} peers, seed {run.seed}")
+            arguments = build_arguments(run, budget, optimizer)
+            simulation = Simulation(task, run.variant, arguments, budget, run.seed)
+            try:
+                simulation.run(progress.update)
+            except FloatingPointError:
+                simulation.result.evaluations[budget.samples] = math.nan
+            seconds = round(time.monotonic() - began, 1)
+            flags = trainer_flags(run, arguments, budget)
+            results.add(run, {**asdict(simulation.result), "seconds": seconds, "flags": flags})
+            minutes = (len(left) - number - 1) * results.mean_seconds(run.setup) / 60
+            tqdm.write(
+                f"{run.point}, {run.peers} peers, seed {run.seed}, rates {describe_rates(run)}: "
+                f"loss {results.loss(run):.4f}; about {minutes:.0f} minutes left"
+            )
+
+
+def trainer_flags(run: Run, arguments: HyperparameterArguments, budget: Budget) -> str:
+    """Return the flags of run_trainer.py with which real peers train as in a run, apart from delays and faults."""
+    names = ["optimizer", "learning_rate", "adam_epsilon", "total_steps", "warmup_steps"]
+    values = {name: getattr(arguments, name) for name in names}
+    values["target_batch_size"] = budget.target_batch_size(run.variant)
+    values |= {"per_device_train_batch_size": budget.micro_batch, "gradient_accumulation_steps": 1}
+    if run.variant.local_updates:
+        values |= {"local_updates": "", "outer_learning_rate": run.outer_learning_rate}
+    if not run.variant.delay:
+        values |= {"no_delay_grad_averaging": "", "no_delay_optimizer_step": ""}
+    return " ".join(f"--{name} {value}".rstrip() for name, value in values.items())
+
+
+def describe_rates(run: Run) -> str:
+    return f"{run.learning_rate:.2g}" + (f" / {run.outer_learning_rate:.2g}" if run.variant.local_updates else "")
+
+
+def format_tables(runs: list[Run], results: Results) -> str:
+    """Return the table of all points, and that of newcomers. `runs`: with the learning rates that are to be shown."""
+    done = [run for run in runs if run in results.lines]
+    losses = {(run.point, run.peers, run.seed): results.loss(run) for run in done}
+    groups: dict[tuple[int, str], list[Run]] = {}
+    for run in sorted(done, key=lambda run: run.peers):
+        groups.setdefault((run.peers, run.point), []).append(run)
+    head = f"{'peers':>5}  {'point':<17}{'rounds':>7}{'rates':>16}{'seeds':>6}{'loss':>9}  {'difference':<18}"
+    lines = [head + "loss on the way"]
+    for (peers, point), group in groups.items():
+        first = results.lines[group[0]]
+        mean = statistics.mean(results.loss(run) for run in group)
+        references = [(results.loss(run), losses.get(("dp", peers, run.seed))) for run in group]
+        differences = [100 * (loss / reference - 1) for loss, reference in references if reference is not None]
+        on_the_way = " ".join(f"{loss:.3f}" for loss in list(first["evaluations"].values())[:-1])
+        lines.append(
+            f"{peers:>5}  {point:<17}{first['rounds']:>7}{describe_rates(group[0]):>16}{len(group):>6}{mean:>9.4f}  "
+            f"{describe_differences(differences):<18}{on_the_way}"
+        )
+    joined = {key: group for key, group in groups.items() if group[0].variant.newcomer}
+    if joined:
+        lines.append("\nLoss when the newcomer joins, and some rounds later; means over the seeds")
+    for (_, point), group in joined.items():
+        rows = [results.lines[run]["after_joining"] for run in group]
+        shared = [rounds for rounds in rows[0] if all(rounds in row for row in rows)]
+        values = (f"{rounds}: {statistics.mean(row[rounds] for row in rows):.4f}" for rounds in shared)
+        lines.append(f"  {point:<17}" + "   ".join(values))
+    return "\n".join(lines)
+
+
+def describe_differences(differences: list[float]) -> str:
+    if not differences:
+        return "-"
+    spread = f" +- {(max(differences) - min(differences)) / 2:.2f}" if len(differences) > 1 else ""
+    return f"{statistics.mean(differences):+.2f} %{spread}"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*POINTS, *SPECIAL_POINTS]
+    parser.add_argument("--train_file", type=Path, help="text, UTF-8; default: Python's documentation topics")
+    parser.add_argument("--folder", type=Path, required=True, help="for the prepared text and the results")
+    parser.add_argument("--model", type=Path, help=f"config.json, with {SEQ_LENGTH} positions; default: a tiny GPT-2")
+    parser.add_argument("--points", type=lambda text: text.split(","), help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("--peers", type=read_integers, default=[2, 4, 8], help="default: 2,4,8")
+    parser.add_argument("--seeds", type=read_integers, default=[0, 1, 2], help="default: 0,1,2")
+    parser.add_argument("--samples", type=int, default=16384, help="of all peers together; default: 16384")
+    parser.add_argument("--optimizer", choices=("adamw", "lamb"), default="adamw", help="inner, and of data parallel")
+    parser.add_argument(
+        "--learning_rate", type=float, default=2e-3,
+        help="peak of the inner optimizer; data parallel: times the root of the batch in micro-batches, at most 4",
+    )  # fmt: skip
+    parser.add_argument("--tune", action="store_true", help="sweep the learning rates with the first seed")
+    parser.add_argument("--max_minutes", type=float, default=math.inf, help="begin no run that would end later")
+    args = parser.parse_args()
+    if unknown := set(args.points or ()) - set(names):
+        parser.error(f"--points: unknown: {', '.join(sorted(unknown))}")
+    return args
+
+
+def read_integers(text: str) -> list[int]:
+    return [int(value) for value in text.split(",")]
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)  # a result does not depend on the number of cores
+    budget = Budget(args.samples, MICRO_BATCH)
+    prepare_data(args.folder / "data", args.train_file, json.loads(args.model.read_text()) if args.model else MODEL)
+    task = TextTask(args.folder / "data")
+    setup = f"{task.description}; {args.samples} samples in micro-batches of {MICRO_BATCH}; {args.optimizer}"
+    print(f"{setup}\npeers with relative speeds {', '.join(map(str, SPEEDS))}, repeated")
+    results = Results(args.folder / "results.jsonl")
+    runs = plan_runs(args, setup, budget)
+    if args.tune:
+        runs = [candidate for run in runs if run.seed == args.seeds[0] for candidate in sweep(run)]
+    else:
+        runs = [results.tuned(run) for run in runs]
+    try:
+        play(runs, task, budget, args.optimizer, results, 60 * args.max_minutes)
+    except KeyboardInterrupt:
+        print("Interrupted: the finished runs are kept")
+    chosen = dict.fromkeys(results.tuned(run) for run in runs)
+    print(f"\n{format_tables(list(chosen), results)}\n\n{LEGEND}")
+
+
+if __name__ == "__main__":
+    main()
