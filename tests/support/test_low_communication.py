@@ -18,7 +18,7 @@ from benchmarks.local_updates_simulation import (
     Variant,
     all_reduce,
 )
-from benchmarks.low_communication import LEARNING_RATE_FACTORS, OUTER_LEARNING_RATES, Results, Run, plan_runs, sweep
+from benchmarks.low_communication import LEARNING_RATE_FACTORS, OUTER_RATES, Results, Run, plan_runs, sweep
 from lib.averaging.local_updates import INNER_WARMUP_STEPS
 from lib.common.cli import parse_arguments
 from lib.training.model import build_model
@@ -261,14 +261,26 @@ def test_tuned_rates_are_those_with_the_least_loss(tmp_path):
     results = Results(tmp_path / "results.jsonl")
     run = Run("setup", "h8", 2, 0, 0.01, 0.7)
     candidates = sweep(run)
-    assert len(candidates) == len(LEARNING_RATE_FACTORS) + len(OUTER_LEARNING_RATES)
+    assert len(candidates) == len(LEARNING_RATE_FACTORS) + len(OUTER_RATES)
     assert results.tuned(run) == run
-    for candidate, loss in zip(candidates, (3.0, 2.0, math.nan, 1.0, 4.0), strict=True):
+    for candidate, loss in zip(candidates, (3.0, 2.0, math.nan, 5.0, 1.0, 4.0), strict=True):
         results.add(candidate, {"evaluations": {"32": loss}, "seconds": 1.0})
-    assert results.tuned(run) == candidates[3]
-    assert Results(results.path).tuned(Run("setup", "h8", 2, 1, 0.01, 0.7)).outer_learning_rate == 0.4
+    assert results.tuned(run) == candidates[4]
+    assert Results(results.path).tuned(Run("setup", "h8", 2, 1, 0.01, 0.7)).outer_momentum == 0.5
     assert results.tuned(Run("other", "h8", 2, 0, 0.01, 0.7)).outer_learning_rate == 0.7
     assert json.loads(results.path.read_text().splitlines()[0])["run"]["point"] == "h8"
+
+
+def test_variants_of_h32_have_its_rates_unless_they_are_tuned(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    late, h32 = Run("setup", "h32-late2", 4, 0, 0.01, 0.7), Run("setup", "h32", 4, 0, 0.002, 0.7)
+    outcome = {"evaluations": {"32": 2.0}, "seconds": 1.0}
+    results.add(late, outcome)
+    assert results.tuned(late) == late
+    results.add(h32, outcome)
+    assert results.tuned(late).learning_rate == 0.002
+    results.add(Run("setup", "h32-late2", 4, 0, 0.02, 0.7), {**outcome, "evaluations": {"32": 1.0}})
+    assert results.tuned(late).learning_rate == 0.02
 
 
 def test_important_runs_come_first(options):
