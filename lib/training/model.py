@@ -58,33 +58,43 @@ def load_tokenizer(
         raise UserError(f"{flag}: '{name}' {what} ({first_line(error)}); {remedy}") from None
 
 
-def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """Load the model configuration and set the tokenizer's vocabulary size and special tokens in it.
+def read_config(name: str, flag: str = "--model_name_or_path", cache_dir: str | None = None) -> PretrainedConfig:
+    """Read a model configuration.
 
-    :raises UserError: if there is no configuration at `args.model_name_or_path`, the model family is not supported,
-        or pretrained weights have a smaller vocabulary than the tokenizer
+    :param name: path of a config.json or of a folder that has one, or a name in configs/ or on the Hugging Face Hub
+    :param flag: the flag that `name` comes from, for the error message
+    :raises UserError: if there is no configuration of this name, or the model family is not supported
     """
-    name = args.model_name_or_path
     path = CONFIGS / f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else Path(name)
     try:
         if path.is_file():
             fields = json.loads(path.read_text())
             config = AutoConfig.for_model(**fields)
         else:
-            config = AutoConfig.from_pretrained(name, cache_dir=args.cache_dir)
+            config = AutoConfig.from_pretrained(name, cache_dir=cache_dir)
     except Exception as error:
         raise UserError(
-            f"--model_name_or_path: no model configuration at '{name}' ({first_line(error)}); pass a config.json, a "
+            f"{flag}: no model configuration at '{name}' ({first_line(error)}); pass a config.json, a "
             f"folder that has one, or one of {', '.join(sorted(p.stem for p in CONFIGS.glob('*.json')))}"
         ) from None
     if config.model_type not in OBJECTIVE_OF_MODEL:
         raise UserError(
-            f"--model_name_or_path: '{name}' is a {config.model_type} model; supported are "
-            f"{', '.join(OBJECTIVE_OF_MODEL)}"
+            f"{flag}: '{name}' is a {config.model_type} model; supported are {', '.join(OBJECTIVE_OF_MODEL)}"
         )
+    return config
+
+
+def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """Load the model configuration and set the tokenizer's vocabulary size and special tokens in it.
+
+    :raises UserError: if there is no configuration at `args.model_name_or_path`, the model family is not supported,
+        or pretrained weights have a smaller vocabulary than the tokenizer
+    """
+    config = read_config(args.model_name_or_path, cache_dir=args.cache_dir)
     if not args.from_pretrained:
         config.vocab_size = len(tokenizer)
     elif config.vocab_size < len(tokenizer):  # a larger one is common: models round it up
+        name = args.model_name_or_path
         raise UserError(
             f"--from_pretrained: the model at '{name}' has a vocabulary of {config.vocab_size}, the tokenizer of "
             f"{len(tokenizer)}: prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
