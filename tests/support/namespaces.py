@@ -105,6 +105,11 @@ class Public:
     address: str
 
 
+def _limit(host: Host, interface: str, rate: float) -> None:
+    """Limit what a host sends through an interface, in Mbit/s. The queue holds 100 ms, as with home routers."""
+    host.run(f"tc qdisc replace dev {interface} root tbf rate {rate:g}mbit burst 64kb latency 100ms")
+
+
 class Internet:
     """A network switch, to which hosts are added."""
 
@@ -113,7 +118,7 @@ class Internet:
         self._switch = self._new_host()
         self._switch.run("ip link add switch type bridge")
         self._switch.run("ip link set switch up")
-        self._num_links = 0
+        self._ports: dict[str, str] = {}  # address -> interface of the switch
 
     def _new_host(self) -> Host:
         host = Host()
@@ -122,8 +127,9 @@ class Internet:
 
     def _plug_in(self, host: Host) -> str:
         """Connect a host's interface "wan" to the switch and return the host's address."""
-        self._num_links += 1
-        name, address = f"port{self._num_links}", f"{_NETWORK}.{self._num_links}"
+        number = len(self._ports) + 1
+        name, address = f"port{number}", f"{_NETWORK}.{number}"
+        self._ports[address] = name
         self._switch.add_link(name, host, "wan")
         self._switch.run(f"ip link set {name} master switch")
         host.run(f"ip address add {address}/24 dev wan")
@@ -132,6 +138,11 @@ class Internet:
     def add_public(self) -> Public:
         host = self._new_host()
         return Public(host, self._plug_in(host))
+
+    def limit(self, public: Public, upload: float, download: float) -> None:
+        """Limit the rates of a host's connection to the switch, in Mbit/s."""
+        _limit(public.host, "wan", upload)
+        _limit(self._switch, self._ports[public.address], download)
 
     def add_home(self) -> Home:
         """Add a home. Its router forwards outgoing connections and their answers, and drops incoming connections."""
