@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Run a peer that trains at a fixed pace with random gradients: the network is real, the computation is not.
+
+benchmarks/lines_peer.py --local_step_seconds 2 --interface wan FLAGS OF run_trainer.py
+
+DHT, optimizer, matchmaking and rounds are those of run_trainer.py, so that a round costs what it costs there. A local
+step sleeps. While a global step is applied no local step is taken, as on a peer whose rounds are shorter than its
+global steps. Output: rounds.jsonl and traffic.jsonl in --output_dir, the latter with one line per global step.
+"""
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from arguments import (
+    AveragerArguments,
+    CollaborationArguments,
+    LocalTrainingArguments,
+    ModelArguments,
+    ProgressTrackerArguments,
+)
+from benchmarks.paced_peer import Recorder
+from lib.common.cli import parse_arguments
+from lib.common.errors import run_script
+from lib.common.processes import StopSignal, guard_children
+
+
+@dataclass
+class PaceArguments:
+    """The simulated computation."""
+
+    _argument_group_name = "Pace"
+
+    local_step_seconds: float = field(default=2.0, metadata={"help": "Seconds of a local step"})
+    start_file: str | None = field(
+        default=None, metadata={"help": "Take no local step before this file exists. Default: begin at once"}
+    )
+    interface: str = field(default="wan", metadata={"help": "Network interface whose bytes are recorded"})
+
+
+def read_traffic(interface: str) -> tuple[int, int]:
+    """Return the bytes that this host has sent and received through an interface, with all headers."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            values = [int(value) for value in counters.split()]
+            return values[8], values[0]
+    raise ValueError(f"no network interface {interface}")
+
+
+def train(
+    pace_args: PaceArguments,
+    training_args: LocalTrainingArguments,
+    model_args: ModelArguments,
+    collaboration_args: CollaborationArguments,
+    averager_args: AveragerArguments,
+    tracker_args: ProgressTrackerArguments,
+    stop: StopSignal,
+) -> None:
+    import torch
+
+    from lib.averaging.round_log import build_round_log
+    from lib.common.logs import setup_logging
+    from lib.peer.addresses import log_visible_maddrs
+    from lib.peer.lifecycle import open_peer, supervise
+    from lib.training.model import build_model, read_config
+    from lib.training.optimizer import build_optimizer
+
+    setup_logging(collaboration_args.debug)
+    model = build_model(read_config(model_args.model_name_or_path), collaboration_args.run_id)
+    output_dir = Path(training_args.output_dir)
+    with ExitStack() as stack:
+        peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
+        log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=False)
+        optimizer = build_optimizer(
+            model, peer, training_args.batch_size_per_step(1), training_args, collaboration_args, averager_args,
+            tracker_args,
+        )  # fmt: skip
+        stack.callback(optimizer.shutdown)
+        stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
+        optimizer.round_log = build_round_log(output_dir)
+        recorder = Recorder(output_dir / "traffic.jsonl")
+
+        torch.manual_seed(int.from_bytes(peer.public_key[-4:], "big"))
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)  # the same at each local step
+        print("Ready", flush=True)
+        while pace_args.start_file is not None and not Path(pace_args.start_file).exists():
+            stop.event.wait(0.1)
+            if stop.event.is_set():
+                return
+        step = optimizer.local_epoch
+        while not stop.event.wait(pace_args.local_step_seconds):
+            optimizer.step()
+            with optimizer.tracker.pause_updates():
+                optimizer.finish_pending_update()
+            if optimizer.local_epoch != step:
+                step = optimizer.local_epoch
+                sent, received = read_traffic(pace_args.interface)
+                recorder.write("step", step=step, sent=sent, received=received)
+
+
+def main() -> None:
+    with StopSignal() as stop:
+        args = parse_arguments(
+            (
+                PaceArguments,
+                LocalTrainingArguments,
+                ModelArguments,
+                CollaborationArguments,
+                AveragerArguments,
+                ProgressTrackerArguments,
+            ),
+            __doc__,
+        )
+        guard_children()
+        train(*args, stop)
+
+
+if __name__ == "__main__":
+    run_script(main)
