@@ -482,7 +482,7 @@ class HyperparameterArguments:
         default=False,
         metadata={
             "help": "DiLoCo, for slow connections: each peer takes an optimizer step at each local step, and the "
-            "peers average their changes once per global step. Choose a --target_batch_size of 10 to 100 local steps "
+            "peers average their changes once per global step. Choose a --target_batch_size of 30 to 500 local steps "
             "of each peer, and a --learning_rate for the batch of one local step. See docs/tuning.md"
         },
     )

@@ -9,7 +9,7 @@ accept incoming connections; the slowest connection of a run determines its roun
 import math
 from dataclasses import dataclass, field, replace
 
-from arguments import Compression
+from arguments import GradientCompression
 from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
@@ -22,11 +22,15 @@ SLOWDOWN = 1.3
 OVERHEAD = 1.03  # bytes on the line / bytes of the tensors
 UPDATE_SECONDS = 1.0  # of the optimizer after the round
 
-BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "uniform8": 8, "quantile8": 8}
+BITS = {
+    "none": 32, "float16": 16, "scaled_float16": 16,
+    "uniform8": 8, "quantile8": 8, "blockwise8": 8.06, "blockwise4": 4.25,
+}  # fmt: skip
+PARAMETER_BITS = 16  # with the default of --state_compression
 # A round must end some time before the next one is due: peers do not compute at a constant rate.
 MARGIN = 1.25
 MIN_STEP_SECONDS = 10.0
-COMPRESSIONS = ("float16", "uniform8")  # those to recommend, the most accurate first
+COMPRESSIONS = ("float16", "blockwise8")  # those to recommend, the most accurate first
 MIN_LOCAL_STEPS, MAX_LOCAL_STEPS = 50, 500  # of a global step with local updates; DiLoCo has 500
 
 
@@ -42,26 +46,25 @@ class Line:
 class Mode:
     """What peers send in a round.
 
-    :param compression: value of --averaging_compression
+    :param compression: value of --gradient_compression
     :param state_every: value of --average_state_every
     """
 
     local_updates: bool = False
-    compression: Compression = "float16"
+    compression: GradientCompression = "float16"
     state_every: int = 1
 
     @property
     def flags(self) -> str:
         """The flags of this mode, without those that have their default."""
         flags = ["--local_updates"] if self.local_updates else []
-        flags += [f"--averaging_compression {self.compression}"] if self.compression != "float16" else []
+        flags += [f"--gradient_compression {self.compression}"] if self.compression != "float16" else []
         flags += [f"--average_state_every {self.state_every}"] if self.state_every != 1 else []
         return " ".join(flags)
 
-    def bits(self, with_parameters: bool) -> int:
+    def bits(self, with_parameters: bool) -> float:
         """Bits that a round has for each parameter of the model."""
-        parameter_bits = 32 if self.compression == "none" else 16  # see lib/training/optimizer.py
-        return BITS[self.compression] + parameter_bits * with_parameters
+        return BITS[self.compression] + PARAMETER_BITS * with_parameters
 
     @property
     def mean_bits(self) -> float:

@@ -14,7 +14,7 @@ from tests.support.peers import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text()} | {
-    "deploy.probe": "deploy.probe"
+    name: name for name in ("deploy.probe", "lib.training.plan")
 }
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 ADDRESS = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"

@@ -58,10 +58,10 @@ def test_round_has_a_fixed_part_and_one_for_the_line():
     ("mode", "bits", "mean", "flags"),
     [
         (Mode(), (16, 32), 32, ""),
-        (Mode(compression="none"), (32, 64), 64, "--averaging_compression none"),
-        (Mode(compression="uniform8"), (8, 24), 24, "--averaging_compression uniform8"),
+        (Mode(compression="none"), (32, 48), 48, "--gradient_compression none"),
+        (Mode(compression="uniform8"), (8, 24), 24, "--gradient_compression uniform8"),
         (Mode(True, "uniform8", 4), (8, 24), 12,
-         "--local_updates --averaging_compression uniform8 --average_state_every 4"),
+         "--local_updates --gradient_compression uniform8 --average_state_every 4"),
     ],
 )  # fmt: skip
 def test_bits_and_flags_of_a_mode(mode, bits, mean, flags):
@@ -105,9 +105,9 @@ def test_fast_lines_need_no_change():
 
 def test_compression_is_recommended_before_local_updates():
     plan = make_plan()
-    seconds = [replace(plan, mode=Mode(compression=name)).hidden_batch() / 64 for name in ("uniform8", "float16")]
+    seconds = [replace(plan, mode=Mode(compression=name)).hidden_batch() / 64 for name in ("blockwise8", "float16")]
     plan = replace(plan, batch=round(64 * sum(seconds) / 2))
-    assert recommend(plan) == replace(plan, mode=Mode(compression="uniform8"))
+    assert recommend(plan) == replace(plan, mode=Mode(compression="blockwise8"))
 
 
 def test_local_updates_are_recommended_on_slow_lines():
@@ -127,13 +127,13 @@ def test_local_updates_have_some_local_steps():
 def test_local_updates_are_compressed_on_very_slow_lines():
     assert recommend(make_plan(line=Line(4, 20))).mode == Mode(local_updates=True)
     best = recommend(make_plan(line=Line(1, 5)))
-    assert best.mode == Mode(local_updates=True, compression="uniform8")
+    assert best.mode == Mode(local_updates=True, compression="blockwise8")
     assert best.local_steps > MAX_LOCAL_STEPS
 
 
 def test_description_has_flags_and_figures():
     text = "\n".join(describe(make_plan(batch=64_000, local_updates=True, compression="uniform8")))
-    assert "--local_updates --averaging_compression uniform8 --target_batch_size 64000 --averaging_timeout" in text
+    assert "--local_updates --gradient_compression uniform8 --target_batch_size 64000 --averaging_timeout" in text
     assert "global step: 1000 s" in text
     assert "1000 local steps of 8 samples" in text
     assert "instead" not in text
