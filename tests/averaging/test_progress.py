@@ -102,7 +102,7 @@ def test_peers_of_another_protocol_are_ignored_with_one_warning(caplog, monkeypa
     for _ in range(3):
         see(tracker, {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"peer_id": peer_id(2), "epoch": 9})
     assert tracker.others == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
-    assert len(warnings) == 2 and "protocol 1, this one 2" in warnings[0] and "Update" in warnings[0]
+    assert len(warnings) == 2 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
 
 
 def test_banned_and_ignored_peers_do_not_count():

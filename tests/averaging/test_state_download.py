@@ -5,13 +5,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import (
-    get_args,
-)
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import Compression, HyperparameterArguments
+from arguments import HyperparameterArguments
 from lib.averaging import wire
 from lib.averaging.download import StateDownload, StateQuery, TooSlowError, rank_donors
 from lib.averaging.state import StateLoadError, TrainingStateAverager
@@ -395,7 +393,7 @@ def test_metadata_query_does_not_wait_for_the_tensors(swarm):
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("compression", get_args(Compression))
+@pytest.mark.parametrize("compression", ["none", "float16", "scaled_float16", "uniform8", "quantile8"])
 def test_small_second_moments_survive_the_transfer(swarm, compression):
     """The update divides by the root of the second moment. Values below 6e-8 would be 0 in float16."""
     donor, newcomer = swarm.add(compression=compression), swarm.add(compression=compression)

@@ -61,6 +61,7 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
         assert "Traceback" not in trainer.output
     monitor.wait_for(r"Step #6\t", 120)
     hostile.wait_for("one lap of hostile records", 120)
+    monitor.wait_for("Refused records", 120)
     assert monitor.process.poll() is None and "Traceback" not in monitor.output
     records = metrics(scripts.folder / "monitor")
     # The monitor may have believed the hostile peer for a while.
