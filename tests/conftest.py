@@ -15,8 +15,7 @@ from tests.support.launcher import Launcher
 from tests.support.peers import Scripts, prepare_data
 
 # A test that asks for one of these starts peers, and so does each of these modules. Others are marked one by one.
-FIXTURES_WITH_SCRIPTS = {"scripts", "demo", "internet"}
-FIXTURES_WITH_PEERS = FIXTURES_WITH_SCRIPTS | {"peers", "network"}
+FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
 MODULES_WITH_PEERS = ("test_state", "test_resume", "test_admission")
 LAST_LINES = 30
 
@@ -29,20 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FIXTURES_WITH_PEERS & set(item.fixturenames) or item.path.name.startswith(MODULES_WITH_PEERS):
             item.add_marker(pytest.mark.peers)
-    items[:] = _in_order(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-
-
-def _in_order(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """Let each worker begin with the tests that start scripts, some of which take minutes.
-
-    pytest-xdist deals the tests out in blocks, one for each worker, before workers take over tests of others.
-    Otherwise the longest tests came last, and all workers but one waited for them for two minutes.
-    """
-    scripts = [item for item in items if FIXTURES_WITH_SCRIPTS & set(item.fixturenames)]
-    others = [item for item in items if item not in scripts]
-    ends = [len(others) * number // num_workers for number in range(num_workers + 1)]
-    blocks = [scripts[n::num_workers] + others[ends[n] : ends[n + 1]] for n in range(num_workers)]
-    return [item for block in blocks for item in block]
 
 
 @pytest.hookimpl(wrapper=True)
