@@ -100,7 +100,7 @@ def test_files_that_are_no_invitation(tmp_path, authority):
 def test_script(tmp_path):
     def run(*args):
         command = [sys.executable, str(ROOT / "invite.py"), *args]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
 
     first = run("--username", "alice", "--output", "alice.invitation")
     assert first.returncode == 0 and "Created authority.key" in first.stdout and "Invited alice" in first.stdout
