@@ -36,7 +36,7 @@ from benchmarks.round_records import read_jsonl
 from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
-from lib.training.plan import Line, count_parameters, round_seconds
+from lib.training.plan import LATENESS, Line, count_parameters, round_seconds
 from tests.support.namespaces import Internet, Public, make_internet, why_unavailable
 from tests.support.peers import Script, wait_until
 
@@ -103,7 +103,7 @@ class Swarm:
             "--host_maddrs", maddr, *initial, "--bootstrap_timeout", START_SECONDS,
             "--output_dir", self._output(index), "--target_batch_size", LOCAL_STEPS * self.number,
             "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 1,
-            "--averaging_timeout", round(timeout), "--use_cpu",
+            "--averaging_timeout", round(timeout), "--matchmaking_time", max(5.0, timeout / 3 * LATENESS), "--use_cpu",
             "--local_step_seconds", LOCAL_STEP_SECONDS, "--start_file", self.folder / "start",
             log=self.folder / f"peer-{index}.log", enter=self.hosts[index].host.enter,
         )  # fmt: skip

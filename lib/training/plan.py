@@ -9,7 +9,7 @@ accept incoming connections; the slowest connection of a run determines its roun
 import math
 from dataclasses import dataclass, field, replace
 
-from arguments import GradientCompression
+from arguments import GradientCompression, OptimizerArguments
 from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
@@ -30,6 +30,9 @@ PARAMETER_BITS = 16  # with the default of --state_compression
 # A round must end some time before the next one is due: peers do not compute at a constant rate.
 MARGIN = 1.25
 MIN_STEP_SECONDS = 10.0
+# Peers end a round at different moments, relative to its time, and the leader of the next group waits for late peers.
+# Of 4 peers with rounds of 95 s, one was 12 s late and missed the next round with the default of 5 s.
+LATENESS = 1 / 6
 COMPRESSIONS = ("float16", "blockwise8")  # those to recommend, the most accurate first
 MIN_LOCAL_STEPS, MAX_LOCAL_STEPS = 50, 500  # of a global step with local updates; DiLoCo has 500
 
@@ -204,6 +207,8 @@ def describe(plan: Plan) -> list[str]:
     name = "Local updates" if plan.mode.local_updates else "Ordinary mode"
     timeout = max(60, 10 * math.ceil(plan.longest_round / 5))
     flags = f"{plan.mode.flags} --target_batch_size {plan.batch} --averaging_timeout {timeout}".strip()
+    if (patience := math.ceil(plan.longest_round * LATENESS)) > OptimizerArguments.matchmaking_time:
+        flags += f" --matchmaking_time {patience}"
     lines = [
         f"{name}: {flags}",
         f"  round: {plan.round:.0f} s; a peer sends {plan.sent / 1e6:.0f} MB, {plan.sent_per_hour / 1e9:.1f} GB/h",
