@@ -78,7 +78,8 @@ class RoundCoordinator:
     def look_ahead(self) -> None:
         """Start the search for the group of the next step if the step is due soon and other trainers are there."""
         number = self.tracker.next_step
-        if self._control is not None and (self._control.done() or self._control.number != number):
+        control = self._control  # `stop` may reset it in another thread
+        if control is not None and (control.done() or control.number != number):
             self.call_off()
         if self._control is not None or self._stopped.is_set():
             return

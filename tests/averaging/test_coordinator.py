@@ -220,6 +220,15 @@ def test_search_for_an_outdated_step_is_cancelled(parts):
     assert [control.number for control in averager.controls] == [5, 7]
 
 
+def test_search_may_be_stopped_by_another_thread_at_any_moment(parts, monkeypatch):
+    coordinator, _, averager, _ = parts
+    coordinator.look_ahead()
+    (control,) = averager.controls
+    monkeypatch.setattr(control, "done", lambda: bool(coordinator.stop()))  # stopped while `look_ahead` looks
+    coordinator.look_ahead()
+    assert len(averager.controls) == 1 and control.is_called_off
+
+
 def test_request_of_another_peer_refreshes_the_reports(parts):
     coordinator, tracker, averager, _ = parts
     tracker.seconds_to_step = 100.0
