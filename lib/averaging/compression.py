@@ -5,6 +5,7 @@ and both 8-bit compressions read the size of their codebook in a way that numpy 
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from hivemind.compression import (
     Quantile8BitQuantization,
     ScaledFloat16Compression,
     Uniform8BitQuantization,
+    quantization,
 )
 from hivemind.compression.quantization import Quantization, average_buckets
 from hivemind.proto import runtime_pb2
@@ -61,6 +63,11 @@ class Uniform8Bit(CodebookQuantization, Uniform8BitQuantization):
 
 class Quantile8Bit(CodebookQuantization, Quantile8BitQuantization):
     """hivemind's `quantile8`: 256 intervals with equally many values."""
+
+
+def renew_threads() -> None:
+    """Replace hivemind's thread pool in a forked process: it has no threads there, and waits for them for ever."""
+    quantization.EXECUTOR = ThreadPoolExecutor(max_workers=quantization.EXECUTOR._max_workers)
 
 
 COMPRESSIONS: dict[str, type[CompressionBase]] = {

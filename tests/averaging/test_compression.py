@@ -1,5 +1,7 @@
 """Tests of the 8-bit compressions against hivemind's."""
 
+import multiprocessing
+import os
 import warnings
 
 import hypothesis.strategies as st
@@ -121,3 +123,19 @@ def test_codebook_of_another_size_is_refused(compression, size):
     message.buffer = size.to_bytes(8, "little", signed=True) + message.buffer[8:]
     with pytest.raises(ValueError, match="codebook"):
         compression.extract(message)
+
+
+def compress_and_exit() -> None:
+    Quantile8Bit().compress(normal(1000), None)
+    os._exit(0)
+
+
+@pytest.mark.usefixtures("patches")
+def test_a_forked_process_compresses_after_its_parent():
+    Quantile8Bit().compress(normal(1000), None)
+    child = multiprocessing.get_context("fork").Process(target=compress_and_exit, daemon=True)
+    child.start()
+    child.join(60)
+    is_stuck = child.is_alive()
+    child.kill()
+    assert not is_stuck and child.exitcode == 0
