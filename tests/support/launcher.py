@@ -105,7 +105,7 @@ class Launcher:
     def close(self) -> None:
         self._file.close()
         self._socket.close()
-        self.process.wait(10)
+        self.process.wait(60)  # Python takes its time to leave on a busy machine
 
 
 def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
