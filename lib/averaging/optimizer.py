@@ -211,7 +211,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         with self.tracker.pause_updates():
             self._waits_for_step = True
             try:
-                while self._may_take_step():
+                while self._may_begin_step() and not (self._is_over or self._is_interrupted()):
                     # The order matters: a step that begins in between is marked as busy before it stops being due.
                     is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
                     is_busy = self._in_round if self.delay_optimizer_step else self._in_step
@@ -223,11 +223,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self._waits_for_step = False
         self._apply_update()
 
-    def _may_take_step(self) -> bool:
-        """Whether nothing but the missing samples keeps the step thread from taking a step."""
-        is_over = self.last_step is not None and self.local_epoch >= self.last_step
-        is_stopped = is_over or self._stopped.is_set() or self._is_broken or self._is_out_of_sync()
-        return self._may_begin_step() and not is_stopped
+    @property
+    def _is_over(self) -> bool:
+        return self.last_step is not None and self.local_epoch >= self.last_step
+
+    def _is_interrupted(self) -> bool:
+        """Whether training ends, or this peer must recover or download a state before its next step."""
+        return self._stopped.is_set() or self._is_broken or self._is_out_of_sync()
 
     def _may_begin_step(self) -> bool:
         """Whether the contribution may be loaded now; without delays, only between two local steps."""
@@ -286,9 +288,10 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def _advance(self) -> None:
         """Search for the group of the next step ahead of time; take the step if it is due."""
-        if self._stopped.is_set() or self._is_broken or self._is_out_of_sync():
+        if self._is_interrupted():
             self.coordinator.call_off()
-        if not self._may_take_step():
+            return
+        if self._is_over or not self._may_begin_step():
             return
         is_alone = not self.tracker.num_expected(self.local_epoch + 1)
         if is_alone and self._has_update and not self._waits_for_step:
