@@ -2,9 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,20 +14,12 @@ from lib.training.optimizer import build_local_optimizer, build_param_groups, bu
 from tests.support.peers import wait_until
 from tests.support.state_swarm import (
     CONFIG,
-    StateSwarm,
     arguments,
     fill_gradients,
     fill_parameters,
     flat,
     learning_rates,
 )
-
-
-@pytest.fixture
-def swarm(tmp_path) -> Iterator[StateSwarm]:
-    with ExitStack() as stack:
-        yield StateSwarm(stack, tmp_path)
-
 
 # Schedule
 

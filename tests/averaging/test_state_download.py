@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -30,7 +30,6 @@ from tests.support.peers import wait_until
 from tests.support.state_swarm import (
     CONFIG,
     OFFERS,
-    StateSwarm,
     arguments,
     build_averager,
     fill_gradients,
@@ -40,12 +39,6 @@ from tests.support.state_swarm import (
     offer,
     shut_down,
 )
-
-
-@pytest.fixture
-def swarm(tmp_path) -> Iterator[StateSwarm]:
-    with ExitStack() as stack:
-        yield StateSwarm(stack, tmp_path)
 
 
 @pytest.fixture(autouse=True)
