@@ -77,8 +77,8 @@ class Mode:
 def tensor_bytes(elements: int, peers: int, bits: float) -> float:
     """Return the bytes that each of N equal peers sends, and receives, in a round: 2 (N-1)/N copies of the tensors.
 
-    Butterfly all-reduce: a peer sends each other peer the part that the other one reduces, and sends all of them the
-    average of its own part.
+    Butterfly all-reduce: each peer reduces one part of the tensors. It sends every other part to the peer that reduces
+    that part, and the average of its part to all other peers.
 
     :param elements: parameters of the model
     :param bits: bits for each element

@@ -12,7 +12,7 @@ def newest_step(script: Script) -> int:
 
 
 def test_trainers_with_local_updates_outlive_kills_and_hand_over_through_the_monitor(scripts):
-    """A trainer of each kind and a client; one is killed and comes back; all leave, and another one goes on."""
+    """Both kinds of trainer and a client: one is killed and restarted. All leave later, and a new one continues."""
     monitor = scripts.monitor(
         "--local_updates", "--learning_rate", 0.01, "--save_checkpoint_step_interval", 1, "--refresh_period", 0.5
     )
