@@ -85,10 +85,11 @@ def evaluate(
     from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_validation_data
+    from lib.data.tokenizers import load_tokenizer
     from lib.monitoring.evaluation import EvaluationLoop, Evaluator
     from lib.monitoring.trackers import build_reporters
     from lib.peer.lifecycle import open_peer, supervise
-    from lib.training.model import build_model, get_objective, load_config, load_tokenizer
+    from lib.training.model import build_model, get_objective, load_config
     from lib.training.observer import open_observer
 
     setup_logging(peer_args.debug)

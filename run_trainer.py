@@ -44,6 +44,7 @@ def train(
     from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_training_data
+    from lib.data.tokenizers import load_tokenizer
     from lib.peer.addresses import log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
     from lib.training.hf_trainer import (
@@ -54,7 +55,7 @@ def train(
         choose_devices,
         find_checkpoint,
     )
-    from lib.training.model import build_trainer_model, enable_gradient_checkpointing, load_config, load_tokenizer
+    from lib.training.model import build_trainer_model, enable_gradient_checkpointing, load_config
     from lib.training.optimizer import build_optimizer
     from lib.training.session import TrainingSession
 

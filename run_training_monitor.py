@@ -143,6 +143,7 @@ def monitor(
     from hivemind.utils import get_logger
 
     from lib.common.logs import setup_logging
+    from lib.data.tokenizers import load_tokenizer
     from lib.monitoring.aggregation import MetricsAggregator
     from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
@@ -151,7 +152,7 @@ def monitor(
     from lib.monitoring.trackers import build_reporters
     from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
-    from lib.training.model import build_model, load_config, load_tokenizer
+    from lib.training.model import build_model, load_config
     from lib.training.observer import open_observer
 
     args = monitor_args

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lib.data.corpus import Documents, Source
-    from lib.data.loading import Manifest
+    from lib.data.encoding import TextEncoder
+    from lib.data.manifest import Manifest
     from lib.data.packing import PackingConfig, PackingStats
 
 # A folder is only replaced if it has one of these files.
@@ -196,10 +197,12 @@ def prepare(args: TokenizationArguments) -> Manifest:
 
         config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
         arrow_files = {split: work / f"{split}_samples.arrow" for split in SPLITS}
-        stats = {
-            split: tokenize_split(split, corpus[split], tokenizer_folder, config, args.num_proc, arrow_files[split])
-            for split in SPLITS
-        }
+        open_encoder(str(tokenizer_folder))  # the workers inherit it
+        with open_workers(args.num_proc) as map_tasks:
+            stats = {
+                split: tokenize_split(split, corpus[split], tokenizer_folder, config, map_tasks, arrow_files[split])
+                for split in SPLITS
+            }
         manifest = build_manifest(args, source.name, tokenizer, stats)
         save_dataset(arrow_files, manifest, dataset_folder)
     return manifest
@@ -222,7 +225,7 @@ def find_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
     :raises UserError: if there is none of this name
     """
     from lib.data.corpus import go_offline_if_needed
-    from lib.training.model import load_tokenizer
+    from lib.data.tokenizers import load_tokenizer
 
     if not Path(name).is_dir():
         go_offline_if_needed()
@@ -242,15 +245,12 @@ def build_tokenizer(
     from tqdm.auto import tqdm
 
     from lib.common.atomic_files import new_folder
-    from lib.data.tokenizers import (
-        TRAINING_CHARS,
-        check_special_tokens,
-        is_same_tokenizer,
-        train_tokenizer,
-    )
+    from lib.data.tokenizers import check_special_tokens, is_same_tokenizer
 
     path = Path(args.tokenizer_path)
     if args.train_tokenizer:
+        from lib.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
+
         sample = documents.sample(TRAINING_CHARS, args.seed)
         sample = tqdm(sample, desc=f"Training a {args.tokenizer_type} tokenizer", unit=" documents", delay=1)
         tokenizer = train_tokenizer(sample, args.tokenizer_type, args.objective, args.vocab_size, args.max_seq_length)
@@ -265,10 +265,11 @@ def build_tokenizer(
 
 
 def tokenize_split(
-    split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, num_proc: int, path: Path
+    split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, map_tasks: Callable, path: Path
 ) -> PackingStats:
     """Tokenize and pack the documents of a split into an Arrow file.
 
+    :param map_tasks: like `map`
     :raises UserError: if that gives no sample at all
     """
     import pyarrow as pa
@@ -284,9 +285,8 @@ def tokenize_split(
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
         tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as progress,
-        contextlib.closing(map_in_processes(function, tasks, num_proc)) as results,
     ):
-        for (start, stop), (samples, group_stats) in zip(groups, results, strict=True):
+        for (start, stop), (samples, group_stats) in zip(groups, map_tasks(function, tasks), strict=True):
             writer.write_table(samples)
             stats += group_stats
             progress.update(int(documents.lengths[start:stop].sum()))
@@ -306,24 +306,26 @@ def tokenize_group(
 
     start, rows = task
     documents = read_documents(documents_path, rows)
-    return build_samples(documents, range(start, start + len(rows)), split, open_tokenizer(tokenizer_folder), config)
+    return build_samples(documents, range(start, start + len(rows)), split, open_encoder(tokenizer_folder), config)
 
 
 @lru_cache(maxsize=1)
-def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+def open_encoder(folder: str) -> TextEncoder:
+    from lib.data.encoding import build_encoder
+    from lib.data.tokenizers import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return build_encoder(load_tokenizer(folder))
 
 
-def map_in_processes(function: Callable, tasks: list, num_proc: int) -> Iterator:
-    """Like `map`, in several processes. Close it if it has not been used up: what is left is then not computed."""
+@contextlib.contextmanager
+def open_workers(num_proc: int) -> Iterator[Callable]:
+    """Yield a function like `map` that computes in several processes."""
     if num_proc == 1:
-        yield from map(function, tasks)
+        yield map
         return
-    pool = ProcessPoolExecutor(min(num_proc, len(tasks)), initializer=follow_parent)
+    pool = ProcessPoolExecutor(num_proc, initializer=follow_parent)
     try:
-        yield from pool.map(function, tasks)
+        yield pool.map
     except BrokenProcessPool:
         raise UserError("a worker process has died (out of memory?); pass a lower --num_proc") from None
     finally:
@@ -345,7 +347,7 @@ def _exit_after_parent() -> None:
 def build_manifest(
     args: TokenizationArguments, source: str, tokenizer: PreTrainedTokenizerBase, stats: dict[str, PackingStats]
 ) -> Manifest:
-    from lib.data.loading import Manifest, tokenizer_sha256
+    from lib.data.manifest import Manifest, tokenizer_sha256
 
     # The manifest is published, and a folder of this machine is nobody else's business.
     name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer

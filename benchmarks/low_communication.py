@@ -34,9 +34,11 @@ from arguments import HyperparameterArguments, ModelArguments
 from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
 from benchmarks.round_records import read_jsonl
 from lib.common.objectives import OBJECTIVE_OF_MODEL
-from lib.data.loading import Manifest, build_collator, load_datasets
+from lib.data.loading import build_collator, load_datasets
+from lib.data.manifest import Manifest
+from lib.data.tokenizers import load_tokenizer
 from lib.monitoring.evaluation import Evaluator
-from lib.training.model import build_model, load_config, load_tokenizer
+from lib.training.model import build_model, load_config
 
 ROOT = Path(__file__).parent.parent
 # A causal model predicts each token: its loss falls within some thousand local steps, unlike that of a masked one

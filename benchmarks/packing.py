@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from lib.data.corpus import read_text_file
 from lib.data.packing import encode, pack_pairs, split_documents, split_sentences
-from lib.data.tokenizers import train_tokenizer
-from lib.training.model import load_tokenizer
+from lib.data.tokenizer_training import train_tokenizer
+from lib.data.tokenizers import load_tokenizer
 
 Sentences = list[list[int]]
 

@@ -64,14 +64,12 @@ class Documents:
 
 
 @lru_cache(maxsize=2)
-def _open(path: str):
-    from datasets import Dataset
-
-    return Dataset.from_file(path)
+def _open(path: str) -> pa.ChunkedArray:
+    return pa.ipc.open_stream(pa.memory_map(path)).read_all()["text"]
 
 
 def read_documents(path: str, rows: list[int]) -> list[str]:
-    return _open(path)[rows]["text"]
+    return _open(path).take(rows).to_pylist()
 
 
 def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:

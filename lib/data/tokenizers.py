@@ -1,40 +1,59 @@
-"""Checks of existing tokenizers, and training of new ones. The same text gives the same tokenizer."""
+"""Loading and checks of existing tokenizers."""
 
-import io
 import json
-import re
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
-import sentencepiece
-from sentencepiece import sentencepiece_model_pb2
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import (
-    AlbertTokenizer,
-    AutoTokenizer,
-    BertTokenizer,
-    GPT2Tokenizer,
-    PreTrainedTokenizerBase,
-    RobertaTokenizer,
-)
+import transformers
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
-from lib.common.errors import UserError
+from lib.common.errors import UserError, first_line
 from lib.common.objectives import OBJECTIVES
-from lib.data.loading import tokenizer_sha256
+from lib.data.manifest import tokenizer_sha256
 
-# A vocabulary of 30,000 changes little beyond some ten million words, and training holds all of them in memory.
-TRAINING_CHARS = 50_000_000
-# Maximum number of single characters in a vocabulary: Chinese or emoji must not displace words of other languages.
-_MAX_ALPHABET = 1000
+
+def load_tokenizer(
+    name: str,
+    flag: str = "--tokenizer_path",
+    remedy: str = "run ./tokenize_wikitext103.py, or copy the folder from the machine that ran it",
+    use_hub: bool = False,
+    cache_dir: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder.
+
+    :param name: path of the folder, or a repository on the Hugging Face Hub
+    :param flag: the flag that `name` comes from, for the error message
+    :param remedy: what to do about a wrong name, for the error message
+    :param use_hub: whether a name that is no folder is looked up on the Hub
+    :raises UserError: if there is no tokenizer, or it cannot be read
+    """
+    is_folder = Path(name).is_dir()
+    if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
+        raise UserError(f"{flag}: there is no folder '{name}'; {remedy}")
+    try:
+        return _open_tokenizer(name, cache_dir)
+    except Exception as error:
+        what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
+        raise UserError(f"{flag}: '{name}' {what} ({first_line(error)}); {remedy}") from None
+
+
+def _open_tokenizer(name: str, cache_dir: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer as AutoTokenizer does, which imports torch only to find the class: 2 seconds."""
+    path = cached_file(name, "tokenizer_config.json", cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False)
+    class_name = json.loads(Path(path).read_text(encoding="utf-8")).get("tokenizer_class") if path else None
+    tokenizer_class = getattr(transformers, class_name or "", None)
+    if not (isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)):
+        tokenizer_class = transformers.AutoTokenizer
+    # The default of trust_remote_code asks at the terminal whether the repository's code may run.
+    return tokenizer_class.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
 
 
 def is_same_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
     """Whether a folder contains this tokenizer."""
     if not folder.is_dir():
-        return False  # AutoTokenizer would look the name up on the Hub
+        return False  # it would look the name up on the Hub
     try:
-        return tokenizer_sha256(AutoTokenizer.from_pretrained(folder)) == tokenizer_sha256(tokenizer)
+        return tokenizer_sha256(_open_tokenizer(str(folder))) == tokenizer_sha256(tokenizer)
     except (OSError, ValueError, KeyError):
         return False
 
@@ -48,133 +67,3 @@ def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> 
             f"--objective {objective} needs a tokenizer with the special tokens {', '.join(missing)}, which "
             f"{type(tokenizer).__name__} lacks; choose another --tokenizer or --tokenizer_type"
         )
-
-
-def train_tokenizer(
-    documents: Iterable[str], kind: str, objective: str, vocab_size: int, max_seq_length: int
-) -> PreTrainedTokenizerBase:
-    """Train a tokenizer.
-
-    :param documents: the text to train on
-    :param kind: "sentencepiece" (gives ALBERT's tokenizer), "wordpiece" (BERT's) or "bpe" (GPT-2's for a causal
-        objective, else RoBERTa's)
-    :param objective: a key of OBJECTIVES
-    :raises UserError: if the vocabulary cannot have exactly this size with this text
-    """
-    if kind == "sentencepiece":
-        return _train_sentencepiece(documents, vocab_size, model_max_length=max_seq_length)
-    if kind == "wordpiece":
-        return _train_wordpiece(documents, vocab_size, model_max_length=max_seq_length)
-    is_causal = OBJECTIVES[objective].is_causal
-    return _train_bpe(documents, vocab_size, is_causal, model_max_length=max_seq_length)
-
-
-def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -> AlbertTokenizer:
-    """Train with sentencepiece, which is deterministic; UnigramTrainer of tokenizers is not."""
-    # Normalize as AlbertTokenizer does: no upper case, no accents.
-    tokenizer = AlbertTokenizer()
-    normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
-    model = io.BytesIO()
-    sentences = (
-        # sentencepiece skips lines with tabs, and lines that are too long. AlbertTokenizer parses "<unk>" itself.
-        " ".join(normalize(line).replace(tokenizer.unk_token, " ").split())
-        for document in documents
-        for line in document.split("\n")
-    )
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences,
-            max_sentence_length=1_000_000,  # bytes
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type="unigram",
-            character_coverage=0.99995,  # as for ALBERT
-            pad_id=0,  # ids of the special tokens in this order: <pad> <unk> [CLS] [SEP] [MASK]
-            unk_id=1,
-            bos_id=-1,
-            eos_id=-1,
-            control_symbols=["[CLS]", "[SEP]", "[MASK]"],
-            num_threads=4,  # fixed, not the number of cores: it affects the rounding of sums
-            minloglevel=2,  # errors only; they are raised as well
-        )
-    except RuntimeError as error:
-        # It makes an error of Ctrl-C, and of the exit that a signal's handler asks for.
-        if match := re.search(r"INTERNAL: (KeyboardInterrupt|SystemExit)(?:: (\d+))?", str(error)):
-            raise (
-                KeyboardInterrupt() if match[1] == "KeyboardInterrupt" else SystemExit(int(match[2] or 1))
-            ) from None
-        if match := re.search(r"too high.*value <= (\d+)", str(error)):
-            raise _wrong_size(vocab_size, "large", f"at most {match[1]}") from None
-        if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-            raise _wrong_size(vocab_size, "small", f"{match[1]} or more") from None
-        raise UserError(f"--train_tokenizer: sentencepiece cannot train on this text ({error})") from error
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
-    return AlbertTokenizer(
-        vocab=[(piece.piece, piece.score) for piece in proto.pieces],
-        _spm_precompiled_charsmap=proto.normalizer_spec.precompiled_charsmap,
-        **options,
-    )
-
-
-def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> BertTokenizer:
-    """Train with WordPieceTrainer of tokenizers, made deterministic.
-
-    The trainer numbers "##a", "##b", ... in the order of a hash table, and breaks ties between merges by these numbers
-    (https://github.com/huggingface/tokenizers/issues/1794). Here they are numbered in advance, as special tokens. The
-    returned tokenizer uses only the vocabulary.
-    """
-    documents = list(documents)
-    backend = BertTokenizer().backend_tokenizer
-    frequencies = Counter()
-    for document in documents:
-        frequencies.update(backend.normalizer.normalize_str(document))
-    ranking = sorted((c for c in frequencies if not c.isspace()), key=lambda c: (-frequencies[c], c))
-    alphabet = sorted(ranking[:_MAX_ALPHABET])
-    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special_tokens + [f"##{character}" for character in alphabet],
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        continuing_subword_prefix="##",
-        show_progress=False,  # the progress bar prints empty lines
-    )
-    backend.train_from_iterator(documents, trainer)
-    vocab = backend.get_vocab()
-    _check_size(vocab, vocab_size)
-    return BertTokenizer(vocab=vocab, **options)
-
-
-def _train_bpe(
-    documents: Iterable[str], vocab_size: int, is_causal: bool, **options
-) -> GPT2Tokenizer | RobertaTokenizer:
-    """Train byte-level BPE, which has no unknown tokens."""
-    # GPT-2 has no padding token. A separate one is better than end of text, which the model must learn.
-    # RoBERTa's tokens are in the order of its published vocabulary: its position ids require that <pad> is 1.
-    special_tokens = ["<|endoftext|>", "<|pad|>"] if is_causal else ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(documents, trainer)
-    vocab = backend.get_vocab()
-    _check_size(vocab, vocab_size)
-    merges = [tuple(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
-    if is_causal:
-        return GPT2Tokenizer(vocab=vocab, merges=merges, pad_token="<|pad|>", **options)
-    return RobertaTokenizer(vocab=vocab, merges=merges, **options)
-
-
-def _check_size(vocab: dict[str, int], vocab_size: int) -> None:
-    if len(vocab) < vocab_size:
-        raise _wrong_size(vocab_size, "large", f"at most {len(vocab)}")
-    if len(vocab) > vocab_size:
-        raise _wrong_size(vocab_size, "small", f"{len(vocab)} or more")
-
-
-def _wrong_size(vocab_size: int, what: str, bound: str) -> UserError:
-    return UserError(f"--vocab_size {vocab_size} is too {what} for this text: pass {bound}")

@@ -1,4 +1,4 @@
-"""Builders of the tokenizer, the configuration and the model.
+"""Builders of the configuration and the model.
 
 Trainers, monitors and evaluators must all use these builders: peers can exchange training states only between equal
 models.
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.albert.modeling_albert import AlbertLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -30,32 +30,6 @@ def derive_seed(*parts: object) -> int:
     """Derive a 63-bit seed from the printed form of some values. Python's `hash` is salted in each process."""
     digest = hashlib.sha256("\n".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def load_tokenizer(
-    name: str,
-    flag: str = "--tokenizer_path",
-    remedy: str = "run ./tokenize_wikitext103.py, or copy the folder from the machine that ran it",
-    use_hub: bool = False,
-    cache_dir: str | None = None,
-) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder.
-
-    :param name: path of the folder, or a repository on the Hugging Face Hub
-    :param flag: the flag that `name` comes from, for the error message
-    :param remedy: what to do about a wrong name, for the error message
-    :param use_hub: whether a name that is no folder is looked up on the Hub
-    :raises UserError: if there is no tokenizer, or it cannot be read
-    """
-    is_folder = Path(name).is_dir()
-    if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
-        raise UserError(f"{flag}: there is no folder '{name}'; {remedy}")
-    try:
-        # The default of trust_remote_code asks at the terminal whether the repository's code may run.
-        return AutoTokenizer.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
-    except Exception as error:
-        what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
-        raise UserError(f"{flag}: '{name}' {what} ({first_line(error)}); {remedy}") from None
 
 
 def read_config(name: str, flag: str = "--model_name_or_path", cache_dir: str | None = None) -> PretrainedConfig:

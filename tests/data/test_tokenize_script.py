@@ -27,9 +27,11 @@ from lib.common.errors import UserError, describe
 from lib.data import corpus
 from lib.data import packing as preprocessing
 from lib.data.archive import write_archive
-from lib.data.loading import Manifest, build_collator, load_datasets, load_training_data, tokenizer_sha256
+from lib.data.encoding import TextEncoder
+from lib.data.loading import build_collator, load_datasets, load_training_data
+from lib.data.manifest import Manifest, tokenizer_sha256
 from lib.data.packing import SCHEMAS
-from lib.data.tokenizers import train_tokenizer
+from lib.data.tokenizer_training import train_tokenizer
 from tests.support.peers import ROOT
 from tokenize_wikitext103 import TokenizationArguments
 
@@ -118,10 +120,8 @@ def test_all_text_arrives(prepared):
     special = {tokenizer.cls_token_id, tokenizer.sep_token_id}
     num_tokens = sum(len(ids) for split in splits.values() for ids in split["input_ids"])
     documents = list(preprocessing.split_documents(corpus._sample_rows()))
-    expected = sum(
-        len(ids) for document in documents
-        for ids in preprocessing.encode(preprocessing.split_sentences(document), tokenizer)
-    )  # fmt: skip
+    encoder = TextEncoder(tokenizer)
+    expected = sum(len(encoder.encode(preprocessing.split_sentences(document)).ids) for document in documents)
     assert num_tokens - 3 * sum(map(len, splits.values())) == expected
     assert sum(
         token in special for split in splits.values() for ids in split["input_ids"] for token in ids

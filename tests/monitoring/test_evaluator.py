@@ -11,8 +11,9 @@ from transformers import AutoConfig
 from arguments import DatasetArguments
 from lib.common.objectives import OBJECTIVE_OF_MODEL
 from lib.data.loading import load_validation_data
+from lib.data.tokenizers import load_tokenizer
 from lib.monitoring.evaluation import Evaluator, MetricSums, _add, _summarize
-from lib.training.model import build_model, load_config, load_tokenizer
+from lib.training.model import build_model, load_config
 from tests.support.fakes import make_batch
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
 

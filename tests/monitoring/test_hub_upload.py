@@ -72,7 +72,7 @@ def run_until(uploader: HubUploader, condition, what: str, **options):
         uploader.update(**options)
         return condition()
 
-    return wait_until(updated, 60, what)
+    return wait_until(updated, 240, what)  # each try imports huggingface_hub in a process of its own
 
 
 def upload_newest(uploader: HubUploader, **options) -> None:

@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from arguments import ModelArguments
 from lib.common.errors import UserError
+from lib.data.tokenizers import load_tokenizer
 from lib.training.checkpoints import list_checkpoints
-from lib.training.model import build_model, build_trainer_model, load_config, load_tokenizer
+from lib.training.model import build_model, build_trainer_model, load_config
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
 
 # model type -> objective, kind of tokenizer, class that loads its checkpoint

@@ -1,0 +1,109 @@
+"""The fast encoder gives the tokenizer's own ids, whatever the text."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lib.data import encoding
+from lib.data.corpus import _sample_rows
+from lib.data.encoding import TextEncoder, WordEncoder, build_encoder
+from lib.data.packing import split_documents
+from lib.data.tokenizer_training import train_tokenizer
+
+# Pieces that break encoders: white space of all kinds, special tokens, accents with and without a letter, characters
+# of no width, ligatures that are several words, scripts without spaces, emoji of several characters.
+PIECES = [
+    "the", "The", "import", "x", "'s", "``", "''", " ", "  ", "\n", "\t", "\r\n", "\x1c", "\x85", "\xa0", "\u3000",
+    "\u2028", "\u200b", "\u200c", "\u200d", "\ufeff", "\u0301", "e\u0301", "é", "\ufe0f", "[SEP]", "[MASK]", "<unk>",
+    "<|endoftext|>", "<s>", "<mask>", "[PAD]", "##", "▁", "▁▁", "Ġ", "ﬁ", "ﷺ", "½", "中文", "日本", "한국", "नि", "ß",
+    "İ", "👩‍👩‍👧", "🇩🇪", "\x00", "\u05d0\u05b7", "...", "--", "3.5", "@-@",
+]  # fmt: skip
+RESERVED = ("[CLS]", "[SEP]", "[MASK]", "[PAD]", "<pad>", "<s>", "</s>", "<mask>", "<|endoftext|>", "<|pad|>")
+TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=12).map("".join)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[str]:
+    return list(split_documents(_sample_rows()))
+
+
+@pytest.fixture(scope="module", params=["sentencepiece, mlm_sop", "wordpiece, mlm", "bpe, mlm", "bpe, clm"])
+def tokenizer(request, documents):
+    kind, objective = request.param.split(", ")
+    return train_tokenizer(documents[:100], kind, objective, vocab_size=1000, max_seq_length=64)
+
+
+@pytest.fixture(scope="module")
+def encoders(tokenizer) -> tuple[TextEncoder, TextEncoder]:
+    return TextEncoder(tokenizer), build_encoder(tokenizer)
+
+
+def texts_of(encoded) -> list[list[int]]:
+    return [ids.tolist() for ids in encoded.split()]
+
+
+def test_real_text(encoders, documents):
+    slow, fast = encoders
+    assert type(fast) is WordEncoder
+    expected = texts_of(slow.encode(documents))
+    assert texts_of(fast.encode(documents)) == expected
+    assert texts_of(fast.encode(documents)) == expected  # all words are known now
+    assert texts_of(fast.encode(documents[5:6])) == expected[5:6]
+
+
+@settings(max_examples=300, deadline=None)
+@example(texts=["a \u200db", "a \u0301b", "a   b", "a \n b", "a\x1cb", "", " ", "a ", " a"])
+@example(texts=["the [SEP] and[MASK]", "<unk><unk> a<unk>b <unk>", "ﷺ x", "\x1c \x1c"])
+@given(texts=st.lists(TEXTS, max_size=6))
+def test_hostile_text(encoders, texts):
+    slow, fast = encoders
+    # Beside another special token, TextEncoder splits "<unk>", too.
+    texts = [text for text in texts if "<unk>" not in text or not any(name in text for name in RESERVED)]
+    for text, ids, expected in zip(texts, texts_of(fast.encode(texts)), texts_of(slow.encode(texts)), strict=True):
+        assert ids == expected, repr(text)
+
+
+def test_text_that_spells_a_special_token_is_text(encoders):
+    for encoder in encoders:
+        tokenizer = encoder.tokenizer
+        mask = tokenizer.mask_token or tokenizer.eos_token
+        assert tokenizer.convert_tokens_to_ids(mask) not in encoder.encode([f"the {mask} and{mask} tokens"]).ids
+        if "<unk>" in tokenizer.get_vocab():
+            assert list(encoder.encode(["the <unk> token"]).ids).count(tokenizer.unk_token_id) == 1
+
+
+def test_forgetting_words_changes_nothing(encoders, documents, monkeypatch):
+    slow, fast = encoders
+    monkeypatch.setattr(encoding, "MAX_WORDS", 50)
+    for document in documents[:10]:
+        assert texts_of(fast.encode([document])) == texts_of(slow.encode([document]))
+    assert len(fast._numbers) < 5000
+
+
+def test_no_texts(encoders):
+    for encoder in encoders:
+        encoded = encoder.encode([])
+        assert len(encoded.ids) == len(encoded.lengths) == len(encoded.split()) == 0
+
+
+@pytest.mark.parametrize(
+    "pre_tokenizer, normalizer",
+    [
+        (None, None),
+        (pre_tokenizers.Metaspace(split=False), None),
+        (pre_tokenizers.Metaspace(prepend_scheme="first"), None),
+        (pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+        (pre_tokenizers.ByteLevel(use_regex=False), None),
+        (pre_tokenizers.Split(Regex(r"\d+"), "isolated"), None),
+        (pre_tokenizers.WhitespaceSplit(), normalizers.Replace("a b", "c")),
+        (pre_tokenizers.WhitespaceSplit(), normalizers.Prepend("x")),
+        (pre_tokenizers.WhitespaceSplit(), normalizers.Replace(Regex("x +y"), "z")),
+    ],
+)
+def test_tokens_that_may_cross_spaces_are_not_looked_up_by_word(pre_tokenizer, normalizer):
+    backend = Tokenizer(models.BPE(unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.normalizer = pre_tokenizer, normalizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    assert type(build_encoder(tokenizer)) is TextEncoder
