@@ -30,6 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.peers)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the tests that need more GPUs than this machine has: one, or N with `@pytest.mark.gpu(N)`."""
+    if marker := item.get_closest_marker("gpu"):
+        import torch  # most tests do not need it
+
+        needed = marker.args[0] if marker.args else 1
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs GPUs: {needed}; this machine has {torch.cuda.device_count()}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator:
     """Add the last lines of all scripts' logs to the report of a failure: the cause is often in another peer's."""
