@@ -18,6 +18,7 @@ from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.common.atomic_files import new_folder
 from lib.common.errors import UserError, first_line
 from lib.training import checkpoints
+from lib.training.data_parallel import AutocastDataParallel
 from lib.training.loss_meter import LossMeter
 from lib.training.model import derive_seed
 
@@ -95,6 +96,12 @@ class CollaborativeTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
         return self.sampler
 
+    def _wrap_model(self, model: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
+        wrapped = super()._wrap_model(model, *args, **kwargs)
+        dtype = _dtype_of(self.args.fp16, self.args.bf16)
+        is_wrapped_now = wrapped is not model  # in DataParallel: the scripts use no other wrapper
+        return AutocastDataParallel(model, dtype) if is_wrapped_now and dtype is not None else wrapped
+
     def compute_loss(self, model, inputs, return_outputs: bool = False, **kwargs):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         self.loss_meter.add(loss)
@@ -168,7 +175,10 @@ def choose_precision(args: LocalTrainingArguments) -> tuple[bool, bool]:
 
 def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
     """Return the dtype for `torch.autocast` in a custom training loop; None without mixed precision."""
-    fp16, bf16 = choose_precision(args)
+    return _dtype_of(*choose_precision(args))
+
+
+def _dtype_of(fp16: bool, bf16: bool) -> torch.dtype | None:
     return torch.float16 if fp16 else torch.bfloat16 if bf16 else None
 
 
