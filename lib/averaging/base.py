@@ -1,13 +1,14 @@
 """Base class of a peer's two averagers: a process that serves other peers and survives their faults.
 
-Workarounds for hivemind 1.1.12: weak references to tasks, SIGINT ignored in the calling process, streams closed before
-the caller has read all messages, a shutdown that fails during a round.
+Workarounds for hivemind 1.1.12: weak references to tasks, SIGINT ignored in the calling process, too many threads,
+streams closed before the caller has read all messages, a shutdown that fails during a round.
 """
 
 import asyncio
 from collections.abc import Coroutine
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
+import torch
 from google.protobuf.message import Message
 from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.p2p import P2PContext
@@ -45,6 +46,15 @@ class SafeAverager(DecentralizedAverager):
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)
+
+    def run(self) -> None:
+        """Serve this averager, in its process, with one OpenMP thread per caller.
+
+        hivemind compresses and adds up the parts of tensors in up to 32 threads at a time. By default each of them
+        would start as many OpenMP threads as the machine has cores, beside those of the trainer.
+        """
+        torch.set_num_threads(1)
+        super().run()
 
     async def _keep_stream_open(
         self, messages: AsyncIterator[Message], seconds: float | None = None

@@ -33,6 +33,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "averaging.averager:DecentralizedAverager.rpc_aggregate_part": ("early-parts", "06ad9597d5884df8"),
     "averaging.averager:DecentralizedAverager.rpc_download_state": ("streams", "fd2f6f19e7d247af"),
     "averaging.averager:DecentralizedAverager.rpc_join_group": ("matchmaking", "a0c1dec1f5165713"),
+    "averaging.averager:DecentralizedAverager.run": ("threads", "56590878daa9e5a0"),
     "averaging.averager:DecentralizedAverager.run_in_background": ("sigint", "028dd8b1e9b723d8"),
     "averaging.control:StepControl.__init__": ("control", "90ceebe268c38d9f"),
     "averaging.control:StepControl.cancel": ("control", "1abd18ff01412737"),

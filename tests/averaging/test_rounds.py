@@ -268,6 +268,26 @@ def test_building_an_optimizer_leaves_sigint_to_its_caller(build_swarm):
         signal.signal(signal.SIGINT, before)
 
 
+async def count_openmp_threads(self, future: MPFuture) -> None:
+    """Runs in the averager's process."""
+    in_a_thread = await asyncio.to_thread(torch.get_num_threads)
+    future.set_result((torch.get_num_threads(), in_a_thread))
+
+
+def test_averager_has_one_openmp_thread_per_thread(build_swarm, monkeypatch):
+    monkeypatch.setattr(SafeAverager, "count_openmp_threads", count_openmp_threads, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        optimizer = build_swarm().add().optimizer
+        for averager in optimizer.processes.values():
+            averager._outer_pipe.send(("count_openmp_threads", [], {"future": (future := MPFuture())}))
+            assert future.result(30) == (1, 1)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 async def count_streams(self, future: MPFuture) -> None:
     """Count the members with an open stream of parts. Runs in the averager's process."""
     names = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
