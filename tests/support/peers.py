@@ -282,11 +282,13 @@ class Scripts:
         )  # fmt: skip
 
     def trainer(
-        self, name: str, *args: object, name_of_script: str = "run_trainer.py", pace: float = PACE, wrappers=()
-    ) -> Script:
+        self, name: str, *args: object, name_of_script: str = "run_trainer.py", pace: float = PACE, wrappers=(),
+        env: dict[str, str] | None = None,
+    ) -> Script:  # fmt: skip
         """Start a trainer. By default a global step has 64 samples, which take one trainer a second.
 
         :param pace: seconds of a micro-batch
+        :param env: more environment variables, such as CUDA_VISIBLE_DEVICES: by default the trainer sees no GPU
         :param wrappers: scripts that run the trainer's script
         """
         return self.start(
@@ -297,7 +299,7 @@ class Scripts:
             "--gradient_accumulation_steps", 1, "--dataloader_num_workers", 0, "--matchmaking_time", 5,
             "--averaging_timeout", 30, "--target_group_size", 2, "--warmup_steps", 0, "--learning_rate", 0.03,
             "--max_refresh_period", 2, *args,
-            log=name, env={"PACE": str(pace)},
+            log=name, env={"PACE": str(pace), **(env or {})},
         )  # fmt: skip
 
     def close(self) -> None:

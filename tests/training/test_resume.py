@@ -16,6 +16,7 @@ from lib.training.hf_trainer import (
     CollaborativeTrainer,
     NoOpScheduler,
     PeerSampler,
+    autocast_dtype,
     build_training_arguments,
     find_checkpoint,
 )
@@ -57,14 +58,18 @@ class Recorder(TrainingSession):
         return {entry.step: entry.loss / entry.mini_steps for entry in self.history}
 
 
-def train(folder: Path, until: int, is_custom: bool) -> Recorder:
-    """Train a single peer until a global step, from the checkpoint in `folder` if there is one, and write another."""
+def train(folder: Path, until: int, is_custom: bool, device: str = "cpu", precision: str = "fp32") -> Recorder:
+    """Train a single peer until a global step, from the checkpoint in `folder` if there is one, and write another.
+
+    :param device: "cpu", or "cuda" for all GPUs
+    """
+    num_devices = 1 if device == "cpu" else torch.cuda.device_count()
     training_args = LocalTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=SIZE, gradient_accumulation_steps=1, use_cpu=True,
-        dataloader_num_workers=0, save_steps=10**6, disable_tqdm=True,
+        output_dir=str(folder), per_device_train_batch_size=SIZE // num_devices, gradient_accumulation_steps=1,
+        use_cpu=device == "cpu", dataloader_num_workers=0, save_steps=10**6, disable_tqdm=True, **{precision: True},
     )  # fmt: skip
     collaboration_args = CollaborationArguments(run_id="run", max_global_steps=until, leave_timeout=0.0)
-    model = build_model(CONFIG, "run")
+    model = build_model(CONFIG, "run").to(device)
     with (
         local_peer(folder, "run") as peer,
         local_optimizer(model, peer, SIZE, run_id="run", target_batch_size=SIZE) as optimizer,
@@ -99,13 +104,18 @@ def train_with_the_trainer(
 
 def train_in_a_loop(folder: Path, model, session: TrainingSession, training_args: LocalTrainingArguments) -> None:
     """Train as run_custom_trainer.py does."""
+    dtype = autocast_dtype(training_args)
+    scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
     session.restore_checkpoint()
     session.join()
     while True:
-        loss = model(**make_batch(size=SIZE)).loss
-        loss.backward()
+        batch = {name: tensor.to(model.device) for name, tensor in make_batch(size=SIZE).items()}
+        with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
         session.loss_meter.add(loss)
-        session.optimizer.step()
+        scaler.step(session.optimizer)
+        scaler.update()
         session.optimizer.zero_grad()
         if not session.after_local_step():
             break
