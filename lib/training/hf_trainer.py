@@ -188,6 +188,7 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
     Schedule, optimizer and clipping are switched off: they belong to the global step.
     """
     fp16, bf16 = choose_precision(args)
+    device, _ = choose_devices(args)
     return TrainingArguments(
         output_dir=args.output_dir,
         per_device_train_batch_size=args.per_device_train_batch_size,
@@ -197,9 +198,9 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         learning_rate=args.learning_rate,
         fp16=fp16,
         bf16=bf16,
-        use_cpu=args.use_cpu,
+        use_cpu=device.type == "cpu",
         dataloader_num_workers=args.dataloader_num_workers,
-        dataloader_pin_memory=torch.cuda.is_available() and not args.use_cpu,
+        dataloader_pin_memory=device.type == "cuda",
         dataloader_drop_last=True,  # each local step reports the same number of samples
         remove_unused_columns=False,  # the collator needs special_tokens_mask
         seed=derive_seed(peer_id, args.seed) % 2**32,  # of masks and dropout; numpy takes 32 bits

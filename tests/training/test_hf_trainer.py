@@ -12,7 +12,14 @@ from transformers import AlbertConfig, TrainingArguments
 
 from arguments import LocalTrainingArguments
 from lib.common.errors import UserError
-from lib.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, choose_precision, find_checkpoint
+from lib.training.hf_trainer import (
+    CollaborativeTrainer,
+    NoOpScheduler,
+    PeerSampler,
+    build_training_arguments,
+    choose_precision,
+    find_checkpoint,
+)
 from lib.training.loss_meter import LossMeter
 from lib.training.model import build_model
 from tests.support.fakes import collate, make_batch
@@ -134,6 +141,12 @@ def test_fp16_without_a_gpu_is_refused():
         choose_precision(LocalTrainingArguments(fp16=True, use_cpu=True))
     assert choose_precision(LocalTrainingArguments(use_cpu=True)) == (False, False)
     assert choose_precision(LocalTrainingArguments(use_cpu=True, bf16=True)) == (False, True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="uses the GPU without --use_cpu")
+def test_bf16_without_a_gpu_needs_no_other_flag(tmp_path):
+    args = build_training_arguments(LocalTrainingArguments(bf16=True, output_dir=str(tmp_path)), "peer")
+    assert args.bf16 and args.device.type == "cpu"
 
 
 def write_checkpoint(folder, step: int) -> None:
