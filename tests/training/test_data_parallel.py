@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from lib.training.data_parallel import AutocastDataParallel
 from lib.training.hf_trainer import CollaborativeTrainer, NoOpScheduler
 from lib.training.loss_meter import LossMeter
-from lib.training.model import build_model
+from lib.training.model import build_model, enable_gradient_checkpointing
 from tests.support.devices import record_precision, use_two_fake_devices
 from tests.support.fakes import collate, make_batch
 from tests.training.test_hf_trainer import CONFIG, FixedSampler
@@ -62,6 +62,17 @@ def test_threads_take_the_given_dtype_and_not_the_default(dtype, monkeypatch):
     losses = AutocastDataParallel(model, dtype)(**make_batch(size=8))["loss"]
     assert losses.shape == (2,) and losses.isfinite().all()
     assert [used for _, used in calls] == [dtype] * 2
+
+
+def test_gradient_checkpointing_recomputes_in_the_same_precision(monkeypatch):
+    use_two_fake_devices(monkeypatch)
+    model = build_model(CONFIG, "run")
+    enable_gradient_checkpointing(model.train())
+    calls = record_precision(model.albert.encoder.albert_layer_groups[0].albert_layers[0].ffn)
+    AutocastDataParallel(model, torch.float16)(**make_batch(size=8))["loss"].mean().backward()
+    num_calls = 2 * CONFIG.num_hidden_layers * 2  # devices; forward and again in the backward pass
+    assert [used for _, used in calls] == [torch.float16] * num_calls
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 @pytest.mark.gpu(2)
