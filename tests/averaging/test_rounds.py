@@ -268,6 +268,36 @@ def test_building_an_optimizer_leaves_sigint_to_its_caller(build_swarm):
         signal.signal(signal.SIGINT, before)
 
 
+def test_local_steps_wait_neither_for_a_round_nor_for_an_update(build_swarm, monkeypatch):
+    """A GPU computes a target batch in about the time of a round."""
+    swarm = build_swarm()
+    first, second = swarm.add_several(False, False)
+    updating, may_update = threading.Event(), threading.Event()
+    update = first.optimizer.state_averager.apply_update
+
+    def apply_update(*args, **kwargs) -> None:
+        updating.set()
+        may_update.wait(60)
+        update(*args, **kwargs)
+
+    monkeypatch.setattr(first.optimizer.state_averager, "apply_update", apply_update)
+    swarm.compute(1, 1)
+    swarm.meet()
+    second.local_step(swarm.take(4))
+    with second.hold():  # the round waits for it
+        first.local_step(swarm.take(6))
+        wait_until(lambda: first.optimizer._in_round, 30, "the round")
+        first.local_step(swarm.take(1))
+        assert first.optimizer._in_round, "the step was taken during the round"
+    assert updating.wait(60)
+    first.local_step(swarm.take(1))
+    assert not may_update.is_set() and first.completed == 0, "the step was taken during the update"
+    assert first.optimizer.accumulator.num_samples == 2
+    may_update.set()
+    first.wait_for(1)
+    assert first.entry["outcome"] == "averaged"
+
+
 async def count_openmp_threads(self, future: MPFuture) -> None:
     """Runs in the averager's process."""
     in_a_thread = await asyncio.to_thread(torch.get_num_threads)
