@@ -142,7 +142,9 @@ class TextTask:
         return self._evaluator.evaluate(model, self.objective, step=0).loss
 
 
-def prepare_data(folder: Path, train_file: Path | None, model: dict) -> None:
+def prepare_data(
+    folder: Path, train_file: Path | None, model: dict, vocab_size: int = VOCAB_SIZE, seq_length: int = SEQ_LENGTH
+) -> None:
     """Train a tokenizer and tokenize the text, unless the folder has them.
 
     :param train_file: default: the text of tokenize_wikitext103.py --sample
@@ -153,7 +155,7 @@ def prepare_data(folder: Path, train_file: Path | None, model: dict) -> None:
     source = ["--sample"] if train_file is None else ["--train_file", str(train_file)]
     command = [
         sys.executable, str(ROOT / "tokenize_wikitext103.py"), *source, "--train_tokenizer", "--objective",
-        OBJECTIVE_OF_MODEL[model["model_type"]], "--vocab_size", str(VOCAB_SIZE), "--max_seq_length", str(SEQ_LENGTH),
+        OBJECTIVE_OF_MODEL[model["model_type"]], "--vocab_size", str(vocab_size), "--max_seq_length", str(seq_length),
         "--validation_fraction", "0.1", "--num_proc", "1", "--overwrite", "--output_path", str(folder / "dataset"),
         "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"),
     ]  # fmt: skip

@@ -37,6 +37,7 @@ from hivemind.utils import MPFuture
 import run_trainer
 import run_training_monitor
 from benchmarks import paced_peer
+from benchmarks.process_usage import PARTS, measure_cpu, measure_memory
 from benchmarks.round_records import (
     PeerRecords,
     RunSummary,
@@ -55,7 +56,6 @@ from tests.support.peers import LOCAL, prepare_data, wait_until
 BATCH_SIZE = 8
 MAX_PEERS = 256  # in total, including peers that have left
 CALLS = ("call_ping", "call_store", "call_find")
-PARTS = ("main", "DHT", "state averager", "round averager", "p2pd", "torch_shm")
 START_SECONDS = 60.0  # timeout for the start, plus SECONDS_A_PEER for each peer
 SECONDS_A_PEER = 15.0
 
@@ -164,31 +164,8 @@ class ForkedPeer:
 
     def measure(self, counter: MessageCounter) -> Usage:
         """Measure the resource usage of the peer's processes so far."""
-        cpu, memory = Counter(), Counter()
         family = self.find_family()
-        parts = _name_parts(self.pid, family)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                times = process.cpu_times()
-                cpu[parts[process.pid]] += times.user + times.system
-                memory[parts[process.pid]] += process.memory_full_info().pss
-        return Usage(cpu, memory, counter.read(self.index))
-
-
-def _name_parts(main: int, family: list[psutil.Process]) -> dict[int, str]:
-    """Map each process of a peer to its part. The averagers are forked after the DHT, the state averager first."""
-    parts = {}
-    daemons = [process for process in family if process.name().startswith("p2pd")]
-    parts.update({process.pid: "p2pd" for process in daemons})
-    parts.update({process.ppid(): "DHT" for process in daemons})
-    parts[main] = "main"
-    averagers = sorted(
-        process.pid
-        for process in family
-        if process.pid not in parts and process.ppid() == main and not process.name().startswith("torch_shm")
-    )
-    parts.update(dict(zip(averagers, ("state averager", "round averager"), strict=False)))
-    return {process.pid: parts.get(process.pid, "torch_shm") for process in family}
+        return Usage(measure_cpu(self.pid, family), measure_memory(self.pid, family), counter.read(self.index))
 
 
 def _prepare_trainer(pace: float, folder: Path) -> None:
