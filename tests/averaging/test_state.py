@@ -1,5 +1,6 @@
 """Tests of the training state: schedule, updates, snapshots, and states that do not fit."""
 
+import math
 import threading
 import time
 from concurrent.futures import wait
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from lib.averaging.schedule import set_schedule
-from lib.averaging.state import StateLoadError, TrainingStateAverager
+from lib.averaging.state import StateLoadError, TrainingStateAverager, all_finite
 from lib.training.model import build_model
 from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
 from tests.support.peers import wait_until
@@ -30,6 +31,22 @@ def build_schedule():
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_is_found(dtype, value):
+    tensors = [torch.zeros(100, dtype=dtype), torch.ones(3, 50, dtype=dtype), torch.tensor([7])]
+    assert all_finite(tensors)
+    tensors[1][2, 49] = value
+    assert not all_finite(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_values_are_finite(dtype):
+    largest = torch.finfo(dtype).max
+    assert all_finite([torch.full((1000,), largest, dtype=dtype), torch.full((10,), -largest, dtype=dtype)])
+    assert all_finite([]) and all_finite([torch.empty(0, dtype=dtype)])
+
+
 def test_schedule_is_that_of_stepping_to_the_same_step():
     direct = build_schedule()
     for epoch in (50, 0, 1, 60, 9, 10, 11, 49):  # forwards and backwards
