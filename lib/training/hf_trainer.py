@@ -107,6 +107,13 @@ class CollaborativeTrainer(Trainer):
         self.loss_meter.add(loss)
         return (loss, outputs) if return_outputs else loss
 
+    def _get_grad_norm(self, model, grad_norm: float | None = None) -> float | None:
+        """Return the norm of a local step's gradient for the log: None, unless it was computed for another purpose.
+
+        The Trainer computes it for the log alone, and scales the gradients by 1.
+        """
+        return grad_norm
+
     def _save_checkpoint(self, model, trial) -> None:
         """Write a Trainer checkpoint atomically, as checkpoints.py does, and keep the newest ones by step."""
         final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch.optim import SGD
 from transformers import AlbertConfig, TrainingArguments
@@ -76,6 +77,11 @@ def test_accumulation_changes_neither_loss_nor_gradients(tmp_path):
     assert loss_of_one == pytest.approx(math.log(1000) + math.log(2), rel=0.03)
     assert loss_of_four == pytest.approx(loss_of_one, rel=1e-5)
     assert torch.allclose(gradients_of_one, gradients_of_four, atol=1e-6)
+
+
+def test_no_norm_of_a_local_gradient_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_, **__: pytest.fail("computed for the log alone"))
+    train_one_step(tmp_path, batch_size=8, accumulation=1)
 
 
 def order(peer_id: str = "peer", seed: int = 42, step: int = 0, passes: int = 1) -> list[list[int]]:
