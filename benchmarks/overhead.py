@@ -44,7 +44,10 @@ CALIBRATION_STEPS = 12
 LEGEND = """\
 samples/s   of all trainers together, from the end of the start-up to the last global step; medians
 ratio       to the plain trainers of the same repetition; median, least and most
-CPU         seconds for each 1000 samples, by process: mean over the trainers, median over the repetitions"""
+main        CPU milliseconds of the main process for each sample: mean over the trainers, median over the repetitions
+DHT ...     CPU milliseconds of each other process of a trainer for each second
+quiet       the ratio to expect on a quiet machine where each trainer has the cores of its threads: that of the CPU
+            time of a sample, times what the other processes leave of a core. Other load hardly changes it"""
 
 
 @dataclass
@@ -52,11 +55,16 @@ class Outcome:
     """The figures of one run.
 
     :param rate: samples per second of all trainers
-    :param cpu: CPU seconds per sample, by part
+    :param main: CPU seconds of the main process per sample
+    :param others: CPU seconds of the other processes per second, by part
     """
 
     rate: float
-    cpu: Counter
+    main: float
+    others: Counter
+
+    def quiet_ratio(self, plain: "Outcome") -> float:
+        return plain.main / self.main * (1 - self.others.total())
 
 
 @dataclass
@@ -98,9 +106,10 @@ class Trainer:
         """Return the figures from the end of step `skipped` to that of step `last`; both count from 1."""
         steps = self.steps()[skipped - 1 : last]
         samples = sum(samples for _, samples in steps[1:])
+        seconds = steps[-1][0] - steps[0][0]
         used = self.usage[last] - self.usage[skipped]
-        cpu = Counter({part: seconds / samples for part, seconds in used.items()})
-        return Outcome(samples / (steps[-1][0] - steps[0][0]), cpu)
+        main = used.pop("main") / samples
+        return Outcome(samples / seconds, main, Counter({part: cpu / seconds for part, cpu in used.items()}))
 
 
 class Bench:
@@ -143,10 +152,11 @@ class Bench:
         finally:
             _stop(trainers)
         outcomes = [trainer.outcome(skipped, last) for trainer in trainers]
-        cpu = sum((outcome.cpu for outcome in outcomes), Counter())
+        others = sum((outcome.others for outcome in outcomes), Counter())
         return Outcome(
             rate=sum(outcome.rate for outcome in outcomes),
-            cpu=Counter({part: seconds / len(outcomes) for part, seconds in cpu.items()}),
+            main=statistics.fmean(outcome.main for outcome in outcomes),
+            others=Counter({part: cpu / len(outcomes) for part, cpu in others.items()}),
         )
 
     def _start(self, root: Path | None, number: int, others: Sequence[Trainer]) -> Trainer:
@@ -183,17 +193,21 @@ def _stop(trainers: Sequence[Trainer]) -> None:
 
 
 def print_results(outcomes: dict[str, list[Outcome]]) -> None:
-    plain = [outcome.rate for outcome in outcomes["plain"]]
-    print(f"\n{'':<14}{'samples/s':>10}{'ratio':>8}{'(least, most)':>16}  CPU s", end="")
-    print("".join(f"{part:>16}" for part in PARTS) + f"{'all':>9}")
+    """Print the table."""
+    print(f"\n{'':<14}{'samples/s':>10}{'ratio':>8}{'(least, most)':>17}{'quiet':>8}", end="")
+    print("".join(f"{part:>16}" for part in PARTS))
     for title, runs in outcomes.items():
-        ratios = [run.rate / rate for run, rate in zip(runs, plain, strict=False)]
-        if not ratios:
+        pairs = list(zip(runs, outcomes["plain"], strict=False))
+        if not pairs:
             continue
-        print(f"{title:<14}{statistics.median(run.rate for run in runs):>10.2f}", end="")
-        print(f"{statistics.median(ratios):>8.3f}{f'({min(ratios):.3f}, {max(ratios):.3f})':>16}", end=" " * 7)
-        print("".join(f"{1000 * statistics.median(run.cpu[part] for run in runs):>16.2f}" for part in PARTS), end="")
-        print(f"{1000 * statistics.median(run.cpu.total() for run in runs):>9.1f}")
+        ratios = [run.rate / plain.rate for run, plain in pairs]
+        quiet = statistics.median(run.quiet_ratio(plain) for run, plain in pairs)
+        rate = statistics.median(run.rate for run in runs)
+        print(f"{title:<14}{rate:>10.2f}{statistics.median(ratios):>8.3f}", end="")
+        print(f"{f'({min(ratios):.3f}, {max(ratios):.3f})':>17}{quiet:>8.3f}", end="")
+        print(f"{1000 * statistics.median(run.main for run in runs):>16.2f}", end="")
+        others = [1000 * statistics.median(run.others[part] for run in runs) for part in PARTS[1:]]
+        print("".join(f"{milliseconds:>16.2f}" for milliseconds in others))
 
 
 def main() -> None:
