@@ -31,6 +31,8 @@ logger = get_logger(__name__)
 
 MAX_SAMPLES = 10**9
 HEARTBEAT_SECONDS = 5.0  # between two reports of a peer with long local steps
+REPORT_FRACTION = 0.25  # seconds between two reports of samples, as a fraction of the time to the step
+MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the first is too fast, its batch was ready
 ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # age of the newest report from which on a peer is not waited for
 MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
 MAX_CLOCK_SKEW = 60.0
@@ -101,7 +103,8 @@ class ProgressTracker(threading.Thread):
     """Publishes this peer's progress and reads the progress of the other peers.
 
     :param target_batch_size: samples that all peers together accumulate for one global step
-    :param min_refresh_period, max_refresh_period: bounds on the seconds between two reads of the other peers' progress
+    :param min_refresh_period, max_refresh_period: bounds on the seconds between two reads of the other peers'
+      progress; the lower one also bounds the seconds between two reports of samples
     :param default_refresh_period: seconds between two reads while there are no other peers
     :param metadata_expiration: seconds after which a report expires
     :param local_updates: whether this peer trains with local updates; peers that do otherwise are ignored
@@ -179,7 +182,17 @@ class ProgressTracker(threading.Thread):
                 self.performance_ema.reset_timer()
             self.local_progress = self._make_progress(own.epoch, own.completed, samples_accumulated, own.contributed)
         self._is_reporting = True
-        self._report_soon(self.min_refresh_period)
+        self._report_soon(self._report_period())
+
+    def _report_period(self) -> float:
+        """Return the seconds between two reports of samples.
+
+        The other peers extrapolate this peer's samples by its rate, once it is known. They need the number only when
+        the step is near.
+        """
+        if self.performance_ema.num_updates <= MIN_RATE_UPDATES:  # no report has had the rate yet
+            return self.min_refresh_period
+        return max(self.min_refresh_period, REPORT_FRACTION * self.seconds_to_step)
 
     def begin_step(self, epoch: int, contributed: int) -> None:
         """Report that this peer begins the round of a step and contributes so many samples."""
@@ -391,11 +404,11 @@ class ProgressTracker(threading.Thread):
     def _sustained_rate(self) -> float:
         """Return the samples per second that other peers may rely on.
 
-        0 before the second local step: the first one is too fast (its batch was ready). Lower than the average while
-        the current local step takes longer than the previous ones: the peer has become slower.
+        0 before local step MIN_RATE_UPDATES. Lower than the average while the current local step takes longer than the
+        previous ones: the peer has become slower.
         """
         own = self.local_progress
-        if self.performance_ema.num_updates < 2:
+        if self.performance_ema.num_updates < MIN_RATE_UPDATES:
             return 0.0
         return min(own.samples_per_second, self._last_increment / max(1e-3, get_dht_time() - own.time))
 

@@ -1,5 +1,6 @@
 """Tests of ProgressTracker: how a peer uses the progress reports of other peers. No DHT, no processes."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging import progress as progress_module
-from lib.averaging.progress import ALIVE_SECONDS, PeerProgress, ProgressTracker, parse_progress
+from lib.averaging.progress import ALIVE_SECONDS, HEARTBEAT_SECONDS, PeerProgress, ProgressTracker, parse_progress
 from lib.averaging.rounds import PROTOCOL
 
 KEY = RSAPrivateKey()
@@ -279,6 +280,25 @@ def test_reports_are_rate_limited_except_for_new_steps(monkeypatch):
     assert tracker._next_report <= clock.now
     (stored,) = tracker.dht.records.values()
     assert isinstance(parse_progress(stored, get_dht_time()), PeerProgress)
+
+
+def test_reports_become_frequent_when_the_step_is_near(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(progress_module, "get_dht_time", lambda: clock.now)
+    tracker = make_tracker(target=200, min_refresh_period=0.5)
+    reported_at = []
+    for samples in range(200):
+        clock.now += 0.1
+        tracker.report_samples(samples + 1)
+        if clock.now >= tracker._next_report:
+            tracker._report()
+            reported_at.append(clock.now - 1000.0)
+    gaps = [after - before for before, after in pairwise(reported_at)]
+    assert reported_at[0] <= 0.1 + 1e-6 and gaps[0] <= 0.6, "the rate of a new peer is known soon"
+    assert max(gaps) <= HEARTBEAT_SECONDS + 0.1 and max(gaps[-3:]) <= 0.6
+    assert len(gaps) <= 20, "one report every 0.5 s would be 40"
 
 
 def test_reported_rate_falls_during_a_long_local_step(monkeypatch):
