@@ -39,7 +39,7 @@ VOCAB_SIZE = 1000  # more than the sample text has cannot be trained
 SEQ_LENGTH = 128
 START_SECONDS = 180.0
 PATIENCE = 4.0  # timeout of a run, in expected durations
-CALIBRATION_STEPS = 12
+CALIBRATION_STEPS = 8
 
 LEGEND = """\
 samples/s   of all trainers together, from the end of the start-up to the last global step; medians
@@ -103,11 +103,12 @@ class Trainer:
         return number
 
     def outcome(self, skipped: int, last: int) -> Outcome:
-        """Return the figures from the end of step `skipped` to that of step `last`; both count from 1."""
-        steps = self.steps()[skipped - 1 : last]
+        """Return the figures from the end of step `skipped` to that of step `last`, or of the next ones observed."""
+        first, last = (min(number for number in self.usage if number >= limit) for limit in (skipped, last))
+        steps = self.steps()[first - 1 : last]
         samples = sum(samples for _, samples in steps[1:])
         seconds = steps[-1][0] - steps[0][0]
-        used = self.usage[last] - self.usage[skipped]
+        used = self.usage[last] - self.usage[first]
         main = used.pop("main") / samples
         return Outcome(samples / seconds, main, Counter({part: cpu / seconds for part, cpu in used.items()}))
 
@@ -126,7 +127,7 @@ class Bench:
 
     def calibrate(self) -> None:
         """Set the samples of a step to what plain trainers compute in the wanted time."""
-        self.share = 4 * self.args.micro_batch
+        self.share = 16 * self.args.micro_batch
         rate = self.play(None, skipped=2, steps=CALIBRATION_STEPS).rate / self.args.trainers
         micro_batches = max(1, round(rate * self.args.step_seconds / self.args.micro_batch))
         self.share = micro_batches * self.args.micro_batch

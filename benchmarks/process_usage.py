@@ -6,26 +6,24 @@ from collections.abc import Sequence
 
 import psutil
 
-PARTS = ("main", "DHT", "state averager", "round averager", "p2pd", "torch_shm")
+PARTS = ("main", "DHT", "state averager", "round averager", "p2pd", "torch_shm", "workers")
 
 
 def name_parts(main: int, family: Sequence[psutil.Process]) -> dict[int, str]:
     """Map each process of a peer to its part. The averagers are forked after the DHT, the state averager first.
 
+    Workers are the processes that load data, and what else the main process starts later.
+
     :param main: process ID of the main process
     """
-    parts = {}
+    parts = {process.pid: "torch_shm" for process in family if process.name().startswith("torch_shm")}
     daemons = [process for process in family if process.name().startswith("p2pd")]
     parts.update({process.pid: "p2pd" for process in daemons})
     parts.update({process.ppid(): "DHT" for process in daemons})
     parts[main] = "main"
-    averagers = sorted(
-        process.pid
-        for process in family
-        if process.pid not in parts and process.ppid() == main and not process.name().startswith("torch_shm")
-    )
+    averagers = sorted(process.pid for process in family if process.pid not in parts and process.ppid() == main)
     parts.update(dict(zip(averagers, ("state averager", "round averager"), strict=False)))
-    return {process.pid: parts.get(process.pid, "torch_shm") for process in family}
+    return {process.pid: parts.get(process.pid, "workers") for process in family}
 
 
 def measure_cpu(main: int, family: Sequence[psutil.Process]) -> Counter:
