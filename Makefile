@@ -5,7 +5,7 @@ ARGS ?=
 # Trainers mostly wait in the tests: more workers than cores
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --durations=15
 
-.PHONY: help install install-organiser demo test test-fast test-all test-gpu soak lint clean
+.PHONY: help install install-organiser demo test test-fast test-all test-gpu soak bench bench-all lint clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 20
@@ -32,6 +32,12 @@ test-gpu: .venv/installed-dev  ## Run those that need a GPU or two
 soak: .venv/installed-dev  ## A long run under fire, and a long run that must not grow: half an hour
 	.venv/bin/python -W ignore tests/support/chaos.py --steps 40
 	.venv/bin/python -W ignore tests/support/long_run.py --steps 500
+
+bench: .venv/installed-dev  ## Measure on this machine, in at most 20 minutes; see benchmarks/RESULTS.md
+	.venv/bin/python -W ignore benchmarks/run_all.py $(ARGS)
+
+bench-all: .venv/installed-dev  ## The same with all benchmarks, some hours
+	.venv/bin/python -W ignore benchmarks/run_all.py --all $(ARGS)
 
 lint: .venv/installed-dev  ## Check style, format, and who imports whom
 	.venv/bin/ruff check .

@@ -30,7 +30,7 @@ from arguments import TRAINER_ARGUMENTS, DatasetArguments, LocalTrainingArgument
 from lib.averaging.accumulators import GradientAccumulator
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
-from lib.data import download, loading
+from lib.data import download, loading, tokenizers
 from lib.training import hf_trainer
 from lib.training import model as models
 from tests.support.fakes import FakeTokenizer
@@ -167,7 +167,7 @@ def main() -> None:
     mode = sys.argv.pop(1)
     if mode == "trainer":
         download.fetch_data, loading.load_training_data = lambda *_: None, load_random_data
-        models.load_tokenizer = lambda *_: RandomTokenizer()
+        tokenizers.load_tokenizer = lambda *_: RandomTokenizer()
         hf_trainer.CollaborativeTrainer = TimedTrainer
     run_script({"trainer": run_trainer.main, "plain": train_plain, "largest": search_largest}[mode])
 

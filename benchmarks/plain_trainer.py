@@ -4,7 +4,11 @@
 RECORD=local.jsonl benchmarks/plain_trainer.py FLAGS
 
 Takes the flags of run_trainer.py. The optimizer takes a step after --target_batch_size samples, which the Trainer
-accumulates. RECORD: output file, one JSON line per step of the optimizer.
+accumulates. Environment variables:
+
+    RECORD            output file, one JSON line per step of the optimizer, and per evaluation
+    EVALUATION_STEPS  steps of the optimizer between two evaluations and checkpoints; default: none. The next call
+                      continues from the newest checkpoint in --output_dir
 """
 
 import os
@@ -15,26 +19,41 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from arguments import TRAINER_ARGUMENTS
 from benchmarks.paced_peer import Recorder
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
-from lib.data.loading import load_training_data
+from lib.common.objectives import OBJECTIVE_OF_MODEL
+from lib.data.loading import load_training_data, load_validation_data
+from lib.data.tokenizers import load_tokenizer
+from lib.monitoring.evaluation import Evaluator
 from lib.training.hf_trainer import build_training_arguments, choose_devices
-from lib.training.model import build_trainer_model, load_config, load_tokenizer
+from lib.training.model import build_trainer_model, load_config
 from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
 
 
 class StepRecorder(TrainerCallback):
-    """Records the time and the samples of each step of the optimizer."""
+    """Records the time, the samples and the loss of each step of the optimizer, and evaluations.
 
-    def __init__(self, path: Path):
-        self.recorder = Recorder(path)
+    :param evaluator: evaluates the model every `evaluation_steps` steps
+    """
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def __init__(self, recorder: Recorder, evaluator: Evaluator, objective: str, evaluation_steps: int | None):
+        self.recorder, self.evaluator, self.objective = recorder, evaluator, objective
+        self.evaluation_steps = evaluation_steps
+
+    def on_step_end(self, args, state, control, model, **kwargs):
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.recorder.write("local step", samples=samples, waited=0.0)
+        if self.evaluation_steps and state.global_step % self.evaluation_steps == 0:
+            loss = self.evaluator.evaluate(model, self.objective, state.global_step).loss
+            self.recorder.write("evaluation", step=state.global_step, loss=loss)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.recorder.write("loss", step=state.global_step, loss=logs["loss"])
 
 
 def main() -> None:
@@ -51,14 +70,28 @@ def main() -> None:
         peer_id="plain",
     )
     args.max_grad_norm = training_args.max_grad_norm
+    if collaboration_args.max_global_steps is not None:
+        args.max_steps = collaboration_args.max_global_steps
+    evaluation_steps = int(os.environ.get("EVALUATION_STEPS", 0)) or None
+    if evaluation_steps:
+        args.save_steps, args.logging_steps = evaluation_steps, 1
+    validation, validation_collator = load_validation_data(
+        dataset_args, training_args.mlm_probability, tokenizer, config
+    )
+    evaluator = Evaluator(
+        validation, validation_collator, should_stop=lambda: False, use_cpu=training_args.use_cpu, disable_tqdm=True
+    )
+    objective = OBJECTIVE_OF_MODEL[config.model_type]
+    recorder = StepRecorder(Recorder(Path(os.environ["RECORD"])), evaluator, objective, evaluation_steps)
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     Trainer(
         model=model,
         args=args,
         data_collator=collator,
         train_dataset=dataset,
         optimizers=(optimizer, build_scheduler(optimizer, training_args)),
-        callbacks=[StepRecorder(Path(os.environ["RECORD"]))],
-    ).train()
+        callbacks=[recorder],
+    ).train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
 
 
 if __name__ == "__main__":
