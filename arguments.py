@@ -380,6 +380,11 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
                 f"--client_mode accepts no connections, so --{flag} has no effect: drop one of the two",
             )
 
+    @property
+    def longest_wait(self) -> float:
+        """Seconds without a local step after which a trainer hangs: longer than any of its waits."""
+        return self.load_state_timeout + self.averaging_timeout + 600.0
+
 
 @dataclass
 class ModelArguments:

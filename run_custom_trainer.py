@@ -46,6 +46,7 @@ def train(
     from hivemind.utils import get_logger
     from torch.utils.data import DataLoader
 
+    from lib.common.heartbeat import open_heartbeat
     from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_training_data
@@ -97,10 +98,18 @@ def train(
         )
         stack.callback(optimizer.shutdown)
         stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
+        heartbeat = stack.enter_context(open_heartbeat(collaboration_args.longest_wait))  # for run_forever.py
 
         # Session: joining, metrics, rollback, checkpoints
         session = TrainingSession(
-            peer, optimizer, model, collaboration_args, output_dir, stop.is_set, training_args.disable_tqdm
+            peer,
+            optimizer,
+            model,
+            collaboration_args,
+            output_dir,
+            stop.is_set,
+            training_args.disable_tqdm,
+            heartbeat,
         )
         stack.callback(session.close)
 

@@ -82,6 +82,7 @@ def evaluate(
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from hivemind.utils import get_logger
 
+    from lib.common.heartbeat import open_heartbeat
     from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_validation_data
@@ -134,8 +135,10 @@ def evaluate(
             last_step=evaluator_args.max_global_steps,
             refresh_period=evaluator_args.refresh_period,
         )
+        heartbeat = stack.enter_context(open_heartbeat(longest_wait=86_400.0))  # one evaluation may take hours
         while not (stop.is_set() or loop.is_done):
             loop.refresh()
+            heartbeat.note_work()
             stop.event.wait(evaluator_args.refresh_period)
     logger.info("The evaluator has stopped")
 

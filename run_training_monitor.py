@@ -142,6 +142,7 @@ def monitor(
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from hivemind.utils import get_logger
 
+    from lib.common.heartbeat import open_heartbeat
     from lib.common.logs import setup_logging
     from lib.data.tokenizers import load_tokenizer
     from lib.monitoring.aggregation import MetricsAggregator
@@ -261,8 +262,10 @@ def monitor(
             refresh_period=args.refresh_period,
             leaderboard_interval=args.save_checkpoint_step_interval,
         )
+        heartbeat = stack.enter_context(open_heartbeat(longest_wait=600.0 + 10 * args.refresh_period))
         while not stop.is_set():
             training_monitor.refresh()
+            heartbeat.note_work()
             stop.event.wait(args.refresh_period)
         training_monitor.flush()
     logger.info("The monitor has stopped")

@@ -6,7 +6,8 @@ benchmarks/low_communication.py --train_file my.txt --folder results --points dp
 
 The local and global steps are those of the trainers, in one process on one core; nothing is sent. All runs have the
 same samples, validation text and model. Each finished run is a line of results.jsonl in --folder, and the next session
-continues from there. --tune sweeps the learning rates of the points with the first seed; later sessions use the best.
+continues from there. --tune sweeps the learning rates of the points with the first seed; later sessions use the best,
+and those of 4 peers also for other numbers of peers.
 
 To check a point with real peers, start run_trainer.py with the flags in its line of results.jsonl, and with
 --model_name_or_path, --dataset_path and --tokenizer_path in the folder "data" of --folder. Equal trainers on one
@@ -188,17 +189,21 @@ class Results:
     def tuned(self, run: Run) -> Run:
         """Return the run with the learning rates of least loss among those tried, its own if there are none.
 
-        All rates are tried with the first seed, so that seed decides. A variant of h32 that was not tuned has the
-        rates of h32.
+        All rates are tried with the first seed, so that seed decides. What was not tuned itself has the rates of the
+        same point with SPECIAL_PEERS peers, a variant of h32 those of h32. Those of data parallel depend on the batch.
         """
-        tried, tried_h32 = self._tried(run), self._tried(replace(run, point="h32"))
-        is_tuned = len({replace(other, seed=0) for other in tried}) > 1
-        if run.point.startswith("h32-") and not is_tuned and tried_h32:
-            tried = tried_h32
-        if not tried:
-            return run
-        best = min(tried, key=lambda other: (other.seed, self.loss(other)))
-        return replace(best, point=run.point, seed=run.seed)
+        similar = [run]
+        if run.variant.local_updates:
+            similar.append(replace(run, peers=SPECIAL_PEERS))
+        if run.point.startswith("h32-"):
+            similar += [replace(other, point="h32") for other in similar]
+        for other in similar:
+            tried = self._tried(other)
+            is_tuned = len({replace(candidate, seed=0) for candidate in tried}) > 1
+            if is_tuned or (tried and other.point != run.point):
+                best = min(tried, key=lambda candidate: (candidate.seed, self.loss(candidate)))
+                return replace(best, point=run.point, peers=run.peers, seed=run.seed)
+        return run
 
     def _tried(self, run: Run) -> list[Run]:
         key = (run.setup, run.point, run.peers)

@@ -16,7 +16,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from lib.data.corpus import read_text_file
-from lib.data.packing import encode, pack_pairs, split_documents, split_sentences
+from lib.data.encoding import build_encoder
+from lib.data.packing import pack_pairs, split_documents, split_sentences
 from lib.data.tokenizer_training import train_tokenizer
 from lib.data.tokenizers import load_tokenizer
 
@@ -49,7 +50,9 @@ def pack_articles(articles: Sequence[Sentences], max_seq_length: int) -> tuple[i
     """Count the samples of this project, see `lib.data.packing.pack_pairs`; same result as for `pack_lines`."""
     samples = tokens = 0
     for sentences in articles:
-        for sample in pack_pairs(sentences, max_seq_length, cls_id=0, sep_id=0, generator=np.random.default_rng(0)):
+        document = np.array(list(itertools.chain.from_iterable(sentences)), dtype=np.int32)
+        lengths = np.array([len(sentence) for sentence in sentences])
+        for sample in pack_pairs(document, lengths, max_seq_length, 0, 0, np.random.default_rng(0)):
             samples += 1
             tokens += len(sample["input_ids"]) - 3
     return samples, tokens
@@ -71,7 +74,8 @@ def main() -> None:
 
     started = time.perf_counter()
     lines = [split_sentences(line) for document in documents for line in document.split("\n")]
-    ids = iter(encode(list(itertools.chain.from_iterable(lines)), tokenizer))
+    encoder = build_encoder(tokenizer)
+    ids = (sentence.tolist() for sentence in encoder.encode(list(itertools.chain.from_iterable(lines))).split())
     encoded_lines = [list(itertools.islice(ids, len(line))) for line in lines]
     seconds = time.perf_counter() - started
     rest = iter(encoded_lines)

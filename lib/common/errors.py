@@ -16,6 +16,8 @@ _REMEDIES = {
     errno.EMFILE: "too many open files: run `ulimit -n 4096` first",
 }
 
+TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: run_forever.py tries again without end
+
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
 ORGANISER_MODULES = {"boto3", "rich", "sentencepiece", "sentencex", "trackio", "wandb"}
 
@@ -26,6 +28,10 @@ class UserError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows instead of a traceback."""
         return [f"error: {self}"]
+
+
+class TemporaryError(UserError):
+    """An error that may pass by itself: another peer or a server did not answer. The exit code is TEMPORARY."""
 
 
 def first_line(error: BaseException, limit: int | None = 200) -> str:
@@ -51,7 +57,7 @@ def exit_with(message: str, code: int = 1) -> NoReturn:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; on an exception print one line to stderr and exit with code 1.
+    """Run a script's `main`; on an exception print one line to stderr and exit with code 1, or with TEMPORARY.
 
     --debug also prints the traceback. The exit code after Ctrl-C is 130.
     """
@@ -62,4 +68,4 @@ def run_script(main: Callable[[], None]) -> None:
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        exit_with(describe(error))
+        exit_with(describe(error), code=TEMPORARY if isinstance(error, TemporaryError) else 1)

@@ -25,7 +25,7 @@ from urllib3.util import Retry
 
 from arguments import DatasetArguments
 from lib.common.atomic_files import check_target, make_parent, new_file, new_folder
-from lib.common.errors import UserError
+from lib.common.errors import TemporaryError, UserError
 from lib.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
     """Call `attempt` until it raises no `TransientError`, with growing pauses.
 
     :param received: returns the number of bytes received so far; an attempt that adds bytes resets the pause
-    :raises UserError: after too many attempts
+    :raises TemporaryError: after too many attempts
     """
     retries, most = RETRY_POLICY, received()
     for _ in range(MAX_TRIES):
@@ -256,7 +256,7 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
             retries.sleep(error.response)
         except InvalidHeader:
             retries.sleep()
-    raise UserError(
+    raise TemporaryError(
         f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later, the "
         "download resumes where it stopped"
     )

@@ -12,7 +12,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import BaseTrainingArguments
 from lib.averaging.patches import apply_patches
-from lib.common.errors import UserError
+from lib.common.errors import TemporaryError, UserError
 from lib.common.processes import keep_memory_shared, start_shared_memory_manager
 from lib.peer.admission import InvitedDHT, load_admission
 from lib.peer.dht import SafeDHT, use_own_socket_folder
@@ -62,7 +62,8 @@ def start_peer(
 
     :param should_stop: cancels the retries when set
     :param may_start_alone: start without the other peers if none of them answers in this time
-    :raises UserError: if no initial peer can be reached, or an address cannot be listened on
+    :raises TemporaryError: if no initial peer can be reached
+    :raises UserError: if an address cannot be listened on
     :raises SystemExit: if `should_stop` is set
     """
     apply_patches()
@@ -111,8 +112,10 @@ def start_peer(
                 logger.warning(f"{_unreachable(args)}. Starting without them, and dialing them again now and then")
                 initial_peers, deadline = [], get_dht_time() + args.bootstrap_timeout
                 continue
-            if reason is not None or get_dht_time() + 3 > deadline:
-                raise UserError(reason or _unreachable(args)) from None
+            if reason is not None:
+                raise UserError(reason) from None
+            if get_dht_time() + 3 > deadline:
+                raise TemporaryError(_unreachable(args)) from None
             if not has_warned:
                 logger.warning(f"{_unreachable(args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True

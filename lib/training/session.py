@@ -15,7 +15,8 @@ from arguments import CollaborationArguments
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.averaging.round_log import build_round_log
 from lib.averaging.state import StateLoadError, all_finite
-from lib.common.errors import UserError
+from lib.common.errors import TemporaryError, UserError
+from lib.common.heartbeat import Heartbeat
 from lib.common.metrics_schema import history_length
 from lib.peer.peer import Peer
 from lib.training import checkpoints
@@ -37,6 +38,7 @@ class TrainingSession:
 
     :param folder: the output folder, for checkpoints, the backup, the ban list and the round log
     :param should_stop: returns whether training is to end; called after each local step
+    :param heartbeat: learns of each local step
     """
 
     MAX_RECOVERIES = 3  # rollbacks without a global step in between
@@ -51,11 +53,13 @@ class TrainingSession:
         folder: Path,
         should_stop: Callable[[], bool],
         disable_tqdm: bool = False,
+        heartbeat: Heartbeat | None = None,
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
         self.folder = folder
         optimizer.round_log = build_round_log(folder)
         self.should_stop = should_stop
+        self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
         self.loss_meter = LossMeter()
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
         self.bans = BanList(folder, optimizer)
@@ -69,7 +73,7 @@ class TrainingSession:
     def join(self) -> None:
         """Start from the newest training state: the other peers', or the resumed checkpoint's if that is newer.
 
-        :raises UserError: if several trainers are at a later step, but no state can be downloaded
+        :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded
         """
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
@@ -92,7 +96,7 @@ class TrainingSession:
         attempts this peer starts without that trainer's state.
 
         :returns: whether a state was loaded
-        :raises UserError: if several trainers are at a later step, but no state can be downloaded within
+        :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded within
             `load_state_timeout`
         """
         tracker = self.optimizer.tracker
@@ -113,7 +117,7 @@ class TrainingSession:
                 return False
             if time.monotonic() > deadline:
                 step = min(peer.epoch for peer in ahead)
-                raise UserError(
+                raise TemporaryError(
                     f"{len(ahead)} trainers of this run are at step #{step} or later, but no state could be "
                     f"downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} seconds. Check that "
                     "they are reachable from this machine and use the same model and optimizer"
@@ -127,6 +131,7 @@ class TrainingSession:
         :returns: whether training continues
         :raises UserError: if the parameters are NaN or Inf and there is no state to return to
         """
+        self.heartbeat.note_work()
         if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
             self.recover()
             return not self.should_stop()
@@ -249,6 +254,7 @@ class TrainingSession:
         deadline = time.monotonic() + self.args.leave_timeout
         self.introduce(leaving=True)
         while time.monotonic() < deadline and not self.should_stop():
+            self.heartbeat.note_work()
             records = utils.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").values()
             monitors = [record.value for record in records if record.value["stores_checkpoints"]]
             if all(monitor["checkpoint_step"] >= step for monitor in monitors):

@@ -80,12 +80,13 @@ def is_refusal(outcome: str) -> bool:
 def assert_refused(*strangers: dict[str, str]) -> None:
     """Assert that no service answered a stranger, and that each service told at least one of them the reason.
 
-    The reason may be lost: libp2p may close the stream before the caller has read the error.
+    The reason may be lost: libp2p may close the stream before the caller has read the error, or has sent its request.
     """
     for outcomes in strangers:
         assert len(outcomes) == 9
         assert list_answered(outcomes) == []
-        assert all(is_refusal(text) or text == "StopAsyncIteration()" for text in outcomes.values()), outcomes
+        others = {text for text in outcomes.values() if not is_refusal(text)}
+        assert others <= {"StopAsyncIteration()", "BrokenPipeError(32, 'Broken pipe')"}
     for service in strangers[0]:
         assert any(is_refusal(outcomes[service]) for outcomes in strangers), (service, strangers)
 

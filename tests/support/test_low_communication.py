@@ -271,6 +271,17 @@ def test_tuned_rates_are_those_with_the_least_loss(tmp_path):
     assert json.loads(results.path.read_text().splitlines()[0])["run"]["point"] == "h8"
 
 
+def test_rates_of_four_peers_are_used_for_others_but_not_with_data_parallel(tmp_path):
+    results = Results(tmp_path / "results.jsonl")
+    for point in ("h8", "dp"):
+        for number, candidate in enumerate(sweep(Run("setup", point, 4, 0, 0.01, 0.7))):
+            results.add(candidate, {"evaluations": {"32": 9.0 - number}, "seconds": 1.0})
+    tuned = results.tuned(Run("setup", "h8", 8, 2, 0.01, 0.7))
+    assert (tuned.peers, tuned.seed, tuned.outer_learning_rate, tuned.outer_momentum) == (8, 2, *OUTER_RATES[-1])
+    untuned = Run("setup", "dp", 8, 2, 0.01, 0.7)
+    assert results.tuned(untuned) == untuned
+
+
 def test_variants_of_h32_have_its_rates_unless_they_are_tuned(tmp_path):
     results = Results(tmp_path / "results.jsonl")
     late, h32 = Run("setup", "h32-late2", 4, 0, 0.01, 0.7), Run("setup", "h32", 4, 0, 0.002, 0.7)
