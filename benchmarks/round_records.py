@@ -68,11 +68,11 @@ class PeerRecords:
 
 
 def read_local_records(peer: PeerRecords, path: Path) -> None:
-    """Read the records of paced_peer.py."""
+    """Read the local steps and downloads that paced_peer.py or plain_trainer.py has recorded."""
     for record in read_jsonl(path):
         if record["event"] == "download":
             peer.downloads.append((record["began"], record["time"]))
-        else:
+        elif record["event"] == "local step":
             peer.local_steps.append((record["time"], record["samples"], record["waited"]))
 
 

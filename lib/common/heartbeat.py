@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,12 +29,19 @@ class Heartbeat(PeriodicThread):
         super().__init__(PERIOD)
         self.path, self.longest_wait = path, longest_wait
         self._beats = self._work_done = 0
+        self._lock = threading.Lock()
 
     def note_work(self) -> None:
-        """Note that work goes on. The next beat tells it."""
+        """Note that work goes on. The next beat tells it; the first work is told at once."""
         self._work_done += 1
+        if self._work_done == 1 and self.path is not None:
+            self.work()
 
     def work(self) -> None:
+        with self._lock:
+            self._beat()
+
+    def _beat(self) -> None:
         if any(_is_frozen(process) for process in psutil.Process().children(recursive=True)):
             return
         self._beats += 1
@@ -54,6 +62,7 @@ def open_heartbeat(longest_wait: float) -> Iterator[Heartbeat]:
     path = os.environ.get(VARIABLE)
     heartbeat = Heartbeat(Path(path) if path else None, longest_wait)
     if path:
+        heartbeat.work()
         heartbeat.start()
     try:
         yield heartbeat

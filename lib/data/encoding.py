@@ -104,7 +104,8 @@ class WordEncoder(TextEncoder):
         all_words = list(itertools.chain.from_iterable(words))
         numbers = list(map(self._numbers.get, all_words))
         if None in numbers:
-            self._learn(list(dict.fromkeys(word for word in all_words if word not in self._numbers)))
+            is_unknown = [number is None for number in numbers]
+            self._learn(list(dict.fromkeys(itertools.compress(all_words, is_unknown))))
             numbers = list(map(self._numbers.get, all_words))
         numbers = np.array(numbers, dtype=np.int64)
         lengths = self._lengths[numbers]
@@ -123,10 +124,14 @@ class WordEncoder(TextEncoder):
         :param numbers: which texts
         :param encoded: of all texts, by their words
         """
-        parts = encoded.split()
-        for number, whole in zip(numbers, super().encode([texts[number] for number in numbers]).split(), strict=True):
-            parts[number] = whole
-        return Encoded(np.concatenate(parts), np.array([len(part) for part in parts]))
+        wholes = super().encode([texts[number] for number in numbers])
+        lengths, ends = encoded.lengths.copy(), np.cumsum(encoded.lengths)
+        lengths[numbers] = wholes.lengths
+        parts, begin = [], 0
+        for number, whole in zip(numbers, wholes.split(), strict=True):
+            parts += [encoded.ids[begin : ends[number] - encoded.lengths[number]], whole]
+            begin = ends[number]
+        return Encoded(np.concatenate([*parts, encoded.ids[begin:]]), lengths)
 
     def _tokenize(self, texts: list[str], split_special_tokens: bool = False) -> list[list[int]]:
         # Without transformers' bookkeeping, which takes half as long as the encoding of a word

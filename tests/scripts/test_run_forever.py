@@ -90,8 +90,9 @@ def test_command_that_does_not_exist(capsys):
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", ["trainer", "p2pd"])
+@pytest.mark.parametrize(
+    ("victim", "number"), [("trainer", signal.SIGKILL), ("p2pd", signal.SIGKILL), ("p2pd", signal.SIGSTOP)]
+)
 def test_trainer_comes_back(scripts, victim, number):
     """Its children are those of one trainer: none of a killed or frozen one is left."""
     monitor = scripts.monitor("--save_checkpoint_step_interval", 1)
