@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,9 +139,10 @@ def train_together(args: argparse.Namespace, data: Path, num_peers: int) -> None
             "--save_checkpoint_step_interval", args.evaluation_steps, log="monitor",
         )  # fmt: skip
         joining = ["--initial_peers", monitor.address]
-        scripts.start(
+        evaluator = scripts.start(
             "run_evaluator.py", *shared, *joining, "--dataset_path", data / "dataset", "--output_dir",
-            folder / "evaluator", "--evaluation_steps", args.evaluation_steps, "--refresh_period", 1, log="evaluator",
+            folder / "evaluator", "--evaluation_steps", args.evaluation_steps, "--refresh_period", 1,
+            "--max_global_steps", args.steps, log="evaluator",
         )  # fmt: skip
         flags = [*trainer_flags(args, data), *joining, "--host_maddrs", LOCAL, "--target_group_size", num_peers]
         names = [f"trainer-{number}" for number in range(num_peers)]
@@ -154,17 +155,18 @@ def train_together(args: argparse.Namespace, data: Path, num_peers: int) -> None
             END_SECONDS,
             "the monitor's report of the last step",
         )
+        with suppress(AssertionError):  # it may find nobody who still offers the last state
+            evaluator.wait(END_SECONDS)
 
 
 def read_together(args: argparse.Namespace, num_peers: int) -> list[Point]:
     folder = args.folder / f"peers-{num_peers}"
-    reports = {
-        record["step"]: record for record in read_jsonl(folder / "monitor" / "metrics.jsonl") if "step" in record
-    }
-    evaluations = {record["step"]: record["loss"] for record in read_jsonl(folder / "evaluator" / "evaluations.jsonl")}
+    losses = {record["step"]: record["loss"] for record in read_jsonl(folder / "monitor" / "metrics.jsonl")}
+    results = read_jsonl(folder / "evaluator" / "evaluations.jsonl")
+    evaluations = {result["step"]: result["validation loss"] for result in results}
     return [
-        Point(num_peers, step, step * args.batch, reports.get(step, {}).get("loss"), evaluations.get(step))
-        for step in sorted({*reports, *evaluations})
+        Point(num_peers, step, step * args.batch, losses.get(step), evaluations.get(step))
+        for step in sorted({*losses, *evaluations})
     ]
 
 
