@@ -1,4 +1,7 @@
-"""Invalid input found by the scripts themselves: a one-line error with the flag and the remedy, and exit code 1."""
+"""Invalid input found by the scripts themselves: a one-line error with the flag and the remedy.
+
+The exit code is 1, or 75 for an error that may pass.
+"""
 
 import json
 import shutil
@@ -11,7 +14,7 @@ import pytest
 
 import run_trainer
 import run_training_monitor
-from lib.common.errors import run_script
+from lib.common.errors import TEMPORARY, run_script
 from tests.support.peers import LOCAL, TINY_ALBERT, local_peer
 
 UNKNOWN_PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -19,15 +22,15 @@ UNKNOWN_PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path, data):
-    """Run the main function of a script in this process; return its one-line error."""
+    """Run the main function of a script in this process; return its one-line error. The exit code is 1 by default."""
     monkeypatch.setattr("lib.common.logs.setup_logging", lambda debug=False: None)  # keep the logging of the tests
 
-    def run(script, *args: object) -> str:
+    def run(script, *args: object, code: int = 1) -> str:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, args)])
         with pytest.raises(SystemExit) as exit_info:
             run_script(script.main)
-        assert exit_info.value.code == 1
+        assert exit_info.value.code == code
         errors = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
         assert len(errors) == 1
         return errors[0]
@@ -37,12 +40,12 @@ def run(monkeypatch, capsys, tmp_path, data):
 
 @pytest.fixture
 def trainer(run, data, tmp_path):
-    def trainer(**flags: object) -> str:
+    def trainer(code: int = 1, **flags: object) -> str:
         flags = {
             "tokenizer_path": data / "tokenizer", "dataset_path": data / "dataset", "host_maddrs": LOCAL,
             "model_name_or_path": data / "config.json", "output_dir": tmp_path / "out", **flags,
         }  # fmt: skip
-        return run(run_trainer, *(part for name, value in flags.items() for part in (f"--{name}", value)))
+        return run(run_trainer, *(part for name, value in flags.items() for part in (f"--{name}", value)), code=code)
 
     return trainer
 
@@ -143,7 +146,7 @@ def test_port_that_is_in_use(trainer):
 
 def test_peers_that_do_not_answer(trainer):
     peer = f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEER}"
-    message = trainer(initial_peers=peer, bootstrap_timeout=4)
+    message = trainer(TEMPORARY, initial_peers=peer, bootstrap_timeout=4)
     assert "--initial_peers" in message and peer in message
 
 
@@ -152,7 +155,7 @@ def test_peer_with_another_id_than_its_address_says(trainer, tmp_path):
     with local_peer(tmp_path / "peer", "albert") as peer:
         address = str(peer.dht.get_visible_maddrs()[0])
         wrong = address.replace(address.split("/")[-1], UNKNOWN_PEER)
-        assert wrong in trainer(initial_peers=wrong, bootstrap_timeout=4)
+        assert wrong in trainer(TEMPORARY, initial_peers=wrong, bootstrap_timeout=4)
 
 
 def test_peer_that_accepts_and_does_not_respond(trainer):
@@ -162,7 +165,7 @@ def test_peer_that_accepts_and_does_not_respond(trainer):
         silent.listen()
         threading.Thread(target=silent.accept, daemon=True).start()
         peer = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{UNKNOWN_PEER}"
-        assert "--initial_peers" in trainer(initial_peers=peer, bootstrap_timeout=6)
+        assert "--initial_peers" in trainer(TEMPORARY, initial_peers=peer, bootstrap_timeout=6)
 
 
 @pytest.mark.peers
