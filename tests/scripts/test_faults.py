@@ -9,6 +9,7 @@ import psutil
 import pytest
 from transformers import AutoModelForPreTraining
 
+from lib.data.corpus import open_sample
 from lib.training.checkpoints import list_checkpoints
 from lib.training.hf_trainer import find_checkpoint
 from tests.support.pausing import IN_THE_MIDDLE
@@ -97,9 +98,11 @@ def test_signal_in_the_middle_of_saving(scripts, number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts, number):
+    text = scripts.folder / "text.txt"
+    text.write_text("\n".join(open_sample().rows["train"]()) * 20)  # so much that it is not done before the signal
     script = scripts.start(
-        "tokenize_wikitext103.py", "--sample", "--train_tokenizer", "--vocab_size", 500, "--max_seq_length", 32,
-        "--output_path", scripts.folder / "dataset", "--tokenizer_path", scripts.folder / "tokenizer",
+        "tokenize_wikitext103.py", "--train_file", text, "--train_tokenizer", "--vocab_size", 500, "--max_seq_length",
+        32, "--output_path", scripts.folder / "dataset", "--tokenizer_path", scripts.folder / "tokenizer",
         "--cache_dir", scripts.folder / "cache", log="tokenize",
     )  # fmt: skip
     wait_until(lambda: list(scripts.folder.glob("cache/.work.*.new")), 120, "work in hand")
