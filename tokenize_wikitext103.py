@@ -164,14 +164,33 @@ class TokenizationArguments:
 
 def main() -> None:
     (args,) = parse_arguments([TokenizationArguments], __doc__)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files are removed
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
-    started = time.perf_counter()
-    manifest = prepare(args)
-    print(summarize(args, manifest))
-    if args.archive is not None:
-        print(f"Archive {args.archive}, SHA-256 {pack(args)}")
-    print(f"Done in {time.perf_counter() - started:.0f} s")
+    with termination_as_exit():
+        started = time.perf_counter()
+        manifest = prepare(args)
+        print(summarize(args, manifest))
+        if args.archive is not None:
+            print(f"Archive {args.archive}, SHA-256 {pack(args)}")
+        print(f"Done in {time.perf_counter() - started:.0f} s")
+
+
+@contextlib.contextmanager
+def termination_as_exit() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM, so that temporary files are removed."""
+    is_ending = threading.Event()
+    code = 128 + signal.SIGTERM
+
+    def end(*_) -> None:
+        is_ending.set()
+        sys.exit(code)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except Exception:
+        if is_ending.is_set():
+            sys.exit(code)  # an import in progress has made an ImportError of it
+        raise
 
 
 def prepare(args: TokenizationArguments) -> Manifest:

@@ -549,3 +549,21 @@ def test_the_manifest_is_plain_json(prepared):
     content = json.loads((prepared / "dataset" / "manifest.json").read_text())
     assert content["format_version"] == 1 and content["objective"] == "mlm_sop"
     assert str(prepared) not in json.dumps(content)
+
+
+def test_signal_during_an_import_ends_the_script_as_at_any_other_moment(monkeypatch):
+    def be_interrupted(_args):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            raise ImportError("initialization failed") from None  # as extension modules do
+
+    monkeypatch.setattr(tokenize_wikitext103, "prepare", be_interrupted)
+    monkeypatch.setattr(sys, "argv", ["tokenize_wikitext103.py", "--sample"])
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as exit_info:
+            tokenize_wikitext103.main()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert exit_info.value.code == 128 + signal.SIGTERM

@@ -105,7 +105,8 @@ def test_trainer_comes_back(scripts, victim, number):
     family = [trainer, *trainer.children(recursive=True)]
     target = trainer if victim == "trainer" else next(p for p in family if p.name().startswith("p2pd"))
     target.send_signal(number)
-    supervisor.wait_for(r"(?s)starting it again in.*Joined the collaboration.*Step #\d+")
+    # One that was asked to end has saved a checkpoint.
+    supervisor.wait_for(r"(?s)starting it again in.*(Joined the collaboration|Resumed from a checkpoint).*Step #\d+")
     wait_until(lambda: not any(p.is_running() for p in family), 15, "the end of the first trainer's processes")
     (trainer,) = psutil.Process(supervisor.process.pid).children()
     assert supervisor.stop(signal.SIGINT) == 0
