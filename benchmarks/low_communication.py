@@ -160,7 +160,9 @@ def prepare_data(
         "--validation_fraction", "0.1", "--num_proc", "1", "--overwrite", "--output_path", str(folder / "dataset"),
         "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"),
     ]  # fmt: skip
-    subprocess.run(command, check=True)
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"The text could not be prepared:\n{result.stderr}")
     (folder / "config.json").write_text(json.dumps(model))
 
 
