@@ -106,7 +106,8 @@ def test_trainer_comes_back(scripts, victim, number):
     target = trainer if victim == "trainer" else next(p for p in family if p.name().startswith("p2pd"))
     target.send_signal(number)
     # One that was asked to end has saved a checkpoint.
-    supervisor.wait_for(r"(?s)starting it again in.*(Joined the collaboration|Resumed from a checkpoint).*Step #\d+")
+    restarted = r"(?s)starting it again in.*(Joined the collaboration|Resumed from a checkpoint).*Step #\d+"
+    supervisor.wait_for(restarted, timeout=240)
     wait_until(lambda: not any(p.is_running() for p in family), 15, "the end of the first trainer's processes")
     (trainer,) = psutil.Process(supervisor.process.pid).children()
     assert supervisor.stop(signal.SIGINT) == 0
