@@ -10,7 +10,6 @@ first work. A peer that nobody answers is tried without end.
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,7 @@ import psutil
 from lib.common.backoff import Backoff
 from lib.common.errors import TEMPORARY, exit_with
 from lib.common.heartbeat import VARIABLE, read_heartbeat
-from lib.common.processes import StopSignal
+from lib.common.processes import StopSignal, signal_at_end_of_parent
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 600.0
 MAX_FAILURES = 5  # in a row, before any work
@@ -33,7 +33,6 @@ SILENT_SECONDS = 60.0  # without a beat: the process or one of its children is f
 STOP_SECONDS = 30.0  # for a clean end, before the process is killed
 POLL_SECONDS = 0.5
 USAGE = 2  # exit code for wrong flags
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,6 @@ class Outcome:
         return f"it ended with exit code {self.code}"
 
 
-def end_with_supervisor() -> None:
-    """Ask the command to end if this program is killed. Runs in the forked child."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
 class Command:
     """One run of the command.
 
@@ -79,10 +72,11 @@ class Command:
         """
         with tempfile.TemporaryDirectory(prefix="run-forever-") as folder:
             beat_file = Path(folder) / "heartbeat.json"
-            # A process group of its own: Ctrl-C reaches this program only, which passes it on.
+            # In a separate process group: Ctrl-C reaches this program only, which ends the command. If this program
+            # is killed, the kernel does.
             process = psutil.Popen(
                 self.command, env={**os.environ, VARIABLE: str(beat_file)}, process_group=0,
-                preexec_fn=end_with_supervisor,
+                preexec_fn=partial(signal_at_end_of_parent, signal.SIGTERM),
             )  # fmt: skip
             why = self._watch(process, beat_file)
             if process.poll() is None:

@@ -27,6 +27,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import BaseTrainingArguments
+from benchmarks.process_usage import cpu_seconds
 from lib.averaging.rounds import PROTOCOL
 from lib.common.metrics_schema import history_length
 from lib.common.processes import guard_children
@@ -144,11 +145,6 @@ def measure(num_trainers: int, args: argparse.Namespace, folder: Path) -> str:
             storer.kill()
             storer.wait()
         peer.dht.shutdown()
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ benchmarks/preparation.py                                            # 19 MB of 
 benchmarks/preparation.py --text wiki.test.tokens --megabytes 19 --repeat 3
 benchmarks/preparation.py --megabytes 20,200,2000 --memory           # memory only
 
-Each program runs alternately with the others, as a process of its own: seconds include its start. The text repeats
+The programs run alternately, each as a separate process: seconds include its start. The text repeats
 --text; in each copy half of the rare words are replaced by new ones, so that the number of different words grows as
 it does in real text.
 """

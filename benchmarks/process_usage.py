@@ -26,13 +26,18 @@ def name_parts(main: int, family: Sequence[psutil.Process]) -> dict[int, str]:
     return {process.pid: parts.get(process.pid, "workers") for process in family}
 
 
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU seconds that a process has used so far."""
+    times = process.cpu_times()
+    return times.user + times.system
+
+
 def measure_cpu(main: int, family: Sequence[psutil.Process]) -> Counter:
     """Return the CPU seconds that the processes of a peer have used so far, by part."""
     cpu, parts = Counter(), name_parts(main, family)
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            times = process.cpu_times()
-            cpu[parts[process.pid]] += times.user + times.system
+            cpu[parts[process.pid]] += cpu_seconds(process)
     return cpu
 
 

@@ -23,8 +23,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,16 +90,6 @@ def trainer_flags(args: argparse.Namespace, data: Path) -> list[object]:
         "--per_device_train_batch_size", args.micro_batch, "--gradient_accumulation_steps", 1,
         "--dataloader_num_workers", 0, "--max_global_steps", args.steps, "--seed", args.seed,
     ]  # fmt: skip
-
-
-@contextmanager
-def termination_as_interrupt() -> Iterator[None]:
-    """End on SIGTERM as on Ctrl-C, so that processes are stopped and the results are written."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def train_plain(args: argparse.Namespace, data: Path) -> None:
@@ -228,10 +217,10 @@ def main() -> None:
         f"seed {args.seed}, SHA-256 of the data {hash_data(data / 'dataset')[:12]}"
     )
     print(title)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which stops the processes
     try:
-        with termination_as_interrupt():
-            for number in curves:
-                train_together(args, data, number) if number else train_plain(args, data)
+        for number in curves:
+            train_together(args, data, number) if number else train_plain(args, data)
     except KeyboardInterrupt:
         print("Interrupted: call it again to continue")
     finally:

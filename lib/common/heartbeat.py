@@ -32,20 +32,17 @@ class Heartbeat(PeriodicThread):
         self._lock = threading.Lock()
 
     def note_work(self) -> None:
-        """Note that work goes on. The next beat tells it; the first work is told at once."""
+        """Note that work continues. The next beat reports it; the first call reports it immediately."""
         self._work_done += 1
         if self._work_done == 1 and self.path is not None:
             self.work()
 
     def work(self) -> None:
-        with self._lock:
-            self._beat()
-
-    def _beat(self) -> None:
         if any(_is_frozen(process) for process in psutil.Process().children(recursive=True)):
             return
-        self._beats += 1
-        with contextlib.suppress(OSError):  # a full disk: the supervisor must not end a process that works
+        # On a full disk the beat is lost. That must not end this thread: later beats may be written.
+        with self._lock, contextlib.suppress(OSError):
+            self._beats += 1
             write_json(self.path, {"beats": self._beats, "work": self._work_done, "longest_wait": self.longest_wait})
 
 

@@ -25,6 +25,12 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def signal_at_end_of_parent(number: int) -> None:
+    """Let the kernel send this process a signal when its parent ends. Linux only; elsewhere nothing happens."""
+    if sys.platform == "linux":
+        _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
 def leave_with_parent() -> None:
     """End a child process when its parent ends, and detach it from the terminal's Ctrl-C. Runs in each forked child.
 
@@ -33,8 +39,7 @@ def leave_with_parent() -> None:
     """
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    if sys.platform == "linux":
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_end_of_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

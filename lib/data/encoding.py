@@ -165,8 +165,7 @@ def _is_separable(word: str) -> bool:
 def build_encoder(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
     """Return the fastest encoder that gives the tokenizer's own ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    settings = json.loads(backend.to_str()) if backend is not None else None
-    prefix = _find_prefix(settings) if settings is not None else None
+    prefix = None if backend is None else _find_prefix(json.loads(backend.to_str()))
     return TextEncoder(tokenizer) if prefix is None else WordEncoder(tokenizer, prefix)
 
 

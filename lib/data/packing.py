@@ -289,7 +289,7 @@ def pack_full_sequences(
     :returns: samples with the columns of the objective mlm
     """
     text, is_separator = _join(documents, sep_id)
-    begin, stop = 0, len(text) - 1  # the last sample ends with a [SEP] of its own
+    begin, stop = 0, len(text) - 1  # the last [SEP] is not text: each sample gets one
     while begin < stop:
         begin += int(is_separator[begin])  # no separator at the start of a sample
         end = min(begin + max_seq_length - 2, stop)

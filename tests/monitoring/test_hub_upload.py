@@ -72,7 +72,7 @@ def run_until(uploader: HubUploader, condition, what: str, **options):
         uploader.update(**options)
         return condition()
 
-    return wait_until(updated, 240, what)  # each try imports huggingface_hub in a process of its own
+    return wait_until(updated, 240, what)  # each try starts a process that imports huggingface_hub
 
 
 def upload_newest(uploader: HubUploader, **options) -> None:

@@ -6,7 +6,6 @@ the imports start their scripts without the launcher.
 """
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lib.common.processes import PR_SET_PDEATHSIG
+from lib.common.processes import signal_at_end_of_parent
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -33,7 +32,6 @@ MODULES = (
 PYTHON = (sys.executable, "-u", "-W", "ignore")
 # One core, and no GPU: all trainers of a test would share it
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-_libc = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
@@ -45,8 +43,7 @@ def end_with_parent() -> None:
     with contextlib.suppress(PermissionError):
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.platform == "linux":
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_end_of_parent(signal.SIGKILL)
 
 
 class LaunchedProcess:
