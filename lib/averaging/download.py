@@ -142,7 +142,8 @@ class StateDownload:
         key = f"{self.averager.prefix}.all_averagers"
         offers = self.averager.dht.get(key, latest=True, return_future=True)
         try:
-            found = await asyncio.wait_for(offers, DHT_TIMEOUT)
+            async with asyncio.timeout(DHT_TIMEOUT):
+                found = await offers
         except TimeoutError:
             logger.warning(f"The DHT did not return the peers that offer a state within {DHT_TIMEOUT:.0f} seconds")
             self._may_retry = True
@@ -156,7 +157,8 @@ class StateDownload:
         """
         async with slots:
             try:
-                await asyncio.wait_for(self.averager._p2p._client.connect(donor, []), self.dial_timeout)
+                async with asyncio.timeout(self.dial_timeout):
+                    await self.averager._p2p._client.connect(donor, [])
             except Exception as error:
                 return error
 
@@ -199,9 +201,11 @@ class StateDownload:
         """
         averager = self.averager
         stub = averager.get_stub(averager._p2p, donor, namespace=averager.prefix)
-        stream = await asyncio.wait_for(stub.rpc_download_state(averaging_pb2.DownloadRequest()), self._max_silence())
+        async with asyncio.timeout(self._max_silence()):
+            stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
         async with aclosing(stream):
-            message = await asyncio.wait_for(anext(stream, None), self._max_silence())
+            async with asyncio.timeout(self._max_silence()):
+                message = await anext(stream, None)
             if message is None:
                 raise StateLoadError("the donor has no state to offer")
             metadata = self._read_metadata(message.metadata, believe_all)
@@ -217,7 +221,8 @@ class StateDownload:
                     averager.unpack_state(metadata, assembler.tensors)
                     return metadata, assembler.tensors
                 self._check_pace(began, assembler.fraction)
-                message = await asyncio.wait_for(anext(stream, None), self._max_silence())
+                async with asyncio.timeout(self._max_silence()):
+                    message = await anext(stream, None)
                 if message is None:
                     raise ConnectionError(
                         f"the stream ended after {len(assembler.tensors)} of {len(assembler.specs)} tensors"

@@ -271,8 +271,11 @@ class StepMatchmaking(Matchmaking):
                 is_late = time.monotonic() >= search.triggered_at + self.min_matchmaking_time
                 if is_late or not self._expected(search) - joined.keys():
                     return self._assemble(search, joined)
+            # Not asyncio.wait_for: until Python 3.12, it drops a cancellation that arrives together with the event.
+            # The search would never end, and the searches for the next steps would wait for it.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 0.1)
+                async with asyncio.timeout(0.1):
+                    await self._changed.wait()
         return None
 
     def _joined(self, search: Search) -> dict[PeerID, _Request]:
@@ -328,9 +331,11 @@ class StepMatchmaking(Matchmaking):
         )
         try:
             stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
-            stream = await asyncio.wait_for(stub.rpc_join_group(request), self.request_timeout)
+            async with asyncio.timeout(self.request_timeout):
+                stream = await stub.rpc_join_group(request)
             async with aclosing(stream):
-                message = await asyncio.wait_for(anext(stream), self.request_timeout)
+                async with asyncio.timeout(self.request_timeout):
+                    message = await anext(stream)
                 if message.code == averaging_pb2.ACCEPTED:
                     if self._is_asked_by(leader, control.number):
                         return None  # the peers have asked each other: the better candidate leads

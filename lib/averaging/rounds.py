@@ -232,7 +232,8 @@ class RoundAverager(SafeAverager):
         begun = time.monotonic()
         step.stage = AveragingStage.RUNNING_ALLREDUCE
         with self._register_allreduce_group(group):
-            result = await asyncio.wait_for(self._average_in_group(step, group), self._allreduce_timeout)
+            async with asyncio.timeout(self._allreduce_timeout):
+                result = await self._average_in_group(step, group)
         result.missed = missed
         result.seconds = {
             "matchmaking": found - started,
@@ -376,7 +377,8 @@ class RoundAverager(SafeAverager):
         """Wait until a round begins or ends, at most 1 s: a round cancelled before its trigger sets no event."""
         self._pending_groups_registered.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._pending_groups_registered.wait(), 1.0)
+            async with asyncio.timeout(1.0):
+                await self._pending_groups_registered.wait()
 
     def _wake_waiting_streams(self) -> None:
         self._pending_groups_registered.set()

@@ -319,6 +319,24 @@ def test_peers_that_ask_each_other_form_one_group(monkeypatch):
     asyncio.run(scenario())
 
 
+def test_search_ends_when_it_is_cancelled_while_the_roster_changes():
+    """A search that outlives its cancellation would keep those for the next steps waiting."""
+
+    async def scenario():
+        network, ids = make_network(2)
+        _, search = network.search(ids[0], is_due=False)  # it leads, and waits for the other
+        for _ in range(5):
+            await asyncio.sleep(0)
+        network.know(ids)
+        await asyncio.sleep(0)
+        search.cancel()
+        done, _ = await asyncio.wait({search}, timeout=1)
+        assert done and search.cancelled()
+        assert_one_group(await network.find(ids, number=2), ids)
+
+    asyncio.run(scenario())
+
+
 def test_clients_wait_for_a_peer_that_accepts_connections():
     async def scenario():
         network, ids = make_network(3, clients=2, patience=30.0)

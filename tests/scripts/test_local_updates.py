@@ -24,6 +24,7 @@ def test_trainers_with_local_updates_outlive_kills_and_hand_over_through_the_mon
     for trainer in (alice, bob, carol):
         trainer.wait_for("Averaged gradients with 3 peers")
     bob.kill_all()
+    alice.wait_for(r"\bStep #\d+")  # reported by its next local step
     reached = newest_step(alice)
     bob = scripts.trainer("bob", *common, name_of_script="run_custom_trainer.py")
     joined = int(bob.wait_for(r"Joined the collaboration at step #(\d+)")[1])
