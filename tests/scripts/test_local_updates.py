@@ -2,7 +2,7 @@
 
 import re
 
-from tests.support.peers import Script, join_together, read_jsonl, steps_of, wait_until
+from tests.support.peers import Script, join_together, read_jsonl, steps_of
 
 LOCAL = ("--local_updates", "--learning_rate", 0.01, "--target_group_size", 3, *steps_of(seconds=5, num_trainers=3))
 
@@ -40,11 +40,12 @@ def test_trainers_with_local_updates_outlive_kills_and_hand_over_through_the_mon
     assert steps == list(range(1, len(steps) + 1)), "no step is lost or repeated"
     assert rows[-1]["loss"] < rows[0]["loss"]
 
-    last = max(steps)
-    wait_until(lambda: (scripts.folder / "monitor" / f"checkpoint-{last}").exists(), 60, "the last checkpoint")
+    # The trainers may have left before the monitor could download the state of their last step.
+    saved = [int(path.name.removeprefix("checkpoint-")) for path in (scripts.folder / "monitor").glob("checkpoint-*")]
+    assert max(saved) >= reached
     dora = scripts.trainer("dora", *common)
     joined = int(dora.wait_for(r"Joined the collaboration at step #(\d+)")[1])
-    assert joined >= last - 1
+    assert joined >= max(saved)
     dora.wait_for(rf"Step #{joined + 2}\b")
     assert dora.stop() == 0, dora.output
     again = scripts.trainer("dora", *LOCAL)
