@@ -415,15 +415,11 @@ class ModelArguments:
 
 
 @dataclass
-class DatasetArguments(ModelArguments):
-    """What it is trained on."""
+class DataSourceArguments:
+    """Where the prepared data comes from."""
 
-    _argument_group_name = "Model and data"
+    _argument_group_name = "Data"
 
-    dataset_path: str = field(
-        default="data/albert_tokenized_wikitext",
-        metadata={"help": "Folder with the tokenized dataset, written by tokenize_wikitext103.py"},
-    )
     dataset_url: str | None = field(
         default=None,
         metadata={
@@ -442,7 +438,6 @@ class DatasetArguments(ModelArguments):
     def __post_init__(self):
         if self.dataset_url is not None:
             check_web_address("--dataset_url", self.dataset_url)
-            require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
         if self.dataset_sha256 is not None:
             require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
             self.dataset_sha256 = self.dataset_sha256.lower()
@@ -450,6 +445,23 @@ class DatasetArguments(ModelArguments):
                 bool(re.fullmatch("[0-9a-f]{64}", self.dataset_sha256)),
                 "--dataset_sha256 must be 64 hexadecimal digits, as in the .sha256 file beside the archive",
             )
+
+
+@dataclass
+class DatasetArguments(ModelArguments, DataSourceArguments):
+    """What it is trained on."""
+
+    _argument_group_name = "Model and data"
+
+    dataset_path: str = field(
+        default="data/albert_tokenized_wikitext",
+        metadata={"help": "Folder with the tokenized dataset, written by tokenize_wikitext103.py"},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dataset_url is not None:
+            require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
 
 
 @dataclass
@@ -518,7 +530,23 @@ class HyperparameterArguments:
 
 
 @dataclass
-class LocalTrainingArguments(HyperparameterArguments):
+class SampleArguments:
+    """What a sample is."""
+
+    _argument_group_name = "Samples"
+
+    seq_length: int | None = field(
+        default=None, metadata={"help": "Sequence length in tokens. Default: that of the prepared data"}
+    )
+    mlm_probability: float = field(default=0.15, metadata={"help": "Fraction of tokens to predict in masked LM"})
+
+    def __post_init__(self):
+        require_positive(self, "seq_length")
+        require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
+
+
+@dataclass
+class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
     """How this peer computes gradients.
 
     hivemind's example inherits these from transformers' TrainingArguments. Listing the ones that mean something here
@@ -537,10 +565,6 @@ class LocalTrainingArguments(HyperparameterArguments):
         default=2,
         metadata={"help": "Micro-batches per local step. The trainer reports its progress after each local step"},
     )
-    seq_length: int | None = field(
-        default=None, metadata={"help": "Sequence length in tokens. Default: that of the prepared data"}
-    )
-    mlm_probability: float = field(default=0.15, metadata={"help": "Fraction of tokens to predict in masked LM"})
     fp16: bool = field(default=False, metadata={"help": "Mixed precision with float16 (GPU only)"})
     bf16: bool = field(default=False, metadata={"help": "Mixed precision with bfloat16"})
     fp32: bool = field(
@@ -570,11 +594,11 @@ class LocalTrainingArguments(HyperparameterArguments):
     disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bar"})
 
     def __post_init__(self):
-        super().__post_init__()
-        require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "seq_length",
-                          "save_steps", "save_total_limit", "logging_steps")  # fmt: skip
+        HyperparameterArguments.__post_init__(self)
+        SampleArguments.__post_init__(self)
+        require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "save_steps",
+                          "save_total_limit", "logging_steps")  # fmt: skip
         require_not_negative(self, "dataloader_num_workers", "seed")
-        require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
         require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
 
     def batch_size_per_step(self, num_devices: int) -> int:

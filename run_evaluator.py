@@ -3,7 +3,7 @@
 
 It joins as an observer, which slows nobody down: it offers no state, averages nothing, and need not be reachable.
 
-    ./run_evaluator.py --run_id my-albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
+    ./run_evaluator.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
 
 The monitor logs and draws what it finds, too.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
 from lib.common.checks import require, require_positive
-from lib.common.cli import parse_arguments
-from lib.common.errors import run_script
+from lib.common.cli import parse_command_line
+from lib.common.errors import UserError, run_script
 from lib.common.processes import StopSignal, guard_children
 
 
@@ -67,9 +67,11 @@ ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, Hyperp
 
 def main() -> None:
     with StopSignal() as stop:
-        args = parse_arguments(ARGUMENTS, __doc__)
+        line = parse_command_line(ARGUMENTS, __doc__)
         guard_children()
-        evaluate(*args, stop)
+        from lib.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
+
+        evaluate(*adopt_run_config(line, stop), stop)
 
 
 def evaluate(
@@ -95,6 +97,8 @@ def evaluate(
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)
+    if not peer_args.initial_peers:
+        raise UserError("--initial_peers is missing: pass the address of a peer of the run")
     fetch_data(dataset_args, evaluator_args.disable_tqdm)
     tokenizer = load_tokenizer(dataset_args.tokenizer_path)
     config = load_config(dataset_args, tokenizer)

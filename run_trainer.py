@@ -19,16 +19,18 @@ from arguments import (
     LocalTrainingArguments,
     ProgressTrackerArguments,
 )
-from lib.common.cli import parse_arguments
+from lib.common.cli import parse_command_line
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
 
 
 def main() -> None:
     with StopSignal() as stop:
-        args = parse_arguments(TRAINER_ARGUMENTS, __doc__)
+        line = parse_command_line(TRAINER_ARGUMENTS, __doc__)
         guard_children()
-        train(*args, stop)
+        from lib.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
+
+        train(*adopt_run_config(line, stop), stop)
 
 
 def train(
@@ -48,6 +50,7 @@ def train(
     from lib.data.tokenizers import load_tokenizer
     from lib.peer.addresses import log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
+    from lib.peer.run_config import RunConfigRelay
     from lib.training.hf_trainer import (
         CollaborativeTrainer,
         NoOpScheduler,
@@ -80,6 +83,9 @@ def train(
         if not collaboration_args.client_mode:
             log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=collaboration_args.use_ipfs)
         peer_id = str(peer.dht.peer_id)
+        relay = RunConfigRelay.of_run(
+            peer, (training_args, dataset_args, collaboration_args, averager_args), collaboration_args
+        )
 
         # hivemind's optimizer, around LAMB or AdamW. `step` counts a local step; once all peers together have
         # target_batch_size samples, the optimizer averages the gradients and takes the global step.
@@ -100,6 +106,7 @@ def train(
             stop.is_set,
             training_args.disable_tqdm,
             heartbeat,
+            relay,
         )
         stack.callback(session.close)
 

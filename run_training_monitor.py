@@ -3,9 +3,9 @@
 
 Run it on a machine that others can reach; it needs no GPU:
 
-    ./run_training_monitor.py --run_id my-albert --host_maddrs /ip4/0.0.0.0/tcp/31337 --use_google_dns
+    ./run_training_monitor.py --run_config configs/run.yaml --host_maddrs /ip4/0.0.0.0/tcp/31337 --use_google_dns
 
-It prints the --initial_peers with which trainers join.
+It prints the --initial_peers with which trainers join, and tells them the settings of the run.
 """
 
 from contextlib import ExitStack
@@ -15,14 +15,16 @@ from pathlib import Path
 from arguments import (
     AveragerArguments,
     BaseTrainingArguments,
+    DataSourceArguments,
     HyperparameterArguments,
     ModelArguments,
     OptimizerArguments,
     ProgressTrackerArguments,
     ReportingArguments,
+    SampleArguments,
 )
 from lib.common.checks import check_maddr, parse_repo_id, require, require_not_negative, require_positive
-from lib.common.cli import parse_arguments
+from lib.common.cli import parse_command_line
 from lib.common.errors import UserError, run_script
 from lib.common.json_file import write_json
 from lib.common.processes import StopSignal, guard_children
@@ -111,8 +113,28 @@ class TrainingMonitorArguments(ReportingArguments):
             require(self.store_checkpoints, "--repo_id uploads checkpoints: drop --no_store_checkpoints")
 
 
+@dataclass
+class RunArguments(DataSourceArguments, SampleArguments):
+    """What the monitor only passes on to the trainers, with the other settings of the run that it is given."""
+
+    _argument_group_name = "Settings for the trainers"
+
+    run_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "YAML file with flags of this script, such as configs/run.yaml. All settings of the run that are "
+            "stated there or on the command line are signed and published: trainers need --initial_peers alone"
+        },
+    )
+
+    def __post_init__(self):
+        DataSourceArguments.__post_init__(self)
+        SampleArguments.__post_init__(self)
+
+
 ARGUMENTS = (
     TrainingMonitorArguments,
+    RunArguments,
     BaseTrainingArguments,
     ModelArguments,
     HyperparameterArguments,
@@ -124,19 +146,21 @@ ARGUMENTS = (
 
 def main() -> None:
     with StopSignal() as stop:
-        args = parse_arguments(ARGUMENTS, __doc__)
+        line = parse_command_line(ARGUMENTS, __doc__)
         guard_children()
-        monitor(*args, stop)
+        monitor(*line.arguments, line.values, stop)
 
 
 def monitor(
     monitor_args: TrainingMonitorArguments,
+    _run_args: RunArguments,
     peer_args: BaseTrainingArguments,
     model_args: ModelArguments,
     hyperparameter_args: HyperparameterArguments,
     optimizer_args: OptimizerArguments,
     averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
+    stated: dict[str, object],
     stop: StopSignal,
 ) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
@@ -153,6 +177,7 @@ def monitor(
     from lib.monitoring.trackers import build_reporters
     from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
+    from lib.peer.run_config import RunConfig, RunConfigRelay
     from lib.training.model import build_model, load_config
     from lib.training.observer import open_observer
 
@@ -262,8 +287,11 @@ def monitor(
             refresh_period=args.refresh_period,
             leaderboard_interval=args.save_checkpoint_step_interval,
         )
+        run_config = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key)
+        relay = RunConfigRelay(peer, run_config, lifetime=600.0 + 10 * args.refresh_period)
         heartbeat = stack.enter_context(open_heartbeat(longest_wait=600.0 + 10 * args.refresh_period))
         while not stop.is_set():
+            relay.publish()
             training_monitor.refresh()
             heartbeat.note_work()
             stop.event.wait(args.refresh_period)

@@ -100,30 +100,18 @@ def torch_works() -> bool:
 # --- the trainer -----------------------------------------------------------------------------------------------------
 
 
-def trainer_command(
-    initial_peers: str,
-    dataset_url: str,
-    username: str,
-    batch_size: int,
-    run_id: str = "albert",
-    dataset_sha256: str = "",
-    more_flags: str = "",
-) -> list[str]:
-    """Return the command line of a trainer in client mode.
+def trainer_command(initial_peers: str, username: str, batch_size: int, more_flags: str = "") -> list[str]:
+    """Return the command line of a trainer in client mode. The settings of the run come from its other peers.
 
     White space around the values of the form is removed. `more_flags` come last and take precedence.
 
-    :raises UserError: if a required field is empty
+    :raises UserError: if the required field is empty
     """
     peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
     if not peers:
         raise UserError("INITIAL_PEERS is empty: paste the address that the organiser of the run gave you")
-    if not dataset_url.strip():
-        raise UserError("DATASET_URL is empty: paste the address of the data that the organiser of the run gave you")
-    command = [sys.executable, "run_trainer.py", "--client_mode", "--disable_tqdm", "--run_id", run_id.strip()]
-    command += ["--per_device_train_batch_size", str(batch_size), "--dataset_url", dataset_url.strip()]
-    if dataset_sha256.strip():
-        command += ["--dataset_sha256", dataset_sha256.strip()]
+    command = [sys.executable, "run_trainer.py", "--client_mode", "--disable_tqdm"]
+    command += ["--per_device_train_batch_size", str(batch_size)]
     if username.strip():
         command += ["--username", username.strip()]
     return [*command, "--initial_peers", *peers, *shlex.split(more_flags)]

@@ -6,10 +6,12 @@ A usage error is one line on stderr.
 import difflib
 import ipaddress
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from lib.common.checks import HOST_PORT, ArgumentsError, require
@@ -99,26 +101,89 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
     return translated, warnings
 
 
+@dataclass(frozen=True)
+class CommandLine:
+    """A parsed command line.
+
+    :param arguments: an instance of each dataclass of the script
+    :param stated: names of the flags that the command line contains
+    """
+
+    parser: "ArgumentParser"
+    words: list[str]
+    arguments: tuple
+    stated: frozenset[str]
+
+    def with_settings(self, settings: Mapping[str, object]) -> tuple:
+        """Return the arguments with other values, checked as those of a command line.
+
+        :param settings: flag -> value; flags that the script does not have are left out
+        """
+        self.parser.source = "the settings of the run: "
+        return self.parser.parse([*self.words, *self.parser.to_words(settings)])
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The flags of the command line, with their values."""
+        return {name: getattr(args, name) for args in self.arguments for name in self.stated if hasattr(args, name)}
+
+
 class ArgumentParser(HfArgumentParser):
     """transformers' dataclass parser, with translated old flags and one-line usage errors."""
 
     def __init__(self, dataclass_types, description: str):
         super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
+        self.source = ""  # of the values that an error message is about
 
     @property
     def known_flags(self) -> set[str]:
         return {option for action in self._actions for option in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
-        print(f"{Path(sys.argv[0]).name}: error: {message} (see --help)", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: error: {self.source}{message} (see --help)", file=sys.stderr)
         sys.exit(2)
+
+    def to_words(self, settings: Mapping[str, object]) -> list[str]:
+        """Return settings as words of a command line, without those that are None or no flags of the script."""
+        words = []
+        for name, value in settings.items():
+            if f"--{name}" in self.known_flags and value is not None:
+                words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        return words
+
+    def read_file(self, path: str) -> list[str]:
+        """Read flags from a YAML file.
+
+        :raises ArgumentsError: if the file cannot be read, or has something else than flags of this script
+        """
+        try:
+            settings = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise ArgumentsError(f"--run_config: '{path}': {error.strerror}; pass a YAML file") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ArgumentsError(f"--run_config: '{path}' is not YAML: {' '.join(str(error).split())}") from None
+        require(isinstance(settings, dict), f"--run_config: '{path}' must have lines such as 'run_id: my-albert'")
+        for name, value in settings.items():
+            require(f"--{name}" in self.known_flags, f"--run_config: '{path}' has '{name}', which is no flag")
+            is_plain = isinstance(value, str | int | float | list) and not str(value).startswith("-")
+            require(is_plain, f"--run_config: '{path}' has no usable value for '{name}'")
+        return self.to_words(settings)
 
     def parse(self, args: Sequence[str] | None = None) -> tuple:
         """Parse the command line into instances of the dataclasses; exit with one line and code 2 on a usage error."""
+        return self.parse_line(args).arguments
+
+    def parse_line(self, args: Sequence[str] | None = None) -> CommandLine:
+        """Parse the command line, as `parse`, and note which flags it has.
+
+        The flags in the file of --run_config count as if they stood before the others.
+        """
         try:
-            args, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
+            words, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
+            if "--run_config" in words[:-1] and "--run_config" in self.known_flags:
+                words = self.read_file(words[words.index("--run_config") + 1]) + words
             *dataclasses, unknown = self.parse_args_into_dataclasses(
-                args, return_remaining_strings=True, look_for_args_file=False
+                words, return_remaining_strings=True, look_for_args_file=False
             )
         except ArgumentsError as error:
             self.error(str(error))
@@ -127,4 +192,5 @@ class ArgumentParser(HfArgumentParser):
             self.error(f"unknown argument '{unknown[0]}'" + (f", did you mean {similar[0]}?" if similar else ""))
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
-        return tuple(dataclasses)
+        stated = {action.dest for action in self._actions if not set(words).isdisjoint(action.option_strings)}
+        return CommandLine(self, words, tuple(dataclasses), frozenset(stated))

@@ -1,6 +1,12 @@
 """The command line of a script."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lib.common.argument_parser import CommandLine
 
 
 def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
@@ -9,8 +15,15 @@ def parse_arguments(dataclass_types: Sequence[type], description: str, args: Seq
     :param description: the script's docstring, whose first line --help shows
     :param args: the command line; default: `sys.argv[1:]`
     """
+    return parse_command_line(dataclass_types, description, args).arguments
+
+
+def parse_command_line(
+    dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None
+) -> CommandLine:
+    """Parse the command line, as `parse_arguments`, and note which flags it states."""
     from lib.common.argument_parser import (
         ArgumentParser,  # the import takes a second; the script already handles signals
     )
 
-    return ArgumentParser(dataclass_types, description).parse(args)
+    return ArgumentParser(dataclass_types, description).parse_line(args)

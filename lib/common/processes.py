@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 
@@ -132,6 +132,17 @@ class StopSignal:
     def defer(self) -> None:
         """Leave it to the main thread to watch `event` and end: signals no longer raise SystemExit."""
         self._deferred = True
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Defer a signal to the end of the block, where it raises SystemExit."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+            if self._requested:
+                raise SystemExit(0)
 
     def is_set(self) -> bool:
         return self._requested

@@ -19,6 +19,7 @@ from lib.common.errors import TemporaryError, UserError
 from lib.common.heartbeat import Heartbeat
 from lib.common.metrics_schema import history_length
 from lib.peer.peer import Peer
+from lib.peer.run_config import RunConfigRelay
 from lib.training import checkpoints
 from lib.training.backup import BackupWriter
 from lib.training.ban_list import BanList
@@ -39,6 +40,7 @@ class TrainingSession:
     :param folder: the output folder, for checkpoints, the backup, the ban list and the round log
     :param should_stop: returns whether training is to end; called after each local step
     :param heartbeat: learns of each local step
+    :param relay: publishes the settings of the run
     """
 
     MAX_RECOVERIES = 3  # rollbacks without a global step in between
@@ -54,11 +56,13 @@ class TrainingSession:
         should_stop: Callable[[], bool],
         disable_tqdm: bool = False,
         heartbeat: Heartbeat | None = None,
+        relay: RunConfigRelay | None = None,
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
         self.folder = folder
         optimizer.round_log = build_round_log(folder)
         self.should_stop = should_stop
+        self.relay = relay
         self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
         self.loss_meter = LossMeter()
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
@@ -238,6 +242,8 @@ class TrainingSession:
         info = PeerInfo(username=self.args.username, leaving=leaving, target_batch_size=self.args.target_batch_size)
         key = f"{self.args.run_id}_peers"
         utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
+        if self.relay is not None:
+            self.relay.publish()
 
     def leave(self) -> None:
         """Report the last steps and leave.

@@ -25,7 +25,6 @@ from tests.support.peers import LOCAL, ROOT, wait_until
 
 NOTEBOOKS = sorted((ROOT / "deploy").glob("*.ipynb"))
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"
-DATA = "http://127.0.0.1:9/data.tar.gz"
 SECRETS = r"\bhf_\w{20}|\bAKIA[0-9A-Z]{12}|\bgh[a-z]_\w{20}|\bsk-\w{20}|PRIVATE KEY|aws_secret|\b[0-9a-f]{40}\b"
 
 
@@ -98,11 +97,11 @@ def test_what_counts_as_a_secret():
         assert re.search(SECRETS, f'TOKEN = "{secret}"')
 
 
-def test_three_values_to_fill_in_come_first():
+def test_address_to_fill_in_comes_first():
     cells = nbformat.read(ROOT / "deploy" / "join_collaboration.ipynb", nbformat.NO_CONVERT).cells
     first = next(cell.source for cell in cells if cell.cell_type == "code")
     fields = re.findall(r'^(\w+) = ""  # @param {type:"string"}$', first, re.MULTILINE)
-    assert fields == ["INITIAL_PEERS", "DATASET_URL", "USERNAME"]
+    assert fields == ["INITIAL_PEERS", "USERNAME"]
     assert "rules" in cells[0].source
 
 
@@ -137,32 +136,23 @@ def test_no_gpu(nvidia_smi, monkeypatch):
 class TestCommand:
     def test_the_trainer_understands_it(self):
         command = trainer_command(
-            f" --initial_peers {ADDRESS}, {ADDRESS} ", f" {DATA}\n", " Ann O'Nym ", 8, "my-run", "0" * 64,
+            f" --initial_peers {ADDRESS}, {ADDRESS} ", " Ann O'Nym ", 8,
             "--target_batch_size 512 --per_device_train_batch_size 2",
         )  # fmt: skip
-        training, dataset, collaboration, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", command[2:])
+        training, _, collaboration, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", command[2:])
         assert command[1] == "run_trainer.py"
         assert collaboration.client_mode and collaboration.initial_peers == [ADDRESS, ADDRESS]
-        assert (collaboration.run_id, collaboration.username) == ("my-run", "Ann O'Nym")
-        assert (dataset.dataset_url, dataset.dataset_sha256) == (DATA, "0" * 64)
+        assert collaboration.username == "Ann O'Nym"
         assert training.per_device_train_batch_size == 2, "the organiser's flags come last"
         assert collaboration.target_batch_size == 512
 
     def test_what_may_stay_empty(self):
-        command = trainer_command(ADDRESS, DATA, "", 4)
-        assert "--username" not in command and "--dataset_sha256" not in command
+        assert "--username" not in trainer_command(ADDRESS, "", 4)
 
-    @pytest.mark.parametrize(
-        ("peers", "url", "message"),
-        [
-            ("  ", DATA, "INITIAL_PEERS is empty"),
-            ("--initial_peers", DATA, "INITIAL_PEERS"),
-            (ADDRESS, "", "DATASET_"),
-        ],
-    )
-    def test_what_must_be_filled_in(self, peers, url, message):
-        with pytest.raises(UserError, match=message):
-            trainer_command(peers, url, "", 4)
+    @pytest.mark.parametrize("peers", ["  ", "--initial_peers"])
+    def test_what_must_be_filled_in(self, peers):
+        with pytest.raises(UserError, match="INITIAL_PEERS is empty"):
+            trainer_command(peers, "", 4)
 
 
 class TestInstall:
@@ -225,7 +215,7 @@ def test_real_trainer_joins_another_and_stops_when_interrupted(scripts, tmp_path
         "warmup_steps": 0, "target_group_size": 2, "averaging_timeout": 8,
     }  # fmt: skip
     more_flags = " ".join(f"--{name} {value}" for name, value in flags.items())
-    command = trainer_command(public.address, DATA, "volunteer", 16, more_flags=more_flags)
+    command = trainer_command(public.address, "volunteer", 16, more_flags)
     children = []
 
     ended = threading.Event()
@@ -271,7 +261,7 @@ def test_real_trainer_joins_another_and_stops_when_interrupted(scripts, tmp_path
 def test_a_failure_of_the_trainer_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="the trainer ended with exit code 2"):
-        join.run(trainer_command("1.2.3.4:31337", DATA, "", 4), ROOT)
+        join.run(trainer_command("1.2.3.4:31337", "", 4), ROOT)
     assert "lacks the peer ID" in capsys.readouterr().out
 
 
@@ -317,7 +307,7 @@ def make_repository(folder: Path, trainer: str) -> Path:
 
 def join_notebook(repository: Path, **values: object) -> nbformat.NotebookNode:
     notebook = nbformat.read(ROOT / "deploy" / "join_collaboration.ipynb", nbformat.NO_CONVERT)
-    values = {"INITIAL_PEERS": ADDRESS, "DATASET_URL": DATA, "USERNAME": "ann", "REPO_URL": str(repository), **values}
+    values = {"INITIAL_PEERS": ADDRESS, "USERNAME": "ann", "REPO_URL": str(repository), **values}
     return fill_in(notebook, **values)
 
 
@@ -327,7 +317,7 @@ def test_join_notebook(repository, tmp_path):
     printed = execute(join_notebook(repository), folder)
     assert "Tesla T4 with 15 GiB: 8 samples at a time" in printed
     arguments = json.loads(re.search(r"ARGUMENTS (.*)", printed)[1])
-    assert arguments == trainer_command(ADDRESS, DATA, "ann", 8)[2:]
+    assert arguments == trainer_command(ADDRESS, "ann", 8)[2:]
     assert "saved a checkpoint" in printed and "The trainer has ended" in printed
     assert (folder / "collaborative-training" / "trainer.log").is_file()
 

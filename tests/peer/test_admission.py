@@ -331,4 +331,4 @@ def test_assistant_needs_an_invitation_of_its_own(tmp_path, authority):
     flags = ["--invitation", invite(authority, tmp_path / "monitor.invitation"), "--assist_in_averaging"]
     arguments = parse_arguments(run_training_monitor.ARGUMENTS, "a script", flags)
     with pytest.raises(UserError, match="--assistant_invitation"):
-        run_training_monitor.monitor(*arguments, stop=None)
+        run_training_monitor.monitor(*arguments, stated={}, stop=None)

@@ -12,6 +12,7 @@ from contextlib import closing
 
 import pytest
 
+import run_evaluator
 import run_trainer
 import run_training_monitor
 from lib.common.errors import TEMPORARY, run_script
@@ -53,6 +54,10 @@ def trainer(run, data, tmp_path):
 def write_config(path, **changes):
     path.write_text(json.dumps({**TINY_ALBERT, **changes}))
     return path
+
+
+def test_evaluator_without_initial_peers(run):
+    assert "--initial_peers is missing" in run(run_evaluator)
 
 
 def test_missing_tokenizer(trainer):

@@ -103,6 +103,7 @@ def intercept(script: str, arguments: list[str]) -> Intercepted:
 def test_command_line_is_one_that_the_script_takes(page, script, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my_text.txt").touch()
+    Path("configs").symlink_to(ROOT / "configs")
     intercept(script, arguments).parse()
 
 

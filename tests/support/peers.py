@@ -292,7 +292,7 @@ class Scripts:
         :param wrappers: scripts that run the trainer's script
         """
         return self.start(
-            *wrappers, "tests/support/paced.py", name_of_script,
+            *wrappers, "tests/support/paced.py", name_of_script, "--run_id", "albert",
             "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
             self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", BATCH_SIZE,

@@ -1,0 +1,64 @@
+"""A run that is joined with --initial_peers alone: real scripts, and data from a web server on this machine."""
+
+import functools
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from lib.data.archive import DATASET, TOKENIZER, write_archive
+from tests.support.peers import LOCAL, reserve_maddr
+
+
+@pytest.fixture
+def archive_url(data, tmp_path) -> Iterator[str]:
+    folder = tmp_path / "www"
+    folder.mkdir()
+    write_archive(folder / "data.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/data.tar.gz"
+        server.shutdown()
+
+
+def test_volunteers_take_all_settings_from_the_run(scripts, archive_url, tmp_path):
+    """The second volunteer joins through the first one, after the organiser's machine has gone."""
+    settings = tmp_path / "run.yaml"
+    settings.write_text(
+        f"run_id: tree\nmodel_name_or_path: albert-tiny\ndataset_url: {archive_url}\ntarget_batch_size: 32\n"
+        "learning_rate: 0.01\nwarmup_steps: 0\ngradient_compression: uniform8\nmatchmaking_time: 4\n"
+    )
+    monitor = scripts.start(
+        "run_training_monitor.py", "--run_config", settings, "--tokenizer_path", scripts.data / "tokenizer",
+        "--host_maddrs", reserve_maddr(), "--output_dir", tmp_path / "monitor", log="monitor",
+    )  # fmt: skip
+
+    def volunteer(name: str, address: str, *flags: object):
+        # Where this machine listens and keeps its files is its own business.
+        return scripts.start(
+            "tests/support/paced.py", "run_trainer.py", "--initial_peers", address,
+             "--host_maddrs", LOCAL, "--output_dir", tmp_path / name,
+            "--dataset_path", tmp_path / name / "data", "--tokenizer_path", tmp_path / name / "tokenizer", *flags,
+            log=name, env={"PACE": "0.25"},
+        )  # fmt: skip
+
+    alice = volunteer("alice", monitor.address)
+    alice.wait_for(r"Joining run tree of organiser Qm\w+\n")
+    alice.wait_for(rf"Downloading {archive_url}, [\d.]+ MB")
+    alice.wait_for(r"\bStep #2\b")
+    assert monitor.stop() == 0
+    bob = volunteer("bob", alice.address, "--max_global_steps", 1000)
+    bob.wait_for(r"Joining run tree of organiser Qm\w+, as Qm\w+ says")
+    bob.wait_for("Averaged gradients with 2 peers")
+    wrong = volunteer("carol", alice.address, "--learning_rate", 0.02)
+    assert wrong.wait() == 1
+    assert "error: --learning_rate is 0.02 here and 0.01 in run tree" in wrong.output
+    wrong = volunteer("dora", alice.address, "--run_id", "tree", "--dataset_url", archive_url, "--model_name_or_path",
+                      "albert-tiny", "--warmup_steps", 0)  # fmt: skip
+    assert wrong.wait() == 1
+    assert "error: --learning_rate is 0.00176 here and 0.01 in run tree" in wrong.output
+    for trainer in (alice, bob):
+        assert trainer.stop() == 0, trainer.output
+        assert "Traceback" not in trainer.output
