@@ -3,11 +3,13 @@
 import contextlib
 import multiprocessing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from arguments import BaseTrainingArguments
 from lib.common.atomic_files import lock_folder, remove_leftovers
 from lib.common.processes import StopSignal, Watchdog, exit_after
+from lib.peer.address_book import AddressBook, find_reachable
 from lib.peer.peer import Peer, start_peer
 from lib.peer.redial import BootstrapRedialer
 from lib.peer.tunnel import open_tunnel
@@ -27,13 +29,16 @@ def open_peer(
         remove_leftovers(output_dir)
         stop.defer()
         identity_path = Path(args.identity_path or output_dir / "identity.key")
-        peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone)
-        redialer = BootstrapRedialer(peer.dht, args.initial_peers)
-        redialer.start()
+        find_known_peers = partial(find_reachable, output_dir)
+        peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone, find_known_peers)
+        threads = (BootstrapRedialer(peer.dht, args.initial_peers), AddressBook(peer.dht, output_dir))
+        for thread in threads:
+            thread.start()
         try:
             yield peer
         finally:
-            redialer.stop()
+            for thread in threads:
+                thread.stop()
             peer.dht.shutdown()
 
 

@@ -1,6 +1,7 @@
 """Start of a DHT peer: identity, validators, and connection to the other peers."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,11 +58,13 @@ def start_peer(
     client_mode: bool,
     should_stop: threading.Event,
     may_start_alone: bool = False,
+    find_known_peers: Callable[[], list[str]] = list,
 ) -> Peer:
     """Start a DHT peer and join the other peers, with retries for `args.bootstrap_timeout` seconds.
 
     :param should_stop: cancels the retries when set
     :param may_start_alone: start without the other peers if none of them answers in this time
+    :param find_known_peers: returns addresses of other peers to try if no initial peer answers
     :raises TemporaryError: if no initial peer can be reached
     :raises UserError: if an address cannot be listened on
     :raises SystemExit: if `should_stop` is set
@@ -119,6 +122,9 @@ def start_peer(
             if not has_warned:
                 logger.warning(f"{_unreachable(args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
+            if args.initial_peers and (known := find_known_peers()):
+                logger.info(f"Trying {len(known)} addresses of peers that this peer has met before")
+                initial_peers = [*args.initial_peers, *known]
             should_stop.wait(3)
 
 

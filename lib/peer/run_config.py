@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,9 +29,11 @@ from arguments import BaseTrainingArguments, CollaborationArguments
 from lib.averaging.rounds import PROTOCOL
 from lib.common.argument_parser import CommandLine
 from lib.common.checks import check_maddr, check_web_address
-from lib.common.errors import UserError
+from lib.common.errors import TemporaryError, UserError
+from lib.common.json_file import JsonFile, write_json
 from lib.common.logs import setup_logging
 from lib.common.processes import StopSignal
+from lib.peer.address_book import find_reachable
 from lib.peer.invitations import peer_id_of
 from lib.peer.peer import Peer, start_peer
 from utils import get_dictionary, store_record
@@ -38,6 +41,7 @@ from utils import get_dictionary, store_record
 logger = get_logger(__name__)
 
 KEY = "run_config"
+ORGANISER_FILE = "organiser.json"  # in the output folder: peer ID of the organiser whose settings were taken
 MAX_CHARACTERS = 2400  # of the signed text; with key and signature, a record has less than 4 KiB
 # Trainers may choose these themselves, for a slower line.
 OPTIONAL_SETTINGS = ("matchmaking_time", "averaging_timeout")
@@ -197,10 +201,11 @@ def _owner_of(subkey: object) -> PeerID:
         raise RunConfigError(f"malformed public key: {error!r:.100}") from None
 
 
-def _find(dht: DHT, initial_peers: Iterable[str]) -> tuple[RunConfig, PeerID] | None:
+def _find(dht: DHT, initial_peers: Iterable[str], trusted: Collection[PeerID] = ()) -> tuple[RunConfig, PeerID] | None:
+    """Read the configurations of all runs in the DHT, and return the one to believe, as `choose`."""
     records = {subkey: record.value for subkey, record in get_dictionary(dht, KEY).items()}
     protocols = [check_maddr("--initial_peers", maddr) for maddr in initial_peers]
-    return choose(records, {PeerID.from_base58(part.get("p2p") or part["ipfs"]) for part in protocols})
+    return choose(records, {*trusted, *(PeerID.from_base58(part.get("p2p") or part["ipfs"]) for part in protocols)})
 
 
 # What the scripts call
@@ -209,7 +214,8 @@ def _find(dht: DHT, initial_peers: Iterable[str]) -> tuple[RunConfig, PeerID] | 
 def adopt_run_config(line: CommandLine, stop: StopSignal) -> tuple:
     """Return the arguments of a script, with the settings of the run that --initial_peers lead to.
 
-    Without --initial_peers, or with a --run_id, the command line states all settings itself.
+    Without --initial_peers, or with a --run_id, the command line states all settings itself. The organiser is
+    remembered in the output folder: after a restart, other peers than the initial ones may tell the settings.
 
     :raises UserError: if a flag of the command line differs from the settings, or these are not safe
     """
@@ -217,18 +223,15 @@ def adopt_run_config(line: CommandLine, stop: StopSignal) -> tuple:
     if not peer_args.initial_peers or "run_id" in line.stated:
         return line.arguments
     setup_logging(peer_args.debug)
-    with tempfile.TemporaryDirectory() as folder, stop.deferred():
-        visitor = replace(peer_args, identity_path=None, host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=[])
-        peer = start_peer(visitor, Path(folder) / "identity.key", client_mode=True, should_stop=stop.event)
-        try:
-            found = _find(peer.dht, peer_args.initial_peers)
-        finally:
-            peer.dht.shutdown()
+    output_dir, organiser = _remembered_organiser(line.arguments)
+    found = _visit(peer_args, output_dir, {organiser} - {None}, stop)
+    if found is None and organiser is not None:
+        raise TemporaryError(f"no peer has the settings that organiser {organiser} stated; is a trainer running?")
     if found is None:
         logger.info("The initial peers publish no settings of a run: those of the command line hold")
         return line.arguments
     config, publisher = found
-    vouched = "" if config.organiser == publisher else f", as {publisher} says"
+    vouched = "" if config.organiser in (publisher, organiser) else f", as {publisher} says"
     logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
     check_protocol(config)
     config.check_safe(peer_args.initial_peers)
@@ -236,10 +239,33 @@ def adopt_run_config(line: CommandLine, stop: StopSignal) -> tuple:
         raise UserError(
             "this run's model is a file of the organiser: ask for it and pass its path as --model_name_or_path"
         )
-    settings = {name: value for name, value in config.settings.items() if value is not None}
-    adopted = line.with_settings({name: value for name, value in settings.items() if name not in line.stated})
+    adopted = line.with_settings(
+        {name: value for name, value in config.settings.items() if name not in line.stated and value is not None}
+    )
     refuse_differences(config, adopted)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(output_dir / ORGANISER_FILE, config.organiser.to_base58())
     return adopted
+
+
+def _remembered_organiser(arguments: Iterable[object]) -> tuple[Path, PeerID | None]:
+    """Return the output folder of a script, and the organiser whose settings it took before, if there is one."""
+    (output_dir,) = [Path(args.output_dir) for args in arguments if hasattr(args, "output_dir")]
+    return output_dir, JsonFile(output_dir / ORGANISER_FILE).load(PeerID.from_base58)
+
+
+def _visit(
+    args: BaseTrainingArguments, output_dir: Path, trusted: set[PeerID], stop: StopSignal
+) -> tuple[RunConfig, PeerID] | None:
+    """Join the run for a moment, with a new identity, and return its configuration, as `choose`."""
+    with tempfile.TemporaryDirectory() as folder, stop.deferred():
+        visitor = replace(args, identity_path=None, host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=[])
+        identity_path, known_peers = Path(folder) / "identity.key", partial(find_reachable, output_dir)
+        peer = start_peer(visitor, identity_path, True, stop.event, find_known_peers=known_peers)
+        try:
+            return _find(peer.dht, args.initial_peers, trusted)
+        finally:
+            peer.dht.shutdown()
 
 
 def check_protocol(config: RunConfig) -> None:
@@ -283,7 +309,8 @@ class RunConfigRelay:
         :param arguments: the trainer's arguments
         :raises UserError: if one of them differs from the run's settings
         """
-        found = _find(peer.dht, args.initial_peers) if args.initial_peers else None
+        _, organiser = _remembered_organiser(arguments)
+        found = _find(peer.dht, args.initial_peers, {organiser} - {None}) if args.initial_peers else None
         config = found and found[0]
         if config is not None and (run_id := config.settings["run_id"]) != args.run_id:
             logger.warning(f"The initial peers are of run {run_id}, and this trainer's --run_id is {args.run_id}")

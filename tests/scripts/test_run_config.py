@@ -8,7 +8,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lib.data.archive import DATASET, TOKENIZER, write_archive
-from tests.support.peers import LOCAL, reserve_maddr
+from tests.support.peers import LOCAL, reserve_maddr, wait_until
 
 
 @pytest.fixture
@@ -52,13 +52,23 @@ def test_volunteers_take_all_settings_from_the_run(scripts, archive_url, tmp_pat
     bob = volunteer("bob", alice.address, "--max_global_steps", 1000)
     bob.wait_for(r"Joining run tree of organiser Qm\w+, as Qm\w+ says")
     bob.wait_for("Averaged gradients with 2 peers")
-    wrong = volunteer("carol", alice.address, "--learning_rate", 0.02)
+    wrong = volunteer("eve", alice.address, "--learning_rate", 0.02)
     assert wrong.wait() == 1
     assert "error: --learning_rate is 0.02 here and 0.01 in run tree" in wrong.output
     wrong = volunteer("dora", alice.address, "--run_id", "tree", "--dataset_url", archive_url, "--model_name_or_path",
                       "albert-tiny", "--warmup_steps", 0)  # fmt: skip
     assert wrong.wait() == 1
     assert "error: --learning_rate is 0.00176 here and 0.01 in run tree" in wrong.output
-    for trainer in (alice, bob):
+    # A restarted volunteer finds the run although the peer that it joined through is away for good.
+    wait_until((tmp_path / "bob" / "known_peers.json").exists, 90, "the addresses that bob remembers")
+    carol = volunteer("carol", bob.address)
+    carol.wait_for("Averaged gradients with 3 peers")
+    wait_until((tmp_path / "carol" / "known_peers.json").exists, 90, "the addresses that carol remembers")
+    bob.kill_all()
+    carol.kill_all()
+    carol = volunteer("carol", bob.address)
+    carol.wait_for(r"Trying \d+ addresses of peers that this peer has met before")
+    carol.wait_for("Averaged gradients with 2 peers")
+    for trainer in (alice, carol):
         assert trainer.stop() == 0, trainer.output
         assert "Traceback" not in trainer.output
