@@ -72,17 +72,17 @@ def _is_plain(value: object, depth: int) -> bool:
 class LimitValidator(RecordValidatorBase):
     """Refuses records that are too large or live too long, and too many subkeys per key, under any key.
 
-    The bounds exceed the records of this project and the peers of any run. A dictionary must fit into one answer of
-    4 MiB; otherwise no peer can read it.
+    The bounds exceed the records of this project and the peers of any run. `max_subkeys` records of `max_bytes` fit
+    into one answer of 4 MiB; otherwise no peer could read the dictionary.
 
-    :param max_bytes: of value and subkey together
+    :param max_bytes: of value and subkey together, without the signature of 360 bytes
     :param max_lifetime: seconds from now to the expiration
     :param max_subkeys: of one key; the first ones are kept
     """
 
     MAX_KEYS = 1000  # keys whose subkeys are counted
 
-    def __init__(self, max_bytes: int = 8192, max_lifetime: float = 86400.0, max_subkeys: int = 1000):
+    def __init__(self, max_bytes: int = 3600, max_lifetime: float = 86400.0, max_subkeys: int = 1000):
         self.max_bytes, self.max_lifetime, self.max_subkeys = max_bytes, max_lifetime, max_subkeys
         self._subkeys: dict[bytes, dict[bytes, float]] = {}  # key -> subkey -> expiration
 

@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 KEY = "run_config"
 ORGANISER_FILE = "organiser.json"  # in the output folder: peer ID of the organiser whose settings were taken
-MAX_CHARACTERS = 2400  # of the signed text; with key and signature, a record has less than 4 KiB
+MAX_CHARACTERS = 1600  # of the signed text; with keys and signatures, a record has 2.8 KB, see LimitValidator
 # Trainers may choose these themselves, for a slower line.
 OPTIONAL_SETTINGS = ("matchmaking_time", "averaging_timeout")
 SETTINGS = (

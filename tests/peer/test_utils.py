@@ -13,7 +13,9 @@ import psutil
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr
@@ -25,7 +27,7 @@ from lib.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, 
 from lib.peer.peer import load_identity
 from lib.peer.redial import _find_tcp_endpoint, _redial
 from tests.support.hostile_peer import RAW, nest
-from utils import HISTORY_LENGTH, PeerInfo, get_dictionary, make_validators, store_record
+from utils import HISTORY_LENGTH, PeerInfo, SignatureValidator, get_dictionary, make_validators, store_record
 
 GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
 KEY = RSAPrivateKey()
@@ -131,6 +133,16 @@ def test_large_and_long_lived_records_are_refused_under_any_key():
     assert is_accepted("anything", "x" * 1000)
     assert not is_accepted("anything", "x" * 9000)
     assert not is_accepted("metrics", GOOD, lifetime=10 * 86400)
+
+
+def test_largest_dictionary_fits_into_one_answer():
+    limits, signature = LimitValidator(), len(KEY.sign(b"record")) + len(SignatureValidator.SIGNATURE_FORMAT)
+    dictionary = DictionaryDHTValue(maxsize=10_000)
+    for number in range(limits.max_subkeys):
+        subkey = MSGPackSerializer.dumps(number.to_bytes(400, "big"))
+        value = b"x" * (limits.max_bytes - len(subkey) + signature)
+        assert dictionary.store(number.to_bytes(400, "big"), value, get_dht_time() + 1000)
+    assert len(MSGPackSerializer.dumps(dictionary)) < DEFAULT_MAX_MSG_SIZE - 10_000
 
 
 def test_more_subkeys_than_a_run_has_peers_are_refused(monkeypatch):
