@@ -13,6 +13,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 BEGIN = "<!-- Written by python -m lib.common.diagnosis: edit the table in that file -->"
 END = "<!-- End of the written part -->"
+HINT = "What to do: "
 MAX_CHARACTERS = 500  # of a message; a repr of an exception may have many more
 
 
@@ -431,6 +432,23 @@ def diagnose(text: str) -> Diagnosis | None:
     """Return what is known about a message or a line of a log; None if nothing is."""
     text = " ".join(text[:MAX_CHARACTERS].split())
     return next((row for row in DIAGNOSES if row.matches(text)), None)
+
+
+_hinted: set[str] = set()  # messages whose hint this process has given
+
+
+def next_hint(text: str) -> str | None:
+    """Return "What to do: ..." for a message; None if nothing is known, the message says it, or it was said before."""
+    row = diagnose(text)
+    if row is None or row.has_remedy or row.message in _hinted:
+        return None
+    _hinted.add(row.message)
+    return f"{HINT}{_to_plain_text(row.action)}"
+
+
+def _to_plain_text(markdown: str) -> str:
+    """Replace the links of a row by the names of the files."""
+    return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", markdown)
 
 
 def render_table() -> str:
