@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests.support.peers import ROOT
 
-MIN_LETTERS = 5  # of a template: f"{name}: {value}" has none and would match any line
+MIN_LETTERS = 4  # of a template, as in "Step #…": f"{name}: {value}" has none and would match any line
+MIN_SHARE = 0.5  # of a line's letters that the template has: "… sent …" would match too many
 TABLE = ROOT / "lib/common/diagnosis.py"  # is compared with the other files
 
 
@@ -22,6 +23,10 @@ class Template:
     """
 
     text: str
+
+    @property
+    def letters(self) -> int:
+        return len(re.findall(r"\w", self.text))
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -41,14 +46,23 @@ def _texts(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def read_templates() -> tuple[Template, ...]:
-    """Return the templates of the scripts, of lib/ and of hivemind."""
+    """Return the templates of the scripts, of lib/ and deploy/, and of hivemind's DHT and averaging.
+
+    lib/averaging replaces hivemind's optimizer, which has some of the same messages.
+    """
     (hivemind,) = find_spec("hivemind").submodule_search_locations
-    paths = [*ROOT.glob("*.py"), *(ROOT / "lib").rglob("*.py"), *Path(hivemind).rglob("*.py")]
+    folders = (ROOT / "lib", ROOT / "deploy", *(Path(hivemind) / name for name in ("averaging", "dht", "p2p")))
+    paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     texts = (text for path in paths if path != TABLE for text in _texts(ast.parse(path.read_text())))
     texts = {" ".join(text.split()) for text in texts}
-    return tuple(Template(text) for text in texts if len(re.findall(r"\w", text.replace("…", ""))) >= MIN_LETTERS)
+    return tuple(template for template in map(Template, texts) if template.letters >= MIN_LETTERS)
 
 
 def is_printed(line: str) -> bool:
-    """Whether some template makes this line; … in the line stands for any value."""
-    return any(template.pattern.fullmatch(line) for template in read_templates())
+    """Whether some template makes this line; … in the line stands for a part that is left out."""
+    shown = Template(line)
+    return any(
+        (template.letters >= MIN_SHARE * shown.letters and template.pattern.fullmatch(line))
+        or shown.pattern.fullmatch(template.text)
+        for template in read_templates()
+    )
