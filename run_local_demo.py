@@ -31,6 +31,7 @@ from filelock import lock_descriptor
 from lib.common.atomic_files import check_target
 from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
+from lib.common.diagnosis import HINT
 from lib.common.errors import UserError, run_script
 from lib.common.processes import leave_with_parent
 
@@ -285,7 +286,8 @@ class Worker:
         code = self.process.poll()
         if code:
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            last_line = next(reversed(self.read_log().strip().splitlines()), "(empty)")
+            lines = [line for line in self.read_log().strip().splitlines() if not line.startswith(HINT)]
+            last_line = next(reversed(lines), "(empty)")
             reason = last_line.split(": error: ")[-1].strip()  # the format of errors.py
             raise UserError(f"{self.name} ended with {how}: {reason} (see {self.log})")
 

@@ -1,4 +1,4 @@
-"""Errors of the scripts: one line that names the flag or file and the remedy, and an exit code."""
+"""Errors of the scripts: a line that names the flag or file and the remedy, sometimes a hint, and an exit code."""
 
 import errno
 import sys
@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+from lib.common.diagnosis import next_hint
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full: free some space or choose another folder",
@@ -50,16 +52,19 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error, limit=None)} (--debug shows where)"
 
 
-def exit_with(message: str, code: int = 1) -> NoReturn:
-    """Print `SCRIPT: error: message` to stderr and exit."""
+def exit_with(message: str, code: int = 1, hint: str | None = None) -> NoReturn:
+    """Print `SCRIPT: error: message` to stderr, the hint on a line below, and exit."""
     print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    if hint is not None:
+        print(hint, file=sys.stderr)
     sys.exit(code)
 
 
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's `main`; on an exception print one line to stderr and exit with code 1, or with TEMPORARY.
 
-    --debug also prints the traceback. The exit code after Ctrl-C is 130.
+    A second line says what to do if that is known and the first does not say it. --debug also prints the traceback.
+    The exit code after Ctrl-C is 130.
     """
     try:
         main()
@@ -68,4 +73,6 @@ def run_script(main: Callable[[], None]) -> None:
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        exit_with(describe(error), code=TEMPORARY if isinstance(error, TemporaryError) else 1)
+        message = describe(error)
+        code = TEMPORARY if isinstance(error, TemporaryError) else 1
+        exit_with(message, code, hint=next_hint(message))

@@ -1,5 +1,6 @@
-"""The log on stderr: one format for hivemind's lines and ours."""
+"""The log on stderr: one format for hivemind's lines and ours, and hints what to do about a warning."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -8,6 +9,10 @@ import warnings
 
 from hivemind.utils.logging import use_hivemind_log_handler
 from tqdm import tqdm
+
+from lib.common.diagnosis import next_hint
+
+logger = logging.getLogger(__name__)
 
 
 class TqdmLogStream:
@@ -39,8 +44,23 @@ class TracebackFilter(logging.Filter):
         return True
 
 
+class HintHandler(logging.Handler):
+    """Logs what to do about a warning or an error, once for each row of lib/common/diagnosis.py."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):  # a hint must not end what it is about
+            hint = next_hint(record.getMessage())
+            if hint is not None:
+                logger.info(hint)
+
+
 def setup_logging(debug: bool = False) -> None:
     """Log to stderr with one format for hivemind's lines and ours, above a progress bar if there is one.
+
+    The first warning or error of each known kind is followed by what to do about it.
 
     :param debug: log debug messages, and keep the tracebacks of hivemind's errors
     """
@@ -58,3 +78,4 @@ def setup_logging(debug: bool = False) -> None:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # errors of pending tasks while a peer leaves
         for handler in logging.getLogger().handlers:
             handler.addFilter(TracebackFilter())
+    logging.getLogger().addHandler(HintHandler())  # after the handler that prints the message

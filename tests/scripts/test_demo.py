@@ -155,8 +155,9 @@ class TestWorkers:
         assert (tmp_path / "one.log").read_text() == "hello b\n"
         assert "A=b " in (tmp_path / "commands.txt").read_text()
 
-    def test_a_failure_is_one_line_that_names_the_log(self, tmp_path, workers):
-        workers.start("bad", self.script(tmp_path, "print('first'); exit('bad.py: error: no disk')"))
+    @pytest.mark.parametrize("hint", ["", r"\nWhat to do: buy one"])
+    def test_a_failure_is_one_line_that_names_the_log(self, tmp_path, workers, hint):
+        workers.start("bad", self.script(tmp_path, f"print('first'); exit('bad.py: error: no disk{hint}')"))
         with pytest.raises(UserError) as raised:
             workers.wait_for(lambda: False, 20, "nothing")
         assert str(raised.value) == f"bad ended with exit code 1: no disk (see {tmp_path / 'bad.log'})"

@@ -1,0 +1,107 @@
+"""A warning or an error is followed by what to do about it, once."""
+
+import io
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from lib.common import diagnosis
+from lib.common.diagnosis import DIAGNOSES, HINT, next_hint
+from lib.common.errors import TEMPORARY, TemporaryError, UserError, run_script
+from lib.common.logs import HintHandler
+from tests.support.peers import ROOT
+
+NO_GROUP = "No group for step #39 in time: proceeding with local gradients"
+CANNOT_LISTEN = "cannot listen on --host_maddrs /ip4/0.0.0.0/tcp/31337: port in use or not this machine's address"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_hinted(monkeypatch):
+    monkeypatch.setattr(diagnosis, "_hinted", set())
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Return a logger, and the text that it has written."""
+    root, stream = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler(stream), HintHandler()])
+    monkeypatch.setattr(root, "level", logging.INFO)
+    return logging.getLogger("a peer"), stream.getvalue
+
+
+def test_hint_follows_the_first_warning_of_a_kind(log):
+    logger, read = log
+    for step in (39, 40):
+        logger.warning("No group for step #%d in time: proceeding with local gradients", step)
+    first, hint, second = read().splitlines()
+    assert first == NO_GROUP and "#40" in second
+    assert hint.startswith(HINT) and "Behind a firewall (docs/networking.md#behind-a-firewall)" in hint
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
+def test_no_hint_for_what_is_no_warning(log, level):
+    logger, read = log
+    logger.log(level, NO_GROUP)
+    assert HINT not in read()
+
+
+def test_no_hint_if_the_message_has_the_remedy_or_is_unknown(log):
+    logger, read = log
+    for row in DIAGNOSES:
+        if row.has_remedy:
+            logger.error(row.example)
+    logger.error("something else")
+    assert HINT not in read()
+
+
+def test_malformed_record_raises_nothing(log):
+    logger, _ = log
+    HintHandler().handle(logging.LogRecord("a peer", logging.ERROR, "", 0, "%d steps", ("no number",), None))
+    logger.warning(object())
+
+
+def test_hints_are_plain_text():
+    hints = [next_hint(row.example) for row in DIAGNOSES]
+    assert sum(hint is not None for hint in hints) > 25
+    assert not any("](" in hint for hint in hints if hint)
+    assert all(next_hint(row.example) is None for row in DIAGNOSES), "each is given once"
+
+
+def end_with(error: Exception, monkeypatch, capsys) -> tuple[int, list[str]]:
+    def main() -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["run_trainer.py"])
+    with pytest.raises(SystemExit) as caught:
+        run_script(main)
+    return caught.value.code, capsys.readouterr().err.splitlines()
+
+
+def test_hint_follows_an_error_without_a_remedy(monkeypatch, capsys):
+    code, (error, hint) = end_with(UserError(CANNOT_LISTEN), monkeypatch, capsys)
+    assert code == 1 and error == f"run_trainer.py: error: {CANNOT_LISTEN}"
+    assert hint.startswith(f"{HINT}pass another port")
+
+
+def test_error_with_a_remedy_remains_one_line(monkeypatch, capsys):
+    message = "none of --initial_peers answers: /ip4/203.0.113.1/tcp/31337. Check that they run"
+    code, lines = end_with(TemporaryError(message), monkeypatch, capsys)
+    assert code == TEMPORARY and lines == [f"run_trainer.py: error: {message}"]
+
+
+def test_a_peer_of_this_project_and_hivemind_are_hinted():
+    """`setup_logging` changes the logging of the whole process: it runs in another one."""
+    program = (
+        "from lib.common.logs import setup_logging\n"
+        "from hivemind.utils import get_logger\n"
+        "setup_logging()\n"
+        f"get_logger('lib.averaging.optimizer').warning({NO_GROUP!r})\n"
+        "get_logger('hivemind.averaging.partition').warning('Averaging: received 60.7% results')\n"
+    )
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 4, result.stderr
+    assert NO_GROUP in lines[0] and "60.7%" in lines[2]
+    assert all(f"[INFO] {HINT}nothing now and then" in line for line in lines[1::2])
