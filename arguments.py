@@ -361,7 +361,11 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         },
     )
     username: str = field(
-        default="", metadata={"help": "Name to show in the public list of contributors, at most 64 characters"}
+        default="",
+        metadata={
+            "help": "Name to show in the public list of contributors, at most 64 characters. Default: two words and "
+            "four digits that are derived from the peer ID, such as quick-otter-3f2a"
+        },
     )
 
     def __post_init__(self):

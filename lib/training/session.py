@@ -18,6 +18,7 @@ from lib.averaging.state import StateLoadError, all_finite
 from lib.common.errors import TemporaryError, UserError
 from lib.common.heartbeat import Heartbeat
 from lib.common.metrics_schema import history_length
+from lib.common.names import derive_name
 from lib.peer.peer import Peer
 from lib.training import checkpoints
 from lib.training.backup import BackupWriter
@@ -57,6 +58,7 @@ class TrainingSession:
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
         self.folder = folder
+        self.name = args.username or derive_name(str(peer.dht.peer_id))
         optimizer.round_log = build_round_log(folder)
         self.should_stop = should_stop
         self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
@@ -77,6 +79,7 @@ class TrainingSession:
         """
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
+        logger.info(f"This peer is {self.name}")
         if own_step > 0:
             optimizer.begin_at(own_step)
             optimizer.share_state()
@@ -235,7 +238,7 @@ class TrainingSession:
 
         :param leaving: whether this peer waits for a monitor to save the last step
         """
-        info = PeerInfo(username=self.args.username, leaving=leaving, target_batch_size=self.args.target_batch_size)
+        info = PeerInfo(username=self.name, leaving=leaving, target_batch_size=self.args.target_batch_size)
         key = f"{self.args.run_id}_peers"
         utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
 

@@ -25,6 +25,9 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
 
 
+FAKE_PEER = SimpleNamespace(dht=SimpleNamespace(peer_id="QmFake"), public_key=b"key")
+
+
 class FakeTokenizer:
     """Tokenizer that can only be saved."""
 
@@ -94,6 +97,6 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
         ),
     )  # fmt: skip
     args = CollaborationArguments(run_id="run")
-    session = TrainingSession(None, optimizer, model, args, folder, lambda: False)
+    session = TrainingSession(FAKE_PEER, optimizer, model, args, folder, lambda: False)
     session.last_reported_step = 9
     return session

@@ -11,9 +11,10 @@ import torch
 import utils
 from arguments import CollaborationArguments
 from lib.common.errors import UserError
+from lib.common.names import derive_name
 from lib.training import session as session_module
 from lib.training.session import TrainingSession
-from tests.support.fakes import make_session
+from tests.support.fakes import FAKE_PEER, make_session
 
 
 class FakeOptimizer:
@@ -50,11 +51,10 @@ def join(tmp_path, monkeypatch):
         monotonic=lambda: clock.now, time=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s)
     )
     monkeypatch.setattr(session_module, "time", fake_time)
-    peer = SimpleNamespace(dht=None, public_key=b"key")
     args = CollaborationArguments(run_id="run", load_state_timeout=20.0)
 
     def join(optimizer: FakeOptimizer) -> FakeOptimizer:
-        session = TrainingSession(peer, optimizer, torch.nn.Linear(2, 2), args, tmp_path, lambda: False)
+        session = TrainingSession(FAKE_PEER, optimizer, torch.nn.Linear(2, 2), args, tmp_path, lambda: False)
         try:
             session.join()
         finally:
@@ -121,6 +121,16 @@ def test_rollback_without_a_state_is_a_one_line_error(tmp_path):
     with pytest.raises(UserError, match="no valid state"):
         session.after_local_step()
     session.close()
+
+
+def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
+    session, stored = make_session(tmp_path, offered=None), []
+    monkeypatch.setattr(utils, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value))
+    session.introduce(leaving=False)
+    assert stored[0]["username"] == session.name == derive_name("QmFake")
+    session.close()
+    args = CollaborationArguments(run_id="run", username="alice")
+    assert TrainingSession(FAKE_PEER, session.optimizer, session.model, args, tmp_path, bool).name == "alice"
 
 
 def test_two_steps_within_one_local_step_are_both_reported(tmp_path, monkeypatch):
