@@ -26,6 +26,7 @@ from lib.training.ban_list import BanList
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm, StepProgressBar
 from lib.training.loss_meter import LossMeter
+from lib.training.status_keeper import StatusKeeper
 from utils import LocalMetrics, PeerInfo
 
 logger = get_logger(__name__)
@@ -37,7 +38,7 @@ class TrainingSession:
     A training loop calls `join` first, `loss_meter.add` with the loss of each micro-batch, `after_local_step` after
     each local step, and `leave` at the end. `CollaborativeCallback` makes these calls for transformers' Trainer.
 
-    :param folder: the output folder, for checkpoints, the backup, the ban list and the round log
+    :param folder: the output folder, for checkpoints, the backup, the ban list, the round log and the status
     :param should_stop: returns whether training is to end; called after each local step
     :param heartbeat: learns of each local step
     """
@@ -58,8 +59,10 @@ class TrainingSession:
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
         self.folder = folder
-        self.name = args.username or derive_name(str(peer.dht.peer_id))
-        optimizer.round_log = build_round_log(folder)
+        peer_id = str(peer.dht.peer_id)
+        self.name = args.username or derive_name(peer_id)
+        self.status = StatusKeeper(folder, optimizer, args.run_id, self.name, peer_id, args.longest_wait)
+        optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
         self.should_stop = should_stop
         self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
         self.loss_meter = LossMeter()
@@ -79,6 +82,7 @@ class TrainingSession:
         """
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
+        self.status.start()
         logger.info(f"This peer is {self.name}")
         if own_step > 0:
             optimizer.begin_at(own_step)
@@ -90,6 +94,7 @@ class TrainingSession:
             logger.info("No peer offers a trained state: starting with the initial weights")
         optimizer.pop_steps()
         self.last_reported_step = optimizer.local_epoch
+        self.status.tally.begin_at(optimizer.local_epoch)
         self.introduce(leaving=False)
 
     def _load_newest_state(self) -> bool:
@@ -135,6 +140,7 @@ class TrainingSession:
         :raises UserError: if the parameters are NaN or Inf and there is no state to return to
         """
         self.heartbeat.note_work()
+        self.status.note_local_step()
         if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
             self.recover()
             return not self.should_stop()
@@ -162,6 +168,7 @@ class TrainingSession:
     def _catch_up(self, step: int) -> None:
         logger.info(f"Caught up with the collaboration at step #{step}")
         self.last_reported_step = step
+        self.status.tally.note_step(step)
         if self.optimizer.accumulator.num_samples == 0:
             self.loss_meter.pop()  # the losses of dropped samples
 
@@ -176,6 +183,7 @@ class TrainingSession:
         self.last_reported_step = step
         self.total_samples_processed += samples
         loss, mini_steps = self.loss_meter.pop()
+        self.status.note_loss(loss, mini_steps)
         samples_per_second = float(self.optimizer.local_progress.samples_per_second)
         logger.info(f"Step #{step}")
         logger.info(f"Your current contribution: {self.total_samples_processed} samples")
@@ -232,6 +240,7 @@ class TrainingSession:
             except StateLoadError as error:
                 raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
         self.last_reported_step = self.optimizer.local_epoch
+        self.status.tally.begin_at(self.optimizer.local_epoch)
 
     def introduce(self, leaving: bool) -> None:
         """Publish this peer's PeerInfo record.
@@ -287,5 +296,6 @@ class TrainingSession:
         checkpoints.remove_old_checkpoints(self.folder, keep)
 
     def close(self) -> None:
+        self.status.close()
         self.progress_bar.close()
         self.backup.close()

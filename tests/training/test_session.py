@@ -14,7 +14,7 @@ from lib.common.errors import UserError
 from lib.common.names import derive_name
 from lib.training import session as session_module
 from lib.training.session import TrainingSession
-from tests.support.fakes import FAKE_PEER, make_session
+from tests.support.fakes import FAKE_PEER, FakeTracker, make_session
 
 
 class FakeOptimizer:
@@ -24,10 +24,7 @@ class FakeOptimizer:
         self.local_epoch, self.last_step, self.target_batch_size = 0, None, 8
         self.pop_steps = list
         self.attempts, self.succeeds_at = 0, succeeds_at
-        reports = [SimpleNamespace(epoch=epoch) for epoch in epochs]
-        self.tracker = SimpleNamespace(
-            refresh=lambda: True, alive=lambda peers: peers, other_trainers=reports, default_refresh_period=0.1
-        )
+        self.tracker = FakeTracker(others=[(epoch, 1.0) for epoch in epochs])
 
     def banned_peers(self) -> dict:
         return {}
