@@ -9,6 +9,7 @@ To use another training loop, copy this file and change the loop below. The loop
 `optimizer.step` after each `batch_size_per_step` samples, and `session.after_local_step` after each `optimizer.step`.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,13 +25,16 @@ from arguments import (
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
+from lib.training.status import show_status
 
 
 def main() -> None:
     with StopSignal() as stop:
-        args = parse_arguments(TRAINER_ARGUMENTS, __doc__)
+        training_args, *args = parse_arguments(TRAINER_ARGUMENTS, __doc__)
+        if training_args.status:
+            sys.exit(show_status(Path(training_args.output_dir)))
         guard_children()
-        train(*args, stop)
+        train(training_args, *args, stop)
 
 
 def train(

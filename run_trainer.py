@@ -8,6 +8,7 @@ Join a collaboration with
 where the address is one that the monitor or any trainer prints at its start.
 """
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,13 +23,16 @@ from arguments import (
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
+from lib.training.status import show_status
 
 
 def main() -> None:
     with StopSignal() as stop:
-        args = parse_arguments(TRAINER_ARGUMENTS, __doc__)
+        training_args, *args = parse_arguments(TRAINER_ARGUMENTS, __doc__)
+        if training_args.status:
+            sys.exit(show_status(Path(training_args.output_dir)))
         guard_children()
-        train(*args, stop)
+        train(training_args, *args, stop)
 
 
 def train(

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ from lib.training.status import (
 )
 from lib.training.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker, make_session
+from tests.support.peers import ROOT
 
 NOW = 1_800_000_000.0
 
@@ -275,3 +278,27 @@ def test_trainer_that_waits_for_long_does_not_hang(tmp_path):
     status = make_status(time=NOW, started_at=NOW - 2000, worked_at=NOW - 800)
     assert find_fault(status, tmp_path, NOW) is None
     assert dict(describe_status(status))["State"] == "no local step for 13 min"
+
+
+SCRIPTS = ["run_trainer.py", "run_custom_trainer.py"]
+# Runs a script and reports on stderr whether it has imported torch.
+WITHOUT_TORCH = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("torch" in sys.modules, "hivemind" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_prints_the_status_without_torch(tmp_path, script):
+    save(tmp_path, make_status())
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / script), "--status", "--output_dir", str(tmp_path)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (result.returncode, result.stderr.split()) == (0, ["False", "False"])
+    assert "98% of them applied" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
