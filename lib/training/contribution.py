@@ -23,6 +23,7 @@ class RoundTally:
         self.last_miss: tuple[int, str] | None = None  # step and reason
         self.step: int | None = None  # the newest one that is counted
         self.fraction: float | None = None  # this peer's part of its samples; None: missed
+        self.has_news = False  # whether that step was counted since this was last set to False
 
     def begin_at(self, step: int) -> None:
         """Count the global steps after this one, which the peer has joined or gone back to."""
@@ -50,13 +51,13 @@ class RoundTally:
         elif outcome == Outcome.MISSED:
             is_counted = step == self.step  # by `note_step`
             self._note_miss(step, "the other trainers averaged without this one", number=0 if is_counted else 1)
-        self.step = step
+        self.step, self.has_news = step, True
 
     def note_step(self, step: int) -> None:
         """Count the steps up to this one that had no round at this peer: it was behind, and downloaded the state."""
         if self.step is not None and step > self.step:
             self._note_miss(step, "this trainer was too far behind", number=step - self.step)
-            self.step = step
+            self.step, self.has_news = step, True
 
     def _note_miss(self, step: int, reason: str, number: int = 1) -> None:
         self.missed += number

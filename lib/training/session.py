@@ -164,6 +164,8 @@ class TrainingSession:
                 self.num_recoveries = 0
                 if step % self.args.backup_every_steps == 0:
                     self.backup.write(*self.optimizer.state_averager.snapshot())
+        if (line := self.status.pop_line()) is not None:
+            logger.info(line)
 
     def _catch_up(self, step: int) -> None:
         logger.info(f"Caught up with the collaboration at step #{step}")

@@ -11,7 +11,7 @@ from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.common.json_file import JsonFile
 from lib.common.threads import PeriodicThread
 from lib.training.contribution import LossHistory, RoundTally
-from lib.training.status import FILE_NAME, MAX_SECONDS_TO_STEP, WRITE_SECONDS, TrainerStatus, to_json
+from lib.training.status import FILE_NAME, MAX_SECONDS_TO_STEP, WRITE_SECONDS, TrainerStatus, describe_part, to_json
 
 
 class StatusKeeper(PeriodicThread):
@@ -94,6 +94,13 @@ class StatusKeeper(PeriodicThread):
             earlier_loss=earlier_loss,
             earlier_seconds=earlier_seconds,
         )
+
+    def pop_line(self) -> str | None:
+        """Return one line about the newest global step; None if it was returned before."""
+        if not self.tally.has_news:
+            return None
+        self.tally.has_news = False
+        return describe_part(self.compute(), self.tally.step, self.tally.fraction)
 
     def close(self) -> None:
         """End the thread and note in the file that the trainer has ended."""

@@ -163,7 +163,9 @@ def test_file_exists_from_the_start_and_says_when_the_trainer_ended(tmp_path):
     assert "ended at" in find_fault(read_status(tmp_path), tmp_path, time.time())
 
 
-def test_session_notes_local_steps_losses_and_rounds(tmp_path, monkeypatch):
+def test_session_notes_local_steps_losses_and_rounds(tmp_path, monkeypatch, caplog):
+    """It logs one line for each global step, which must not look like the line `Step #10`."""
+    caplog.set_level("INFO")
     session = make_session(tmp_path, offered=None)
     monkeypatch.setattr(session, "publish", lambda metrics: None)
     monkeypatch.setattr(session, "introduce", lambda leaving: None)
@@ -171,11 +173,14 @@ def test_session_notes_local_steps_losses_and_rounds(tmp_path, monkeypatch):
     session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
     session.status.tally.begin_at(9)
     session.optimizer.round_log.write(round_entry(10, "alone", samples=4))
-    session.optimizer.pop_steps = lambda: [(10, 4)]
+    session.optimizer.pop_steps = iter([[(10, 4)], []]).__next__
     session.loss_meter.add(torch.tensor(2.0))
     assert session.after_local_step()
+    lines = [record.message for record in caplog.records if record.message.startswith("Your part in step #10: 100%")]
+    assert len(lines) == 1 and "Step #" not in lines[0]
+    assert session.after_local_step() and caplog.text.count("Your part") == 1
     status = session.status.compute()
-    assert (status.computed, status.applied, status.joined, status.loss) == (4, 4, 1, 2.0)
+    assert (status.computed, status.applied, status.joined, status.loss) == (8, 4, 1, 2.0)
     assert status.worked_at is not None
     session.close()
 
