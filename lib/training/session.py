@@ -24,7 +24,7 @@ from lib.training import checkpoints
 from lib.training.backup import BackupWriter
 from lib.training.ban_list import BanList
 from lib.training.checkpoints import TrainingState
-from lib.training.console import ClientModeAlarm, StepProgressBar
+from lib.training.console import ClientModeAlarm, open_panel
 from lib.training.loss_meter import LossMeter
 from lib.training.status_keeper import StatusKeeper
 from utils import LocalMetrics, PeerInfo
@@ -61,7 +61,16 @@ class TrainingSession:
         self.folder = folder
         peer_id = str(peer.dht.peer_id)
         self.name = args.username or derive_name(peer_id)
-        self.status = StatusKeeper(folder, optimizer, args.run_id, self.name, peer_id, args.longest_wait)
+        self.status = StatusKeeper(
+            folder,
+            optimizer,
+            args.run_id,
+            self.name,
+            peer_id,
+            args.longest_wait,
+            open_panel(disable_tqdm),
+            should_stop,
+        )
         optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
         self.should_stop = should_stop
         self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
@@ -73,7 +82,6 @@ class TrainingSession:
         self.total_samples_processed = 0
         self.num_recoveries = 0
         self.client_mode_alarm = ClientModeAlarm()
-        self.progress_bar = StepProgressBar(optimizer, disable_tqdm)
 
     def join(self) -> None:
         """Start from the newest training state: the other peers', or the resumed checkpoint's if that is newer.
@@ -146,7 +154,6 @@ class TrainingSession:
             return not self.should_stop()
         self._report_steps()
         self.bans.save()
-        self.progress_bar.update()
         progress = self.optimizer.tracker.global_progress
         self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
         if self.should_stop():
@@ -164,7 +171,7 @@ class TrainingSession:
                 self.num_recoveries = 0
                 if step % self.args.backup_every_steps == 0:
                     self.backup.write(*self.optimizer.state_averager.snapshot())
-        if (line := self.status.pop_line()) is not None:
+        if self.status.panel is None and (line := self.status.pop_line()) is not None:
             logger.info(line)
 
     def _catch_up(self, step: int) -> None:
@@ -299,5 +306,4 @@ class TrainingSession:
 
     def close(self) -> None:
         self.status.close()
-        self.progress_bar.close()
         self.backup.close()

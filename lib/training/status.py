@@ -92,7 +92,7 @@ def format_duration(seconds: float) -> str:
 
 def _format_wait(seconds: float | None) -> str:
     if seconds is None:
-        return "at an unknown time: the speed is not known yet"
+        return "at an unknown time"
     return f"in {format_duration(seconds)}" if seconds >= 1 else "now"
 
 
@@ -113,23 +113,23 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
     loss = "known after the first global step" if s.loss is None else f"{s.loss:.3f}"
     if s.earlier_loss is not None:
         loss += f", {s.earlier_loss:.3f} {format_duration(s.earlier_seconds)} ago"
-    rows = [
+    if s.worked_at is None:
+        state = "joining: no local step yet"
+    elif s.time - s.worked_at > SILENT_SECONDS:
+        state = f"no local step for {format_duration(s.time - s.worked_at)}"
+    else:
+        state = "training"
+    last_miss = "none" if s.last_miss is None else f"#{s.last_miss[0]}: {s.last_miss[1]}"
+    return [
         ("Peer", f"{s.name} in run {s.run_id}, for {format_duration(s.time - s.started_at)}"),
-        ("Global step", f"#{s.step}"),
+        ("State", f"{state}, at step #{s.step}"),
         ("Next step", f"#{s.next_step} {_format_wait(s.seconds_to_next)}: {progress}"),
         ("Your samples", describe_samples(s)),
         ("Global steps", f"{s.joined:,} joined, {s.missed:,} missed"),
+        ("Last miss", last_miss),
         ("Trainers", f"{s.num_trainers:,}{rank}, {s.samples_per_second:.1f} samples/s"),
         ("Local loss", loss),
     ]
-    if s.last_miss is not None:
-        step, reason = s.last_miss
-        rows.insert(5, ("Last miss", f"#{step}: {reason}"))
-    if s.worked_at is None:
-        rows.insert(1, ("State", "joining: no local step yet"))
-    elif s.time - s.worked_at > SILENT_SECONDS:
-        rows.insert(1, ("State", f"no local step for {format_duration(s.time - s.worked_at)}"))
-    return rows
 
 
 def describe_samples(status: TrainerStatus) -> str:

@@ -3,15 +3,22 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from hivemind.utils import get_logger
 
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.common.json_file import JsonFile
 from lib.common.threads import PeriodicThread
+from lib.training.console import StatusPanel
 from lib.training.contribution import LossHistory, RoundTally
 from lib.training.status import FILE_NAME, MAX_SECONDS_TO_STEP, WRITE_SECONDS, TrainerStatus, describe_part, to_json
+
+logger = get_logger(__name__)
+
+DRAW_SECONDS = 1.0  # between two updates of the panel
 
 
 class StatusKeeper(PeriodicThread):
@@ -21,6 +28,8 @@ class StatusKeeper(PeriodicThread):
     :param name: the peer's name
     :param peer_id: in base58
     :param longest_wait: seconds without a local step after which the trainer hangs
+    :param panel: shows the status, if there is a terminal
+    :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
     """
 
     def __init__(
@@ -31,8 +40,11 @@ class StatusKeeper(PeriodicThread):
         name: str,
         peer_id: str,
         longest_wait: float,
+        panel: StatusPanel | None = None,
+        should_stop: Callable[[], bool] = bool,
     ):
-        super().__init__(WRITE_SECONDS)
+        super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
+        self.panel, self.should_stop = panel, should_stop
         self.optimizer, self.run_id, self.name_of_peer, self.longest_wait = optimizer, run_id, name, longest_wait
         self.tally = RoundTally(peer_id, optimizer.target_batch_size)
         self.losses = LossHistory()
@@ -40,6 +52,7 @@ class StatusKeeper(PeriodicThread):
         self._process_started_at = psutil.Process().create_time()
         self._started_at, self._worked_at = time.time(), None
         self._computed = 0
+        self._write_at = 0.0  # time.monotonic
 
     def start(self) -> None:
         self.work()  # the status of an earlier trainer in this folder is over
@@ -54,7 +67,20 @@ class StatusKeeper(PeriodicThread):
         self.losses.add(loss, number, time.monotonic())
 
     def work(self) -> None:
-        self.write(self.compute())
+        status = self.compute()
+        if self.panel is not None:
+            self._draw(status)
+        if time.monotonic() >= self._write_at:
+            self._write_at = time.monotonic() + WRITE_SECONDS
+            self.write(status)
+
+    def _draw(self, status: TrainerStatus) -> None:
+        if self.should_stop():
+            self.panel.close()
+            self.panel = None
+            logger.info("Stopping. A second Ctrl-C ends the trainer at once")
+        else:
+            self.panel.show(status)
 
     def write(self, status: TrainerStatus) -> None:
         self._file.save(to_json(status))
@@ -107,4 +133,6 @@ class StatusKeeper(PeriodicThread):
         self.stop()
         if self.ident is not None:
             self.join()
+            if self.panel is not None:
+                self.panel.close()
             self.write(self.compute(has_ended=True))

@@ -202,7 +202,7 @@ def test_description_has_every_answer():
     rows = dict(describe_status(make_status()))
     assert rows == {
         "Peer": "quick-otter-3f2a in run run, for 2 hours",
-        "Global step": "#39",
+        "State": "training, at step #39",
         "Next step": "#40 in 31 s: 800 of 4,096 samples, 96 of them (12%) yours",
         "Your samples": "1,000 computed, 98% of them applied",
         "Global steps": "38 joined, 1 missed",
@@ -218,8 +218,9 @@ def test_description_of_a_trainer_that_joins():
         loss=None, earlier_loss=None, last_miss=None,
     )  # fmt: skip
     rows = dict(describe_status(status))
-    assert rows["State"] == "joining: no local step yet" and "Last miss" not in rows
-    assert rows["Your samples"] == "none in a global step yet" and "unknown time" in rows["Next step"]
+    assert rows["State"] == "joining: no local step yet, at step #39" and rows["Last miss"] == "none"
+    assert list(rows) == list(dict(describe_status(make_status()))), "the height of the panel is constant"
+    assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
 
 
 def test_line_of_a_step():
@@ -282,7 +283,7 @@ def test_trainer_that_does_not_run(tmp_path, fields, words):
 def test_trainer_that_waits_for_long_does_not_hang(tmp_path):
     status = make_status(time=NOW, started_at=NOW - 2000, worked_at=NOW - 800)
     assert find_fault(status, tmp_path, NOW) is None
-    assert dict(describe_status(status))["State"] == "no local step for 13 min"
+    assert dict(describe_status(status))["State"] == "no local step for 13 min, at step #39"
 
 
 SCRIPTS = ["run_trainer.py", "run_custom_trainer.py"]
