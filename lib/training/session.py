@@ -26,6 +26,7 @@ from lib.training.ban_list import BanList
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm, open_panel
 from lib.training.loss_meter import LossMeter
+from lib.training.status import describe_gift
 from lib.training.status_keeper import StatusKeeper
 from utils import LocalMetrics, PeerInfo
 
@@ -269,6 +270,7 @@ class TrainingSession:
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
+        logger.info(describe_gift(self.status.compute()))
         step = self.optimizer.local_epoch
         if self.args.max_global_steps is None or step < self.args.max_global_steps:
             return
