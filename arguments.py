@@ -361,7 +361,11 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         },
     )
     username: str = field(
-        default="", metadata={"help": "Name to show in the public list of contributors, at most 64 characters"}
+        default="",
+        metadata={
+            "help": "Name to show in the public list of contributors, at most 64 characters. Default: two words and "
+            "four digits that are derived from the peer ID, such as quick-otter-3f2a"
+        },
     )
 
     def __post_init__(self):
@@ -591,7 +595,16 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
     save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
     logging_steps: int = field(default=100, metadata={"help": "Log the local loss every this many local steps"})
     logging_first_step: bool = field(default=True, metadata={"help": "Log the first local step too"})
-    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bar"})
+    disable_tqdm: bool = field(
+        default=False, metadata={"help": "Show no progress bar and no status panel on the terminal"}
+    )
+    status: bool = field(
+        default=False,
+        metadata={
+            "help": "Print the status of the trainer that runs with this --output_dir, and exit: with code 0 if it "
+            "runs, otherwise with 1"
+        },
+    )
 
     def __post_init__(self):
         HyperparameterArguments.__post_init__(self)

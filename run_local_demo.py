@@ -24,9 +24,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from filelock import lock_descriptor
+from rich.bar import Bar
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from lib.common.atomic_files import check_target
 from lib.common.checks import require, require_positive
@@ -34,11 +39,6 @@ from lib.common.cli import parse_arguments
 from lib.common.diagnosis import HINT
 from lib.common.errors import UserError, run_script
 from lib.common.processes import leave_with_parent
-
-# rich is imported inside functions, so that `run_script` can say how to install it.
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 SCRIPTS = Path(__file__).parent
 COMMANDS_FILE = "commands.txt"  # also marks a folder that the next demo may replace
@@ -95,8 +95,6 @@ class DemoArguments:
 
 def main() -> None:
     (args,) = parse_arguments([DemoArguments], __doc__)
-    from rich.console import Console
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which stops the processes
     started = time.monotonic()
     console = Console(highlight=False, soft_wrap=True)
@@ -400,8 +398,6 @@ class View:
     MAX_ROWS = 15
 
     def __init__(self, console: Console, max_global_steps: int):
-        from rich.live import Live
-
         self.console, self.max_global_steps = console, max_global_steps
         can_redraw = sys.stdout.isatty() and not console.is_dumb_terminal
         # No automatic refresh, which needs a thread: a process with threads must not fork
@@ -423,9 +419,6 @@ class View:
         :param steps: records of metrics.jsonl
         :param messages: name of a process -> the last message in its log
         """
-        from rich.console import Group
-        from rich.text import Text
-
         if self.live is not None:
             lines = [Text.assemble((f"{name}: ", "dim"), message) for name, message in messages.items()]
             for line in lines:
@@ -441,9 +434,6 @@ class View:
         self.num_printed = len(steps)
 
     def make_table(self, steps: Sequence[dict]) -> Table:
-        from rich.bar import Bar
-        from rich.table import Table
-
         table = Table(box=None, padding=(0, 2, 0, 0))
         for name in (f"step of {self.max_global_steps}", "loss", "samples/s", "peers"):
             table.add_column(name, justify="right", header_style="bold")

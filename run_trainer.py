@@ -8,6 +8,7 @@ Join a collaboration with
 where the address is one that the monitor or any trainer prints at its start.
 """
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,11 +23,15 @@ from arguments import (
 from lib.common.cli import parse_command_line
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
+from lib.training.status import show_status
 
 
 def main() -> None:
     with StopSignal() as stop:
         line = parse_command_line(TRAINER_ARGUMENTS, __doc__)
+        training_args = line.arguments[0]
+        if training_args.status:
+            sys.exit(show_status(Path(training_args.output_dir)))
         guard_children()
         from lib.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -26,21 +27,24 @@ class RoundLog:
     """Log with one JSON line per round, in a file that is rotated at 16 MiB.
 
     :param path: the file; lines are appended
+    :param on_entry: called with each entry, in the thread of the round
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, on_entry: Callable[[dict], None] = lambda entry: None):
+        self.on_entry = on_entry
         path.parent.mkdir(parents=True, exist_ok=True)
         self._handler = _QuietHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True)
 
     def write(self, entry: dict) -> None:
         """Append an entry as a JSON line."""
+        self.on_entry(entry)
         line = json.dumps(entry)
         self._handler.handle(logging.LogRecord("rounds", logging.INFO, "", 0, line, None, None))
 
 
-def build_round_log(folder: Path) -> RoundLog:
+def build_round_log(folder: Path, on_entry: Callable[[dict], None] = lambda entry: None) -> RoundLog:
     """Build the log of a peer's rounds, `rounds.jsonl` in its output folder."""
-    return RoundLog(folder / "rounds.jsonl")
+    return RoundLog(folder / "rounds.jsonl", on_entry)
 
 
 def describe_round(result: RoundResult | None) -> dict:

@@ -15,19 +15,37 @@ from lib.common.diagnosis import next_hint
 logger = logging.getLogger(__name__)
 
 
-class TqdmLogStream:
-    """Log stream on stderr that writes above a tqdm progress bar."""
+class TerminalLogStream:
+    """Log stream on a terminal: writes above a tqdm progress bar or a live panel of rich, which replaces sys.stderr.
+
+    A forked process knows neither: its parent would draw over its lines. They pass through a pipe to the parent.
+    """
+
+    def __init__(self):
+        self._is_child = False
+        reader, self._writer = os.pipe()
+        os.register_at_fork(after_in_child=self._enter_child)
+        threading.Thread(target=self._forward, args=(reader,), name="ChildLogs", daemon=True).start()
 
     def write(self, text: str) -> None:
-        tqdm.write(text, file=sys.stderr, end="")
+        if self._is_child:
+            os.write(self._writer, text.encode())
+        else:
+            tqdm.write(text, file=sys.stderr, end="")
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        if not self._is_child:
+            sys.stderr.flush()
 
+    def _enter_child(self) -> None:
+        # A thread of the parent may have held the panel's lock during the fork.
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        self._is_child = True
 
-def _renew_tqdm_lock() -> None:
-    """Replace tqdm's lock in a forked process: a thread of the parent may have held it during the fork."""
-    tqdm.set_lock(threading.RLock())
+    def _forward(self, reader: int) -> None:
+        with os.fdopen(reader, errors="replace") as lines:
+            for line in lines:
+                self.write(line)
 
 
 class TracebackFilter(logging.Filter):
@@ -58,7 +76,7 @@ class HintHandler(logging.Handler):
 
 
 def setup_logging(debug: bool = False) -> None:
-    """Log to stderr with one format for hivemind's lines and ours, above a progress bar if there is one.
+    """Log to stderr with one format for hivemind's lines and ours, above a progress bar or panel if there is one.
 
     The first warning or error of each known kind is followed by what to do about it.
 
@@ -70,8 +88,7 @@ def setup_logging(debug: bool = False) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stderr.isatty():
-            handler.setStream(TqdmLogStream())
-            os.register_at_fork(after_in_child=_renew_tqdm_lock)
+            handler.setStream(TerminalLogStream())
     # After loading a state, hivemind steps the schedule without a step of the optimizer.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
     if not debug:

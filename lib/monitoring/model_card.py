@@ -172,5 +172,5 @@ def _join(metadata: CardMetadata, initial_peers: Sequence[str]) -> str:
         "## How to join\n\n"
         "With the software and the prepared data of this run, and any GPU:\n\n"
         f"```bash\n{command}\n```\n\n"
-        "Add `--username YOUR_NAME` to be listed above."
+        "Add `--username YOUR_NAME` to be listed above under that name."
     )

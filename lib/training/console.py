@@ -1,36 +1,57 @@
-"""Terminal output of a trainer besides the log of its steps: a progress bar and a warning."""
+"""Terminal output of a trainer besides the log of its steps: a status panel and a warning."""
 
 import sys
 import time
 
 from hivemind.utils import get_logger
-from tqdm import tqdm
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
-from lib.averaging.optimizer import CollaborativeOptimizer
+from lib.training.status import TrainerStatus, describe_status
 
 logger = get_logger(__name__)
 
+BAR_WIDTH = 40  # columns
 
-class StepProgressBar:
-    """Progress bar of the samples that all peers have accumulated for the next global step.
 
-    It is drawn on a terminal only.
+class StatusPanel:
+    """Status of the trainer at the bottom of the terminal, below the log lines.
+
+    Its height is constant: two threads that draw, one a log line and one the panel, then agree on where it begins.
     """
 
-    def __init__(self, optimizer: CollaborativeOptimizer, disable: bool):
-        self.tracker = optimizer.tracker
-        is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(total=optimizer.target_batch_size, unit=" samples", disable=disable or not is_terminal)
+    def __init__(self):
+        # Without soft_wrap, long log lines such as addresses would be broken.
+        console = Console(stderr=True, soft_wrap=True)
+        # No automatic refresh: the owner refreshes it.
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
 
-    def update(self) -> None:
-        progress = self.tracker.global_progress
-        self._bar.set_description(f"Step #{progress.epoch + 1}", refresh=False)
-        self._bar.set_postfix(peers=max(1, progress.num_peers), refresh=False)
-        self._bar.n = min(progress.samples_accumulated, self._bar.total)
-        self._bar.refresh()
+    def show(self, status: TrainerStatus) -> None:
+        """Draw the panel, or draw it again."""
+        self._live.start()
+        self._live.console.show_cursor(True)  # a killed process could not show it again
+        self._live.update(_render(status), refresh=True)
 
     def close(self) -> None:
-        self._bar.close()
+        self._live.stop()
+
+
+def _render(status: TrainerStatus) -> Group:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for label, text in describe_status(status):
+        table.add_row(label, text)
+    bar = ProgressBar(total=status.target_batch_size, completed=status.all_samples, width=BAR_WIDTH)
+    return Group("", table, bar, "")
+
+
+def open_panel(disable: bool) -> StatusPanel | None:
+    """Return the panel; None without a terminal that can redraw lines."""
+    console = Console(stderr=True)
+    return None if disable or not sys.stderr.isatty() or console.is_dumb_terminal else StatusPanel()
 
 
 class ClientModeAlarm:

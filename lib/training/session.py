@@ -18,14 +18,17 @@ from lib.averaging.state import StateLoadError, all_finite
 from lib.common.errors import TemporaryError, UserError
 from lib.common.heartbeat import Heartbeat
 from lib.common.metrics_schema import history_length
+from lib.common.names import derive_name
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay
 from lib.training import checkpoints
 from lib.training.backup import BackupWriter
 from lib.training.ban_list import BanList
 from lib.training.checkpoints import TrainingState
-from lib.training.console import ClientModeAlarm, StepProgressBar
+from lib.training.console import ClientModeAlarm, open_panel
 from lib.training.loss_meter import LossMeter
+from lib.training.status import describe_gift
+from lib.training.status_keeper import StatusKeeper
 from utils import LocalMetrics, PeerInfo
 
 logger = get_logger(__name__)
@@ -37,7 +40,7 @@ class TrainingSession:
     A training loop calls `join` first, `loss_meter.add` with the loss of each micro-batch, `after_local_step` after
     each local step, and `leave` at the end. `CollaborativeCallback` makes these calls for transformers' Trainer.
 
-    :param folder: the output folder, for checkpoints, the backup, the ban list and the round log
+    :param folder: the output folder, for checkpoints, the backup, the ban list, the round log and the status
     :param should_stop: returns whether training is to end; called after each local step
     :param heartbeat: learns of each local step
     :param relay: publishes the settings of the run
@@ -60,7 +63,19 @@ class TrainingSession:
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
         self.folder = folder
-        optimizer.round_log = build_round_log(folder)
+        peer_id = str(peer.dht.peer_id)
+        self.name = args.username or derive_name(peer_id)
+        self.status = StatusKeeper(
+            folder,
+            optimizer,
+            args.run_id,
+            self.name,
+            peer_id,
+            args.longest_wait,
+            open_panel(disable_tqdm),
+            should_stop,
+        )
+        optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
         self.should_stop = should_stop
         self.relay = relay
         self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
@@ -72,7 +87,6 @@ class TrainingSession:
         self.total_samples_processed = 0
         self.num_recoveries = 0
         self.client_mode_alarm = ClientModeAlarm()
-        self.progress_bar = StepProgressBar(optimizer, disable_tqdm)
 
     def join(self) -> None:
         """Start from the newest training state: the other peers', or the resumed checkpoint's if that is newer.
@@ -81,6 +95,8 @@ class TrainingSession:
         """
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
+        self.status.start()
+        logger.info(f"This peer is {self.name}")
         if own_step > 0:
             optimizer.begin_at(own_step)
             optimizer.share_state()
@@ -91,6 +107,7 @@ class TrainingSession:
             logger.info("No peer offers a trained state: starting with the initial weights")
         optimizer.pop_steps()
         self.last_reported_step = optimizer.local_epoch
+        self.status.tally.begin_at(optimizer.local_epoch)
         self.introduce(leaving=False)
 
     def _load_newest_state(self) -> bool:
@@ -136,12 +153,12 @@ class TrainingSession:
         :raises UserError: if the parameters are NaN or Inf and there is no state to return to
         """
         self.heartbeat.note_work()
+        self.status.note_local_step()
         if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
             self.recover()
             return not self.should_stop()
         self._report_steps()
         self.bans.save()
-        self.progress_bar.update()
         progress = self.optimizer.tracker.global_progress
         self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
         if self.should_stop():
@@ -159,10 +176,13 @@ class TrainingSession:
                 self.num_recoveries = 0
                 if step % self.args.backup_every_steps == 0:
                     self.backup.write(*self.optimizer.state_averager.snapshot())
+        if self.status.panel is None and (line := self.status.pop_line()) is not None:
+            logger.info(line)
 
     def _catch_up(self, step: int) -> None:
         logger.info(f"Caught up with the collaboration at step #{step}")
         self.last_reported_step = step
+        self.status.tally.note_step(step)
         if self.optimizer.accumulator.num_samples == 0:
             self.loss_meter.pop()  # the losses of dropped samples
 
@@ -177,6 +197,7 @@ class TrainingSession:
         self.last_reported_step = step
         self.total_samples_processed += samples
         loss, mini_steps = self.loss_meter.pop()
+        self.status.note_loss(loss, mini_steps)
         samples_per_second = float(self.optimizer.local_progress.samples_per_second)
         logger.info(f"Step #{step}")
         logger.info(f"Your current contribution: {self.total_samples_processed} samples")
@@ -233,13 +254,14 @@ class TrainingSession:
             except StateLoadError as error:
                 raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
         self.last_reported_step = self.optimizer.local_epoch
+        self.status.tally.begin_at(self.optimizer.local_epoch)
 
     def introduce(self, leaving: bool) -> None:
         """Publish this peer's PeerInfo record.
 
         :param leaving: whether this peer waits for a monitor to save the last step
         """
-        info = PeerInfo(username=self.args.username, leaving=leaving, target_batch_size=self.args.target_batch_size)
+        info = PeerInfo(username=self.name, leaving=leaving, target_batch_size=self.args.target_batch_size)
         key = f"{self.args.run_id}_peers"
         utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
         if self.relay is not None:
@@ -254,6 +276,7 @@ class TrainingSession:
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
+        logger.info(describe_gift(self.status.compute()))
         step = self.optimizer.local_epoch
         if self.args.max_global_steps is None or step < self.args.max_global_steps:
             return
@@ -290,5 +313,5 @@ class TrainingSession:
         checkpoints.remove_old_checkpoints(self.folder, keep)
 
     def close(self) -> None:
-        self.progress_bar.close()
+        self.status.close()
         self.backup.close()

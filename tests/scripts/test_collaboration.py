@@ -4,6 +4,9 @@ import json
 import math
 import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import AlbertForPreTraining, AutoTokenizer
 
 from lib.training.checkpoints import list_checkpoints
-from tests.support.peers import LONG_STEPS, join_together
+from lib.training.status import read_status
+from tests.support.peers import LONG_STEPS, ROOT, join_together, wait_until
 
 
 def test_two_trainers_and_a_monitor_make_three_steps(scripts):
@@ -63,13 +67,26 @@ def flatten(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
 
 
+def ask_for_status(folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "run_trainer.py"), "--status", "--output_dir", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_monitor_and_trainer_cleanly(scripts, number):
     monitor = scripts.monitor()
     trainer = scripts.trainer("trainer", "--initial_peers", monitor.address)
     trainer.wait_for(r"Step #1\b")
+    trainer.wait_for(r"Your part in step #1: 100% of it yours")
+    folder = scripts.folder / "trainer"
+    status = wait_until(lambda: (found := read_status(folder)) and found.joined and found, 30, "step 1 in status.json")
+    assert (status.missed, status.num_trainers, status.applied_fraction) == (0, 1, 1.0)
+    assert ask_for_status(folder).returncode == 0
     assert trainer.stop(number) == 0, trainer.output
     trainer.assert_nothing_left()
+    assert re.search(r"You gave [1-9]\d* samples to \d+ global step", trainer.output)
+    answer = ask_for_status(folder)
+    assert answer.returncode == 1 and " ended at 20" in answer.stdout
     assert list_checkpoints(scripts.folder / "trainer"), "no checkpoint was saved"
     assert monitor.stop(number) == 0, monitor.output
     monitor.assert_nothing_left()

@@ -63,7 +63,6 @@ def test_monitor_starts_without_the_organisers_packages(tmp_path):
     ("script", "flags", "module"),
     [
         ("tokenize_wikitext103.py", ("--sample", "--train_tokenizer"), "sentencex"),
-        ("run_local_demo.py", (), "rich"),
     ],
 )
 def test_missing_package_is_one_line_with_the_command(tmp_path, script, flags, module):

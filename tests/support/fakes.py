@@ -1,6 +1,7 @@
 """Fakes: samples, a tokenizer, and the objects that a session or a checkpoint keeper uses."""
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,32 @@ def make_batch(vocab_size: int = 1000, size: int = 8, length: int = 32) -> dict[
 
 def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+
+
+FAKE_PEER = SimpleNamespace(dht=SimpleNamespace(peer_id="QmFake"), public_key=b"key")
+
+
+class FakeTracker:
+    """Progress tracker of a trainer that knows the reports of other live trainers.
+
+    :param others: the `epoch` of each, and its `samples_per_second`
+    """
+
+    default_refresh_period = 0.1
+
+    def __init__(self, epoch: int = 0, others: Sequence[tuple[int, float]] = ()):
+        self.local_progress = SimpleNamespace(
+            epoch=epoch, completed=epoch, samples_accumulated=0, contributed=0, samples_per_second=0.0
+        )
+        self.other_trainers = [SimpleNamespace(epoch=step, samples_per_second=rate) for step, rate in others]
+        self.global_progress = SimpleNamespace(epoch=epoch, num_peers=1, num_clients=0, samples_accumulated=0)
+        self.seconds_to_step = float("inf")
+
+    def refresh(self) -> bool:
+        return True
+
+    def alive(self, peers: list[SimpleNamespace]) -> list[SimpleNamespace]:
+        return peers
 
 
 class FakeTokenizer:
@@ -88,12 +115,9 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
     optimizer = SimpleNamespace(
         local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
         restore=state_averager.restore, discard_local_updates=lambda: False, target_batch_size=8, pop_steps=list,
-        banned_peers=dict, ban=lambda peers: None,
-        tracker=SimpleNamespace(
-            global_progress=SimpleNamespace(epoch=9, num_peers=1, num_clients=0, samples_accumulated=0)
-        ),
+        batch_size_per_step=4, banned_peers=dict, ban=lambda peers: None, tracker=FakeTracker(epoch=9),
     )  # fmt: skip
     args = CollaborationArguments(run_id="run")
-    session = TrainingSession(None, optimizer, model, args, folder, lambda: False)
+    session = TrainingSession(FAKE_PEER, optimizer, model, args, folder, lambda: False)
     session.last_reported_step = 9
     return session

@@ -11,9 +11,10 @@ import torch
 import utils
 from arguments import CollaborationArguments
 from lib.common.errors import UserError
+from lib.common.names import derive_name
 from lib.training import session as session_module
 from lib.training.session import TrainingSession
-from tests.support.fakes import make_session
+from tests.support.fakes import FAKE_PEER, FakeTracker, make_session
 
 
 class FakeOptimizer:
@@ -23,10 +24,7 @@ class FakeOptimizer:
         self.local_epoch, self.last_step, self.target_batch_size = 0, None, 8
         self.pop_steps = list
         self.attempts, self.succeeds_at = 0, succeeds_at
-        reports = [SimpleNamespace(epoch=epoch) for epoch in epochs]
-        self.tracker = SimpleNamespace(
-            refresh=lambda: True, alive=lambda peers: peers, other_trainers=reports, default_refresh_period=0.1
-        )
+        self.tracker = FakeTracker(others=[(epoch, 1.0) for epoch in epochs])
 
     def banned_peers(self) -> dict:
         return {}
@@ -50,11 +48,10 @@ def join(tmp_path, monkeypatch):
         monotonic=lambda: clock.now, time=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s)
     )
     monkeypatch.setattr(session_module, "time", fake_time)
-    peer = SimpleNamespace(dht=None, public_key=b"key")
     args = CollaborationArguments(run_id="run", load_state_timeout=20.0)
 
     def join(optimizer: FakeOptimizer) -> FakeOptimizer:
-        session = TrainingSession(peer, optimizer, torch.nn.Linear(2, 2), args, tmp_path, lambda: False)
+        session = TrainingSession(FAKE_PEER, optimizer, torch.nn.Linear(2, 2), args, tmp_path, lambda: False)
         try:
             session.join()
         finally:
@@ -123,6 +120,16 @@ def test_rollback_without_a_state_is_a_one_line_error(tmp_path):
     session.close()
 
 
+def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
+    session, stored = make_session(tmp_path, offered=None), []
+    monkeypatch.setattr(utils, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value))
+    session.introduce(leaving=False)
+    assert stored[0]["username"] == session.name == derive_name("QmFake")
+    session.close()
+    args = CollaborationArguments(run_id="run", username="alice")
+    assert TrainingSession(FAKE_PEER, session.optimizer, session.model, args, tmp_path, bool).name == "alice"
+
+
 def test_two_steps_within_one_local_step_are_both_reported(tmp_path, monkeypatch):
     """Their samples were used in training, but the report of the first step was missing."""
     session, published = make_session(tmp_path, offered=None), []
@@ -139,4 +146,15 @@ def test_two_steps_within_one_local_step_are_both_reported(tmp_path, monkeypatch
         (11, 32, 0),
     ]
     assert session.total_samples_processed == 96 and session.last_reported_step == 11
+    session.close()
+
+
+def test_leaving_trainer_logs_what_it_gave(tmp_path, caplog):
+    caplog.set_level("INFO")
+    session = make_session(tmp_path, offered=None)
+    session.optimizer.finish_pending_update = session.optimizer.stop_averaging = lambda: None
+    session.status.tally.begin_at(8)
+    session.optimizer.round_log.write({"step": 9, "samples": 64, "outcome": "alone", "error": "", "weights": {}})
+    session.leave()
+    assert "You gave 64 samples to 1 global step in 0.0 hours" in caplog.text
     session.close()

@@ -1,0 +1,310 @@
+"""The status of a trainer: what it counts, what it says, and whether a status file is that of a running trainer."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from lib.training.contribution import LossHistory, RoundTally
+from lib.training.status import (
+    FILE_NAME,
+    TrainerStatus,
+    describe_gift,
+    describe_part,
+    describe_status,
+    find_fault,
+    format_fraction,
+    read_status,
+    show_status,
+    to_json,
+)
+from lib.training.status_keeper import StatusKeeper
+from tests.support.fakes import FakeTracker, make_session
+from tests.support.peers import ROOT
+
+NOW = 1_800_000_000.0
+
+
+def make_status(**fields) -> TrainerStatus:
+    """Build the status of this process as a trainer at step 39, with one missed step."""
+    status = TrainerStatus(
+        time=time.time(), pid=os.getpid(), process_started_at=psutil.Process().create_time(), run_id="run",
+        name="quick-otter-3f2a", started_at=time.time() - 7300, worked_at=time.time(), longest_wait=900.0,
+        ended_at=None, step=39, next_step=40, seconds_to_next=31.0, own_samples=96, all_samples=800,
+        target_batch_size=4096, computed=1000, applied=980, joined=38, missed=1, last_miss=(12, "no group in time"),
+        num_trainers=5, rank=2, samples_per_second=12.34, loss=6.5, earlier_loss=8.25, earlier_seconds=3600.0,
+    )  # fmt: skip
+    return dataclasses.replace(status, **fields)
+
+
+def round_entry(step: int, outcome: str, samples: int = 64, error: str = "", **weights: float) -> dict:
+    return {"step": step, "outcome": outcome, "samples": samples, "error": error, "weights": weights}
+
+
+def tally_of(*entries: dict) -> RoundTally:
+    tally = RoundTally("me", target_batch_size=256)
+    tally.begin_at(entries[0]["step"] - 1)
+    for entry in entries:
+        tally.note_round(entry)
+    return tally
+
+
+def test_samples_of_rounds_with_others_and_alone_are_applied():
+    tally = tally_of(round_entry(5, "averaged", me=64.0, other=192.0), round_entry(6, "alone", samples=256))
+    assert (tally.joined, tally.missed, tally.applied, tally.last_miss) == (2, 0, 320, None)
+    assert tally.fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "fraction"), [({"me": 64.0, "other": 192.0}, 0.25), ({}, 0.25)], ids=["known", "in client mode"]
+)
+def test_part_of_a_step_is_that_of_the_weights(weights, fraction):
+    assert tally_of(round_entry(5, "averaged", **weights)).fraction == fraction
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (round_entry(5, "missed"), "the other trainers averaged without this one"),
+        (round_entry(5, "failed"), "no group in time"),
+        (round_entry(5, "failed", error="first\nsecond " + "x" * 500), "first second " + "x" * 87),
+        (round_entry(5, "averaged", me=1e-6, other=64.0), "the gradient was too old"),
+    ],
+    ids=["missed", "failed", "failed with an error", "without weight"],
+)
+def test_miss_has_a_reason_and_its_samples_are_not_applied(entry, reason):
+    tally = tally_of(entry)
+    assert (tally.joined, tally.missed, tally.applied, tally.fraction) == (0, 1, 0, None)
+    assert tally.last_miss[0] == 5 and tally.last_miss[1].endswith(reason)
+
+
+@pytest.mark.parametrize("session_is_first", [False, True])
+def test_missed_round_counts_once_whether_its_log_entry_or_the_session_comes_first(session_is_first):
+    tally = tally_of(round_entry(4, "alone"))
+    notes = [lambda: tally.note_round(round_entry(5, "missed")), lambda: tally.note_step(5)]
+    for note in notes[::-1] if session_is_first else notes:
+        note()
+    assert (tally.missed, tally.step) == (1, 5)
+    assert tally.last_miss == (5, "the other trainers averaged without this one")
+
+
+def test_steps_during_a_download_are_missed():
+    tally = tally_of(round_entry(4, "alone"))
+    tally.note_step(9)
+    tally.note_round(round_entry(10, "averaged", me=1.0))
+    assert (tally.joined, tally.missed) == (2, 5)
+    assert tally.last_miss == (9, "this trainer was too far behind")
+
+
+def test_steps_before_joining_are_not_missed():
+    tally = RoundTally("me", 256)
+    tally.note_step(1000)
+    tally.begin_at(1000)
+    tally.note_round(round_entry(1001, "alone"))
+    assert (tally.joined, tally.missed) == (1, 0)
+
+
+def test_loss_is_compared_with_the_minute_an_hour_ago():
+    history = LossHistory()
+    assert history.newest() is None and history.earlier(0.0) == (None, 0.0)
+    for second in range(0, 7201, 20):
+        history.add(2.0 * (10.0 - second / 1000), 2, float(second))
+        history.add(0.0, 0, float(second))
+    assert history.newest() == pytest.approx(10.0 - 7200 / 1000)
+    loss, seconds = history.earlier(7200.0)
+    assert seconds == 3600.0 and loss == pytest.approx(10.0 - 3620 / 1000)
+
+
+def test_loss_is_compared_with_the_first_minute_in_the_first_hour():
+    history = LossHistory()
+    history.add(8.0, 1, 100.0)
+    history.add(6.0, 1, 130.0)
+    assert history.newest() == 7.0 and history.earlier(130.0)[0] is None
+    history.add(5.0, 1, 165.0)
+    assert history.newest() == 5.0 and history.earlier(170.0) == (7.0, 70.0)
+
+
+def make_keeper(folder: Path, tracker: FakeTracker) -> StatusKeeper:
+    optimizer = SimpleNamespace(tracker=tracker, target_batch_size=256, batch_size_per_step=16)
+    return StatusKeeper(folder, optimizer, "run", "quick-otter-3f2a", "me", longest_wait=900.0)
+
+
+def test_keeper_combines_what_tracker_and_rounds_know(tmp_path):
+    tracker = FakeTracker(epoch=7, others=[(7, 3.0), (6, 1.0)])
+    own, tracker.seconds_to_step, tracker.global_progress.samples_accumulated = tracker.local_progress, 12.0, 100
+    own.samples_per_second, own.samples_accumulated, own.contributed, own.completed = 2.0, 16, 32, 6
+    keeper = make_keeper(tmp_path, tracker)
+    keeper.tally.begin_at(5)
+    keeper.tally.note_round(round_entry(6, "alone", samples=48))
+    for _ in range(8):
+        keeper.note_local_step()
+    status = keeper.compute()
+    assert (status.step, status.next_step, status.seconds_to_next) == (6, 8, 12.0)
+    assert (status.own_samples, status.all_samples, status.num_trainers, status.rank) == (16, 100, 3, 2)
+    assert status.computed == 8 * 16 - 16 - 32, "without those for the running round and the next step"
+    assert status.applied_fraction == 48 / 80
+    own.samples_per_second, tracker.seconds_to_step = 0.0, 1e23
+    assert (keeper.compute().rank, keeper.compute().seconds_to_next) == (None, None)
+
+
+def test_file_exists_from_the_start_and_says_when_the_trainer_ended(tmp_path):
+    keeper = make_keeper(tmp_path, FakeTracker())
+    keeper.start()
+    assert find_fault(read_status(tmp_path), tmp_path, time.time()) is None
+    keeper.close()
+    assert "ended at" in find_fault(read_status(tmp_path), tmp_path, time.time())
+
+
+def test_session_notes_local_steps_losses_and_rounds(tmp_path, monkeypatch, caplog):
+    """It logs one line for each global step, which must not look like the line `Step #10`."""
+    caplog.set_level("INFO")
+    session = make_session(tmp_path, offered=None)
+    monkeypatch.setattr(session, "publish", lambda metrics: None)
+    monkeypatch.setattr(session, "introduce", lambda leaving: None)
+    session.optimizer.is_synchronized_with_peers = lambda: True
+    session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
+    session.status.tally.begin_at(9)
+    session.optimizer.round_log.write(round_entry(10, "alone", samples=4))
+    session.optimizer.pop_steps = iter([[(10, 4)], []]).__next__
+    session.loss_meter.add(torch.tensor(2.0))
+    assert session.after_local_step()
+    lines = [record.message for record in caplog.records if record.message.startswith("Your part in step #10: 100%")]
+    assert len(lines) == 1 and "Step #" not in lines[0]
+    assert session.after_local_step() and caplog.text.count("Your part") == 1
+    status = session.status.compute()
+    assert (status.computed, status.applied, status.joined, status.loss) == (8, 4, 1, 2.0)
+    assert status.worked_at is not None
+    session.close()
+
+
+def test_status_costs_little(tmp_path):
+    """Well below a millisecond with 100 trainers, every few seconds."""
+    keeper = make_keeper(tmp_path, FakeTracker(others=[(0, 1.0)] * 100))
+    begun_at = time.process_time()
+    for _ in range(100):
+        keeper.note_local_step()
+        keeper.compute()
+    assert (time.process_time() - begun_at) / 100 < 1e-3
+
+
+# What the user reads
+
+
+def test_description_has_every_answer():
+    rows = dict(describe_status(make_status()))
+    assert rows == {
+        "Peer": "quick-otter-3f2a in run run, for 2 hours",
+        "State": "training, at step #39",
+        "Next step": "#40 in 31 s: 800 of 4,096 samples, 96 of them (12%) yours",
+        "Your samples": "1,000 computed, 98% of them applied",
+        "Global steps": "38 joined, 1 missed",
+        "Last miss": "#12: no group in time",
+        "Trainers": "5, rank 2 by speed, 12.3 samples/s",
+        "Local loss": "6.500, 8.250 60 min ago",
+    }
+
+
+def test_description_of_a_trainer_that_joins():
+    status = make_status(
+        worked_at=None, seconds_to_next=None, own_samples=0, all_samples=0, computed=0, applied=0, rank=None,
+        loss=None, earlier_loss=None, last_miss=None,
+    )  # fmt: skip
+    rows = dict(describe_status(status))
+    assert rows["State"] == "joining: no local step yet, at step #39" and rows["Last miss"] == "none"
+    assert list(rows) == list(dict(describe_status(make_status()))), "the height of the panel is constant"
+    assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
+
+
+def test_line_of_a_step():
+    assert describe_part(make_status(), 39, 0.12) == (
+        "Your part in step #39: 12% of it yours, 98% of your samples applied, rank 2 of 5, next step in 31 s"
+    )
+    missed = describe_part(make_status(last_miss=(39, "no group in time"), seconds_to_next=None), 39, None)
+    assert missed.startswith("Your part in step #39: missed (no group in time), 98% of your samples applied")
+
+
+def test_line_of_thanks():
+    assert describe_gift(make_status()) == "Thank you! You gave 980 samples to 38 global steps in 2.0 hours"
+    assert "1 sample to 1 global step in" in describe_gift(make_status(applied=1, joined=1))
+
+
+@pytest.mark.parametrize(
+    ("fraction", "text"), [(0.0, "0%"), (1.0, "100%"), (0.123, "12%"), (0.001, "less than 1%"), (0.999, "99%")]
+)
+def test_only_all_and_nothing_are_rounded_to_all_and_nothing(fraction, text):
+    assert format_fraction(fraction) == text
+
+
+# Whether a trainer runs
+
+
+def save(folder: Path, status: TrainerStatus) -> None:
+    (folder / FILE_NAME).write_text(json.dumps(to_json(status)))
+
+
+def test_running_trainer_is_shown_and_the_exit_code_is_0(tmp_path, capsys):
+    save(tmp_path, make_status())
+    assert show_status(tmp_path) == 0
+    assert capsys.readouterr().out.count("\n") == 8
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"pid": 1}'])
+def test_folder_without_a_status(tmp_path, content, capsys):
+    if content is not None:
+        (tmp_path / FILE_NAME).write_text(content)
+    assert show_status(tmp_path) == 1
+    assert capsys.readouterr().out == f"No trainer has started in '{tmp_path}' yet.\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ended_at": NOW}, "ended at 20"),
+        ({"process_started_at": 1.0}, "was killed or lost at about 20"),
+        ({"pid": 2**22 + 1}, "was killed or lost at about 20"),
+        ({"time": NOW - 100}, "is frozen"),
+        ({"worked_at": NOW - 901, "started_at": NOW - 2000}, "takes no local step"),
+        ({"worked_at": None, "started_at": NOW - 901}, "takes no local step"),
+    ],
+)
+def test_trainer_that_does_not_run(tmp_path, fields, words):
+    fault = find_fault(make_status(**{"time": NOW, "started_at": NOW, "worked_at": NOW, **fields}), tmp_path, NOW)
+    assert words in fault and fault.endswith(".") and "\n" not in fault
+
+
+def test_trainer_that_waits_for_long_does_not_hang(tmp_path):
+    status = make_status(time=NOW, started_at=NOW - 2000, worked_at=NOW - 800)
+    assert find_fault(status, tmp_path, NOW) is None
+    assert dict(describe_status(status))["State"] == "no local step for 13 min, at step #39"
+
+
+SCRIPTS = ["run_trainer.py", "run_custom_trainer.py"]
+# Runs a script and reports on stderr whether it has imported torch.
+WITHOUT_TORCH = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("torch" in sys.modules, "hivemind" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_prints_the_status_without_torch(tmp_path, script):
+    save(tmp_path, make_status())
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / script), "--status", "--output_dir", str(tmp_path)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (result.returncode, result.stderr.split()) == (0, ["False", "False"])
+    assert "98% of them applied" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
