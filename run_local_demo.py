@@ -565,9 +565,9 @@ class Result:
         if self.dashboard is not None:
             lines.append(f"  {self.dashboard}")
         if self.checkpoint is not None:
-            guesses = f"pipeline('fill-mask', {self.checkpoint!r})('The value of the [MASK].')"
-            code = f"from transformers import pipeline; print([guess['token_str'] for guess in {guesses}])"
-            lines.append(f'  python -c "{code}"')
+            lines.append(
+                f"  {Command('fill_mask.py', {}).as_typed()} {shlex.quote(self.checkpoint)} 'The value of [MASK].'"
+            )
         return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ A usage error is one line on stderr.
 import difflib
 import ipaddress
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -100,10 +100,15 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
 
 
 class ArgumentParser(HfArgumentParser):
-    """transformers' dataclass parser, with translated old flags and one-line usage errors."""
+    """transformers' dataclass parser, with translated old flags and one-line usage errors.
 
-    def __init__(self, dataclass_types, description: str):
+    :param positional: name -> help text of the arguments without a flag
+    """
+
+    def __init__(self, dataclass_types, description: str, positional: Mapping[str, str] | None = None):
         super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
+        for name, text in (positional or {}).items():
+            self.add_argument(name, help=text)
 
     @property
     def known_flags(self) -> set[str]:

@@ -1,16 +1,22 @@
 """The command line of a script."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
-def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
+def parse_arguments(
+    dataclass_types: Sequence[type],
+    description: str,
+    args: Sequence[str] | None = None,
+    positional: Mapping[str, str] | None = None,
+) -> tuple:
     """Parse the command line into one instance of each dataclass; exit with code 2 on a usage error.
 
     :param description: the script's docstring, whose first line --help shows
     :param args: the command line; default: `sys.argv[1:]`
+    :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
     """
     from lib.common.argument_parser import (
         ArgumentParser,  # the import takes a second; the script already handles signals
     )
 
-    return ArgumentParser(dataclass_types, description).parse(args)
+    return ArgumentParser(dataclass_types, description, positional or {}).parse(args)
