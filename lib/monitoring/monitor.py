@@ -1,6 +1,7 @@
 """Training monitor: aggregates the trainers' records into one report per global step, and keeps checkpoints."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,6 +61,8 @@ class CheckpointKeeper:
         averager.credible_epoch = self._credible_epoch
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
         self._backoff = Backoff(first=retry_period, longest=MAX_PAUSE)
+        # Called in the thread with the step of each saved checkpoint, while the model has its parameters
+        self.on_saved: Callable[[int], None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
         self._pending: Future | None = None
 
@@ -114,6 +117,8 @@ class CheckpointKeeper:
             logger.info(f"Saved {path}")
             checkpoints.remove_old_checkpoints(self.folder, keep=self.keep)
             self._backoff.reset()
+            if self.on_saved is not None:
+                self.on_saved(state.step)
         except Exception as error:
             self._backoff.fail()
             logger.error(f"Could not save a checkpoint of step #{min_step} or later ({error}); trying again later")

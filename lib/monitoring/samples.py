@@ -1,13 +1,18 @@
 """What a model makes of a sentence: the most likely fillings of its masks, or the continuation of a causal model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from hivemind.utils import get_logger
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lib.common.errors import UserError
+from lib.common.errors import UserError, describe
 from lib.common.objectives import OBJECTIVES
+from lib.monitoring.trackers import Reporters
 from lib.training.model import get_objective
+
+logger = get_logger(__name__)
 
 MASK = "[MASK]"  # accepted whatever the tokenizer calls its mask token
 MAX_NEW_TOKENS = 20
@@ -34,6 +39,8 @@ def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: Pretrained
     """
     if not text.strip():
         raise UserError(f"{flag}: the sentence is empty; pass some words")
+    if not is_causal(config) and tokenizer.mask_token is None:
+        raise UserError(f"{flag}: the tokenizer has no mask token to fill; use the tokenizer of the model")
     if not is_causal(config) and MASK not in text and tokenizer.mask_token not in text:
         raise UserError(f"{flag}: there is no mask in '{text}'; put {MASK} in the place of a word")
     num_tokens = len(_encode(text, tokenizer, config)["input_ids"][0])
@@ -86,6 +93,32 @@ def complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: s
         )
     finally:
         model.train(was_training)
+
+
+class SampleReporter:
+    """Reports what the model makes of some texts: one line each in the log, and a table in the dashboard.
+
+    :param texts: checked by `check_text`
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], reporter: Reporters
+    ):
+        self.model, self.tokenizer, self.texts, self.reporter = model, tokenizer, texts, reporter
+
+    def report(self, step: int) -> None:
+        """Complete the texts. A failure is a warning.
+
+        :param step: the global step of the model's parameters
+        """
+        try:
+            rows = [(text, complete(self.model, self.tokenizer, text)) for text in self.texts]
+        except Exception as error:
+            logger.warning(f"Could not complete the texts of --sample_text at step #{step}: {describe(error)}")
+            return
+        for text, completion in rows:
+            logger.info(f"Step #{step}\t{text} -> {completion}")
+        self.reporter.report_table("samples", ("text", "completion"), rows, step)
 
 
 def _encode(text: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> dict[str, torch.Tensor]:

@@ -55,8 +55,6 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         )
     is_causal = OBJECTIVES[OBJECTIVE_OF_MODEL[model_type]].is_causal
     tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
-    if not is_causal and tokenizer.mask_token is None:
-        raise UserError(f"CHECKPOINT: the tokenizer of '{folder}' has no mask token; {_REMEDY}")
     auto_class = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
     try:
         model, info = auto_class.from_pretrained(

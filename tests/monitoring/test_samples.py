@@ -1,6 +1,7 @@
 """What a model makes of a sentence, and fill_mask.py, which shows it."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import fill_mask
 from lib.common.errors import UserError, run_script
-from lib.monitoring.samples import check_text, complete, continue_text, fill_masks
+from lib.monitoring.samples import SampleReporter, check_text, complete, continue_text, fill_masks
 from lib.training.model import build_model
 from tests.support.peers import TINY_CONFIGS
 
@@ -87,6 +88,45 @@ def test_length_is_bounded_by_the_model(family, tokenizer):
     complete(model, tokenizer, text)
     with pytest.raises(UserError, match="TEXT: the sentence has [0-9]+ tokens"):
         check_text(f"{text} the", tokenizer, model.config, "TEXT")
+
+
+# The monitor
+
+
+class FakeReporters:
+    def __init__(self):
+        self.tables = []
+
+    def report_table(self, *table) -> None:
+        self.tables.append(table)
+
+
+def test_monitor_reports_samples(tokenizer, caplog):
+    caplog.set_level(logging.INFO)
+    reporters = FakeReporters()
+    reporter = SampleReporter(make_model("albert"), tokenizer, [TEXT, "[MASK] is [MASK]"], reporters)
+    reporter.report(7)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and messages[0].startswith(f"Step #7\t{TEXT} -> france 100.0%, ")
+    ((name, columns, rows, step),) = reporters.tables
+    assert (name, columns, step) == ("samples", ("text", "completion"), 7)
+    assert [text for text, _ in rows] == [TEXT, "[MASK] is [MASK]"] and rows[1][1].count("; ") == 1
+
+
+def test_failure_is_one_warning(tokenizer, caplog):
+    reporters = FakeReporters()
+    SampleReporter(None, tokenizer, [TEXT, TEXT], reporters).report(7)
+    assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING and not reporters.tables
+
+
+def test_mask_is_asked_for_at_the_start(tokenizer):
+    config = make_model("albert").config
+    for text in ("no mask", " "):
+        with pytest.raises(UserError, match="--sample_text: "):
+            check_text(text, tokenizer, config, "--sample_text")
+    tokenizer.mask_token = None
+    with pytest.raises(UserError, match="--sample_text: the tokenizer has no mask token"):
+        check_text(TEXT, tokenizer, config, "--sample_text")
 
 
 # fill_mask.py
