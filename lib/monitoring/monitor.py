@@ -12,7 +12,7 @@ import utils
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
-from lib.monitoring.contributors import Contributors, build_curves, format_leaderboard
+from lib.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
 from lib.monitoring.hub_upload import HubUploader
 from lib.monitoring.parsing import parse_usernames
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
@@ -195,11 +195,15 @@ class TrainingMonitor:
             self.contributors.save()
 
     def _leaderboard(self, step: int) -> dict[str, int]:
-        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves."""
+        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves.
+
+        A dashboard with tables gets the leaderboard, too.
+        """
         if step < self._leaders_shown_at + self.leaderboard_interval or not len(self.contributors):
             return {}
         self._leaders_shown_at = step
         logger.info(format_leaderboard(self.contributors))
+        self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)
         return build_curves(self.contributors)
 
     def _report_evaluations(self) -> None:
