@@ -54,6 +54,20 @@ class TrainingMonitorArguments(ReportingArguments):
     )
     save_checkpoint_step_interval: int = field(default=5, metadata={"help": "Global steps between two checkpoints"})
     save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
+    dashboard: bool = field(
+        default=False,
+        metadata={"help": "Show the curves on a web page of this machine with trackio; implies --report_to trackio"},
+    )
+    dashboard_host: str = field(
+        default="127.0.0.1",
+        metadata={
+            "help": "Address that --dashboard listens on. By default only this machine sees the page; with 0.0.0.0 "
+            "everybody does who reaches the port"
+        },
+    )
+    dashboard_port: int | None = field(
+        default=None, metadata={"help": "Port of --dashboard. Default: the first free one from 7860"}
+    )
     sample_text: list[str] = field(
         default_factory=list,
         metadata={
@@ -110,6 +124,16 @@ class TrainingMonitorArguments(ReportingArguments):
     def __post_init__(self):
         super().__post_init__()
         require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
+        if self.dashboard:
+            require(
+                self.report_to in ("none", "trackio"),
+                f"--dashboard shows trackio's curves: drop it, or drop --report_to {self.report_to}",
+            )
+            self.report_to = "trackio"
+        require(
+            self.dashboard_port is None or 0 < self.dashboard_port <= 65535,
+            f"--dashboard_port must be from 1 to 65535, got {self.dashboard_port}",
+        )
         require(
             self.store_checkpoints or not self.sample_text,
             "--sample_text needs the model of the checkpoints: drop --no_store_checkpoints",
@@ -159,6 +183,7 @@ def monitor(
     from lib.monitoring.aggregation import MetricsAggregator
     from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
+    from lib.monitoring.dashboard_server import DashboardServer
     from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
     from lib.monitoring.samples import SampleReporter, check_text
@@ -260,6 +285,8 @@ def monitor(
             stack.callback(uploader.close)
         reporter = build_reporters(output_dir, run_id, args.report_to, args.wandb_project)
         stack.callback(reporter.close)
+        if args.dashboard:
+            stack.callback(DashboardServer(run_id, args.dashboard_host, args.dashboard_port).close)
         if args.sample_text:
             keeper.on_saved = SampleReporter(model, tokenizer, args.sample_text, reporter).report
         aggregator = MetricsAggregator(
