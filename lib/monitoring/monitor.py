@@ -14,7 +14,7 @@ from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from lib.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
 from lib.monitoring.hub_upload import HubUploader
-from lib.monitoring.parsing import parse_usernames
+from lib.monitoring.parsing import parse_share_of_complete_rounds, parse_usernames
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
 from lib.training import checkpoints
@@ -183,6 +183,8 @@ class TrainingMonitor:
         return utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}")
 
     def _report(self, reports: list[StepReport]) -> None:
+        share = parse_share_of_complete_rounds(self._read("rounds")) if reports else None
+        rounds = {} if share is None else {"complete rounds": round(share, 4)}
         for report in reports:
             loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
             logger.info(
@@ -190,7 +192,7 @@ class TrainingMonitor:
                 f"samples = {report.samples}\tperformance = {report.performance:.2f} samples/s"
             )
             self.contributors.add(report)
-            self.reporter.report(report, self._leaderboard(report.step))
+            self.reporter.report(report, rounds | self._leaderboard(report.step))
         if reports:
             self.contributors.save()
 

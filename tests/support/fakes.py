@@ -88,7 +88,7 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
     optimizer = SimpleNamespace(
         local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
         restore=state_averager.restore, discard_local_updates=lambda: False, target_batch_size=8, pop_steps=list,
-        banned_peers=dict, ban=lambda peers: None,
+        banned_peers=dict, ban=lambda peers: None, recent_rounds=[],
         tracker=SimpleNamespace(
             global_progress=SimpleNamespace(epoch=9, num_peers=1, num_clients=0, samples_accumulated=0)
         ),
