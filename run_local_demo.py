@@ -71,6 +71,9 @@ class DemoArguments:
     )
     trainers: int = field(default=2, metadata={"help": "Number of trainers. Each keeps one core busy"})
     max_global_steps: int = field(default=10, metadata={"help": "Stop after this many global steps"})
+    dashboard: bool = field(
+        default=False, metadata={"help": "Show the curves on a web page of this machine while the demo runs"}
+    )
     output_dir: str = field(
         default="demo", metadata={"help": "Folder for all output. The output of a previous demo in it is removed"}
     )
@@ -120,6 +123,10 @@ def train_together(args: DemoArguments, workers: Workers, console: Console) -> N
     monitor = workers.start("monitor", monitor_command(args))
     peer_file = Path(args.output_dir) / "monitor" / "peer.json"
     address = workers.wait_for(lambda: read_address(peer_file), STALL_TIMEOUT, "the address of the monitor")
+
+    if args.dashboard:
+        page = workers.wait_for(lambda: read_dashboard(monitor.read_log()), STALL_TIMEOUT, "the dashboard")
+        console.print(f"Look at the curves at {page}\n", markup=False)
 
     console.print(f"[bold]3. {args.trainers} trainers[/bold], which join through its address")
     trainers = [
@@ -223,9 +230,8 @@ def peer_flags(args: DemoArguments, name: str) -> dict[str, object]:
 
 
 def monitor_command(args: DemoArguments) -> Command:
-    return Command(
-        "run_training_monitor.py", {**peer_flags(args, "monitor"), "refresh_period": 1, "report_to": "trackio"}
-    )
+    curves = {"dashboard": True} if args.dashboard else {"report_to": "trackio"}
+    return Command("run_training_monitor.py", {**peer_flags(args, "monitor"), "refresh_period": 1, **curves})
 
 
 def trainer_command(args: DemoArguments, number: int, address: str) -> Command:
@@ -360,6 +366,17 @@ class Workers:
 def read_address(peer_file: Path) -> str | None:
     """Read the monitor's address for --initial_peers; None before the monitor has started."""
     return json.loads(peer_file.read_text())["initial_peers"][0] if peer_file.exists() else None
+
+
+def read_dashboard(log: str) -> str | None:
+    """Return the address of the dashboard from the monitor's log; None before it has started.
+
+    :raises UserError: if it has failed
+    """
+    if failure := re.search(r"The dashboard has ended.*", log):
+        raise UserError(failure[0])
+    found = re.search(r"Dashboard: (http\S+)", log)
+    return found[1] if found else None
 
 
 # --- view ------------------------------------------------------------------------------------------------------------
@@ -557,9 +574,9 @@ class Result:
         if self.dashboard is not None:
             lines.append(f"  {self.dashboard}")
         if self.checkpoint is not None:
-            guesses = f"pipeline('fill-mask', {self.checkpoint!r})('The value of the [MASK].')"
-            code = f"from transformers import pipeline; print([guess['token_str'] for guess in {guesses}])"
-            lines.append(f'  python -c "{code}"')
+            lines.append(
+                f"  {Command('fill_mask.py', {}).as_typed()} {shlex.quote(self.checkpoint)} 'The value of [MASK].'"
+            )
         return "\n".join(lines)
 
 

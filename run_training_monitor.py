@@ -56,6 +56,27 @@ class TrainingMonitorArguments(ReportingArguments):
     )
     save_checkpoint_step_interval: int = field(default=5, metadata={"help": "Global steps between two checkpoints"})
     save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
+    dashboard: bool = field(
+        default=False,
+        metadata={"help": "Show the curves on a web page of this machine with trackio; implies --report_to trackio"},
+    )
+    dashboard_host: str = field(
+        default="127.0.0.1",
+        metadata={
+            "help": "Address that --dashboard listens on. By default only this machine sees the page; with 0.0.0.0 "
+            "everybody does who reaches the port"
+        },
+    )
+    dashboard_port: int | None = field(
+        default=None, metadata={"help": "Port of --dashboard. Default: the first free one from 7860"}
+    )
+    sample_text: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Sentences with [MASK], or beginnings of texts for a causal model. The monitor logs what each "
+            "checkpoint's model makes of them, and shows it in the dashboard"
+        },
+    )
     assist_in_averaging: bool = field(
         default=False,
         metadata={
@@ -105,6 +126,20 @@ class TrainingMonitorArguments(ReportingArguments):
     def __post_init__(self):
         super().__post_init__()
         require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
+        if self.dashboard:
+            require(
+                self.report_to in ("none", "trackio"),
+                f"--dashboard shows trackio's curves: drop it, or drop --report_to {self.report_to}",
+            )
+            self.report_to = "trackio"
+        require(
+            self.dashboard_port is None or 0 < self.dashboard_port <= 65535,
+            f"--dashboard_port must be from 1 to 65535, got {self.dashboard_port}",
+        )
+        require(
+            self.store_checkpoints or not self.sample_text,
+            "--sample_text needs the model of the checkpoints: drop --no_store_checkpoints",
+        )
         require_not_negative(self, "upload_interval")
         for maddr in self.assistant_maddrs:
             check_maddr("--assistant_maddrs", maddr)
@@ -172,8 +207,10 @@ def monitor(
     from lib.monitoring.aggregation import MetricsAggregator
     from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
+    from lib.monitoring.dashboard_server import DashboardServer
     from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
+    from lib.monitoring.samples import SampleReporter, check_text
     from lib.monitoring.trackers import build_reporters
     from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
@@ -189,6 +226,8 @@ def monitor(
     if args.store_checkpoints or args.assist_in_averaging:
         tokenizer = load_tokenizer(model_args.tokenizer_path)
         config = load_config(model_args, tokenizer)
+        for text in args.sample_text:
+            check_text(text, tokenizer, config, "--sample_text")
     if args.repo_id is not None:
         card_metadata = build_card_metadata(args.repo_id, run_id, config, args.license, args.language)
         check_repo(card_metadata, args.private_repo)
@@ -271,6 +310,10 @@ def monitor(
             stack.callback(uploader.close)
         reporter = build_reporters(output_dir, run_id, args.report_to, args.wandb_project)
         stack.callback(reporter.close)
+        if args.dashboard:
+            stack.callback(DashboardServer(run_id, args.dashboard_host, args.dashboard_port).close)
+        if args.sample_text:
+            keeper.on_saved = SampleReporter(model, tokenizer, args.sample_text, reporter).report
         aggregator = MetricsAggregator(
             reporter.last_step(),
             alive_timeout=tracker_args.metadata_expiration,

@@ -12,6 +12,7 @@ from lib.averaging.records import LimitValidator, ReadableValidator, RunValidato
 from lib.common.metrics_schema import (
     HISTORY_LENGTH,
     MAX_COUNT,
+    MAX_ROUNDS,
     MAX_STEP,
     Count,
     HistoryRow,
@@ -53,6 +54,17 @@ class PeerInfo(pydantic.BaseModel):
         return super().dict(**{**options, "exclude_unset": True})
 
 
+class RoundStatistics(pydantic.BaseModel):
+    """Record that a trainer publishes about its newest rounds with other trainers.
+
+    :param rounds: number of rounds
+    :param complete: those that averaged everything with every trainer of the step
+    """
+
+    rounds: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
+    complete: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
+
+
 class Evaluation(pydantic.BaseModel):
     """Record of an evaluator: the results for the parameters of a global step.
 
@@ -78,6 +90,7 @@ class MetricSchema(pydantic.BaseModel):
     history: dict[BytesWithPublicKey, pydantic.conlist(HistoryRow, max_items=HISTORY_LENGTH)]
     monitor: dict[BytesWithPublicKey, MonitorStatus]
     peers: dict[BytesWithPublicKey, PeerInfo]
+    rounds: dict[BytesWithPublicKey, RoundStatistics]
     evaluation: dict[BytesWithPublicKey, Evaluation]
     # Checked by the reader (lib/averaging/progress.py), which warns about peers with another protocol number
     training_progress: dict[BytesWithPublicKey, dict | None]

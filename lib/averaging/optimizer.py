@@ -26,6 +26,7 @@ from lib.averaging.progress import ProgressTracker
 from lib.averaging.round_log import RoundLog, describe_round
 from lib.averaging.rounds import RoundAverager, RoundResult
 from lib.averaging.state import TrainingStateAverager, all_finite
+from lib.common.metrics_schema import MAX_ROUNDS
 
 logger = get_logger(__name__)
 
@@ -73,6 +74,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._convalescence = 0  # rounds until this peer's parameters have weight again
         self.last_step: int | None = None  # no step beyond this one is taken
         self.round_log: RoundLog | None = None
+        # Of the newest rounds with other trainers: whether they averaged everything with every trainer of the step
+        self.recent_rounds: deque[bool] = deque(maxlen=MAX_ROUNDS)
         self._failed_loads = 0
         self._has_update = False  # whether the offloaded parameters are newer than the model's
         self._is_broken = False  # whether the offloaded parameters are not finite
@@ -321,6 +324,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             carried = self._apply_outcome(step, samples, outcome, result)
         self.last_group_size = len(result.members) if result else 0
         seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
+        if outcome != Outcome.ALONE:
+            self.recent_rounds.append(result is not None and result.received == 1 and not result.missed)
         self._log_round(step, samples, outcome, result, seconds)
         self.tracker.complete_step(step, carried)
 

@@ -129,11 +129,16 @@ class CommandLine:
 
 
 class ArgumentParser(HfArgumentParser):
-    """transformers' dataclass parser, with translated old flags and one-line usage errors."""
+    """transformers' dataclass parser, with translated old flags and one-line usage errors.
 
-    def __init__(self, dataclass_types, description: str):
+    :param positional: name -> help text of the arguments without a flag
+    """
+
+    def __init__(self, dataclass_types, description: str, positional: Mapping[str, str] | None = None):
         super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
         self.source = ""  # of the values that an error message is about
+        for name, text in (positional or {}).items():
+            self.add_argument(name, help=text)
 
     @property
     def known_flags(self) -> set[str]:

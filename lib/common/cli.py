@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lib.common.argument_parser import CommandLine
 
 
-def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
+def parse_arguments(
+    dataclass_types: Sequence[type],
+    description: str,
+    args: Sequence[str] | None = None,
+    positional: Mapping[str, str] | None = None,
+) -> tuple:
     """Parse the command line into one instance of each dataclass; exit with code 2 on a usage error.
 
     :param description: the script's docstring, whose first line --help shows
     :param args: the command line; default: `sys.argv[1:]`
+    :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
     """
-    return parse_command_line(dataclass_types, description, args).arguments
+    return parse_command_line(dataclass_types, description, args, positional).arguments
 
 
 def parse_command_line(
-    dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None
+    dataclass_types: Sequence[type],
+    description: str,
+    args: Sequence[str] | None = None,
+    positional: Mapping[str, str] | None = None,
 ) -> CommandLine:
     """Parse the command line, as `parse_arguments`, and note which flags it states."""
     from lib.common.argument_parser import (
         ArgumentParser,  # the import takes a second; the script already handles signals
     )
 
-    return ArgumentParser(dataclass_types, description).parse_line(args)
+    return ArgumentParser(dataclass_types, description, positional or {}).parse_line(args)

@@ -14,6 +14,7 @@ import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v
 MAX_STEP = 2**31 - 1  # more global steps than any run makes
 MAX_COUNT = 10**9
 MAX_NUMBER = 1e9
+MAX_ROUNDS = 64  # newest rounds that a trainer counts
 MAX_FIELDS = 32  # of a record, including unknown fields
 
 HISTORY_LENGTH = 64  # maximum number of entries in a trainer's history

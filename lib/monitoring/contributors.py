@@ -16,6 +16,7 @@ from lib.monitoring.aggregation import StepReport
 
 MAX_CONTRIBUTORS = 5000  # a key pair costs nothing; 5000 are half a megabyte
 MAX_NAME_LENGTH = 64
+TABLE_COLUMNS = ("place", "name", "key", "samples", "steps")
 
 
 @dataclass
@@ -115,6 +116,14 @@ def build_curves(contributors: Contributors, number: int = 10) -> dict[str, int]
     return {
         f"contribution/{name} {leader.key[:8]}": leader.samples for name, leader in zip(names, leaders, strict=True)
     }
+
+
+def build_table(contributors: Contributors, number: int = 100) -> list[tuple[int, str, str, int, int]]:
+    """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer."""
+    return [
+        (place, leader.name, leader.key[:8], leader.samples, leader.steps)
+        for place, leader in enumerate(contributors.top(number), 1)
+    ]
 
 
 def format_leaderboard(contributors: Contributors, number: int = 5) -> str:

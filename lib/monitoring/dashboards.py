@@ -14,6 +14,8 @@ import queue
 import secrets
 import shlex
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.state import PartialState
@@ -36,6 +38,15 @@ CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio 
 MAX_WAITING_STEPS = 100_000  # some 30 MB; a run has 125 000 steps
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of a step. `rows`: numbers and plain text, one value per column."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
 class Dashboard:
     """Runs one of accelerate's trackers in a thread. Steps are queued until the tracker has started.
 
@@ -49,15 +60,15 @@ class Dashboard:
         PartialState(cpu=True)  # without it, the trackers' log messages raise
         tracker.main_process_only = False  # the monitor has a single process
         self.tracker, self.record = tracker, record
-        self._waiting: queue.Queue[tuple[dict, int] | None] = queue.Queue(MAX_WAITING_STEPS)
+        self._waiting: queue.Queue[tuple[dict | Table, int] | None] = queue.Queue(MAX_WAITING_STEPS)
         self._has_started = self._has_warned = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
 
-    def log(self, values: dict, step: int) -> None:
+    def log(self, values: dict | Table, step: int) -> None:
         """Queue the values of a step and return at once. Steps may come in any order.
 
-        :param values: curve name -> value
+        :param values: curve name -> value; or a table, which only some trackers draw
         """
         if self._thread.is_alive():
             self._put((values, step))
@@ -88,14 +99,20 @@ class Dashboard:
         self._has_started = True
         while (item := self._waiting.get()) is not None:
             try:
-                values, step = item
-                self.tracker.log(values, step=step)
+                self._log(*item)
             except Exception as error:
                 self._warn(f"failed: {describe(error)}", error)
         try:
             self.tracker.finish()
         except Exception as error:
             self._warn(f"did not finish: {describe(error)}", error)
+
+    def _log(self, values: dict | Table, step: int) -> None:
+        if not isinstance(values, Table):
+            self.tracker.log(values, step=step)
+        elif hasattr(self.tracker, "log_table"):  # wandb and trackio
+            columns, rows = list(values.columns), [list(row) for row in values.rows]
+            self.tracker.log_table(values.name, columns=columns, data=rows, step=step)
 
     def _warn(self, problem: str, error: Exception | None = None) -> None:
         if not self._has_warned:
@@ -206,6 +223,12 @@ class LocalTrackioTracker(TrackioTracker):
         # Suppresses trackio's own hint for a new project, which lacks the folder.
         trackio.context_vars.current_project.set(self.run_name)
         super().start()
+
+    def log_table(self, table_name: str, columns: list[str], data: list[list], step: int) -> None:
+        """Log a table, as accelerate's tracker for wandb does. trackio shows its cells as plain text."""
+        import trackio
+
+        self.log({table_name: trackio.Table(columns=columns, data=data)}, step=step)
 
 
 class LocalMLflowTracker(MLflowTracker):

@@ -1,6 +1,7 @@
 """Training monitor: aggregates the trainers' records into one report per global step, and keeps checkpoints."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import utils
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
-from lib.monitoring.contributors import Contributors, build_curves, format_leaderboard
+from lib.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
 from lib.monitoring.hub_upload import HubUploader
-from lib.monitoring.parsing import parse_usernames
+from lib.monitoring.parsing import parse_share_of_complete_rounds, parse_usernames
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
 from lib.training import checkpoints
@@ -60,6 +61,8 @@ class CheckpointKeeper:
         averager.credible_epoch = self._credible_epoch
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
         self._backoff = Backoff(first=retry_period, longest=MAX_PAUSE)
+        # Called in the thread with the step of each saved checkpoint, while the model has its parameters
+        self.on_saved: Callable[[int], None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
         self._pending: Future | None = None
 
@@ -114,6 +117,8 @@ class CheckpointKeeper:
             logger.info(f"Saved {path}")
             checkpoints.remove_old_checkpoints(self.folder, keep=self.keep)
             self._backoff.reset()
+            if self.on_saved is not None:
+                self.on_saved(state.step)
         except Exception as error:
             self._backoff.fail()
             logger.error(f"Could not save a checkpoint of step #{min_step} or later ({error}); trying again later")
@@ -178,6 +183,8 @@ class TrainingMonitor:
         return utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}")
 
     def _report(self, reports: list[StepReport]) -> None:
+        share = parse_share_of_complete_rounds(self._read("rounds")) if reports else None
+        rounds = {} if share is None else {"complete rounds": round(share, 4)}
         for report in reports:
             loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
             logger.info(
@@ -185,16 +192,20 @@ class TrainingMonitor:
                 f"samples = {report.samples}\tperformance = {report.performance:.2f} samples/s"
             )
             self.contributors.add(report)
-            self.reporter.report(report, self._leaderboard(report.step))
+            self.reporter.report(report, rounds | self._leaderboard(report.step))
         if reports:
             self.contributors.save()
 
     def _leaderboard(self, step: int) -> dict[str, int]:
-        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves."""
+        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves.
+
+        A dashboard with tables gets the leaderboard, too.
+        """
         if step < self._leaders_shown_at + self.leaderboard_interval or not len(self.contributors):
             return {}
         self._leaders_shown_at = step
         logger.info(format_leaderboard(self.contributors))
+        self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)
         return build_curves(self.contributors)
 
     def _report_evaluations(self) -> None:

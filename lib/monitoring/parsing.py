@@ -15,6 +15,7 @@ from lib.common.metrics_schema import (
     HISTORY_LENGTH,
     MAX_COUNT,
     MAX_NUMBER,
+    MAX_ROUNDS,
     MAX_STEP,
     InvalidValue,
     LocalMetrics,
@@ -163,6 +164,21 @@ def parse_progress(raw: object) -> tuple[list[Heartbeat], Counter]:
         except InvalidValue as refusal:
             refused[str(refusal)] += 1
     return heartbeats, refused
+
+
+def parse_share_of_complete_rounds(raw: object) -> float | None:
+    """Parse the records under `{run_id}_rounds`: complete rounds / rounds, of all trainers; None without rounds."""
+    rounds = complete = 0
+    for _, value in _records(raw, Counter()):
+        try:
+            if not isinstance(value, Mapping):
+                raise InvalidValue("not a dictionary")
+            own_rounds = read_whole(value.get("rounds"), 0, MAX_ROUNDS)
+            complete += read_whole(value.get("complete"), 0, own_rounds)
+            rounds += own_rounds
+        except InvalidValue:
+            continue
+    return complete / rounds if rounds else None
 
 
 def parse_usernames(raw: object) -> dict[bytes, str]:

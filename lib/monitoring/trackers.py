@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,6 +75,16 @@ class Reporters:
         self.evaluations_file.write({"step": step, **values, "time": round(time.time(), 3)})
         if self.dashboard is not None:
             self.dashboard.log(values, step)
+
+    def report_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Give a table of a step to the dashboard, if there is one that draws tables. May be called from any thread.
+
+        :param rows: numbers and plain text, one value per column
+        """
+        if self.dashboard is not None:
+            from lib.monitoring.dashboards import Table
+
+            self.dashboard.log(Table(name, columns, rows), step)
 
     def close(self) -> None:
         """Write the remaining lines and free resources. May be called twice."""

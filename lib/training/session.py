@@ -29,7 +29,7 @@ from lib.training.console import ClientModeAlarm, open_panel
 from lib.training.loss_meter import LossMeter
 from lib.training.status import describe_gift
 from lib.training.status_keeper import StatusKeeper
-from utils import LocalMetrics, PeerInfo
+from utils import LocalMetrics, PeerInfo, RoundStatistics
 
 logger = get_logger(__name__)
 
@@ -214,6 +214,7 @@ class TrainingSession:
                     mini_steps=mini_steps,
                 )
             )
+            self.publish_rounds()
             self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
 
     def publish(self, metrics: LocalMetrics) -> None:
@@ -223,6 +224,12 @@ class TrainingSession:
         for name, value in (("metrics", metrics.dict()), ("history", history)):
             key = f"{self.args.run_id}_{name}"
             utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
+
+    def publish_rounds(self) -> None:
+        """Publish how many of this peer's newest rounds with other trainers were complete."""
+        rounds, key = list(self.optimizer.recent_rounds), f"{self.args.run_id}_rounds"
+        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds)).dict()
+        utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def recover(self) -> None:
         """Roll back NaN or Inf parameters to the peers' state or to the last backup, whichever is newer.

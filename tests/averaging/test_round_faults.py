@@ -71,6 +71,7 @@ def test_faulty_reducer_is_banned_and_costs_its_part_of_one_round(build_swarm, k
     samples = [size for trainer, size in zip(swarm.trainers, (4, 5, 3), strict=True) if trainer in senders]
     for trainer in honest:
         assert trainer.entry["outcome"] == "averaged" and 0.3 < trainer.entry["received"] < 1
+        assert list(trainer.optimizer.recent_rounds) == [False]
         averages = zip(trainer.averager.averaged_gradients, trainer.averager.gradients, *gradients, strict=True)
         for averaged, own, *parts in averages:
             mean = sum(size * part for size, part in zip(samples, parts, strict=True)) / sum(samples)

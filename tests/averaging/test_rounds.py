@@ -41,6 +41,7 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
         expected = replay.step(swarm.global_step(*sizes))
         for trainer in swarm.trainers:
             assert trainer.entry["outcome"] == "averaged" and trainer.entry["received"] == 1.0
+            assert all(trainer.optimizer.recent_rounds) and trainer.optimizer.recent_rounds
             assert set(trainer.entry["group"]) == {
                 str(auxiliary_peer.averager.peer_id),
                 *(t.name for t in swarm.trainers),

@@ -131,9 +131,13 @@ def test_leaderboard_names_the_first_few_and_counts_the_rest(tmp_path):
 class FakeReporter:
     def __init__(self):
         self.extras: list[dict] = []
+        self.tables: list[tuple] = []
 
     def report(self, step_report, extra=None):
         self.extras.append(extra)
+
+    def report_table(self, *table):
+        self.tables.append(table)
 
 
 def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path, monkeypatch, caplog):
@@ -151,5 +155,10 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
             monitor.refresh()
     key = counted.top(1)[0].key[:8]
     assert reporter.extras == [{f"contribution/al i__c_e {key}": 8}, {}, {f"contribution/al i__c_e {key}": 24}, {}]
+    columns = ("place", "name", "key", "samples", "steps")  # trackio and wandb show the cells as plain text
+    assert reporter.tables == [
+        ("contributors", columns, [(1, "al i/<c>e", key, 8, 1)], 1),
+        ("contributors", columns, [(1, "al i/<c>e", key, 24, 3)], 3),
+    ]
     assert caplog.text.count("Contributors, by samples: al i/<c>e") == 2
     assert json.loads((tmp_path / "contributors.json").read_text())["contributors"][0]["samples"] == 32

@@ -26,6 +26,28 @@ def stored(monkeypatch) -> dict:
     return records
 
 
+def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, stored):
+    """Records come from the trainers' own code. Who has had no round yet does not count, nor does a false record."""
+    for key, rounds in ((b"a", [True, True, False]), (b"b", [True]), (b"c", [])):
+        session = make_session(tmp_path / key.decode(), offered=None)
+        session.peer = SimpleNamespace(dht=None, public_key=key)
+        session.optimizer.recent_rounds = rounds
+        session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
+        session.optimizer.is_synchronized_with_peers = lambda: True
+        session.report(step=10, samples=8)
+        session.close()
+    for number, record in enumerate(({"rounds": 2, "complete": 3}, {"rounds": 10**6, "complete": 0}, {}, None, 7)):
+        utils.store_record(None, "run_rounds", str(number).encode(), record, 60)
+    extras = []
+    monitor = TrainingMonitor(
+        SimpleNamespace(dht=None, public_key=b"monitor"), "run", MetricsAggregator(last_reported_step=9),
+        SimpleNamespace(report=lambda report, extra: extras.append(extra)), Contributors(tmp_path, "run"),
+        keeper=None, uploader=None, leaderboard_interval=100,
+    )  # fmt: skip
+    monitor.refresh()
+    assert extras == [{"complete rounds": 0.75}]
+
+
 def test_monitor_bounds_a_peer_by_the_published_target_batch_size(tmp_path, stored):
     """Each trainer calls `introduce`; in the records of a step one of three claims a billion samples."""
     for name, samples in ((b"a", 50), (b"b", 50), (b"liar", 10**9)):

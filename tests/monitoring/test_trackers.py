@@ -48,6 +48,7 @@ for step in range(first, last + 1):
     loss = None if step == 1 else 10.0 - step
     extra = {"validation loss": 9.5} if step == 2 else None
     reporters.report(StepReport(step, loss, 2, 64, 3.5, 2, 4, 1e9 + step), extra)
+reporters.report_table("people", ("name", "samples"), [("<script>eve", 5), ("bob", 3)], last)
 reporters.close()
 reporters.close()
 print("SECONDS", time.monotonic() - started)
@@ -289,6 +290,14 @@ class FakeTracker:
         self.act("finish")
 
 
+class FakeTrackerWithTables(FakeTracker):
+    """The same with tables."""
+
+    def log_table(self, table_name, columns, data, step):
+        self.act("log_table")
+        self.logged.append((step, table_name, columns, data))
+
+
 def make_fake_reporters(folder, tracker):
     file = MetricsFile(folder)
     return Reporters(file, MetricsFile(folder, "evaluations.jsonl"), Dashboard(tracker, file.path))
@@ -333,6 +342,19 @@ def test_values_come_with_the_steps_of_the_collaboration(tmp_path, caplog):
         (5, {"validation loss": 2.0}),
     ]
     assert not caplog.records
+
+
+def test_tables_are_for_the_trackers_that_draw_them(tmp_path, caplog):
+    for tracker in (FakeTracker(), FakeTrackerWithTables(), FakeTrackerWithTables("log_table")):
+        reporters = make_fake_reporters(tmp_path, tracker)
+        reporters.report_table("people", ("name", "samples"), [("eve", 5)], 7)
+        reporters.report(make_report(8))
+        reporters.close()
+        tables = [entry for entry in tracker.logged if entry[0] == 7]
+        assert tracker.logged[-1][0] == 8
+        can_draw = isinstance(tracker, FakeTrackerWithTables) and not tracker.failing
+        assert tables == ([(7, "people", ["name", "samples"], [["eve", 5]])] if can_draw else [])
+    assert len(caplog.records) == 1 and "gone" in caplog.text
 
 
 def test_steps_that_wait_for_a_dashboard_are_bounded(tmp_path, monkeypatch, caplog):
@@ -428,6 +450,7 @@ def test_wandb_without_login_records_offline(tmp_path):
     (file,) = find_wandb_files(tmp_path)
     content = file.read_bytes()
     assert str(file.parent) in output
+    assert len(list((tmp_path / "out" / "wandb").glob("offline-run-*/files/media/table/people*.table.json"))) == 1
     assert content.count(b"alive peers") >= 5 and content.count(b"validation loss") >= 1 and b"my run" in content
     assert steps_in(tmp_path / "out") == [0, 1, 2, 3, 4]
 
@@ -465,6 +488,9 @@ def test_trackio_keeps_a_local_dashboard(tmp_path):
     assert_nothing_left(output)
     assert list(folder.glob("*.db")) and not (tmp_path / "home" / ".cache" / "huggingface" / "trackio").exists()
     logs = json.loads(output.split("LOGS ")[1].splitlines()[0])
+    tables = [log.pop("people") for log in logs if "people" in log]
+    assert [row["name"] for row in tables[1]["_value"]] == ["<script>eve", "bob"]
+    logs = [log for log in logs if "loss" in log or "alive peers" in log]  # without those of the tables
     assert [log["step"] for log in logs] == [0, 1, 2, 3, 4]
     assert [log.get("loss") for log in logs] == [10.0, None, 8.0, 7.0, 6.0]
     assert logs[2]["validation loss"] == 9.5 and logs[0]["alive peers"] == 2 and logs[0]["samples"] == 64

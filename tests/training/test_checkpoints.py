@@ -173,6 +173,15 @@ def test_checkpoint_is_due_every_interval_and_when_trainers_leave(tmp_path, step
     keeper.close()
 
 
+def test_keeper_says_which_checkpoint_it_has_saved(tmp_path):
+    keeper = make_keeper(tmp_path, FakeAverager(step=5))
+    saved = []
+    keeper.on_saved = lambda step: saved.append((step, (tmp_path / f"checkpoint-{step}").is_dir()))
+    update(keeper, 5)
+    assert saved == [(5, True)]
+    keeper.close()
+
+
 def update(keeper: CheckpointKeeper, step: int) -> None:
     """Update a keeper with a step, and wait until its work is done."""
     time.sleep(0.05)  # until the keeper retries after a failure

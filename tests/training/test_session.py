@@ -135,6 +135,7 @@ def test_two_steps_within_one_local_step_are_both_reported(tmp_path, monkeypatch
     session, published = make_session(tmp_path, offered=None), []
     monkeypatch.setattr(session, "publish", published.append)
     monkeypatch.setattr(session, "introduce", lambda leaving: None)
+    monkeypatch.setattr(session, "publish_rounds", lambda: None)
     session.optimizer.local_epoch = 11
     session.optimizer.is_synchronized_with_peers = lambda: True
     session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)

@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Show what a trained model makes of a sentence: the most likely words in the place of each [MASK].
+
+    ./fill_mask.py monitor_outputs "The capital of [MASK] is Paris."
+
+The first argument is a checkpoint, or an output folder with checkpoints. A causal model, such as GPT-2, continues the
+sentence instead.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lib.common.checks import require_positive
+from lib.common.cli import parse_arguments
+from lib.common.errors import run_script
+
+POSITIONAL = {
+    "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
+    "TEXT": "Sentence with one [MASK] or more; for a causal model, the beginning of a text",
+}
+
+
+@dataclass
+class FillMaskArguments:
+    """What is shown."""
+
+    _argument_group_name = "Output"
+
+    number: int = field(default=5, metadata={"help": "Number of fillings of each mask"})
+    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+
+    def __post_init__(self):
+        require_positive(self, "number")
+
+
+def main() -> None:
+    args, positional = parse_arguments([FillMaskArguments], __doc__, positional=POSITIONAL)
+    show(Path(positional.CHECKPOINT), positional.TEXT, args.number)
+
+
+def show(folder: Path, text: str, number: int) -> None:
+    # Seconds of imports, which --help and a wrong flag need not wait for.
+    from transformers.utils.logging import set_verbosity_error
+
+    from lib.monitoring.samples import check_text, continue_text, fill_masks, is_causal
+    from lib.training.pretrained import find_checkpoint, load_checkpoint
+
+    set_verbosity_error()  # of the weights that pretraining has in addition
+    checkpoint = find_checkpoint(folder)
+    if checkpoint != folder:
+        print(f"Checkpoint: {checkpoint}")
+    model, tokenizer = load_checkpoint(checkpoint)
+    check_text(text, tokenizer, model.config, "TEXT")
+    if is_causal(model.config):
+        print(f"{text} … {continue_text(model, tokenizer, text)}")
+        return
+    masks = fill_masks(model, tokenizer, text, min(number, model.config.vocab_size))
+    for place, fillings in enumerate(masks, 1):
+        print(f"Mask {place} of {len(masks)}:" if len(masks) > 1 else text)
+        for filling in fillings:
+            print(f"{filling.probability:8.2%}  {filling.token}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,69 @@
+"""Loading of a finished checkpoint, to use its model.
+
+Checkpoints may come from strangers: weights are read from safetensors only, and code in a checkpoint is never run.
+"""
+
+import json
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from lib.common.errors import UserError, first_line
+from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
+from lib.data.tokenizers import load_tokenizer
+from lib.training.checkpoints import list_checkpoints
+
+_REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, such as monitor_outputs"
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return a folder if it is a checkpoint, otherwise the newest complete checkpoint in it.
+
+    :raises UserError: if there is none
+    """
+    if not folder.is_dir():
+        raise UserError(f"CHECKPOINT: there is no folder '{folder}'; {_REMEDY}")
+    for path in (folder, *list_checkpoints(folder)):
+        if _is_complete(path):
+            return path
+    raise UserError(f"CHECKPOINT: there is no complete checkpoint in '{folder}'; {_REMEDY}")
+
+
+def _is_complete(folder: Path) -> bool:
+    has_weights = any((folder / f"model.safetensors{suffix}").is_file() for suffix in ("", ".index.json"))
+    return has_weights and all((folder / name).is_file() for name in ("config.json", "tokenizer_config.json"))
+
+
+def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model and tokenizer of a checkpoint.
+
+    :raises UserError: if it is no checkpoint of a supported model, or brings code
+    """
+    try:
+        config, tokenizer_config = (
+            json.loads((folder / name).read_bytes()) for name in ("config.json", "tokenizer_config.json")
+        )
+        has_code = "auto_map" in config or "auto_map" in tokenizer_config
+        model_type = config["model_type"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"CHECKPOINT: '{folder}' cannot be read ({first_line(error)}); {_REMEDY}") from None
+    if has_code:
+        raise UserError(f"CHECKPOINT: '{folder}' brings code of its own, which is never run; pass another checkpoint")
+    if model_type not in OBJECTIVE_OF_MODEL:
+        raise UserError(
+            f"CHECKPOINT: '{folder}' is a {model_type} model; supported are {', '.join(OBJECTIVE_OF_MODEL)}"
+        )
+    is_causal = OBJECTIVES[OBJECTIVE_OF_MODEL[model_type]].is_causal
+    tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
+    auto_class = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+    try:
+        model, info = auto_class.from_pretrained(
+            folder, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        )
+    except Exception as error:
+        reason = first_line(error)
+        raise UserError(f"CHECKPOINT: the weights of '{folder}' cannot be read ({reason}); {_REMEDY}") from None
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
+        raise UserError(f"CHECKPOINT: '{folder}' lacks weights of a language model ({missing}); {_REMEDY}")
+    return model.float().eval(), tokenizer

@@ -1,0 +1,246 @@
+"""What a model makes of a sentence, and fill_mask.py, which shows it."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+import fill_mask
+from lib.common.errors import UserError, run_script
+from lib.monitoring.samples import SampleReporter, check_text, complete, continue_text, fill_masks
+from lib.training.model import build_model
+from tests.support.peers import TINY_CONFIGS
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<mask>", "the", "capital", "of", "france", "is", "paris", "\x1b[31mred"]
+TEXT = "the capital of [MASK] is paris"
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="<mask>", eos_token="[SEP]",
+    )  # fmt: skip
+
+
+def make_model(family: str, likely: str = "france"):
+    """Build a tiny model that finds one word likely everywhere."""
+    config = AutoConfig.for_model(**TINY_CONFIGS[family], vocab_size=len(WORDS), pad_token_id=0, eos_token_id=3)
+    model = build_model(config, "run")
+    with torch.no_grad():
+        if family == "gpt2":  # no bias: the last layer norm always says the same
+            model.transformer.ln_f.weight.zero_()
+            model.transformer.ln_f.bias.copy_(100 * model.lm_head.weight[WORDS.index(likely)])
+        else:
+            model.get_output_embeddings().bias[WORDS.index(likely)] = 20.0
+    return model
+
+
+MASKED = [family for family in TINY_CONFIGS if family != "gpt2"]
+
+
+@pytest.mark.parametrize("mask", ["[MASK]", "<mask>"])
+@pytest.mark.parametrize("family", MASKED)
+def test_fillings_are_the_most_likely_ones(family, mask, tokenizer):
+    model = make_model(family).eval()
+    (fillings,) = fill_masks(model, tokenizer, TEXT.replace("[MASK]", mask))
+    assert len(fillings) == 5 and fillings[0].token == "france" and fillings[0].probability > 0.99
+    probabilities = [filling.probability for filling in fillings]
+    assert probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1.0001
+
+
+def test_each_mask_is_filled(tokenizer):
+    masks = fill_masks(make_model("bert").eval(), tokenizer, "[MASK] capital <mask> france", number=2)
+    assert [len(fillings) for fillings in masks] == [2, 2]
+
+
+def test_causal_model_continues_the_text(tokenizer):
+    model = make_model("gpt2").eval()
+    assert continue_text(model, tokenizer, "the capital of") == " ".join(["france"] * 20)
+
+
+@pytest.mark.parametrize("family", ["albert", "gpt2"])
+def test_one_line_for_the_log(family, tokenizer):
+    """A tokenizer may contain anything; the model may be in training mode, with dropout."""
+    model = make_model(family, likely="\x1b[31mred").train()
+    line = complete(model, tokenizer, TEXT)
+    assert model.training and line.isprintable() and "[31mred" in line
+    assert line == complete(model, tokenizer, TEXT)
+
+
+@pytest.mark.parametrize("family", ["albert", "roberta", "gpt2"])
+def test_length_is_bounded_by_the_model(family, tokenizer):
+    """TINY_CONFIGS have 64 positions, RoBERTa's 66, of which padding takes one; 20 are for the continuation."""
+    model = make_model(family).eval()
+    longest = {"albert": 64, "roberta": 65, "gpt2": 44}[family] - 2  # [CLS] and [SEP]
+    text = " ".join(["[MASK]", *["the"] * (longest - 1)])
+    check_text(text, tokenizer, model.config, "TEXT")
+    complete(model, tokenizer, text)
+    with pytest.raises(UserError, match="TEXT: the sentence has [0-9]+ tokens"):
+        check_text(f"{text} the", tokenizer, model.config, "TEXT")
+
+
+# The monitor
+
+
+class FakeReporters:
+    def __init__(self):
+        self.tables = []
+
+    def report_table(self, *table) -> None:
+        self.tables.append(table)
+
+
+def test_monitor_reports_samples(tokenizer, caplog):
+    caplog.set_level(logging.INFO)
+    reporters = FakeReporters()
+    reporter = SampleReporter(make_model("albert"), tokenizer, [TEXT, "[MASK] is [MASK]"], reporters)
+    reporter.report(7)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2 and messages[0].startswith(f"Step #7\t{TEXT} -> france 100.0%, ")
+    ((name, columns, rows, step),) = reporters.tables
+    assert (name, columns, step) == ("samples", ("text", "completion"), 7)
+    assert [text for text, _ in rows] == [TEXT, "[MASK] is [MASK]"] and rows[1][1].count("; ") == 1
+
+
+def test_failure_is_one_warning(tokenizer, caplog):
+    reporters = FakeReporters()
+    SampleReporter(None, tokenizer, [TEXT, TEXT], reporters).report(7)
+    assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING and not reporters.tables
+
+
+def test_mask_is_asked_for_at_the_start(tokenizer):
+    config = make_model("albert").config
+    for text in ("no mask", " "):
+        with pytest.raises(UserError, match="--sample_text: "):
+            check_text(text, tokenizer, config, "--sample_text")
+    tokenizer.mask_token = None
+    with pytest.raises(UserError, match="--sample_text: the tokenizer has no mask token"):
+        check_text(TEXT, tokenizer, config, "--sample_text")
+
+
+# fill_mask.py
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tokenizer) -> Path:
+    """Return a complete checkpoint, as the monitor writes it, in an output folder."""
+    folder = tmp_path / "out" / "checkpoint-10"
+    make_model("albert").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def show(monkeypatch, capsys):
+    """Run fill_mask.py in this process and return (exit code, stdout, stderr)."""
+
+    def show(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fill_mask.py", *map(str, args)])
+        code = 0
+        try:
+            run_script(fill_mask.main)
+        except SystemExit as error:
+            code = error.code
+        return code, *capsys.readouterr()
+
+    return show
+
+
+def test_script_shows_the_fillings(show, checkpoint):
+    code, out, err = show(checkpoint, TEXT)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == TEXT and len(lines) == 6 and lines[1].endswith("%  france")
+    assert len(show(checkpoint, TEXT, "--number", 3)[1].splitlines()) == 4
+    assert "Mask 2 of 2:" in show(checkpoint, "[MASK] [MASK]")[1]
+
+
+def test_script_takes_the_newest_complete_checkpoint(show, checkpoint):
+    for step, missing in ((11, "model.safetensors"), (12, "config.json"), (13, "tokenizer_config.json")):
+        newer = checkpoint.with_name(f"checkpoint-{step}")
+        newer.mkdir()
+        for path in checkpoint.iterdir():
+            if path.name != missing:
+                (newer / path.name).write_bytes(path.read_bytes())
+    code, out, _ = show(checkpoint.parent, TEXT)
+    assert code == 0 and out.splitlines()[0] == f"Checkpoint: {checkpoint}"
+
+
+def test_script_continues_a_text(show, tmp_path, tokenizer):
+    make_model("gpt2").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, out, _ = show(tmp_path, "the capital of")
+    assert code == 0 and out.startswith("the capital of … france france")
+
+
+def change_config(folder: Path, name: str = "config.json", **changes) -> None:
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+
+
+def add_code(folder: Path) -> None:
+    """Give a checkpoint code that leaves a trace where it is run."""
+    (folder / "evil.py").write_text(f"open({str(folder / 'trace')!r}, 'w')")
+
+
+def bring_model_code(folder: Path) -> None:
+    add_code(folder)
+    change_config(folder, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForMaskedLM": "evil.M"})
+
+
+def bring_tokenizer_code(folder: Path) -> None:
+    add_code(folder)
+    change_config(folder, "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]})
+
+
+def pickle_weights(folder: Path) -> None:
+    torch.save(make_model("albert").state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text", "reason"),
+    [
+        (None, "no mask at all", "[MASK]"),
+        (None, "  ", "is empty"),
+        (lambda folder: (folder / "config.json").unlink(), TEXT, "no complete checkpoint"),
+        (pickle_weights, TEXT, "no complete checkpoint"),
+        (lambda folder: (folder / "config.json").write_text("{"), TEXT, "cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), TEXT, "cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), TEXT, "weights of"),
+        (lambda folder: change_config(folder, vocab_size=99), TEXT, "weights of"),
+        (lambda folder: change_config(folder, model_type="bert"), TEXT, "lacks weights"),
+        (lambda folder: change_config(folder, model_type="t5"), TEXT, "is a t5 model"),
+        (bring_model_code, TEXT, "never run"),
+        (bring_tokenizer_code, TEXT, "never run"),
+    ],
+)
+def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
+    if spoil is not None:
+        spoil(checkpoint)
+    code, _, err = show(checkpoint, text)
+    assert code == 1 and err.count("\n") == 1 and err.startswith("fill_mask.py: error: ") and reason in err
+    assert "; " in err and "trust_remote_code" not in err
+    assert not (checkpoint / "trace").exists()
+
+
+def test_folder_that_does_not_exist(show):
+    for name in ("./nowhere", "monitor_outputs/checkpoint-5"):
+        code, _, err = show(name, TEXT)
+        assert code == 1 and err.count("\n") == 1 and "there is no folder" in err and "pass a folder" in err
+
+
+def test_usage_error(show, checkpoint):
+    for args in ((), (checkpoint,), (checkpoint, TEXT, "--number", 0)):
+        code, _, err = show(*args)
+        assert code == 2 and err.count("\n") == 1
