@@ -115,7 +115,8 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
     optimizer = SimpleNamespace(
         local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
         restore=state_averager.restore, discard_local_updates=lambda: False, target_batch_size=8, pop_steps=list,
-        batch_size_per_step=4, banned_peers=dict, ban=lambda peers: None, tracker=FakeTracker(epoch=9), recent_rounds=[],
+        batch_size_per_step=4, banned_peers=dict, ban=lambda peers: None, tracker=FakeTracker(epoch=9),
+        recent_rounds=[],
     )  # fmt: skip
     args = CollaborationArguments(run_id="run")
     session = TrainingSession(FAKE_PEER, optimizer, model, args, folder, lambda: False)
