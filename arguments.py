@@ -605,6 +605,13 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
             "runs, otherwise with 1"
         },
     )
+    check: bool = field(
+        default=False,
+        metadata={
+            "help": "Try everything that this trainer needs, print what is wrong and what to do, and exit without "
+            "training: with code 0 if nothing is wrong, otherwise with 1"
+        },
+    )
 
     def __post_init__(self):
         HyperparameterArguments.__post_init__(self)

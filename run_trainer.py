@@ -35,6 +35,10 @@ def main() -> None:
         guard_children()
         from lib.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
 
+        if training_args.check:
+            from lib.training.check import check_trainer
+
+            sys.exit(check_trainer(line, stop))
         train(*adopt_run_config(line, stop), stop)
 
 

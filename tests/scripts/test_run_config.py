@@ -1,6 +1,8 @@
 """A run that is joined with --initial_peers alone: real scripts, and data from a web server on this machine."""
 
 import functools
+import re
+import resource
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -44,11 +46,25 @@ def test_volunteers_take_all_settings_from_the_run(scripts, archive_url, tmp_pat
             log=name, env={"PACE": "0.25"},
         )  # fmt: skip
 
-    alice = volunteer("alice", monitor.address)
+    monitor_address = monitor.address
+    alice = volunteer("alice", monitor_address)
     alice.wait_for(r"Joining run tree of organiser Qm\w+\n")
     alice.wait_for(rf"Downloading {archive_url}, [\d.]+ MB")
     alice.wait_for(r"\bStep #2\b")
+    checked = volunteer("finn", alice.address, "--check")
+    assert checked.wait(120) in (0, 1), checked.output
+    for line in (
+        r"ok      /ip4/127.0.0.1/tcp/\d+/p2p/\w+: the port answers", "ok      settings: those of the run",
+        r"ok      Qm\w+: the clocks agree, it can dial this peer", r"ok      device: cpu: a micro-batch of 4 takes",
+        r"ok      state: step #\d+, [\d.]+ MB in",
+    ):  # fmt: skip
+        assert re.search(line, checked.output), (line, checked.output)
+    limit_is_high = resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 4096
+    assert ("All checks passed" in checked.output) == (checked.process.returncode == 0) == limit_is_high
     assert monitor.stop() == 0
+    checked = volunteer("finn", monitor_address, "--check", "--bootstrap_timeout", 3)
+    assert checked.wait() == 1
+    assert "Connection refused. Ask for the current address" in checked.output
     bob = volunteer("bob", alice.address, "--max_global_steps", 1000)
     bob.wait_for(r"Joining run tree of organiser Qm\w+, as Qm\w+ says")
     bob.wait_for("Averaged gradients with 2 peers")

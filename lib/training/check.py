@@ -1,0 +1,278 @@
+"""`run_trainer.py --check`: try everything that a trainer needs, once, without training."""
+
+import os
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+from hivemind.dht import DHT
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import PeerID
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from arguments import CollaborationArguments, DatasetArguments, LocalTrainingArguments
+from lib.common.argument_parser import CommandLine
+from lib.common.checks import check_maddr
+from lib.common.diagnosis import diagnose
+from lib.common.errors import UserError, describe
+from lib.common.logs import setup_logging
+from lib.common.processes import StopSignal
+from lib.data.download import fetch_data
+from lib.data.loading import load_training_data
+from lib.data.tokenizers import load_tokenizer
+from lib.peer.lifecycle import open_peer
+from lib.peer.peer import Peer
+from lib.peer.run_config import RunConfigRelay, adopt_run_config
+from lib.training.hf_trainer import autocast_dtype, choose_devices
+from lib.training.model import build_trainer_model, load_config
+from lib.training.observer import open_observer
+
+REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
+MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver
+MIN_OPEN_FILES = 4096
+DIAL_TIMEOUT = 5.0
+DEVICE_SECONDS = 5.0  # for which micro-batches are computed
+# Copies of the parameters in a trainer's processes: model, gradients, offloaded parameters, two moments of the
+# optimizer, what the averager sends and receives, and a download. The rest is what a trainer of a tiny model takes.
+COPIES, SHARED_COPIES, BASE_BYTES = 12, 6, 0.7e9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a check.
+
+    :param advice: what to do; empty if nothing is wrong
+    """
+
+    subject: str
+    text: str
+    advice: str = ""
+
+    @property
+    def line(self) -> str:
+        mark = "FAILED" if self.advice else "ok"
+        return f"{mark:<7} {self.subject}: {self.text}" + (f". {self.advice}" if self.advice else "")
+
+
+class Report:
+    """Prints each finding as soon as it is there, and counts the faults."""
+
+    def __init__(self):
+        self.findings: list[Finding] = []
+
+    @property
+    def num_faults(self) -> int:
+        return sum(bool(finding.advice) for finding in self.findings)
+
+    def add(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        print(finding.line, flush=True)
+
+    def attempt(self, subject: str, check: Callable[[], str]) -> bool:
+        """Add the text that a check returns, or the error that it raises.
+
+        :returns: whether the check succeeded
+        """
+        try:
+            self.add(Finding(subject, check()))
+            return True
+        except Exception as error:
+            text = describe(error)
+            row = diagnose(text)
+            self.add(Finding(subject, text, row.action if row else "See the message"))
+            return False
+
+
+def check_trainer(line: CommandLine, stop: StopSignal) -> int:
+    """Do what a trainer does until its first local step, and print what was found.
+
+    :param line: the trainer's command line
+    :returns: the exit code: 0 if nothing is wrong, otherwise 1
+    """
+    report, initial_peers = Report(), line.values.get("initial_peers", [])
+    report.add(check_versions(REQUIREMENTS.read_text()))
+    report.add(check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    for maddr in initial_peers:
+        report.add(check_address(maddr))
+    try:
+        training_args, dataset_args, args, averager_args, _ = adopt_run_config(line, stop)
+        setup_logging(args.debug)
+        model, loader = load(training_args, dataset_args, args, report)
+        with open_peer(args, Path(training_args.output_dir), args.client_mode, stop) as peer:
+            report.add(Finding("joining", f"this peer is in run {args.run_id}"))
+            for maddr in initial_peers:
+                report.add(check_peer(peer.dht, maddr, args.client_mode))
+            own_args = (training_args, dataset_args, args, averager_args)
+            report.attempt("settings", lambda: check_settings(peer, own_args, args))
+            report.attempt("device", lambda: measure_device(model, loader, training_args))
+            report.attempt("state", lambda: measure_download(model, peer, training_args, args))
+    except UserError as error:
+        report.add(Finding("joining", str(error), "See the message"))
+    faults = report.num_faults
+    print(f"{faults} of {len(report.findings)} checks failed" if faults else "All checks passed: this peer can train")
+    return 1 if faults else 0
+
+
+def load(
+    training_args: LocalTrainingArguments, dataset_args: DatasetArguments, args: CollaborationArguments, report: Report
+) -> tuple[PreTrainedModel, DataLoader]:
+    """Load data and model, as a trainer does.
+
+    :raises UserError: if something is missing or does not fit
+    """
+    fetch_data(dataset_args, training_args.disable_tqdm)
+    tokenizer = load_tokenizer(dataset_args.tokenizer_path)
+    config = load_config(dataset_args, tokenizer)
+    dataset, collator = load_training_data(dataset_args, training_args, tokenizer, config)
+    model = build_trainer_model(config, dataset_args, args.run_id)
+    size = f"{len(dataset):,} samples; model of {model.num_parameters() / 1e6:,.1f} million parameters"
+    report.add(Finding("data and model", size))
+    report.add(check_memory(model.num_parameters(), psutil.virtual_memory().available, _free_shared_memory()))
+    return model, DataLoader(dataset, training_args.per_device_train_batch_size, shuffle=True, collate_fn=collator)
+
+
+# On this machine
+
+
+def check_versions(requirements: str) -> Finding:
+    """Compare the installed packages with the pinned ones.
+
+    :param requirements: the text of requirements.txt
+    """
+    differences = []
+    for name, pinned in re.findall(r"^([\w-]+)==([\w.]+)", requirements, re.MULTILINE):
+        try:
+            installed = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            installed = "none"
+        if installed != pinned:
+            differences.append(f"{name} {installed} instead of {pinned}")
+    text = ", ".join(differences) or "those of requirements.txt"
+    is_wrong = any(difference.startswith(f"{MUST_BE_EQUAL} ") or " none " in difference for difference in differences)
+    return Finding("versions", text, "Run pip install -r requirements.txt" if is_wrong else "")
+
+
+def check_open_files(limit: int) -> Finding:
+    is_enough = limit >= MIN_OPEN_FILES or limit == resource.RLIM_INFINITY
+    return Finding("open files", f"at most {limit}", "" if is_enough else f"Run ulimit -n {MIN_OPEN_FILES} first")
+
+
+def check_memory(num_parameters: int, available: float, shared: float) -> Finding:
+    """Compare the free memory with an estimate of what a trainer takes.
+
+    :param available: free bytes
+    :param shared: free bytes of shared memory
+    """
+    needed, needed_shared = BASE_BYTES + 4.0 * COPIES * num_parameters, 4.0 * SHARED_COPIES * num_parameters
+    text = f"{available / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
+    if available < needed:
+        return Finding("memory", text, "End other programs, or choose a machine with more memory")
+    if shared < needed_shared:
+        text = f"/dev/shm has {shared / 1e9:.1f} GB free, about {needed_shared / 1e9:.1f} needed"
+        return Finding("memory", text, "Enlarge it, in Docker with --shm-size")
+    return Finding("memory", text)
+
+
+def _free_shared_memory() -> float:
+    return float(psutil.disk_usage("/dev/shm").free) if os.path.isdir("/dev/shm") else float("inf")
+
+
+def measure_device(model: PreTrainedModel, loader: Iterable[dict], args: LocalTrainingArguments) -> str:
+    """Compute micro-batches for some seconds, after one that is not counted.
+
+    :returns: the speed
+    """
+    device, _ = choose_devices(args)
+    dtype = autocast_dtype(args)
+    model.to(device).train()
+    number, started = 0, None
+    for batch in loader:
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            loss = model(**batch).loss
+        loss.backward()
+        loss.item()  # waits for the GPU
+        if started is None:
+            started = time.monotonic()
+            continue
+        number += 1
+        if time.monotonic() > started + DEVICE_SECONDS:
+            break
+    model.zero_grad()
+    model.cpu()
+    seconds = (time.monotonic() - started) / max(1, number)
+    size = args.per_device_train_batch_size
+    hint = "; raise --per_device_train_batch_size" if device.type == "cuda" and seconds < 0.2 else ""
+    return f"{device}: a micro-batch of {size} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
+
+
+# The other peers
+
+
+def check_address(maddr: str) -> Finding:
+    """Try to open a TCP connection to an address."""
+    protocols = check_maddr("--initial_peers", maddr)
+    host = next((protocols[name] for name in ("ip4", "ip6", "dns", "dns4", "dns6") if name in protocols), None)
+    if host is None or "tcp" not in protocols:
+        return Finding(maddr, "no TCP address, tried below")
+    try:
+        socket.create_connection((host, int(protocols["tcp"])), timeout=DIAL_TIMEOUT).close()
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        return Finding(maddr, reason, "Ask for the current address; check that no firewall is in between")
+    return Finding(maddr, "the port answers")
+
+
+def check_peer(dht: DHT, maddr: str, client_mode: bool) -> Finding:
+    """Ask a peer for its clock, and whether it can dial this peer."""
+    protocols = check_maddr("--initial_peers", maddr)
+    peer_id = PeerID.from_base58(protocols.get("p2p") or protocols["ipfs"])
+
+    fault = dht.run_coroutine(partial(_ping, peer_id=peer_id), return_future=True).result(timeout=60.0)
+    if fault is None:
+        reach = "this peer dials only (--client_mode)" if client_mode else "it can dial this peer"
+        return Finding(str(peer_id), f"the clocks agree, {reach}")
+    row = diagnose(fault)
+    return Finding(str(peer_id), fault, row.action if row else "Ask for the current address, or for an --invitation")
+
+
+async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
+    """Return what is wrong with a peer; None if it answers. Runs in the DHT process."""
+    try:
+        found = await node.protocol.call_ping(peer_id, validate=True)
+    except Exception as error:
+        return str(error)
+    return None if found is not None else "it does not answer as a peer of this run"
+
+
+def check_settings(peer: Peer, own_args: Iterable[object], args: CollaborationArguments) -> str:
+    """Compare the flags with the settings of the run, as a trainer does.
+
+    :raises UserError: if one differs
+    """
+    relay = RunConfigRelay.of_run(peer, own_args, args)
+    return "the run publishes none" if relay.config is None else "those of the run"
+
+
+def measure_download(
+    model: PreTrainedModel, peer: Peer, training_args: LocalTrainingArguments, args: CollaborationArguments
+) -> str:
+    """Download the state of the trainers, and return the speed. The upload cannot be measured without a partner."""
+    with open_observer(model, peer, args.run_id, training_args, args.load_state_timeout) as averager:
+        received, started = psutil.net_io_counters().bytes_recv, time.monotonic()
+        found = averager.download_state()
+        seconds, received = time.monotonic() - started, psutil.net_io_counters().bytes_recv - received
+    if found is None:
+        return "no peer offers a trained state: this would be the first trainer"
+    _, metadata, _ = found
+    speed = f"{8e-6 * received / seconds:,.0f} Mbit/s"
+    return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed}); upload not measured"
