@@ -5,7 +5,7 @@ ARGS ?=
 # Trainers mostly wait in the tests: more workers than cores
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --durations=15
 
-.PHONY: help install install-organiser demo test test-fast test-all test-gpu soak bench bench-all lint clean
+.PHONY: help install install-organiser demo test test-fast test-all test-gpu test-browser soak bench bench-all lint clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 20
@@ -18,16 +18,19 @@ demo: .venv/installed-organiser  ## Train a small model with two trainers on thi
 	@.venv/bin/python run_local_demo.py $(ARGS)
 
 test: .venv/installed-dev  ## Run the tests, in about a quarter of an hour
-	$(PYTEST) -n 4 -m "not long and not gpu" $(ARGS)
+	$(PYTEST) -n 4 -m "not long and not gpu and not browser" $(ARGS)
 
 test-fast: .venv/installed-dev  ## Run those that start no peer, in less than two minutes
-	$(PYTEST) -n 2 -m "not long and not peers and not gpu" $(ARGS)
+	$(PYTEST) -n 2 -m "not long and not peers and not gpu and not browser" $(ARGS)
 
 test-all: .venv/installed-dev  ## Run those too that take a minute or more each, in about half an hour
-	$(PYTEST) -n 4 -m "not gpu" $(ARGS)
+	$(PYTEST) -n 4 -m "not gpu and not browser" $(ARGS)
 
 test-gpu: .venv/installed-dev  ## Run those that need a GPU or two
 	.venv/bin/python -m pytest -n 0 -m gpu $(ARGS)
+
+test-browser: .venv/installed-dev  ## Run those that look at the dashboard in Chromium (apt install chromium)
+	.venv/bin/python -m pytest -n 0 -m browser $(ARGS)
 
 soak: .venv/installed-dev  ## A long run under fire, and a long run that must not grow: half an hour
 	.venv/bin/python -W ignore tests/support/chaos.py --steps 40

@@ -40,7 +40,7 @@ from utils import SignatureValidator, get_dictionary
 
 RUN_ID = "scale"
 LOCAL = "/ip4/127.0.0.1/tcp/0"
-KINDS = ("metrics", "history", "training_progress", "peers")
+KINDS = ("metrics", "history", "training_progress", "peers", "rounds")
 LIFETIME = 600.0  # of the records, in seconds
 STORE_SECONDS = 600.0  # timeout for the first records of all trainers
 
@@ -96,7 +96,8 @@ def build_records(trainer: int, step: int, num_trainers: int) -> dict[str, objec
         "client_mode": False, "auxiliary": False,
     }  # fmt: skip
     info = {"username": f"volunteer-{trainer}", "leaving": False, "target_batch_size": 64 * num_trainers}
-    return {"metrics": metrics, "history": rows, "training_progress": progress, "peers": info}
+    rounds = {"rounds": 64, "complete": 60}
+    return {"metrics": metrics, "history": rows, "training_progress": progress, "peers": info, "rounds": rounds}
 
 
 def measure(num_trainers: int, args: argparse.Namespace, folder: Path) -> str:

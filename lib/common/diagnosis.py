@@ -291,7 +291,7 @@ DIAGNOSES = (
     ),
     Diagnosis(
         message="The round of step … was partial",
-        meaning="the same, and the trainer used what it received",
+        meaning="a peer of the group could not be reached or was cut off; the trainer used what it received",
         action="nothing now and then; otherwise see [Relays](networking.md#relays), or raise `--averaging_timeout`",
         example="The round of step #39 was partial: received 61% of it",
     ),
@@ -410,7 +410,8 @@ DIAGNOSES = (
         message="it was ended by …",
         meaning="`run_forever.py` reports that its command was killed; `SIGKILL` is mostly the kernel's, for lack of "
         "memory",
-        action="nothing now and then: it is started again; otherwise as for `The … process has died`",
+        action="nothing now and then: it is started again; otherwise close other programs, or lower "
+        "`--per_device_train_batch_size` or `--dataloader_num_workers`",
         example="it was ended by SIGKILL",
     ),
     Diagnosis(

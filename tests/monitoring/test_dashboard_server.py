@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from lib.monitoring.trackers import build_reporters
 reporters = build_reporters(Path(sys.argv[1]), "my run", "trackio")
 for step in (1, 2):
     reporters.report(StepReport(step, 5.0 - step, 2, 64, 3.5, 2, 4, 1e9), {"contribution/eve": 5})
-reporters.report_table("contributors", ("name", "samples"), [("<script>alert(1)</script>", 5)], 2)
+reporters.report_table("contributors", ("name", "samples"), [("<img src=x onerror=document.title=1>", 5)], 2)
 reporters.close()
 """
 # Starts the server and waits to be killed.
@@ -94,6 +95,37 @@ def test_page_shows_the_curves_and_changes_nothing(start, port, caplog, tmp_path
         requests.get(page, timeout=30)
     assert SECRET not in caplog.text and "token" not in caplog.text and response.text.count(SECRET) == 0
     assert [record.levelname for record in caplog.records if "ashboard" in record.message] == ["INFO"]
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Return a function that opens a page in a headless browser and returns its document after scripts have run."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("needs chromium: apt install chromium")
+
+    def browse(page: str) -> str:
+        command = [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom",
+            f"--user-data-dir={tmp_path / 'browser'}", page,
+        ]  # fmt: skip
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+    return browse
+
+
+@pytest.mark.browser
+def test_browser_shows_the_curves_and_runs_no_code_in_names(start, port, caplog, tmp_path, browse):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", WRITER, str(tmp_path)], check=True, timeout=120)
+    start(port)
+    wait_until(lambda: "Dashboard: " in caplog.text, 120, "the address")
+    curves, tables = (browse(f"http://127.0.0.1:{port}/{name}?project=my%20run") for name in ("", "media"))
+    for curve in ("loss", "alive peers", "performance", "eve"):
+        assert re.search(rf">\s*{curve}\s*<", curves), curve
+    assert "&lt;img src=x onerror=document.title=1&gt;" in tables and "<img src=x" not in tables
+    assert "<title>Trackio Dashboard</title>" in tables
+    for document in (curves, tables):
+        assert SECRET not in document
 
 
 def test_port_in_use_is_one_warning(start, port, caplog):

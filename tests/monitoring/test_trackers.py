@@ -357,6 +357,19 @@ def test_tables_are_for_the_trackers_that_draw_them(tmp_path, caplog):
     assert len(caplog.records) == 1 and "gone" in caplog.text
 
 
+def test_tables_become_rare(tmp_path):
+    """Tables of up to 100 rows at every fifth of 125 000 steps would be 200 MB, which the page loads at once."""
+    tracker = FakeTrackerWithTables()
+    reporters = make_fake_reporters(tmp_path, tracker)
+    for step in [*range(0, 2000, 5), 1000]:
+        for name in ("one", "two"):
+            reporters.report_table(name, ("samples",), [(5,)], step)
+    reporters.close()
+    steps = [entry[0] for entry in tracker.logged if entry[1] == "one"]
+    assert steps[:23] == [*range(0, 110, 5), 115] and steps[-2] > 1800 and steps[-1] == 1000, "a rollback"
+    assert 60 < len(steps) < 100 and len(tracker.logged) == 2 * len(steps)
+
+
 def test_steps_that_wait_for_a_dashboard_are_bounded(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(dashboards, "MAX_WAITING_STEPS", 3)
     monkeypatch.setattr(dashboards, "CLOSE_TIMEOUT", 0.1)

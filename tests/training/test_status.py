@@ -169,6 +169,7 @@ def test_session_notes_local_steps_losses_and_rounds(tmp_path, monkeypatch, capl
     session = make_session(tmp_path, offered=None)
     monkeypatch.setattr(session, "publish", lambda metrics: None)
     monkeypatch.setattr(session, "introduce", lambda leaving: None)
+    monkeypatch.setattr(session, "publish_rounds", lambda: None)
     session.optimizer.is_synchronized_with_peers = lambda: True
     session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
     session.status.tally.begin_at(9)
