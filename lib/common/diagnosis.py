@@ -249,6 +249,38 @@ DIAGNOSES = (
         example="--target_batch_size 16 (less --batch_size_lead) is below 32, the samples of one local step "
         "(--per_device_train_batch_size x devices x --gradient_accumulation_steps)",
     ),
+    Diagnosis(
+        message="here and … in run …: pass --",
+        meaning="the flag differs from what the organiser of the run has stated",
+        action="drop the flag, with `--run_id`: the trainer takes [the settings of the "
+        "run](running.md#the-settings-of-the-run)",
+        example="--learning_rate is 0.02 here and 0.01 in run my-albert: pass --learning_rate 0.01, or pass "
+        "--initial_peers alone to take all settings from the run",
+        has_remedy=True,
+    ),
+    Diagnosis(
+        message="this checkout …: … is older than …",
+        meaning="the organiser uses another version of these scripts",
+        action="update to the version that the organiser uses",
+        example="the run has protocol 4, this checkout 3: this checkout is older than the run; use the version of this "
+        "project that the organiser uses",
+        has_remedy=True,
+    ),
+    Diagnosis(
+        message="this run's --dataset_url leads to …, which is not on the internet",
+        meaning="the settings of the run name an address in your own network",
+        action="tell the organiser; if you trust it, pass all flags of the run yourself",
+        example="this run's --dataset_url leads to 192.168.1.7, which is not on the internet: refused; if you trust "
+        "it, pass the --dataset_url yourself, with --run_id and the other flags of the run",
+        has_remedy=True,
+    ),
+    Diagnosis(
+        message="no peer has the settings that organiser … stated",
+        meaning="no trainer of the run is reachable, and the monitor is away",
+        action="wait; `run_forever.py` tries again",
+        example="no peer has the settings that organiser QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG stated; is a "
+        "trainer running?",
+    ),
     # Groups and rounds
     Diagnosis(
         message="All … trainers are in client mode",

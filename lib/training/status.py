@@ -195,7 +195,10 @@ def find_fault(status: TrainerStatus | None, folder: Path, now: float) -> str | 
         return f"{subject} was killed or lost at about {_format_time(status.time)}: its process {status.pid} is gone."
     worked_at = max(status.worked_at or 0.0, status.started_at)
     if now > status.time + SILENT_SECONDS:
-        return f"{subject} hangs since {_format_time(status.time)}: its process {status.pid} is frozen."
+        return (
+            f"{subject} has not written its status since {_format_time(status.time)}: its process {status.pid} is "
+            "frozen, or the disk is full."
+        )
     if now > worked_at + status.longest_wait:
         return f"{subject} hangs since {_format_time(worked_at)}: its process {status.pid} takes no local step."
     return None

@@ -79,8 +79,11 @@ class StatusKeeper(PeriodicThread):
             self.panel.close()
             self.panel = None
             logger.info("Stopping. A second Ctrl-C ends the trainer at once")
-        else:
+            return
+        try:
             self.panel.show(status)
+        except OSError:  # the terminal is gone
+            self.panel = None
 
     def write(self, status: TrainerStatus) -> None:
         self._file.save(to_json(status))

@@ -163,6 +163,16 @@ def test_file_exists_from_the_start_and_says_when_the_trainer_ended(tmp_path):
     assert "ended at" in find_fault(read_status(tmp_path), tmp_path, time.time())
 
 
+def test_status_is_written_although_the_terminal_is_gone(tmp_path):
+    def fail(_status):
+        raise OSError("Input/output error")
+
+    keeper = make_keeper(tmp_path, FakeTracker())
+    keeper.panel = SimpleNamespace(show=fail)
+    keeper.work()
+    assert read_status(tmp_path) is not None and keeper.panel is None
+
+
 def test_session_notes_local_steps_losses_and_rounds(tmp_path, monkeypatch, caplog):
     """It logs one line for each global step, which must not look like the line `Step #10`."""
     caplog.set_level("INFO")
@@ -271,7 +281,7 @@ def test_folder_without_a_status(tmp_path, content, capsys):
         ({"ended_at": NOW}, "ended at 20"),
         ({"process_started_at": 1.0}, "was killed or lost at about 20"),
         ({"pid": 2**22 + 1}, "was killed or lost at about 20"),
-        ({"time": NOW - 100}, "is frozen"),
+        ({"time": NOW - 100}, "is frozen, or the disk is full"),
         ({"worked_at": NOW - 901, "started_at": NOW - 2000}, "takes no local step"),
         ({"worked_at": None, "started_at": NOW - 901}, "takes no local step"),
     ],
