@@ -39,6 +39,11 @@ class Diagnosis:
         parts = filter(None, (part.strip() for part in self.message.lower().split("…")))
         return re.compile(".*?".join(map(re.escape, parts)))
 
+    @property
+    def advice(self) -> str:
+        """The action as plain text: links become the names of the files."""
+        return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", self.action)
+
     def matches(self, text: str) -> bool:
         """Whether a text contains the message, in upper or lower case."""
         return self._pattern.search(text.lower()) is not None
@@ -262,8 +267,8 @@ DIAGNOSES = (
         message="this checkout …: … is older than …",
         meaning="the organiser uses another version of these scripts",
         action="update to the version that the organiser uses",
-        example="the run has protocol 4, this checkout 3: this checkout is older than the run; use the version of this "
-        "project that the organiser uses",
+        example="the run has protocol 4, this checkout 3: this checkout is older than the run; use the version of "
+        "this project that the organiser uses",
         has_remedy=True,
     ),
     Diagnosis(
@@ -476,12 +481,7 @@ def next_hint(text: str) -> str | None:
     if row is None or row.has_remedy or row.message in _hinted:
         return None
     _hinted.add(row.message)
-    return f"{HINT}{_to_plain_text(row.action)}"
-
-
-def _to_plain_text(markdown: str) -> str:
-    """Replace the links of a row by the names of the files."""
-    return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", markdown)
+    return f"{HINT}{row.advice}"
 
 
 def render_table() -> str:

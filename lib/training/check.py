@@ -87,9 +87,14 @@ class Report:
             return True
         except Exception as error:
             text = describe(error)
-            row = diagnose(text)
-            self.add(Finding(subject, text, row.action if row else "See the message"))
+            self.add(Finding(subject, text, find_advice(text)))
             return False
+
+
+def find_advice(fault: str) -> str:
+    """Return what to do about a fault."""
+    row = diagnose(fault)
+    return "See the message" if row is None or row.has_remedy else f"{row.advice[0].upper()}{row.advice[1:]}"
 
 
 def check_trainer(line: CommandLine, stop: StopSignal) -> int:
@@ -116,7 +121,7 @@ def check_trainer(line: CommandLine, stop: StopSignal) -> int:
             report.attempt("device", lambda: measure_device(model, loader, training_args))
             report.attempt("state", lambda: measure_download(model, peer, training_args, args))
     except UserError as error:
-        report.add(Finding("joining", str(error), "See the message"))
+        report.add(Finding("joining", str(error), find_advice(str(error))))
     faults = report.num_faults
     print(f"{faults} of {len(report.findings)} checks failed" if faults else "All checks passed: this peer can train")
     return 1 if faults else 0
@@ -241,8 +246,7 @@ def check_peer(dht: DHT, maddr: str, client_mode: bool) -> Finding:
     if fault is None:
         reach = "this peer dials only (--client_mode)" if client_mode else "it can dial this peer"
         return Finding(str(peer_id), f"the clocks agree, {reach}")
-    row = diagnose(fault)
-    return Finding(str(peer_id), fault, row.action if row else "Ask for the current address, or for an --invitation")
+    return Finding(str(peer_id), fault, find_advice(fault))
 
 
 async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
@@ -251,7 +255,7 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
         found = await node.protocol.call_ping(peer_id, validate=True)
     except Exception as error:
         return str(error)
-    return None if found is not None else "it does not answer as a peer of this run"
+    return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
 
 
 def check_settings(peer: Peer, own_args: Iterable[object], args: CollaborationArguments) -> str:
