@@ -13,13 +13,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AlbertForPreTraining, AutoTokenizer
 
+from lib.monitoring.samples import fill_masks
 from lib.training.checkpoints import list_checkpoints
+from lib.training.pretrained import find_checkpoint, load_checkpoint
 from lib.training.status import read_status
 from tests.support.peers import LONG_STEPS, ROOT, join_together, wait_until
 
 
 def test_two_trainers_and_a_monitor_make_three_steps(scripts):
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 1, "--run_id", "three")
+    text = "The value of [MASK]."
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 1, "--run_id", "three", "--sample_text", text)
     common = ("--run_id", "three", "--initial_peers", monitor.address, "--max_global_steps", 3, *LONG_STEPS)
     trainers = [scripts.trainer(name, *common, "--username", name) for name in ("alice", "bob")]
     join_together(*trainers)
@@ -27,6 +30,7 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
         assert trainer.wait(240) == 0, trainer.output
         trainer.assert_nothing_left()
     monitor.wait_for(r"Step #3\tloss = ")
+    monitor.wait_for(rf"Step #3\t{re.escape(text)} -> \S.* [\d.]+%, ")
     assert monitor.stop() == 0
     monitor.assert_nothing_left()
 
@@ -49,6 +53,7 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     # the trainers may miss a step and catch up.
     assert sum(record["samples"] > LONG_STEPS[1] / 2 and record["contributors"] == 2 for record in records) >= 2
     assert records[-1]["alive peers"] == 2
+    assert 0 <= records[-1]["complete rounds"] <= 1  # 1, unless one of the trainers has missed a step
 
     # the last checkpoint can be loaded and equals the trainers' state
     newest = list_checkpoints(output_dir)[0]
@@ -59,6 +64,9 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     own = [list_checkpoints(scripts.folder / trainer)[0] for trainer in ("alice", "bob")]
     saved, *trained = (flatten(load_file(checkpoint / "model.safetensors")) for checkpoint in (newest, *own))
     differences = sorted(((weights - saved).norm() / saved.norm()).item() for weights in trained)
+    for folder in (output_dir, scripts.folder / "alice"):
+        model, tokenizer = load_checkpoint(find_checkpoint(folder))
+        assert len(fill_masks(model, tokenizer, text)[0]) == 5
     # The state is that of one trainer. A trainer that averaged the last step alone differs by 0.03.
     assert differences[0] < 2e-3 and differences[1] < 0.1, differences
 
