@@ -495,7 +495,7 @@ class TestFirstBoot:
         result = machine.boot(user_data)
         assert result.returncode == 0, result.stdout + result.stderr
 
-        _, peer, *_ = parse_arguments(run_training_monitor.ARGUMENTS, "-", machine.service_arguments())
+        _, _, peer, *_ = parse_arguments(run_training_monitor.ARGUMENTS, "-", machine.service_arguments())
         assert (peer.announce_maddrs, peer.run_id) == ([f"/ip4/{ip}/tcp/31337"], "r")
         identity = machine.folder / "identity.key"
         assert peer.identity_path == str(identity)

@@ -292,9 +292,8 @@ def repository(tmp_path, monkeypatch, nvidia_smi) -> Path:
 
 
 def make_repository(folder: Path, trainer: str) -> Path:
-    for name in ("lib/__init__.py", "lib/common/__init__.py", "lib/common/errors.py", "lib/common/processes.py",
-                 "lib/common/threads.py",
-                 "deploy/join.py"):  # fmt: skip
+    for name in ("lib/__init__.py", "lib/common/__init__.py", "lib/common/diagnosis.py", "lib/common/errors.py",
+                 "lib/common/processes.py", "lib/common/threads.py", "deploy/join.py"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "run_trainer.py").write_text(trainer)
