@@ -81,7 +81,7 @@ class TestCommands:
             parse_arguments(TRAINER_ARGUMENTS, "-", trainer_command(args, number, ADDRESS).arguments)
             for number in (1, 2)
         ]
-        monitor_args, peer, model, hyperparameters, *_ = monitor
+        monitor_args, _, peer, model, hyperparameters, *_ = monitor
         training, dataset, collaboration, averager, _ = trainers[0]
         assert (model.model_name_or_path, model.tokenizer_path) == (dataset.model_name_or_path, dataset.tokenizer_path)
         assert hyperparameters.learning_rate == training.learning_rate
