@@ -47,7 +47,8 @@ def test_trainer_loads_its_data_without_the_organisers_packages(data, tmp_path, 
 
 def test_evaluator_loads_its_data_without_the_organisers_packages(data, tmp_path):
     flags = ("--tokenizer_path", data / "tokenizer", "--dataset_path", tmp_path / "none",
-             "--model_name_or_path", data / "config.json")  # fmt: skip
+             "--model_name_or_path", data / "config.json", "--run_id", "run", "--initial_peers",
+             "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")  # fmt: skip
     result = run_as_volunteer(tmp_path, "run_evaluator.py", *flags)
     assert "--dataset_path: there is no folder" in result.stderr, "found after all imports"
     assert result.returncode == 1
