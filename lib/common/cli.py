@@ -35,4 +35,4 @@ def parse_command_line(
         ArgumentParser,  # the import takes a second; the script already handles signals
     )
 
-    return ArgumentParser(dataclass_types, description, positional or {}).parse_line(args)
+    return ArgumentParser(dataclass_types, description, positional).parse_line(args)

@@ -209,7 +209,7 @@ DIAGNOSES = (
     Diagnosis(
         message="Could not exchange progress with the other peers",
         meaning="the connection to the DHT is interrupted, or this machine is overloaded",
-        action="nothing at first, it is tried again; if it goes on, check the connection and start again",
+        action="nothing at first: it is tried again. If it continues, check the connection and start again",
         example="Could not exchange progress with the other peers (TimeoutError()); trying again",
     ),
     # Data and model

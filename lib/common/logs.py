@@ -78,10 +78,13 @@ class HintHandler(logging.Handler):
 def setup_logging(debug: bool = False) -> None:
     """Log to stderr with one format for hivemind's lines and ours, above a progress bar or panel if there is one.
 
-    The first warning or error of each known kind is followed by what to do about it.
+    The first warning or error of each known kind is followed by what to do about it. A second call changes nothing: a
+    trainer that reads the settings of its run logs before it starts.
 
     :param debug: log debug messages, and keep the tracebacks of hivemind's errors
     """
+    if any(isinstance(handler, HintHandler) for handler in logging.getLogger().handlers):
+        return
     use_hivemind_log_handler("in_root_logger")
     logging.getLogger().setLevel(logging.DEBUG if debug else logging.INFO)
     for noisy in ("httpx", "httpcore", "urllib3", "filelock", "matplotlib", "datasets", "fsspec"):

@@ -2,7 +2,7 @@
 
 `DashboardServer` starts this module as
 
-    python -m lib.monitoring.dashboard_server --host HOST --parent PID [--port PORT] -- PROJECT
+    python -m lib.monitoring.dashboard_server PROJECT --host HOST --parent PID [--port PORT]
 
 The page is read-only: the calls that change something are removed from trackio's API. trackio prints an address with
 a write token nevertheless; its output is discarded.

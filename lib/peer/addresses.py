@@ -1,15 +1,18 @@
 """Addresses of a peer: which to announce, and which to give to other peers."""
 
+import re
 import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 
 import requests
+from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.logging import TextStyle
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
+from lib.common.checks import check_maddr
 from lib.common.errors import UserError, first_line
 
 logger = get_logger(__name__)
@@ -81,6 +84,18 @@ def choose_internet_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool =
     """Return the addresses to publish on the internet; none if all are of this machine or the local network."""
     is_reachable = only_p2p or any(_address_scope(maddr) == 3 for maddr in visible_maddrs)
     return choose_maddrs(visible_maddrs, only_p2p) if is_reachable else []
+
+
+def find_tcp_endpoint(maddr: Multiaddr | str) -> tuple[str, int] | None:
+    """Return host and port of an address such as /ip4/192.0.2.1/tcp/31337/...; None for other addresses."""
+    match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)", str(maddr))
+    return (match[1], int(match[2])) if match else None
+
+
+def peer_id_in(initial_peer: str) -> PeerID:
+    """Return the peer ID of an address in --initial_peers."""
+    protocols = check_maddr("--initial_peers", initial_peer)
+    return PeerID.from_base58(protocols.get("p2p") or protocols["ipfs"])
 
 
 def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:

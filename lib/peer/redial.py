@@ -1,7 +1,6 @@
 """Periodic dialing of the initial peers."""
 
 import asyncio
-import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,6 +11,7 @@ from hivemind.utils import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
 from lib.common.threads import PeriodicThread
+from lib.peer.addresses import find_tcp_endpoint
 from lib.peer.dht import connect
 
 logger = get_logger(__name__)
@@ -54,7 +54,7 @@ async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
     peer_id = PeerID.from_base58(maddr["p2p"])
     try:
         # After each failed dial, libp2p refuses the next for longer, soon for minutes: first check the port.
-        if (endpoint := _find_tcp_endpoint(maddr)) is not None:
+        if (endpoint := find_tcp_endpoint(maddr)) is not None:
             _, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), timeout)
             writer.close()
         await asyncio.wait_for(connect(node.p2p, peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")]), timeout)
@@ -62,9 +62,3 @@ async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
     except Exception as error:
         logger.debug(f"Initial peer {maddr} does not answer: {error!r}")
         return False
-
-
-def _find_tcp_endpoint(maddr: Multiaddr) -> tuple[str, int] | None:
-    """Return host and port of an address such as /ip4/192.0.2.1/tcp/31337/...; None for other addresses."""
-    match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)", str(maddr))
-    return (match[1], int(match[2])) if match else None

@@ -34,6 +34,7 @@ from lib.common.json_file import JsonFile, write_json
 from lib.common.logs import setup_logging
 from lib.common.processes import StopSignal
 from lib.peer.address_book import find_reachable
+from lib.peer.addresses import peer_id_in
 from lib.peer.invitations import peer_id_of
 from lib.peer.peer import Peer, start_peer
 from utils import get_dictionary, store_record
@@ -204,8 +205,7 @@ def _owner_of(subkey: object) -> PeerID:
 def _find(dht: DHT, initial_peers: Iterable[str], trusted: Collection[PeerID] = ()) -> tuple[RunConfig, PeerID] | None:
     """Read the configurations of all runs in the DHT, and return the one to believe, as `choose`."""
     records = {subkey: record.value for subkey, record in get_dictionary(dht, KEY).items()}
-    protocols = [check_maddr("--initial_peers", maddr) for maddr in initial_peers]
-    return choose(records, {*trusted, *(PeerID.from_base58(part.get("p2p") or part["ipfs"]) for part in protocols)})
+    return choose(records, {*trusted, *map(peer_id_in, initial_peers)})
 
 
 # What the scripts call
@@ -239,9 +239,7 @@ def adopt_run_config(line: CommandLine, stop: StopSignal) -> tuple:
         raise UserError(
             "this run's model is a file of the organiser: ask for it and pass its path as --model_name_or_path"
         )
-    adopted = line.with_settings(
-        {name: value for name, value in config.settings.items() if name not in line.stated and value is not None}
-    )
+    adopted = line.with_settings({name: value for name, value in config.settings.items() if name not in line.stated})
     refuse_differences(config, adopted)
     output_dir.mkdir(parents=True, exist_ok=True)
     write_json(output_dir / ORGANISER_FILE, config.organiser.to_base58())

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from arguments import CollaborationArguments, DatasetArguments, LocalTrainingArguments
 from lib.common.argument_parser import CommandLine
-from lib.common.checks import check_maddr
 from lib.common.diagnosis import diagnose
 from lib.common.errors import UserError, describe
 from lib.common.logs import setup_logging
@@ -29,6 +28,7 @@ from lib.common.processes import StopSignal
 from lib.data.download import fetch_data
 from lib.data.loading import load_training_data
 from lib.data.tokenizers import load_tokenizer
+from lib.peer.addresses import find_tcp_endpoint, peer_id_in
 from lib.peer.lifecycle import open_peer
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay, adopt_run_config
@@ -225,12 +225,10 @@ def measure_device(model: PreTrainedModel, loader: Iterable[dict], args: LocalTr
 
 def check_address(maddr: str) -> Finding:
     """Try to open a TCP connection to an address."""
-    protocols = check_maddr("--initial_peers", maddr)
-    host = next((protocols[name] for name in ("ip4", "ip6", "dns", "dns4", "dns6") if name in protocols), None)
-    if host is None or "tcp" not in protocols:
+    if (endpoint := find_tcp_endpoint(maddr)) is None:
         return Finding(maddr, "no TCP address, tried below")
     try:
-        socket.create_connection((host, int(protocols["tcp"])), timeout=DIAL_TIMEOUT).close()
+        socket.create_connection(endpoint, timeout=DIAL_TIMEOUT).close()
     except OSError as error:
         reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         return Finding(maddr, reason, "Ask for the current address; check that no firewall is in between")
@@ -239,9 +237,7 @@ def check_address(maddr: str) -> Finding:
 
 def check_peer(dht: DHT, maddr: str, client_mode: bool) -> Finding:
     """Ask a peer for its clock, and whether it can dial this peer."""
-    protocols = check_maddr("--initial_peers", maddr)
-    peer_id = PeerID.from_base58(protocols.get("p2p") or protocols["ipfs"])
-
+    peer_id = peer_id_in(maddr)
     fault = dht.run_coroutine(partial(_ping, peer_id=peer_id), return_future=True).result(timeout=60.0)
     if fault is None:
         reach = "this peer dials only (--client_mode)" if client_mode else "it can dial this peer"

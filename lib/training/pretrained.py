@@ -37,7 +37,7 @@ def _is_complete(folder: Path) -> bool:
 def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer of a checkpoint.
 
-    :raises UserError: if it is no checkpoint of a supported model, or brings code
+    :raises UserError: if it is no checkpoint of a supported model, or has code with it
     """
     try:
         config, tokenizer_config = (
@@ -48,7 +48,7 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"CHECKPOINT: '{folder}' cannot be read ({first_line(error)}); {_REMEDY}") from None
     if has_code:
-        raise UserError(f"CHECKPOINT: '{folder}' brings code of its own, which is never run; pass another checkpoint")
+        raise UserError(f"CHECKPOINT: '{folder}' has code with it, which is never run; pass another checkpoint")
     if model_type not in OBJECTIVE_OF_MODEL:
         raise UserError(
             f"CHECKPOINT: '{folder}' is a {model_type} model; supported are {', '.join(OBJECTIVE_OF_MODEL)}"

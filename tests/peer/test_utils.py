@@ -23,9 +23,16 @@ from hivemind.utils.multiaddr import Multiaddr
 from arguments import BaseTrainingArguments
 from lib.averaging.records import LimitValidator
 from lib.common.errors import UserError
-from lib.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port, look_up_public_ip
+from lib.peer.addresses import (
+    announce_public_ip,
+    choose_maddrs,
+    find_tcp_endpoint,
+    fix_tcp_port,
+    get_free_port,
+    look_up_public_ip,
+)
 from lib.peer.peer import load_identity
-from lib.peer.redial import _find_tcp_endpoint, _redial
+from lib.peer.redial import _redial
 from tests.support.hostile_peer import RAW, nest
 from utils import HISTORY_LENGTH, PeerInfo, SignatureValidator, get_dictionary, make_validators, store_record
 
@@ -375,4 +382,4 @@ def test_initial_peer_that_is_away_is_not_dialed_through_libp2p():
     ],
 )
 def test_tcp_endpoint_of_an_address(maddr, expected):
-    assert _find_tcp_endpoint(maddr) == expected
+    assert find_tcp_endpoint(maddr) == expected
