@@ -300,12 +300,14 @@ def tokenize_split(
     tasks = [(start, documents.rows[start:stop].tolist()) for start, stop in groups]
     function = partial(tokenize_group, documents.path, split, str(tokenizer_folder), config)
     stats = PackingStats()
+    results = map_tasks(function, tasks)
+    import datasets  # noqa: F401  takes a second, in which the workers begin
     with (
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
         tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as progress,
     ):
-        for (start, stop), (samples, group_stats) in zip(groups, map_tasks(function, tasks), strict=True):
+        for (start, stop), (samples, group_stats) in zip(groups, results, strict=True):
             writer.write_table(samples)
             stats += group_stats
             progress.update(int(documents.lengths[start:stop].sum()))

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lib.data import encoding
 from lib.data.corpus import _sample_rows
-from lib.data.encoding import TextEncoder, WordEncoder, build_encoder
+from lib.data.encoding import TextEncoder, UnigramEncoder, WordEncoder, build_encoder
 from lib.data.packing import split_documents
 from lib.data.tokenizer_training import train_tokenizer
 
@@ -46,7 +46,7 @@ def texts_of(encoded) -> list[list[int]]:
 
 def test_real_text(encoders, documents):
     slow, fast = encoders
-    assert type(fast) is WordEncoder
+    assert isinstance(fast, WordEncoder)
     expected = texts_of(slow.encode(documents))
     assert texts_of(fast.encode(documents)) == expected
     assert texts_of(fast.encode(documents)) == expected  # all words are known now
@@ -56,6 +56,7 @@ def test_real_text(encoders, documents):
 @settings(max_examples=100, deadline=None)
 @example(texts=["a \u200db", "a \u0301b", "a   b", "a \n b", "a\x1cb", "", " ", "a ", " a"])
 @example(texts=["the [SEP] and[MASK]", "<unk><unk> a<unk>b <unk>", "ﷺ x", "\x1c \x1c"])
+@example(texts=["8 88 888 8888 88888 1000 10000 aaaaaaa", "888 İ888 ﬁ888 x888"])
 @given(texts=st.lists(TEXTS, max_size=6))
 def test_hostile_text(encoders, texts):
     slow, fast = encoders
@@ -86,6 +87,37 @@ def test_no_texts(encoders):
     for encoder in encoders:
         encoded = encoder.encode([])
         assert len(encoded.ids) == len(encoded.lengths) == len(encoded.split()) == 0
+
+
+METASPACE = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+
+
+def build_unigram(pre_tokenizer, normalizer, added_token: str | None = None) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -2.0), ("a", -3.0), ("b", -3.0)], unk_id=0))
+    backend.pre_tokenizer, backend.normalizer = pre_tokenizer, normalizer
+    if added_token is not None:
+        backend.add_tokens([added_token])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    "pre_tokenizer, normalizer, added_token, expected",
+    [
+        (METASPACE, None, None, UnigramEncoder),
+        (METASPACE, normalizers.Lowercase(), "[A]", UnigramEncoder),
+        (METASPACE, normalizers.Replace("a", "b"), None, WordEncoder),
+        (METASPACE, normalizers.Replace("''", '"'), None, UnigramEncoder),
+        (METASPACE, None, "ab", WordEncoder),
+        (pre_tokenizers.WhitespaceSplit(), None, None, WordEncoder),
+        (pre_tokenizers.Metaspace(), None, "[A]", TextEncoder),
+    ],
+)
+def test_unigram_model_alone_encodes_plain_words(pre_tokenizer, normalizer, added_token, expected):
+    tokenizer = build_unigram(pre_tokenizer, normalizer, added_token)
+    fast = build_encoder(tokenizer)
+    assert type(fast) is expected
+    texts = ["ab ba aab", "A [A] abba _a", "ab", "x'' 'a", "0a"]
+    assert texts_of(fast.encode(texts)) == texts_of(TextEncoder(tokenizer).encode(texts))
 
 
 @pytest.mark.parametrize(

@@ -545,6 +545,25 @@ def test_help_is_fast():
     assert "--train_tokenizer" in result.stdout
 
 
+def test_workers_import_neither_pandas_nor_datasets(prepared, tmp_path):
+    """Each import would take a worker half a second."""
+    code = (
+        "import sys, tokenize_wikitext103\n"
+        "from pathlib import Path\n"
+        "from lib.data.corpus import open_sample, write_documents\n"
+        "from lib.data.packing import PackingConfig\n"
+        "rows = (row for row, _ in zip(open_sample().rows['train'](), range(300)))\n"
+        "documents = write_documents(rows, Path(sys.argv[2]), 'Reading')\n"
+        "task = 0, documents.rows.tolist()\n"
+        "samples, _ = tokenize_wikitext103.tokenize_group(sys.argv[2], 'train', sys.argv[1], PackingConfig(), task)\n"
+        "assert len(samples)\n"
+        "print('LOADED', sorted({'torch', 'datasets', 'pandas', 'pyarrow.compute'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, str(prepared / "tokenizer"), str(tmp_path / "documents.arrow")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1:] == ["LOADED []"], result.stdout + result.stderr
+
+
 def test_the_manifest_is_plain_json(prepared):
     content = json.loads((prepared / "dataset" / "manifest.json").read_text())
     assert content["format_version"] == 1 and content["objective"] == "mlm_sop"
