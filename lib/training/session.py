@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,8 @@ from lib.common.errors import TemporaryError, UserError
 from lib.common.heartbeat import Heartbeat
 from lib.common.metrics_schema import history_length
 from lib.common.names import derive_name
+from lib.peer.addresses import peer_id_in
+from lib.peer.connections import ConnectionWatcher
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay
 from lib.training import checkpoints
@@ -74,6 +77,7 @@ class TrainingSession:
             args.longest_wait,
             open_panel(disable_tqdm),
             should_stop,
+            ConnectionWatcher(peer.dht, self._find_peers),
         )
         optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
         self.should_stop = should_stop
@@ -145,6 +149,11 @@ class TrainingSession:
                 )
             time.sleep(min(5.0, tracker.default_refresh_period))
             tracker.refresh()
+
+    def _find_peers(self) -> set[str]:
+        """Return the peer IDs of the run's other peers that are known: trainers, auxiliary peers, initial peers."""
+        reported = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
+        return reported | {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
 
     def after_local_step(self) -> bool:
         """Check the parameters and report new global steps. Call this after each local step.
