@@ -327,7 +327,8 @@ def describe_upload(
     """
     bits, trainers = Mode(compression=args.gradient_compression).bits(with_parameters=True), max(2, trainers)
     seconds = round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, Line(upload, math.inf))
-    text = f"{upload:.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes about {seconds:.0f} s"
+    duration = f"about {seconds:.0f} s" if seconds >= 1 else "less than a second"
+    text = f"{upload:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes {duration}"
     if seconds <= args.averaging_timeout:
         return Finding("upload", text)
     advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"

@@ -103,6 +103,10 @@ def test_seconds_of_a_round_are_those_of_the_plan(trainers, options, seconds):
     assert found.text.endswith(f"{max(2, trainers)} trainers takes about {seconds} s")
 
 
+def test_round_of_a_tiny_model_takes_no_time():
+    assert describe_upload(1e3, "a", 1000, 8, make_args()).text.endswith("of 8 trainers takes less than a second")
+
+
 def test_round_that_takes_longer_than_it_may_is_a_fault():
     found = describe_upload(4.0, "quick-otter-3f2a", ALBERT_LARGE, 8, make_args())
     assert "takes about 325 s, and --averaging_timeout is 300 s. Use a faster connection" in found.line
