@@ -29,6 +29,7 @@ from lib.training.backup import BackupWriter
 from lib.training.ban_list import BanList
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm, open_panel
+from lib.training.contribution import SampleWindow
 from lib.training.loss_meter import LossMeter
 from lib.training.status import describe_gift
 from lib.training.status_keeper import StatusKeeper
@@ -90,6 +91,7 @@ class TrainingSession:
         self.last_reported_step = 0  # the newest global step that was reported, joined at or restored
         self.total_samples_processed = 0
         self.num_recoveries = 0
+        self.sample_window = SampleWindow()
         self.client_mode_alarm = ClientModeAlarm()
 
     def join(self) -> None:
@@ -235,9 +237,11 @@ class TrainingSession:
             utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def publish_rounds(self) -> None:
-        """Publish how many of this peer's newest rounds with other trainers were complete."""
+        """Publish how many of this peer's newest rounds were complete, and how many of its samples were applied."""
         rounds, key = list(self.optimizer.recent_rounds), f"{self.args.run_id}_rounds"
-        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds)).dict()
+        status = self.status.compute()
+        computed, applied = self.sample_window.add(status.computed, status.applied)
+        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied).dict()
         utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def recover(self) -> None:
