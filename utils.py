@@ -15,6 +15,7 @@ from lib.common.metrics_schema import (
     MAX_ROUNDS,
     MAX_STEP,
     Count,
+    ExtensibleRecord,
     HistoryRow,
     LocalMetrics,
     Rate,
@@ -54,15 +55,19 @@ class PeerInfo(pydantic.BaseModel):
         return super().dict(**{**options, "exclude_unset": True})
 
 
-class RoundStatistics(pydantic.BaseModel):
+class RoundStatistics(ExtensibleRecord):
     """Record that a trainer publishes about its newest rounds with other trainers.
 
     :param rounds: number of rounds
     :param complete: those that averaged everything with every trainer of the step
+    :param computed: samples that the trainer has computed for its newest MAX_ROUNDS global steps; may be missing
+    :param applied: those of them that counted in a step; may be missing
     """
 
     rounds: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
     complete: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
+    computed: Count | None = None
+    applied: Count | None = None
 
 
 class Evaluation(pydantic.BaseModel):

@@ -96,7 +96,7 @@ def build_records(trainer: int, step: int, num_trainers: int) -> dict[str, objec
         "client_mode": False, "auxiliary": False,
     }  # fmt: skip
     info = {"username": f"volunteer-{trainer}", "leaving": False, "target_batch_size": 64 * num_trainers}
-    rounds = {"rounds": 64, "complete": 60}
+    rounds = {"rounds": 64, "complete": 60, "computed": 4096, "applied": 4000}
     return {"metrics": metrics, "history": rows, "training_progress": progress, "peers": info, "rounds": rounds}
 
 

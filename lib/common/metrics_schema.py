@@ -14,7 +14,7 @@ import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v
 MAX_STEP = 2**31 - 1  # more global steps than any run makes
 MAX_COUNT = 10**9
 MAX_NUMBER = 1e9
-MAX_ROUNDS = 64  # newest rounds that a trainer counts
+MAX_ROUNDS = 64  # newest rounds, or global steps, that a trainer counts
 MAX_FIELDS = 32  # of a record, including unknown fields
 
 HISTORY_LENGTH = 64  # maximum number of entries in a trainer's history
@@ -34,11 +34,32 @@ class InvalidValue(ValueError):
     """An invalid value of a record. The message is one of a few fixed reasons."""
 
 
-class LocalMetrics(pydantic.BaseModel):
+class ExtensibleRecord(pydantic.BaseModel):
+    """Record whose undeclared fields belong to newer peers and are accepted if they are numbers.
+
+    Fields that are declared later must be optional: records of older peers lack them.
+    """
+
+    class Config:
+        extra = pydantic.Extra.allow
+
+    @pydantic.root_validator(pre=True)
+    def check_unknown_fields(cls, values: dict) -> dict:
+        if len(values) > MAX_FIELDS:
+            raise InvalidValue("too many fields")
+        for name in values.keys() - cls.__fields__.keys():
+            _read_unknown(values[name])
+        return values
+
+    def dict(self, **options) -> dict:
+        """Return the fields that are set. hivemind's validation requires an unchanged record."""
+        return super().dict(**{**options, "exclude_unset": True})
+
+
+class LocalMetrics(ExtensibleRecord):
     """Metrics of one trainer for one global step. The first five fields are the record of hivemind's ALBERT example.
 
-    Further metrics come after these and are optional, so that peers without them stay in the run. Undeclared fields
-    belong to newer peers and are accepted if they are numbers.
+    Further metrics come after these and are optional, so that peers without them stay in the run.
 
     `combine` of a field says how the values of the peers are aggregated for a step:
 
@@ -59,21 +80,6 @@ class LocalMetrics(pydantic.BaseModel):
     samples_accumulated: Count = pydantic.Field(..., combine="sum")
     loss: Sum = pydantic.Field(..., combine="mean", per="mini_steps")
     mini_steps: Count = pydantic.Field(..., combine="sum")
-
-    class Config:
-        extra = pydantic.Extra.allow
-
-    @pydantic.root_validator(pre=True)
-    def check_unknown_fields(cls, values: dict) -> dict:
-        if len(values) > MAX_FIELDS:
-            raise InvalidValue("too many fields")
-        for name in values.keys() - cls.__fields__.keys():
-            _read_unknown(values[name])
-        return values
-
-    def dict(self, **options) -> dict:
-        """Return the fields that are set. hivemind's validation requires an unchanged record."""
-        return super().dict(**{**options, "exclude_unset": True})
 
     def to_row(self) -> list:
         """Return the values as an entry of a history, in the order of the declaration."""

@@ -14,7 +14,11 @@ from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from lib.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
 from lib.monitoring.hub_upload import HubUploader
-from lib.monitoring.parsing import parse_share_of_complete_rounds, parse_usernames
+from lib.monitoring.parsing import (
+    parse_share_of_applied_samples,
+    parse_share_of_complete_rounds,
+    parse_usernames,
+)
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
 from lib.training import checkpoints
@@ -183,8 +187,7 @@ class TrainingMonitor:
         return utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}")
 
     def _report(self, reports: list[StepReport]) -> None:
-        share = parse_share_of_complete_rounds(self._read("rounds")) if reports else None
-        rounds = {} if share is None else {"complete rounds": round(share, 4)}
+        rounds = self._read_rounds() if reports else {}
         for report in reports:
             loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
             logger.info(
@@ -195,6 +198,15 @@ class TrainingMonitor:
             self.reporter.report(report, rounds | self._leaderboard(report.step))
         if reports:
             self.contributors.save()
+
+    def _read_rounds(self) -> dict[str, float]:
+        """Return the shares of complete rounds and of applied samples that the trainers report, by curve name."""
+        records = self._read("rounds")
+        shares = {
+            "complete rounds": parse_share_of_complete_rounds(records),
+            "applied / computed": parse_share_of_applied_samples(records),
+        }
+        return {name: round(share, 4) for name, share in shares.items() if share is not None}
 
     def _leaderboard(self, step: int) -> dict[str, int]:
         """Log who has contributed most, as often as checkpoints are saved, and return it for the curves.

@@ -6,6 +6,7 @@ Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; inval
 import dataclasses
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -179,6 +180,30 @@ def parse_share_of_complete_rounds(raw: object) -> float | None:
         except InvalidValue:
             continue
     return complete / rounds if rounds else None
+
+
+def parse_share_of_applied_samples(raw: object) -> float | None:
+    """Parse the records under `{run_id}_rounds`: applied samples / computed samples, of all trainers.
+
+    A claim of many samples is not believed: no trainer has more weight than the median one.
+
+    :returns: None if no trainer reports computed samples
+    """
+    counts = []
+    for _, value in _records(raw, Counter()):
+        try:
+            if not isinstance(value, Mapping):
+                raise InvalidValue("not a dictionary")
+            computed = read_whole(value.get("computed"), 1, MAX_COUNT)
+            counts.append((read_whole(value.get("applied"), 0, computed), computed))
+        except InvalidValue:
+            continue
+    if not counts:
+        return None
+    median = statistics.median_low(computed for _, computed in counts)
+    weights = [min(computed, median) for _, computed in counts]
+    weighted = (weight * applied / computed for weight, (applied, computed) in zip(weights, counts, strict=True))
+    return sum(weighted) / sum(weights)
 
 
 def parse_usernames(raw: object) -> dict[bytes, str]:

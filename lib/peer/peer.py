@@ -18,6 +18,7 @@ from lib.common.processes import keep_memory_shared, start_shared_memory_manager
 from lib.peer.admission import InvitedDHT, load_admission
 from lib.peer.dht import SafeDHT, use_own_socket_folder
 from lib.peer.invitations import read_private_key, write_private_key
+from lib.peer.upload import serve_uploads
 from utils import make_validators
 
 logger = get_logger(__name__)
@@ -105,6 +106,8 @@ def start_peer(
         )
         try:
             _wait_until_ready(dht, deadline, should_stop)
+            if not client_mode:
+                serve_uploads(dht)
             return Peer(dht, private_key, public_key)
         except Exception as error:
             _end(dht)

@@ -1,11 +1,13 @@
 """`run_trainer.py --check`: try everything that a trainer needs, once, without training."""
 
+import math
 import os
 import re
 import resource
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -16,14 +18,17 @@ import torch
 from hivemind.dht import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from arguments import CollaborationArguments, DatasetArguments, LocalTrainingArguments
+from lib.averaging.progress import parse_progress
 from lib.common.argument_parser import CommandLine
 from lib.common.diagnosis import diagnose
 from lib.common.errors import UserError, describe
 from lib.common.logs import setup_logging
+from lib.common.names import derive_name
 from lib.common.processes import StopSignal
 from lib.data.download import fetch_data
 from lib.data.loading import load_training_data
@@ -32,9 +37,12 @@ from lib.peer.addresses import find_tcp_endpoint, peer_id_in
 from lib.peer.lifecycle import open_peer
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay, adopt_run_config
+from lib.peer.upload import UploadError, measure_upload
 from lib.training.hf_trainer import autocast_dtype, choose_devices
 from lib.training.model import build_trainer_model, load_config
 from lib.training.observer import open_observer
+from lib.training.plan import Line, Mode, round_seconds
+from utils import get_dictionary
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver
@@ -120,6 +128,8 @@ def check_trainer(line: CommandLine, stop: StopSignal) -> int:
             report.attempt("settings", lambda: check_settings(peer, own_args, args))
             report.attempt("device", lambda: measure_device(model, loader, training_args))
             report.attempt("state", lambda: measure_download(model, peer, training_args, args))
+            size, group = model.num_parameters(only_trainable=True), averager_args.target_group_size
+            report.add(check_upload(peer, initial_peers, size, args, group))
     except UserError as error:
         report.add(Finding("joining", str(error), find_advice(str(error))))
     faults = report.num_faults
@@ -266,7 +276,7 @@ def check_settings(peer: Peer, own_args: Iterable[object], args: CollaborationAr
 def measure_download(
     model: PreTrainedModel, peer: Peer, training_args: LocalTrainingArguments, args: CollaborationArguments
 ) -> str:
-    """Download the state of the trainers, and return the speed. The upload cannot be measured without a partner."""
+    """Download the state of the trainers, and return the speed."""
     with open_observer(model, peer, args.run_id, training_args, args.load_state_timeout) as averager:
         received, started = psutil.net_io_counters().bytes_recv, time.monotonic()
         found = averager.download_state()
@@ -275,4 +285,51 @@ def measure_download(
         return "no peer offers a trained state: this would be the first trainer"
     _, metadata, _ = found
     speed = f"{8e-6 * received / seconds:,.0f} Mbit/s"
-    return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed}); upload not measured"
+    return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed})"
+
+
+def check_upload(
+    peer: Peer, initial_peers: Iterable[str], num_parameters: int, args: CollaborationArguments, max_group_size: int
+) -> Finding:
+    """Measure the upload to the first initial peer that takes part, and say how long a round takes at this speed."""
+    reasons = []
+    for peer_id in map(peer_id_in, initial_peers):
+        name = derive_name(str(peer_id))
+        try:
+            upload = measure_upload(peer.dht, peer_id).mbits_per_second
+        except UploadError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        trainers = min(1 + count_trainers(peer.dht, args.run_id), max_group_size)
+        return describe_upload(upload, name, num_parameters, trainers, args)
+    return Finding("upload", f"not measured, {'; '.join(reasons) or 'there are no initial peers'}")
+
+
+def count_trainers(dht: DHT, run_id: str) -> int:
+    """Return the number of trainers that report their progress in a run."""
+    heartbeats, now = get_dictionary(dht, f"{run_id}_training_progress").values(), get_dht_time()
+    number = 0
+    for heartbeat in heartbeats:
+        with suppress(ValueError):
+            number += not parse_progress(heartbeat.value, now).auxiliary
+    return number
+
+
+def describe_upload(
+    upload: float, name: str, num_parameters: int, trainers: int, args: CollaborationArguments
+) -> Finding:
+    """Compare the longest round of a run with the time that it may take.
+
+    :param upload: in Mbit/s
+    :param name: the peer that has received it
+    :param num_parameters: trained parameters of the model
+    :param trainers: members of a group. One in client mode sends each tensor once, as one of two does
+    """
+    bits, trainers = Mode(compression=args.gradient_compression).bits(with_parameters=True), max(2, trainers)
+    seconds = round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, Line(upload, math.inf))
+    duration = f"about {seconds:.0f} s" if seconds >= 1 else "less than a second"
+    text = f"{upload:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes {duration}"
+    if seconds <= args.averaging_timeout:
+        return Finding("upload", text)
+    advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
+    return Finding("upload", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)

@@ -3,6 +3,7 @@
 from collections import deque
 
 from lib.averaging.coordinator import Outcome
+from lib.common.metrics_schema import MAX_COUNT, MAX_ROUNDS
 
 HOUR = 3600.0
 BUCKET_SECONDS = 60.0
@@ -63,6 +64,25 @@ class RoundTally:
         self.missed += number
         self.fraction = None
         self.last_miss = step, reason
+
+
+class SampleWindow:
+    """Samples that a trainer has computed and that were applied, over its newest MAX_ROUNDS global steps."""
+
+    def __init__(self):
+        self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # computed, applied since the trainer joined
+
+    def add(self, computed: int, applied: int) -> tuple[int, int]:
+        """Add a global step.
+
+        :param computed, applied: samples since the trainer joined
+        :returns: the samples of the window. No more of them are applied than computed, although the two are not
+            counted at the same moment
+        """
+        self._totals.append((computed, applied))
+        first = self._totals[0]
+        computed = min(max(0, computed - first[0]), MAX_COUNT)
+        return computed, min(max(0, applied - first[1]), computed)
 
 
 class LossHistory:

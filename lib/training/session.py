@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,6 +20,8 @@ from lib.common.errors import TemporaryError, UserError
 from lib.common.heartbeat import Heartbeat
 from lib.common.metrics_schema import history_length
 from lib.common.names import derive_name
+from lib.peer.addresses import peer_id_in
+from lib.peer.connections import ConnectionWatcher
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay
 from lib.training import checkpoints
@@ -26,6 +29,7 @@ from lib.training.backup import BackupWriter
 from lib.training.ban_list import BanList
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm, open_panel
+from lib.training.contribution import SampleWindow
 from lib.training.loss_meter import LossMeter
 from lib.training.status import describe_gift
 from lib.training.status_keeper import StatusKeeper
@@ -74,6 +78,7 @@ class TrainingSession:
             args.longest_wait,
             open_panel(disable_tqdm),
             should_stop,
+            ConnectionWatcher(peer.dht, self._find_peers),
         )
         optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
         self.should_stop = should_stop
@@ -86,6 +91,7 @@ class TrainingSession:
         self.last_reported_step = 0  # the newest global step that was reported, joined at or restored
         self.total_samples_processed = 0
         self.num_recoveries = 0
+        self.sample_window = SampleWindow()
         self.client_mode_alarm = ClientModeAlarm()
 
     def join(self) -> None:
@@ -145,6 +151,11 @@ class TrainingSession:
                 )
             time.sleep(min(5.0, tracker.default_refresh_period))
             tracker.refresh()
+
+    def _find_peers(self) -> set[str]:
+        """Return the peer IDs of the run's other peers that are known: trainers, auxiliary peers, initial peers."""
+        reported = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
+        return reported | {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
 
     def after_local_step(self) -> bool:
         """Check the parameters and report new global steps. Call this after each local step.
@@ -226,9 +237,11 @@ class TrainingSession:
             utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def publish_rounds(self) -> None:
-        """Publish how many of this peer's newest rounds with other trainers were complete."""
+        """Publish how many of this peer's newest rounds were complete, and how many of its samples were applied."""
         rounds, key = list(self.optimizer.recent_rounds), f"{self.args.run_id}_rounds"
-        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds)).dict()
+        status = self.status.compute()
+        computed, applied = self.sample_window.add(status.computed, status.applied)
+        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied).dict()
         utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def recover(self) -> None:

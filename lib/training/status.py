@@ -5,6 +5,7 @@ A trainer writes the file; `./run_trainer.py --status` reads it. This module imp
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import psutil
 FILE_NAME = "status.json"
 WRITE_SECONDS = 5.0  # between two writes of a running trainer
 SILENT_SECONDS = 60.0  # age of the file from which on its process is frozen
+MAX_NAMED = 64  # connected peers
 MAX_SECONDS_TO_STEP = 30 * 86400.0  # longer estimates are those of trainers without a known speed
 
 
@@ -38,6 +40,8 @@ class TrainerStatus:
     :param rank: place among them by samples per second, from 1; None if the speed is not known yet
     :param loss: local loss of the newest minute; None before the first global step
     :param earlier_loss: local loss `earlier_seconds` before: an hour, or the time since the start if that is shorter
+    :param num_direct, num_relayed: connected peers of the run, direct and through a relay; None if not known
+    :param direct, relayed: their names, MAX_NAMED at most
     """
 
     time: float
@@ -66,6 +70,10 @@ class TrainerStatus:
     loss: float | None
     earlier_loss: float | None
     earlier_seconds: float
+    num_direct: int | None = None
+    num_relayed: int | None = None
+    direct: Sequence[str] = ()
+    relayed: Sequence[str] = ()
 
     @property
     def applied_fraction(self) -> float | None:
@@ -128,6 +136,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         ("Global steps", f"{s.joined:,} joined, {s.missed:,} missed"),
         ("Last miss", last_miss),
         ("Trainers", f"{s.num_trainers:,}{rank}, {s.samples_per_second:.1f} samples/s"),
+        ("Connections", describe_connections(s)),
         ("Local loss", loss),
     ]
 
@@ -137,6 +146,21 @@ def describe_samples(status: TrainerStatus) -> str:
     if status.applied_fraction is None:
         return "none in a global step yet"
     return f"{status.computed:,} computed, {format_fraction(status.applied_fraction)} of them applied"
+
+
+def describe_connections(status: TrainerStatus) -> str:
+    """Return which peers of the run are connected through a relay, and which directly."""
+    if status.num_direct is None:
+        return "not known yet"
+    parts = []
+    for number, names, how in (
+        (status.num_relayed, status.relayed, "through a relay"),
+        (status.num_direct, status.direct, "direct"),
+    ):
+        if number:
+            rest = [f"{number - len(names):,} more"] if number > len(names) else []
+            parts.append(f"{number:,} {how}: {', '.join([*names, *rest])}")
+    return "; ".join(parts) or "to no other peer of the run"
 
 
 def describe_part(status: TrainerStatus, step: int, fraction: float | None) -> str:

@@ -12,9 +12,18 @@ from hivemind.utils import get_logger
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.common.json_file import JsonFile
 from lib.common.threads import PeriodicThread
+from lib.peer.connections import Connections, ConnectionWatcher
 from lib.training.console import StatusPanel
 from lib.training.contribution import LossHistory, RoundTally
-from lib.training.status import FILE_NAME, MAX_SECONDS_TO_STEP, WRITE_SECONDS, TrainerStatus, describe_part, to_json
+from lib.training.status import (
+    FILE_NAME,
+    MAX_NAMED,
+    MAX_SECONDS_TO_STEP,
+    WRITE_SECONDS,
+    TrainerStatus,
+    describe_part,
+    to_json,
+)
 
 logger = get_logger(__name__)
 
@@ -30,6 +39,7 @@ class StatusKeeper(PeriodicThread):
     :param longest_wait: seconds without a local step after which the trainer hangs
     :param panel: shows the status, if there is a terminal
     :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
+    :param connections: runs while this thread does
     """
 
     def __init__(
@@ -42,9 +52,10 @@ class StatusKeeper(PeriodicThread):
         longest_wait: float,
         panel: StatusPanel | None = None,
         should_stop: Callable[[], bool] = bool,
+        connections: ConnectionWatcher | None = None,
     ):
         super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
-        self.panel, self.should_stop = panel, should_stop
+        self.panel, self.should_stop, self.connections = panel, should_stop, connections
         self.optimizer, self.run_id, self.name_of_peer, self.longest_wait = optimizer, run_id, name, longest_wait
         self.tally = RoundTally(peer_id, optimizer.target_batch_size)
         self.losses = LossHistory()
@@ -56,6 +67,8 @@ class StatusKeeper(PeriodicThread):
 
     def start(self) -> None:
         self.work()  # the status of an earlier trainer in this folder is over
+        if self.connections is not None:
+            self.connections.start()
         super().start()
 
     def note_local_step(self) -> None:
@@ -95,6 +108,7 @@ class StatusKeeper(PeriodicThread):
         in_round = own.contributed if own.epoch > own.completed else 0
         rate, seconds = own.samples_per_second, tracker.seconds_to_step
         earlier_loss, earlier_seconds = self.losses.earlier(time.monotonic())
+        connections = self.connections and self.connections.newest
         return TrainerStatus(
             time=now,
             pid=os.getpid(),
@@ -122,6 +136,7 @@ class StatusKeeper(PeriodicThread):
             loss=self.losses.newest(),
             earlier_loss=earlier_loss,
             earlier_seconds=earlier_seconds,
+            **({} if connections is None else _summarize(connections)),
         )
 
     def pop_line(self) -> str | None:
@@ -134,8 +149,21 @@ class StatusKeeper(PeriodicThread):
     def close(self) -> None:
         """End the thread and note in the file that the trainer has ended."""
         self.stop()
+        if self.connections is not None:
+            self.connections.stop()
         if self.ident is not None:
             self.join()
             if self.panel is not None:
                 self.panel.close()
             self.write(self.compute(has_ended=True))
+
+
+def _summarize(connections: Connections) -> dict[str, object]:
+    """Return the fields of the status about connections. Relayed peers, which are few, are named first."""
+    relayed = connections.relayed[:MAX_NAMED]
+    return {
+        "num_direct": len(connections.direct),
+        "num_relayed": len(connections.relayed),
+        "direct": connections.direct[: MAX_NAMED - len(relayed)],
+        "relayed": relayed,
+    }

@@ -10,6 +10,7 @@ import utils
 from lib.monitoring.aggregation import MAX_OVERSHOOT, MetricsAggregator
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
+from lib.monitoring.parsing import parse_share_of_applied_samples
 from tests.support.fakes import make_session
 
 
@@ -36,7 +37,8 @@ def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, s
         session.optimizer.is_synchronized_with_peers = lambda: True
         session.report(step=10, samples=8)
         session.close()
-    for number, record in enumerate(({"rounds": 2, "complete": 3}, {"rounds": 10**6, "complete": 0}, {}, None, 7)):
+    records = ({"rounds": 2, "complete": 3}, {"rounds": 10**6, "complete": 0}, {}, None, 7)
+    for number, record in enumerate(records):
         utils.store_record(None, "run_rounds", str(number).encode(), record, 60)
     extras = []
     monitor = TrainingMonitor(
@@ -46,6 +48,27 @@ def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, s
     )  # fmt: skip
     monitor.refresh()
     assert extras == [{"complete rounds": 0.75}]
+
+
+def test_share_of_applied_samples_comes_from_the_sessions(tmp_path, stored):
+    """Each trainer has computed 4 samples in each of 100 local steps; the second one missed the newest 16 steps."""
+    for key, num_missed in ((b"a", 0), (b"b", 16)):
+        session = make_session(tmp_path / key.decode(), offered=None)
+        session.peer = SimpleNamespace(dht=None, public_key=key)
+        session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
+        session.optimizer.is_synchronized_with_peers = lambda: True
+        session.status.tally.begin_at(0)
+        for step in range(1, 101):
+            session.status.note_local_step()
+            outcome = "failed" if step > 100 - num_missed else "alone"
+            session.optimizer.round_log.write(
+                {"step": step, "outcome": outcome, "samples": 4, "error": "", "weights": {}}
+            )
+            session.report(step=step, samples=4)
+        session.close()
+    assert stored["run_rounds"][b"b"].value == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
+    records = {key: record.value for key, record in stored["run_rounds"].items()}
+    assert parse_share_of_applied_samples(records) == (64 + 48) / 128
 
 
 def test_monitor_bounds_a_peer_by_the_published_target_batch_size(tmp_path, stored):

@@ -6,7 +6,15 @@ from collections import namedtuple
 import pytest
 
 from lib.common.metrics_schema import HISTORY_LENGTH
-from lib.monitoring.parsing import Heartbeat, PeerStep, parse_history, parse_metrics, parse_progress
+from lib.monitoring.parsing import (
+    Heartbeat,
+    PeerStep,
+    parse_history,
+    parse_metrics,
+    parse_progress,
+    parse_share_of_applied_samples,
+    parse_share_of_complete_rounds,
+)
 from tests.support.dht_records import entries, heartbeat, metric, steps_of
 
 ValueWithExpiration = namedtuple("ValueWithExpiration", "value expiration_time")
@@ -121,3 +129,38 @@ def test_refused_histories(value, reason):
 )
 def test_refused_heartbeats(change, reason):
     assert parse_progress({b"peer": heartbeat(1.0, 1) | change}) == ([], {reason: 1})
+
+
+def shares(*counts: tuple[object, object]) -> dict[bytes, dict]:
+    """Return the records of trainers with these numbers of applied and computed samples."""
+    return {
+        str(number).encode(): {"rounds": 4, "complete": 2, "applied": applied, "computed": computed}
+        for number, (applied, computed) in enumerate(counts)
+    }
+
+
+def test_share_of_applied_samples():
+    assert parse_share_of_applied_samples({}) is None
+    assert parse_share_of_applied_samples(shares((0, 0))) is None, "no samples yet"
+    assert parse_share_of_applied_samples(shares((90, 100))) == 0.9
+    assert parse_share_of_applied_samples(shares((50, 50), (50, 100), (300, 300))) == pytest.approx(200 / 250)
+    older = {b"older": {"rounds": 4, "complete": 2}}
+    assert parse_share_of_applied_samples(older) is None
+    assert parse_share_of_complete_rounds(shares((1, 2)) | older) == 0.5
+
+
+@pytest.mark.parametrize(
+    "lie", [(0, 10**9), (10**9, 10**9), (0, 100)], ids=["nothing of a lot", "all of a lot", "nothing of the usual"]
+)
+def test_claim_of_many_samples_has_the_weight_of_an_average_trainer(lie):
+    honest = [(90, 100)] * 19
+    share = parse_share_of_applied_samples(shares(*honest, lie))
+    assert abs(share - 0.9) <= 1 / 20
+
+
+@pytest.mark.parametrize(
+    "record",
+    [None, 7, {}, *shares((101, 100), (-1, 100), (1.0, 100), (0, 10**9 + 1), (True, 100), (None, 100)).values()],
+)
+def test_refused_numbers_of_samples(record):
+    assert parse_share_of_applied_samples({b"liar": record, **shares((3, 4))}) == 0.75

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lib.common.names import derive_name
+from lib.peer.addresses import peer_id_in
 from lib.training.checkpoints import list_checkpoints
+from lib.training.status import read_status
 from tests.support.namespaces import HOME_ADDRESS, Home, Host, Internet, Public, make_internet, why_unavailable
 from tests.support.peers import Script, Scripts, steps_of, wait_until
 
@@ -97,6 +100,18 @@ def assert_watched(monitor: Script, num_trainers: int) -> None:
     assert list_checkpoints(monitor.log.parent / "monitor")
 
 
+def assert_relayed(trainer: Script, other: Script, relay: Script) -> None:
+    """Assert that the trainer's status shows a relayed connection to `other`, and a direct one to the relay."""
+
+    def is_shown() -> bool:
+        status = read_status(trainer.log.parent / trainer.log.stem)
+        return status is not None and other_name in status.relayed and relay_name in status.direct
+
+    relay_name = derive_name(str(peer_id_in(relay.address)))
+    other_name = other.wait_for(r"This peer is (\S+)")[1]
+    wait_until(is_shown, 90, f"{other_name} through {relay_name}")
+
+
 def test_routers_let_connections_out_and_none_in(internet):
     public, home, other_home = internet.add_public(), internet.add_home(), internet.add_home()
     for machine in (public, home, other_home):
@@ -119,6 +134,14 @@ def test_clients_behind_nat_average_with_a_public_trainer(internet, peers):
     assert_watched(monitor, num_trainers=3)
 
 
+def test_check_measures_the_upload_of_a_slow_line(internet, peers):
+    organiser, slow = internet.add_public(), internet.add_public()
+    internet.limit(slow, upload=10, download=100)
+    trainer = start_trainer(peers, start_monitor(peers, organiser), slow, "slow", "--check")
+    upload = trainer.wait_for(r"ok      upload: ([\d.]+) Mbit/s to \w+-\w+-\w+; at this speed", 180)
+    assert 5 < float(upload[1]) < 10.5, "9.6 on a machine with nothing else to do"
+
+
 @pytest.mark.long
 def test_trainers_behind_nat_reach_each_other_through_the_monitor(internet, peers):
     """A relay forwards more than 128 KiB only after another public host has confirmed that the relay is public."""
@@ -130,3 +153,6 @@ def test_trainers_behind_nat_reach_each_other_through_the_monitor(internet, peer
     ]
     wait_for_rounds(trainers, 3)
     assert_watched(monitor, num_trainers=3)
+    first, second = trainers[1:]
+    assert_relayed(first, second, relay=monitor)
+    assert_relayed(second, first, relay=monitor)

@@ -34,7 +34,15 @@ from lib.peer.addresses import (
 from lib.peer.peer import load_identity
 from lib.peer.redial import _redial
 from tests.support.hostile_peer import RAW, nest
-from utils import HISTORY_LENGTH, PeerInfo, SignatureValidator, get_dictionary, make_validators, store_record
+from utils import (
+    HISTORY_LENGTH,
+    PeerInfo,
+    RoundStatistics,
+    SignatureValidator,
+    get_dictionary,
+    make_validators,
+    store_record,
+)
 
 GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
 KEY = RSAPrivateKey()
@@ -69,6 +77,9 @@ def is_accepted(name: str, value, subkey: bytes | None = None, signer: RSAPrivat
         ("peers", {"username": "", "leaving": False, "target_batch_size": 4096}),
         ("peers", PeerInfo(username="", leaving=True, target_batch_size=4096).dict()),
         ("rounds", {"rounds": 64, "complete": 0}),
+        ("rounds", RoundStatistics(rounds=3, complete=2).dict()),
+        ("rounds", RoundStatistics(rounds=3, complete=2, computed=10**9, applied=0).dict()),
+        ("rounds", {"rounds": 3, "complete": 2, "field of a newer peer": 0.5}),
         ("training_progress", {"protocol": 2, "epoch": 3}),
         ("training_progress", None),
         ("state_averager.all_averagers", 12.0),
@@ -120,6 +131,11 @@ def test_good_records_are_accepted(name, value):
         ("rounds", {"rounds": 3, "complete": -1}),
         ("rounds", {"rounds": 3.0, "complete": 1}),
         ("rounds", {"rounds": 3}),
+        ("rounds", {"rounds": 3, "complete": 1, "computed": 10**9 + 1, "applied": 0}),
+        ("rounds", {"rounds": 3, "complete": 1, "computed": 5, "applied": -1}),
+        ("rounds", {"rounds": 3, "complete": 1, "computed": 5.0, "applied": 1}),
+        ("rounds", {"rounds": 3, "complete": 1, "extra": "text"}),
+        ("rounds", {"rounds": 3, "complete": 1, **{f"extra {number}": 1 for number in range(100)}}),
         ("training_progress", True),
         ("training_progress", [1]),
         ("state_averager.all_averagers", True),

@@ -2,10 +2,17 @@
 
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
+from hivemind.utils import get_dht_time
+from hivemind.utils.timed_storage import ValueWithExpiration
 
+from arguments import CollaborationArguments
+from lib.averaging.progress import PeerProgress
 from lib.common.errors import UserError
+from lib.peer.upload import Upload, UploadError
+from lib.training import check
 from lib.training.check import (
     MIN_OPEN_FILES,
     REQUIREMENTS,
@@ -14,7 +21,9 @@ from lib.training.check import (
     check_address,
     check_memory,
     check_open_files,
+    check_upload,
     check_versions,
+    describe_upload,
 )
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -65,3 +74,68 @@ def test_report_counts_faults_and_says_what_to_do(capsys):
 @pytest.mark.parametrize("advice", ["", "Do this"])
 def test_line_of_a_finding(advice):
     assert Finding("a", "b", advice).line == ("FAILED  a: b. Do this" if advice else "ok      a: b")
+
+
+ALBERT_LARGE = 17_847_000
+ADDRESSES = [
+    f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}",
+    "/ip4/192.0.2.2/tcp/1/p2p/QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG",
+]
+
+
+def make_args(**options) -> CollaborationArguments:
+    return CollaborationArguments(run_id="run", averaging_timeout=300.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "options", "seconds"),
+    [
+        (8, {}, 130),  # docs/tuning.md
+        (8, {"gradient_compression": "blockwise8"}, 98),
+        (8, {"client_mode": True}, 74),
+        (1, {}, 74),
+    ],
+)
+def test_seconds_of_a_round_are_those_of_the_plan(trainers, options, seconds):
+    found = describe_upload(10.0, "quick-otter-3f2a", ALBERT_LARGE, trainers, make_args(**options))
+    assert not found.advice
+    assert found.text.startswith("10.0 Mbit/s to quick-otter-3f2a; at this speed a round of ")
+    assert found.text.endswith(f"{max(2, trainers)} trainers takes about {seconds} s")
+
+
+def test_round_of_a_tiny_model_takes_no_time():
+    assert describe_upload(1e3, "a", 1000, 8, make_args()).text.endswith("of 8 trainers takes less than a second")
+
+
+def test_round_that_takes_longer_than_it_may_is_a_fault():
+    found = describe_upload(4.0, "quick-otter-3f2a", ALBERT_LARGE, 8, make_args())
+    assert "takes about 325 s, and --averaging_timeout is 300 s. Use a faster connection" in found.line
+
+
+def make_heartbeat(peer_id: bytes, auxiliary: bool) -> dict:
+    now = get_dht_time()
+    progress = PeerProgress(peer_id, 5, 5, 0, 0, 1.0, now, now, client_mode=False, auxiliary=auxiliary)
+    return progress.to_record()
+
+
+def test_first_initial_peer_that_takes_part_measures_the_upload(monkeypatch):
+    """Malformed records and auxiliary peers are no trainers."""
+    records = [make_heartbeat(b"a", False), make_heartbeat(b"b", False), make_heartbeat(b"c", True), {}, None]
+    values = {number: ValueWithExpiration(record, 0.0) for number, record in enumerate(records)}
+    monkeypatch.setattr(check, "get_dictionary", lambda _dht, key: values if key == "run_training_progress" else {})
+
+    def measure(_dht, peer_id) -> Upload:
+        if str(peer_id) == PEER:
+            raise UploadError("it has an older version of these scripts")
+        return Upload(10**6, 1.0)
+
+    monkeypatch.setattr(check, "measure_upload", measure)
+    peer, args = SimpleNamespace(dht=None), make_args()
+    found = check_upload(peer, ADDRESSES, ALBERT_LARGE, args, 256)
+    assert found.text.startswith("8.0 Mbit/s to ") and "a round of 3 trainers" in found.text
+    assert "a round of 2 trainers" in check_upload(peer, ADDRESSES, ALBERT_LARGE, args, 2).text
+    assert re.fullmatch(
+        r"ok      upload: not measured, \w+-\w+-\w+: it has an older version of these scripts",
+        check_upload(peer, ADDRESSES[:1], ALBERT_LARGE, args, 256).line,
+    )
+    assert check_upload(peer, [], ALBERT_LARGE, args, 256).line.endswith("not measured, there are no initial peers")

@@ -12,11 +12,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from hivemind.p2p import PeerID
 
+from lib.peer.connections import Connections
 from lib.training.contribution import LossHistory, RoundTally
 from lib.training.status import (
     FILE_NAME,
+    MAX_NAMED,
     TrainerStatus,
+    describe_connections,
     describe_gift,
     describe_part,
     describe_status,
@@ -31,6 +35,7 @@ from tests.support.fakes import FakeTracker, make_session
 from tests.support.peers import ROOT
 
 NOW = 1_800_000_000.0
+PEERS = ("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG")
 
 
 def make_status(**fields) -> TrainerStatus:
@@ -41,6 +46,7 @@ def make_status(**fields) -> TrainerStatus:
         ended_at=None, step=39, next_step=40, seconds_to_next=31.0, own_samples=96, all_samples=800,
         target_batch_size=4096, computed=1000, applied=980, joined=38, missed=1, last_miss=(12, "no group in time"),
         num_trainers=5, rank=2, samples_per_second=12.34, loss=6.5, earlier_loss=8.25, earlier_seconds=3600.0,
+        num_direct=2, num_relayed=1, direct=["bold-newt-0b7e", "wise-dove-5e18"], relayed=["calm-heron-91c0"],
     )  # fmt: skip
     return dataclasses.replace(status, **fields)
 
@@ -163,6 +169,37 @@ def test_file_exists_from_the_start_and_says_when_the_trainer_ended(tmp_path):
     assert "ended at" in find_fault(read_status(tmp_path), tmp_path, time.time())
 
 
+def test_file_names_a_bounded_number_of_connected_peers(tmp_path):
+    keeper = make_keeper(tmp_path, FakeTracker())
+    watcher = keeper.connections = SimpleNamespace(newest=None)
+    assert keeper.compute().num_direct is None
+    watcher.newest = Connections(direct=[f"direct-{n}" for n in range(1000)], relayed=["a", "b"])
+    keeper.work()
+    status = read_status(tmp_path)
+    assert (status.num_direct, status.num_relayed, status.relayed) == (1000, 2, ["a", "b"])
+    assert len(status.direct) == MAX_NAMED - 2
+    watcher.newest = Connections(direct=["a"], relayed=[f"relayed-{n}" for n in range(1000)])
+    status = keeper.compute()
+    assert (status.num_relayed, len(status.relayed), status.num_direct, status.direct) == (1000, MAX_NAMED, 1, [])
+
+
+def test_file_of_an_earlier_version_is_read(tmp_path):
+    content = to_json(make_status())
+    for name in ("num_direct", "num_relayed", "direct", "relayed"):
+        del content[name]
+    (tmp_path / FILE_NAME).write_text(json.dumps(content))
+    assert dict(describe_status(read_status(tmp_path)))["Connections"] == "not known yet"
+
+
+def test_session_looks_for_trainers_and_initial_peers(tmp_path):
+    session = make_session(tmp_path, offered=None)
+    initial, trainer = map(PeerID.from_base58, PEERS)
+    session.args.initial_peers = [f"/ip4/192.0.2.1/tcp/31337/p2p/{initial}"]
+    session.optimizer.tracker.others = [SimpleNamespace(peer_id=trainer.to_bytes())]
+    assert session.status.connections.find_peers() == {str(initial), str(trainer)}
+    session.close()
+
+
 def test_status_is_written_although_the_terminal_is_gone(tmp_path):
     def fail(_status):
         raise OSError("Input/output error")
@@ -219,6 +256,7 @@ def test_description_has_every_answer():
         "Global steps": "38 joined, 1 missed",
         "Last miss": "#12: no group in time",
         "Trainers": "5, rank 2 by speed, 12.3 samples/s",
+        "Connections": "1 through a relay: calm-heron-91c0; 2 direct: bold-newt-0b7e, wise-dove-5e18",
         "Local loss": "6.500, 8.250 60 min ago",
     }
 
@@ -226,12 +264,26 @@ def test_description_has_every_answer():
 def test_description_of_a_trainer_that_joins():
     status = make_status(
         worked_at=None, seconds_to_next=None, own_samples=0, all_samples=0, computed=0, applied=0, rank=None,
-        loss=None, earlier_loss=None, last_miss=None,
+        loss=None, earlier_loss=None, last_miss=None, num_direct=None, num_relayed=None, direct=(), relayed=(),
     )  # fmt: skip
     rows = dict(describe_status(status))
     assert rows["State"] == "joining: no local step yet, at step #39" and rows["Last miss"] == "none"
     assert list(rows) == list(dict(describe_status(make_status()))), "the height of the panel is constant"
+    assert rows["Connections"] == "not known yet"
     assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_direct": 0, "direct": []}, "1 through a relay: calm-heron-91c0"),
+        ({"num_relayed": 0, "relayed": []}, "2 direct: bold-newt-0b7e, wise-dove-5e18"),
+        ({"num_direct": 1002, "num_relayed": 0}, "1,002 direct: bold-newt-0b7e, wise-dove-5e18, 1,000 more"),
+        ({"num_direct": 0, "num_relayed": 0}, "to no other peer of the run"),
+    ],
+)
+def test_connections(fields, text):
+    assert describe_connections(make_status(**fields)) == text
 
 
 def test_line_of_a_step():
@@ -264,7 +316,7 @@ def save(folder: Path, status: TrainerStatus) -> None:
 def test_running_trainer_is_shown_and_the_exit_code_is_0(tmp_path, capsys):
     save(tmp_path, make_status())
     assert show_status(tmp_path) == 0
-    assert capsys.readouterr().out.count("\n") == 8
+    assert capsys.readouterr().out.count("\n") == 9
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"pid": 1}'])

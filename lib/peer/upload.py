@@ -1,0 +1,169 @@
+"""Measurement of the upload to another peer: a service that receives bytes and discards them, and its caller.
+
+Protocol, in one stream: the caller announces a number of bytes in 4 bytes. The service answers READY or, if they are
+too many, BUSY. It answers RECEIVED after the last of the bytes, which it does not look at. This may repeat. Admission
+of invited peers is below this service, as for all services, see `lib.peer.admission`.
+"""
+
+import asyncio
+import os
+import time
+from asyncio import StreamReader, StreamWriter
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+from hivemind.dht import DHT
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+
+from lib.common.errors import first_line
+
+PROTOCOL = "collaboration.receive_upload.v1"
+HEADER_BYTES = 4
+READY, RECEIVED, BUSY = b"G", b"R", b"B"  # other bytes are errors of the admission
+WARM_UP_BYTES = 256 * 2**10  # TCP sends slowly at first
+UPLOAD_BYTES = 2 * 2**20
+SLOW_SECONDS = 5.0  # if the first bytes take longer, they are the measurement
+TIMEOUT = 60.0  # seconds for the caller
+
+
+class UploadError(Exception):
+    """The upload to a peer cannot be measured. The message is the reason."""
+
+
+class UploadSink:
+    """Service that receives and discards bytes, within bounds.
+
+    The bounds hold for each minute. Peer IDs are free to make up, so the bounds for all callers together matter.
+    """
+
+    MAX_BYTES = 5 * 2**20  # from one caller; a measurement has 2.25 MiB
+    MAX_TOTAL = 32 * 2**20  # from all callers: 4.5 Mbit/s
+    MIN_CHARGE = 64 * 2**10  # for a request of few bytes; bounds the number of callers to remember by 512
+    MAX_CALLERS = 4  # at the same time
+    PERIOD = 60.0  # seconds
+    TIMEOUT = 1.5 * TIMEOUT  # seconds for a caller
+    CHUNK = 64 * 2**10
+
+    def __init__(self):
+        self._received: dict[PeerID, int] = {}  # bytes in this period
+        self._period_ends_at = float("-inf")  # time.monotonic
+        self._callers: set[PeerID] = set()
+
+    async def handle(self, info: StreamInfo, reader: StreamReader, writer: StreamWriter) -> None:
+        """Serve one stream of a caller."""
+        with closing(writer):
+            if info.peer_id in self._callers or len(self._callers) >= self.MAX_CALLERS:
+                writer.write(BUSY)
+                return
+            self._callers.add(info.peer_id)
+            try:
+                async with asyncio.timeout(self.TIMEOUT):
+                    while self._admit(info.peer_id, num_bytes := await self._read_header(reader)):
+                        writer.write(READY)
+                        await self._discard(reader, num_bytes)
+                        writer.write(RECEIVED)
+                    writer.write(BUSY)
+            except (OSError, EOFError, TimeoutError):
+                pass  # the caller has what it needs, or has left
+            finally:
+                self._callers.discard(info.peer_id)
+
+    @staticmethod
+    async def _read_header(reader: StreamReader) -> int:
+        return int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+
+    async def _discard(self, reader: StreamReader, num_bytes: int) -> None:
+        while num_bytes > 0:
+            chunk = await reader.read(min(num_bytes, self.CHUNK))
+            if not chunk:
+                raise EOFError
+            num_bytes -= len(chunk)
+
+    def _admit(self, peer_id: PeerID, num_bytes: int) -> bool:
+        """Count the bytes of a request if they are within the bounds."""
+        if time.monotonic() >= self._period_ends_at:
+            self._received.clear()
+            self._period_ends_at = time.monotonic() + self.PERIOD
+        charge, before = max(num_bytes, self.MIN_CHARGE), self._received.get(peer_id, 0)
+        if before + charge > self.MAX_BYTES or sum(self._received.values()) + charge > self.MAX_TOTAL:
+            return False
+        self._received[peer_id] = before + charge
+        return True
+
+
+def serve_uploads(dht: DHT) -> None:
+    """Let other peers measure their upload to this one. Does not wait for the DHT process."""
+    dht.run_coroutine(_serve, return_future=True)
+
+
+async def _serve(_dht: DHT, node: DHTNode) -> None:
+    await node.p2p.add_binary_stream_handler(PROTOCOL, UploadSink().handle)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Bytes that another peer has received, and the seconds from the first of them to its answer."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def mbits_per_second(self) -> float:
+        return 8e-6 * self.num_bytes / max(self.seconds, 1e-6)
+
+
+def measure_upload(dht: DHT, peer_id: PeerID) -> Upload:
+    """Send some 2 MB to a peer.
+
+    :raises UploadError: if the peer does not take them
+    """
+    call = partial(_measure, peer_id=peer_id)
+    try:
+        upload = dht.run_coroutine(call, return_future=True).result(timeout=TIMEOUT + 10)
+    except TimeoutError:
+        raise UploadError("the DHT process does not answer") from None
+    if isinstance(upload, str):
+        raise UploadError(upload)
+    return upload
+
+
+async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID) -> Upload | str:
+    """Return the upload to a peer, or why it cannot be measured. Runs in the DHT process, which logs exceptions."""
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            _, reader, writer = await node.p2p.call_binary_stream_handler(peer_id, PROTOCOL)
+            with closing(writer):
+                first = await _send(reader, writer, WARM_UP_BYTES)
+                return first if first.seconds > SLOW_SECONDS else await _send(reader, writer, UPLOAD_BYTES)
+    except UploadError as error:
+        return str(error)
+    except TimeoutError:
+        return f"it has not received the bytes within {TIMEOUT:.0f} s"
+    except P2PDaemonError as error:
+        if "protocols not supported" in str(error):
+            return "it has an older version of these scripts"
+        return f"no connection ({first_line(error, limit=120)})"
+    except (OSError, EOFError):
+        return "it has closed the connection"
+
+
+async def _send(reader: StreamReader, writer: StreamWriter, num_bytes: int) -> Upload:
+    data = os.urandom(num_bytes)  # which no tunnel can compress
+    writer.write(num_bytes.to_bytes(HEADER_BYTES, "big"))
+    await _expect(READY, reader)
+    started = time.monotonic()
+    writer.write(data)
+    await writer.drain()
+    await _expect(RECEIVED, reader)
+    return Upload(num_bytes, time.monotonic() - started)
+
+
+async def _expect(expected: bytes, reader: StreamReader) -> None:
+    answer = await reader.readexactly(1)
+    if answer == BUSY:
+        raise UploadError("it takes no more uploads now, try again in a minute")
+    if answer != expected:
+        raise UploadError("it has refused")

@@ -1,0 +1,147 @@
+"""Measurement of the upload: the bounds of the service, and two real peers."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from types import SimpleNamespace
+
+import pytest
+from hivemind.p2p import PeerID
+
+from lib.peer.upload import (
+    BUSY,
+    READY,
+    RECEIVED,
+    UPLOAD_BYTES,
+    WARM_UP_BYTES,
+    UploadError,
+    UploadSink,
+    measure_upload,
+)
+from tests.support.peers import local_peer
+
+MIB = 2**20
+
+
+class Caller:
+    """Caller of a service in this process.
+
+    :param number: makes up the peer ID
+    """
+
+    def __init__(self, sink: UploadSink, number: int = 0):
+        self.reader, self.answers, self.is_closed = asyncio.StreamReader(), b"", False
+        info = SimpleNamespace(peer_id=PeerID(number.to_bytes(8, "big")))
+        self.task = asyncio.create_task(sink.handle(info, self.reader, self))
+
+    def write(self, data: bytes) -> None:
+        """Take an answer of the service."""
+        self.answers += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def announce(self, num_bytes: int) -> None:
+        self.reader.feed_data(num_bytes.to_bytes(4, "big"))
+
+    def send(self, num_bytes: int) -> None:
+        self.announce(num_bytes)
+        self.reader.feed_data(bytes(num_bytes))
+
+    async def end(self) -> bytes:
+        """Close the stream and return all answers."""
+        self.reader.feed_eof()
+        await self.task
+        assert self.is_closed
+        return self.answers
+
+
+def run_async(test: Callable[[], Coroutine]) -> Callable[[], None]:
+    """Make a test of a coroutine function."""
+
+    @wraps(test)
+    def run() -> None:
+        asyncio.run(test())
+
+    return run
+
+
+@run_async
+async def test_two_measurements_of_a_caller_are_taken_in_a_minute():
+    sink = UploadSink()
+    for answers in (2 * (READY + RECEIVED), 2 * (READY + RECEIVED), READY + RECEIVED + BUSY):
+        caller = Caller(sink)
+        for num_bytes in (WARM_UP_BYTES, UPLOAD_BYTES):
+            caller.send(num_bytes)
+        assert await caller.end() == answers
+    sink._period_ends_at = 0.0
+    caller = Caller(sink)
+    caller.send(UPLOAD_BYTES)
+    assert await caller.end() == READY + RECEIVED, "a minute later"
+
+
+@run_async
+async def test_large_request_is_refused_before_its_first_byte():
+    for num_bytes in (5 * MIB + 1, 2**32 - 1):
+        caller = Caller(UploadSink())
+        caller.announce(num_bytes)
+        await caller.task
+        assert caller.answers == BUSY and caller.is_closed
+
+
+@run_async
+async def test_all_callers_together_are_bounded_and_few_are_remembered():
+    """Peer IDs are free to make up."""
+    sink, taken = UploadSink(), 0
+    for number in range(1000):
+        caller = Caller(sink, number)
+        caller.send(random.choice((0, 1, 1000)))
+        taken += await caller.end() == READY + RECEIVED
+    assert taken == len(sink._received) == sink.MAX_TOTAL // sink.MIN_CHARGE
+    sink, taken = UploadSink(), 0
+    for number in range(20):
+        caller = Caller(sink, number)
+        caller.send(4 * MIB)
+        taken += await caller.end() == READY + RECEIVED
+    assert taken == 8
+
+
+@run_async
+async def test_few_callers_at_a_time_and_each_once():
+    sink = UploadSink()
+    callers = [Caller(sink, number) for number in (1, 1, 2, 3, 4, 5)]
+    await asyncio.sleep(0)
+    assert [caller.is_closed for caller in callers] == [False, True, False, False, False, True]
+    for caller in callers:
+        await caller.end()
+    assert [caller.answers for caller in callers] == [b"", BUSY, b"", b"", b"", BUSY]
+    assert not sink._callers
+
+
+@run_async
+async def test_caller_that_stops_sending_is_dropped():
+    sink = UploadSink()
+    sink.TIMEOUT = 0.1
+    caller = Caller(sink)
+    caller.announce(1000)
+    caller.reader.feed_data(bytes(999))
+    await caller.task
+    assert caller.is_closed and caller.answers == READY and not sink._callers
+
+
+@pytest.mark.peers
+def test_upload_between_two_peers(tmp_path):
+    """A peer in client mode measures its upload, and offers no service itself."""
+    with local_peer(tmp_path / "one", "run") as first:
+        address = str(first.dht.get_visible_maddrs()[0])
+        with local_peer(tmp_path / "two", "run", (address,), client_mode=True) as second:
+            upload = measure_upload(second.dht, first.dht.peer_id)
+            assert upload.num_bytes == UPLOAD_BYTES and 1 < upload.mbits_per_second < 1e5
+            with pytest.raises(UploadError, match="an older version"):
+                measure_upload(first.dht, second.dht.peer_id)
+            measure_upload(second.dht, first.dht.peer_id)
+            with pytest.raises(UploadError, match="no more uploads now"):
+                measure_upload(second.dht, first.dht.peer_id)
+            with pytest.raises(UploadError, match="no connection"):
+                measure_upload(second.dht, PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"))
