@@ -204,7 +204,7 @@ class TrainingMonitor:
         records = self._read("rounds")
         shares = {
             "complete rounds": parse_share_of_complete_rounds(records),
-            "applied / computed": parse_share_of_applied_samples(records),
+            "applied share": parse_share_of_applied_samples(records),
         }
         return {name: round(share, 4) for name, share in shares.items() if share is not None}
 
