@@ -511,7 +511,11 @@ class HyperparameterArguments:
         default=0.7, metadata={"help": "With --local_updates: learning rate of the global step"}
     )
     outer_momentum: float = field(
-        default=0.9, metadata={"help": "With --local_updates: Nesterov momentum of the global step"}
+        default=0.5,
+        metadata={
+            "help": "With --local_updates: Nesterov momentum of the global step. Published runs, which are long, use "
+            "0.9; see docs/tuning.md"
+        },
     )
     max_update_norm: float = field(
         default=1.0,

@@ -302,6 +302,7 @@ def tokenize_split(
     stats = PackingStats()
     results = map_tasks(function, tasks)
     import datasets  # noqa: F401  takes a second, in which the workers begin
+
     with (
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
