@@ -12,9 +12,10 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import requests
 import urllib3
@@ -26,6 +27,7 @@ from urllib3.util import Retry
 from arguments import DatasetArguments
 from lib.common.atomic_files import check_target, make_parent, new_file, new_folder
 from lib.common.errors import TemporaryError, UserError
+from lib.common.hosts import is_on_internet
 from lib.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
 
 logger = logging.getLogger(__name__)
@@ -130,6 +132,7 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
     address = public_address(args.dataset_url)
     with requests.Session() as session:
         session.max_redirects = 10
+        session.hooks["response"].append(partial(_check_redirect, session))
         expected = args.dataset_sha256 or _fetch_checksum(session, args.dataset_url)
         download = Download(session, args.dataset_url, path, disable_tqdm)
         digest = download.complete(expected)
@@ -186,6 +189,22 @@ def _fetch_checksum_once(session: requests.Session, url: str) -> str | None:
         text = response.raw.read(1000, decode_content=True).decode(errors="replace")
         match = re.match(r"([0-9a-fA-F]{64})\b", text)
         return match and match[1].lower()  # some hosts answer any request with a web page
+
+
+def _check_redirect(session: requests.Session, response: requests.Response, **_) -> None:
+    """Refuse a redirect from the internet into this machine or its network.
+
+    A stranger may have chosen the address of the data. Called for each response, before a redirect is followed.
+
+    :raises UserError: if it leads there
+    """
+    if (target := session.get_redirect_target(response)) is None:
+        return
+    host = urlsplit(urljoin(response.url, target)).hostname or ""
+    if is_on_internet(urlsplit(response.url).hostname) and not is_on_internet(host):
+        raise UserError(
+            f"--dataset_url: {public_address(response.url)} redirects to {host}, which is not on the internet: refused"
+        )
 
 
 @contextlib.contextmanager

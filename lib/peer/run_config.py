@@ -10,7 +10,6 @@ those of a command line.
 import ipaddress
 import json
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Collection, Iterable
@@ -30,6 +29,7 @@ from lib.averaging.rounds import PROTOCOL
 from lib.common.argument_parser import CommandLine
 from lib.common.checks import check_maddr, check_web_address
 from lib.common.errors import TemporaryError, UserError
+from lib.common.hosts import Address, find_addresses
 from lib.common.json_file import JsonFile, write_json
 from lib.common.logs import setup_logging
 from lib.common.processes import StopSignal
@@ -137,7 +137,7 @@ class RunConfig:
         if url is None:
             return
         check_web_address("this run's --dataset_url", str(url))
-        for address in _addresses_of(urlsplit(str(url)).hostname):
+        for address in find_addresses(urlsplit(str(url)).hostname):
             if not (address.is_global or _is_near(address, initial_peers)):
                 raise UserError(
                     f"this run's --dataset_url leads to {address}, which is not on the internet: refused; if you "
@@ -152,17 +152,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float)
 
 
-def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return the IP addresses of a host; none if its name is not known, which the download reports."""
-    try:
-        found = socket.getaddrinfo(host, None)
-    except OSError:
-        return []
-    addresses = [ipaddress.ip_address(entry[4][0].partition("%")[0]) for entry in found]
-    return [getattr(address, "ipv4_mapped", None) or address for address in addresses]
-
-
-def _is_near(address: ipaddress.IPv4Address | ipaddress.IPv6Address, initial_peers: Iterable[str]) -> bool:
+def _is_near(address: Address, initial_peers: Iterable[str]) -> bool:
     """Whether one of the initial peers is in this machine, or in a private network as `address` is."""
     peers = []
     for maddr in initial_peers:

@@ -24,6 +24,7 @@ import pytest
 
 from arguments import DatasetArguments
 from lib.common.errors import UserError, describe
+from lib.common.hosts import is_on_internet
 from lib.data import archive
 from lib.data import download as fetch
 from lib.data.archive import DATASET, TOKENIZER, file_sha256, unpack_archive, write_archive
@@ -420,6 +421,26 @@ def test_addresses_that_cannot_work(args, host, url):
 def test_endless_redirects(args, host):
     host.script = [partial(Answer.reply, status=302, Location="/data.tar.gz")] * 30
     assert "TooManyRedirects" in fail(args)
+
+
+@pytest.mark.parametrize("target", ["http://127.0.0.1:{port}/data.tar.gz", "//127.0.0.1:{port}/data.tar.gz"])
+def test_a_redirect_from_the_internet_into_this_machine_is_refused(args, host, monkeypatch, target):
+    monkeypatch.setattr(fetch, "is_on_internet", {"localhost": True, "127.0.0.1": False}.get)
+    args.dataset_url = f"http://localhost:{host.server_port}/data.tar.gz?token={SECRET}"
+    host.script = [partial(Answer.reply, status=302, Location=target.format(port=host.server_port))]
+    assert "redirects to 127.0.0.1, which is not on the internet: refused" in fail(args)
+    assert len(host.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "host, expected",
+    [
+        ("127.0.0.1", False), ("10.1.2.3", False), ("169.254.169.254", False), ("::1", False), ("8.8.8.8", True),
+        ("::ffff:192.168.0.1", False), ("localhost", False), ("host.invalid", True), ("2001:4860:4860::8888", True),
+    ],
+)  # fmt: skip
+def test_hosts_on_the_internet(host, expected):
+    assert is_on_internet(host) == expected
 
 
 def test_a_redirection_keeps_the_range(args, host, folders):
