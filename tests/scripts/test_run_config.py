@@ -4,13 +4,14 @@ import functools
 import re
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from hivemind.utils.crypto import RSAPrivateKey
 
 from lib.data.archive import DATASET, TOKENIZER, write_archive
-from tests.support.peers import LOCAL, reserve_maddr, wait_until
+from tests.support.peers import LOCAL, Script, invite, reserve_maddr, wait_until
 
 
 @pytest.fixture
@@ -25,27 +26,55 @@ def archive_url(data, tmp_path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_volunteers_take_all_settings_from_the_run(scripts, archive_url, tmp_path):
-    """The second volunteer joins through the first one, after the organiser's machine has gone."""
-    settings = tmp_path / "run.yaml"
+def start_run(scripts, archive_url: str, *flags: object) -> tuple[Script, Callable[..., Script]]:
+    """Start a monitor with the settings of a run in a file.
+
+    :param flags: more flags of the monitor
+    :returns: the monitor, and a function that starts a trainer with an address and more flags
+    """
+    folder = scripts.folder
+    settings = folder / "run.yaml"
     settings.write_text(
         f"run_id: tree\nmodel_name_or_path: albert-tiny\ndataset_url: {archive_url}\ntarget_batch_size: 32\n"
         "learning_rate: 0.01\nwarmup_steps: 0\ngradient_compression: uniform8\nmatchmaking_time: 4\n"
     )
     monitor = scripts.start(
         "run_training_monitor.py", "--run_config", settings, "--tokenizer_path", scripts.data / "tokenizer",
-        "--host_maddrs", reserve_maddr(), "--output_dir", tmp_path / "monitor", log="monitor",
+        "--host_maddrs", reserve_maddr(), "--output_dir", folder / "monitor", *flags, log="monitor",
     )  # fmt: skip
 
-    def volunteer(name: str, address: str, *flags: object):
+    def volunteer(name: str, address: str, *flags: object) -> Script:
         # Where this machine listens and keeps its files is its own business.
         return scripts.start(
             "tests/support/paced.py", "run_trainer.py", "--initial_peers", address,
-             "--host_maddrs", LOCAL, "--output_dir", tmp_path / name,
-            "--dataset_path", tmp_path / name / "data", "--tokenizer_path", tmp_path / name / "tokenizer", *flags,
+            "--host_maddrs", LOCAL, "--output_dir", folder / name,
+            "--dataset_path", folder / name / "data", "--tokenizer_path", folder / name / "tokenizer", *flags,
             log=name, env={"PACE": "0.25"},
         )  # fmt: skip
 
+    return monitor, volunteer
+
+
+def test_invited_volunteers_need_the_address_and_their_invitation(scripts, archive_url, tmp_path):
+    authority = RSAPrivateKey()
+    organiser, alice, bob = (invite(authority, tmp_path / f"{name}.invitation") for name in ("organiser", "al", "bob"))
+    monitor, volunteer = start_run(scripts, archive_url, "--invitation", organiser)
+    address = monitor.address
+    trainers = [volunteer("alice", address, "--invitation", alice), volunteer("bob", address, "--invitation", bob)]
+    stranger = volunteer("mallory", address, "--bootstrap_timeout", 5)
+    for trainer in trainers:
+        trainer.wait_for(r"Joining run tree of organiser Qm\w+\n")
+        trainer.wait_for("Averaged gradients with 2 peers")
+    assert stranger.wait(120) == 75  # temporary: run_forever.py tries again
+    assert "pass the --invitation of the run if it needs one" in stranger.output
+    assert "Joining run tree" not in stranger.output and not (scripts.folder / "mallory" / "data").exists()
+    for script in (*trainers, monitor):
+        assert script.stop() == 0, script.output
+
+
+def test_volunteers_take_all_settings_from_the_run(scripts, archive_url, tmp_path):
+    """The second volunteer joins through the first one, after the organiser's machine has gone."""
+    monitor, volunteer = start_run(scripts, archive_url)
     monitor_address = monitor.address
     alice = volunteer("alice", monitor_address)
     alice.wait_for(r"Joining run tree of organiser Qm\w+\n")
