@@ -92,8 +92,8 @@ class BaseTrainingArguments:
         default_factory=list,
         metadata={
             "help": "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer "
-            "ID. Default: initial_peers. All traffic between this peer and other peers passes through one of "
-            "them"
+            "ID. Default: initial_peers. All traffic between this peer and other peers behind NAT passes through "
+            "one of them, unless there are four and the routers allow direct connections"
         },
     )
     identity_path: str | None = field(

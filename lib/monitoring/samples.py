@@ -65,7 +65,7 @@ def fill_masks(
     is_mask = inputs["input_ids"][0] == tokenizer.mask_token_id
     best = logits[0, is_mask].float().softmax(dim=-1).topk(number)
     return [
-        [Filling(_one_line(tokenizer.decode([token])), probability) for probability, token in zip(*row, strict=True)]
+        [Filling(_name(token, tokenizer), probability) for probability, token in zip(*row, strict=True)]
         for row in zip(best.values.tolist(), best.indices.tolist(), strict=True)
     ]
 
@@ -126,6 +126,11 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedCon
         text = text.replace(MASK, tokenizer.mask_token)
     # Without its warning about the length, which `check_text` turns into an error.
     return dict(tokenizer(text, return_tensors="pt", verbose=False))
+
+
+def _name(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a token, or its name in the vocabulary if the text is blank: SentencePiece has "▁"."""
+    return _one_line(tokenizer.decode([token])) or _one_line(tokenizer.convert_ids_to_tokens(token))
 
 
 def _one_line(text: str) -> str:

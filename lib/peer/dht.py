@@ -4,6 +4,7 @@
 seconds instead of minutes. docs/upgrading-hivemind.md lists what they replace.
 """
 
+import asyncio
 import atexit
 import os
 import shutil
@@ -23,13 +24,25 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+# Seconds. A daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s.
+HOLE_PUNCHING_DELAY = 4.0
+
 
 class RelayedP2P(P2P):
-    """libp2p's daemon, restricted to the given relays.
+    """libp2p's daemon, restricted to the given relays, with direct connections to other peers behind NAT if possible.
 
     hivemind leaves the discovery of relays on. libp2p then uses no relay until it has found four candidates or three
-    minutes have passed.
+    minutes have passed. It waits as long for a relay that is given with two addresses, which it counts as two.
     """
+
+    @classmethod
+    async def create(cls, *args, trusted_relays: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RelayedP2P":
+        if not trusted_relays:
+            return await super().create(*args, **kwargs)
+        addresses = {str(maddr).rsplit("/", 1)[-1]: maddr for maddr in reversed(trusted_relays)}  # peer ID -> first
+        p2p = await super().create(*args, trusted_relays=list(addresses.values()), **kwargs)
+        await close_relayed_connections(p2p)
+        return p2p
 
     @staticmethod
     def _make_process_args(*args, **kwargs) -> list[str]:
@@ -59,6 +72,21 @@ async def connect(p2p: P2P, peer_id: PeerID, maddrs: Sequence[Multiaddr]) -> Non
     :raises ControlFailure: if the peer does not answer
     """
     await p2p._client.connect(peer_id, maddrs)
+
+
+async def close_relayed_connections(p2p: P2P, delay: float = HOLE_PUNCHING_DELAY) -> None:
+    """Disconnect a daemon that has just started from the peers that it has reached through relays only.
+
+    Once connections are opened again, libp2p replaces them by direct ones. It tries that once for each connection, and
+    fails before the daemon knows its public address. Peers behind NAT connect within 0.5 s of the start, often before.
+
+    :param delay: seconds to wait for the public address
+    """
+    await asyncio.sleep(delay)
+    connections = await p2p.list_peers()
+    direct = {peer.peer_id for peer in connections if not any("p2p-circuit" in maddr for maddr in peer.addrs)}
+    for peer_id in {peer.peer_id for peer in connections} - direct:
+        await p2p._client.disconnect(peer_id)
 
 
 class _Inbox:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import fill_mask
@@ -16,7 +16,9 @@ from lib.monitoring.samples import SampleReporter, check_text, complete, continu
 from lib.training.model import build_model
 from tests.support.peers import TINY_CONFIGS
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<mask>", "the", "capital", "of", "france", "is", "paris", "\x1b[31mred"]
+WORDS = [
+    "[PAD]", "[UNK]", "[CLS]", "[SEP]", "<mask>", "the", "capital", "of", "france", "is", "paris", "\x1b[31mred", "▁",
+]  # fmt: skip
 TEXT = "the capital of [MASK] is paris"
 
 
@@ -76,6 +78,12 @@ def test_one_line_for_the_log(family, tokenizer):
     line = complete(model, tokenizer, TEXT)
     assert model.training and line.isprintable() and "[31mred" in line
     assert line == complete(model, tokenizer, TEXT)
+
+
+def test_token_without_text_is_shown_by_its_name(tokenizer):
+    """SentencePiece's "▁" is a space, and among the likely fillings of a model that has just begun."""
+    tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
+    assert complete(make_model("albert", likely="▁"), tokenizer, TEXT).startswith("▁ 100.0%, ")
 
 
 @pytest.mark.parametrize("family", ["albert", "roberta", "gpt2"])

@@ -13,10 +13,12 @@ import psutil
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
 from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
 from hivemind.utils import MPFuture, MSGPackSerializer
+from hivemind.utils.multiaddr import Multiaddr
 
-from lib.peer.dht import RelayedP2P, use_own_socket_folder
+from lib.peer.dht import RelayedP2P, close_relayed_connections, use_own_socket_folder
 from lib.peer.peer import _end
 from tests.support.peers import local_peer, wait_until
 from utils import get_dictionary, store_record
@@ -26,10 +28,37 @@ RELAY = "/ip4/127.0.0.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWj
 
 @pytest.mark.peers
 def test_daemon_uses_the_relays_that_it_is_given_and_no_others(tmp_path):
-    """By default libp2p uses no relay until it has found four candidates or three minutes have passed."""
-    with local_peer(tmp_path, "run", use_auto_relay=True, trusted_relays=[RELAY]) as peer:
+    """By default libp2p uses no relay until it has found four candidates or three minutes have passed.
+
+    It also waits if it finds fewer relays than it was given addresses.
+    """
+    relays = [RELAY, RELAY.replace("/tcp/31337", "/udp/31337/quic-v1")]
+    with local_peer(tmp_path, "run", use_auto_relay=True, trusted_relays=relays) as peer:
         (daemon,) = psutil.Process(peer.dht.pid).children()
         assert {f"-trustedRelays={RELAY}", "-relayDiscovery=0"} <= set(daemon.cmdline())
+
+
+class FakeP2P:
+    """A daemon with connections.
+
+    :param connections: (peer, address) of each
+    """
+
+    def __init__(self, *connections: tuple[str, str]):
+        self._client, self.connections = self, list(connections)
+
+    async def list_peers(self) -> list[PeerInfo]:
+        return [PeerInfo(peer, [Multiaddr(maddr)]) for peer, maddr in self.connections]
+
+    async def disconnect(self, peer: str) -> None:
+        self.connections = [connection for connection in self.connections if connection[0] != peer]
+
+
+def test_only_peers_without_a_direct_connection_are_disconnected():
+    direct, relayed = "/ip4/1.2.3.4/tcp/31337", f"{RELAY}/p2p-circuit"
+    p2p = FakeP2P(("a", direct), ("b", relayed), ("c", relayed), ("c", direct), ("b", relayed))
+    asyncio.run(close_relayed_connections(p2p, delay=0))
+    assert p2p.connections == [("a", direct), ("c", relayed), ("c", direct)]
 
 
 @pytest.mark.peers

@@ -54,11 +54,12 @@ def peers(internet, tmp_path, data) -> Iterator[Peers]:
     peers.close()
 
 
-def start_monitor(peers: Peers, public: Public) -> Script:
-    maddr = f"/ip4/{public.address}/tcp/31337"
-    monitor = peers.on(public.host).monitor(
-        "--run_id", "nat", "--host_maddrs", maddr, "--save_checkpoint_step_interval", 1
-    )
+def start_monitor(
+    peers: Peers, public: Public, *flags: object, name: str = "monitor", port: str = "tcp/31337"
+) -> Script:
+    maddr = f"/ip4/{public.address}/{port}"
+    flags = flags or ("--save_checkpoint_step_interval", 1)
+    monitor = peers.on(public.host).monitor("--run_id", "nat", "--host_maddrs", maddr, *flags, name=name)
     assert monitor.address.startswith(maddr)
     return monitor
 
@@ -156,3 +157,23 @@ def test_trainers_behind_nat_reach_each_other_through_the_monitor(internet, peer
     first, second = trainers[1:]
     assert_relayed(first, second, relay=monitor)
     assert_relayed(second, first, relay=monitor)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("port", ["tcp/31337", "udp/31337/quic-v1"])
+def test_trainers_behind_nat_connect_directly(internet, peers, port):
+    """Four public peers, the number that libp2p asks for, tell the trainers the addresses of their routers."""
+    hosts = [internet.add_public() for _ in range(4)]
+    monitor = start_monitor(peers, hosts[0], "--no_store_checkpoints", port=port)
+    joined = ("--no_store_checkpoints", "--initial_peers", monitor.address)
+    others = [start_monitor(peers, host, *joined, name=f"on {host.address}", port=port) for host in hosts[1:]]
+    addresses = [script.address for script in (monitor, *others)]
+    any_port = f"/ip4/0.0.0.0/{port.replace('31337', '0')}"
+    flags = ("--use_auto_relay", "--initial_peers", *addresses, "--host_maddrs", any_port)
+    first = start_trainer(peers, monitor, internet.add_home(), "first", *flags)
+    first.wait_for(r"Step #1\b")  # by then, the relays accept connections for it
+    trainers = [first, start_trainer(peers, monitor, internet.add_home(), "second", *flags)]
+    wait_for_rounds(trainers, 2)
+    for public in hosts:
+        public.host.run("ip link set wan down")
+    wait_for_rounds(trainers, 2 + max(count_complete_rounds(trainer.output, 2) for trainer in trainers))
