@@ -24,6 +24,7 @@ from arguments import (
     LocalTrainingArguments,
     ProgressTrackerArguments,
 )
+from tests.support.family import Family, is_alive
 from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
@@ -141,7 +142,7 @@ class Script:
                     [*enter, *PYTHON, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                     cwd=log.parent, env={**os.environ, **ENVIRONMENT, **env}, preexec_fn=end_with_parent,
                 )  # fmt: skip
-        self._known: dict[int, psutil.Process] = {}
+        self._family = Family(self.process.pid)
 
     @property
     def output(self) -> str:
@@ -149,11 +150,7 @@ class Script:
 
     def family(self) -> list[psutil.Process]:
         """Return the live processes of the script: its main process and all descendants seen so far."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            main = psutil.Process(self.process.pid)
-            for process in [main, *main.children(recursive=True)]:
-                self._known.setdefault(process.pid, process)
-        return [process for process in self._known.values() if _is_alive(process)]
+        return self._family.alive()
 
     def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
         """Wait until the output matches a pattern.
@@ -162,7 +159,7 @@ class Script:
         """
 
         def found():
-            self.family()
+            self._family.look()
             match = re.search(pattern, self.output)
             if match is None and self.process.poll() is not None:
                 time.sleep(0.2)
@@ -179,14 +176,14 @@ class Script:
         """Wait until the main process ends, and return its exit code."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
-            self.family()
+            self._family.look()
             assert time.monotonic() < deadline, f"still running after {timeout} seconds:\n{self.output}"
             time.sleep(0.1)
         return self.process.returncode
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
         """Send a signal to the main process, wait until it ends, and return its exit code."""
-        self.family()
+        self._family.look()
         self.process.send_signal(number)
         return self.wait(timeout)
 
@@ -230,7 +227,7 @@ def hold_until_all_begin(trainers: dict[psutil.Process, Path], timeout: float = 
 
     def are_held() -> bool:
         for process, log in list(waiting.items()):
-            assert _is_alive(process), log.read_text()
+            assert is_alive(process), log.read_text()
             if "Local step 1:" in log.read_text():
                 process.suspend()
                 del waiting[process]
@@ -242,13 +239,6 @@ def hold_until_all_begin(trainers: dict[psutil.Process, Path], timeout: float = 
         for process in trainers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Scripts:
