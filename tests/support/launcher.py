@@ -6,6 +6,7 @@ the imports start their scripts without the launcher.
 """
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -16,12 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lib.common.processes import signal_at_end_of_parent
+from lib.common.processes import keep_memory_shared, signal_at_end_of_parent
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -32,6 +33,13 @@ MODULES = (
 PYTHON = (sys.executable, "-u", "-W", "ignore")
 # One core, and no GPU: all trainers of a test would share it
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+# Variables that nothing reads during the imports: a forked script may have other values than the launcher
+LATE_VARIABLES = frozenset({
+    "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "FAKE_NGROK", "FAKE_NGROK_CERTIFICATE",
+    "HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "NGROK_AUTHTOKEN", "PACE",
+    "PYTHONPATH", "TRACKIO_DIR", "TRACKIO_WRITE_TOKEN", "XDG_CONFIG_HOME",
+})  # fmt: skip
+CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 def end_with_parent() -> None:
@@ -67,32 +75,54 @@ class LaunchedProcess:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
 
 class Launcher:
     """Client of the launcher process. Build it in the main thread: the process ends with the thread that starts it.
 
     :param log: file for the output of the launcher process
+    :param wrappers: scripts that run the launcher process, such as tests/support/volunteer.py
     """
 
-    def __init__(self, log: Path):
+    def __init__(self, log: Path, wrappers: Sequence[Path] = ()):
         self._lock = threading.Lock()
-        self._environment = _relevant(os.environ)
+        self._environment = dict(os.environ)
         ours, theirs = socket.socketpair()
+        command = [*PYTHON, *map(str, wrappers), __file__, str(theirs.fileno())]
         with theirs, open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [*PYTHON, __file__, str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                cwd=ROOT, env={**os.environ, **ENVIRONMENT}, pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT}, pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,
             )  # fmt: skip
         self._socket, self._file = ours, ours.makefile("rw")
 
-    def can_start(self, environment: dict[str, str]) -> bool:
-        """Whether a forked script gets the right environment: the imported libraries have already read theirs."""
-        return _relevant(os.environ) == self._environment and environment.keys() <= {"PACE"}
+    def can_start(self, environment: dict[str, str], late: Set[str] = LATE_VARIABLES) -> bool:
+        """Whether a forked script gets the right environment: the imported libraries have already read theirs.
 
-    def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> LaunchedProcess:
-        """Start a Python script in the folder of its log."""
+        :param late: variables that the script reads after the imports, or only passes on to its children
+        """
+        return self._changes(environment).keys() <= late
+
+    def start(
+        self, command: Sequence[str], environment: dict[str, str], log: Path, namespace: str | None = None
+    ) -> LaunchedProcess:
+        """Start a Python script in the folder of its log.
+
+        :param environment: variables to add to those of the tests
+        :param namespace: path of the network namespace to enter
+        """
         log.touch()
-        return LaunchedProcess(self, self.ask(command=list(command), environment=environment, log=str(log)))
+        pid = self.ask(command=list(command), changes=self._changes(environment), log=str(log), namespace=namespace)
+        return LaunchedProcess(self, pid)
+
+    def _changes(self, environment: dict[str, str]) -> dict[str, str | None]:
+        """Return the variables with other values than in the launcher process; None: to be removed."""
+        launchers = {**self._environment, **ENVIRONMENT}
+        wanted = {**os.environ, **ENVIRONMENT, **environment}
+        names = (launchers.keys() | wanted.keys()) - {"PYTEST_CURRENT_TEST"}
+        return {name: wanted.get(name) for name in names if wanted.get(name) != launchers.get(name)}
 
     def ask(self, **request):
         with self._lock:
@@ -103,11 +133,6 @@ class Launcher:
         self._file.close()
         self._socket.close()
         self.process.wait(60)  # Python takes its time to leave on a busy machine
-
-
-def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the name of the running test."""
-    return {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def serve(connection: socket.socket) -> dict:
@@ -134,8 +159,8 @@ def serve(connection: socket.socket) -> dict:
     sys.exit(0)
 
 
-def become(command: list[str], environment: dict[str, str], log: str) -> None:
-    """Run a script in this forked process."""
+def become(command: list[str], changes: dict[str, str | None], log: str, namespace: str | None) -> None:
+    """Run a script in this forked process. The parameters are those of `Launcher.start`."""
     from hivemind.utils import MPFuture
 
     end_with_parent()
@@ -144,10 +169,23 @@ def become(command: list[str], environment: dict[str, str], log: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(Path(log).parent)
-    os.environ.update(environment)
+    if namespace is not None:
+        enter_namespace(namespace)
+    for name, value in changes.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
     MPFuture.reset_backend()  # all scripts would share its locks
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     runpy.run_path(command[0], run_name="__main__")
+
+
+def enter_namespace(path: str) -> None:
+    """Move this process, which must have one thread, to a network namespace; os.setns is new in Python 3.12."""
+    with open(path) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}")
 
 
 def main() -> None:
@@ -157,6 +195,7 @@ def main() -> None:
     threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
     # A forked process has no copies of threads. Only the thread of pyarrow's allocator restarts there.
     assert len(threads - {"jemalloc_bg_thd"}) == 1, threads
+    keep_memory_shared()  # otherwise each script looks through the imported objects for garbage
     become(**serve(connection))
 
 
