@@ -161,8 +161,6 @@ def serve(connection: socket.socket) -> dict:
 
 def become(command: list[str], changes: dict[str, str | None], log: str, namespace: str | None) -> None:
     """Run a script in this forked process. The parameters are those of `Launcher.start`."""
-    from hivemind.utils import MPFuture
-
     end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -176,6 +174,13 @@ def become(command: list[str], changes: dict[str, str | None], log: str, namespa
             del os.environ[name]
         else:
             os.environ[name] = value
+    run_forked(command)
+
+
+def run_forked(command: list[str]) -> None:
+    """Run a script in this process, which has been forked from one with hivemind."""
+    from hivemind.utils import MPFuture
+
     MPFuture.reset_backend()  # all scripts would share its locks
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     runpy.run_path(command[0], run_name="__main__")
