@@ -105,7 +105,7 @@ class Swarm:
             "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 1,
             "--averaging_timeout", round(timeout), "--matchmaking_time", max(5.0, timeout / 3 * LATENESS), "--use_cpu",
             "--local_step_seconds", LOCAL_STEP_SECONDS, "--start_file", self.folder / "start",
-            log=self.folder / f"peer-{index}.log", enter=self.hosts[index].host.enter,
+            log=self.folder / f"peer-{index}.log", namespace=self.hosts[index].host.namespace,
         )  # fmt: skip
         stack.callback(script.kill_all)
         self.scripts.append(script)

@@ -9,7 +9,7 @@ from tests.support.state_swarm import StateSwarm
 
 
 @pytest.fixture
-def swarm(tmp_path) -> Iterator[StateSwarm]:
+def swarm(network) -> Iterator[StateSwarm]:
     """Connected peers in this process, each with a state averager."""
     with ExitStack() as stack:
-        yield StateSwarm(stack, tmp_path)
+        yield StateSwarm(stack, network)

@@ -135,13 +135,14 @@ def test_liar_about_the_step_is_ignored_though_others_offer_their_state(build_sw
 
 
 @pytest.mark.parametrize("kind", ["hivemind", "protocol"])
-def test_foreign_trainer_is_ignored(build_swarm, tmp_path, caplog, kind):
+def test_foreign_trainer_is_ignored(build_swarm, tmp_path, caplog, launcher, kind):
     """The trainer is plain hivemind with the same run ID, or this project with another protocol number."""
     swarm, replay = build_swarm(matchmaking_time=15.0, averaging_timeout=40.0), Replay()
     swarm.add_several(False, False)
     stranger = Script(
-        "tests/support/foreign_peer.py", kind, swarm.run_id, swarm.network.address, log=tmp_path / "stranger.log"
-    )
+        "tests/support/foreign_peer.py", kind, swarm.run_id, swarm.network.address, log=tmp_path / "stranger.log",
+        launcher=launcher,
+    )  # fmt: skip
     swarm.stack.callback(stranger.kill_all)
     stranger.wait_for(r"is at step [2-9]")
     with caplog.at_level("WARNING"):

@@ -29,7 +29,6 @@ from lib.training.model import build_model
 from tests.support.peers import wait_until
 from tests.support.state_swarm import (
     CONFIG,
-    OFFERS,
     arguments,
     build_averager,
     fill_gradients,
@@ -207,8 +206,8 @@ def test_slow_donor_without_alternatives_may_finish(swarm):
     """The other offers are of peers that do not exist."""
     slow, newcomer = swarm.add(behaviour=send_slowly), swarm.add(download_timeout=100.0)
     offer(slow, step=5)
-    offer_nonexistent_peers(newcomer, 3)
-    wait_until(lambda: len(newcomer.dht.get(OFFERS, latest=True).value) == 4, 120, "the offers")
+    offer_nonexistent_peers(newcomer, swarm.offers, 3)
+    wait_until(lambda: len(newcomer.dht.get(swarm.offers, latest=True).value) == 4, 120, "the offers")
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
@@ -251,10 +250,10 @@ def random_peer() -> PeerID:
     return PeerID(b"\x12\x20" + os.urandom(32))
 
 
-def offer_nonexistent_peers(averager: TrainingStateAverager, number: int) -> None:
+def offer_nonexistent_peers(averager: TrainingStateAverager, key: str, number: int) -> None:
     stores = [
         averager.dht.store(
-            OFFERS, float(2**31 - 1), get_dht_time() + 300, subkey=random_peer().to_bytes(), return_future=True
+            key, float(2**31 - 1), get_dht_time() + 300, subkey=random_peer().to_bytes(), return_future=True
         )
         for _ in range(number)
     ]
@@ -278,13 +277,13 @@ def test_offers_of_nonexistent_peers_take_little_time(swarm, monkeypatch):
     for name in ("connect", "stream_open"):
         slow = find_slowly(getattr(Client, name), [donor_peer.dht.peer_id, newcomer_peer.dht.peer_id])
         monkeypatch.setattr(Client, name, slow)
-    donor = build_averager(build_model(CONFIG, "run"), donor_peer)
+    donor = build_averager(build_model(CONFIG, "run"), donor_peer, swarm.prefix)
     swarm.stack.callback(shut_down, donor)
-    newcomer = build_averager(build_model(CONFIG, "run"), newcomer_peer, download_timeout=120.0)
+    newcomer = build_averager(build_model(CONFIG, "run"), newcomer_peer, swarm.prefix, download_timeout=120.0)
     swarm.stack.callback(shut_down, newcomer)
     offer(donor, step=5)
-    offer_nonexistent_peers(newcomer, 500)
-    wait_until(lambda: len(newcomer.dht.get(OFFERS, latest=True).value) == 501, 120, "the offers")
+    offer_nonexistent_peers(newcomer, swarm.offers, 500)
+    wait_until(lambda: len(newcomer.dht.get(swarm.offers, latest=True).value) == 501, 120, "the offers")
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
@@ -490,6 +489,7 @@ def test_plain_hivemind_client_downloads_a_state_without_a_timeout(swarm):
         newcomer = build_averager(
             build_model(CONFIG, "run"),
             swarm.add_peer(),
+            swarm.prefix,
             averager_class=state_averager.TrainingStateAverager,
             next_chunk_timeout=4.0,
         )

@@ -29,6 +29,7 @@ from lib.data import archive
 from lib.data import download as fetch
 from lib.data.archive import DATASET, TOKENIZER, file_sha256, unpack_archive, write_archive
 from lib.data.download import fetch_data, public_address
+from tests.support.launcher import Launcher
 from tests.support.peers import LOCAL, ROOT, Script, wait_until
 from tokenize_wikitext103 import TokenizationArguments
 
@@ -817,16 +818,16 @@ def test_stopped_while_downloading(args, host, folders, number):
     assert host.asked == [None, f"bytes={size}-"]
 
 
-def trainer(folder: Path, *flags: object) -> Script:
+def trainer(launcher: Launcher, folder: Path, *flags: object) -> Script:
     return Script("run_trainer.py", "--host_maddrs", LOCAL, "--output_dir", folder / "out", *flags,
-                  log=folder / "trainer.log")  # fmt: skip
+                  log=folder / "trainer.log", launcher=launcher)  # fmt: skip
 
 
 @pytest.mark.peers
-def test_a_trainer_with_a_wrong_checksum(args, host, tmp_path):
+def test_a_trainer_with_a_wrong_checksum(args, host, tmp_path, launcher):
     script = trainer(
-        tmp_path, "--dataset_url", f"{host.url}?token={SECRET}", "--dataset_sha256", "0" * 64, "--dataset_path",
-        args.dataset_path, "--tokenizer_path", args.tokenizer_path,
+        launcher, tmp_path, "--dataset_url", f"{host.url}?token={SECRET}", "--dataset_sha256", "0" * 64,
+        "--dataset_path", args.dataset_path, "--tokenizer_path", args.tokenizer_path,
     )  # fmt: skip
     try:
         assert script.wait() == 1
@@ -839,11 +840,11 @@ def test_a_trainer_with_a_wrong_checksum(args, host, tmp_path):
 
 
 @pytest.mark.peers
-def test_a_trainer_fetches_and_trains(args, host, tmp_path, data):
+def test_a_trainer_fetches_and_trains(args, host, tmp_path, data, launcher):
     host.digest = write_archive(tmp_path / "real.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
     host.content = (tmp_path / "real.tar.gz").read_bytes()
     script = trainer(
-        tmp_path, "--dataset_url", host.url, "--dataset_path", args.dataset_path, "--tokenizer_path",
+        launcher, tmp_path, "--dataset_url", host.url, "--dataset_path", args.dataset_path, "--tokenizer_path",
         args.tokenizer_path, "--model_name_or_path", data / "config.json",
     )  # fmt: skip
     try:

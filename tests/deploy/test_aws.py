@@ -552,7 +552,7 @@ class TestFirstBoot:
 
 
 @pytest.mark.peers
-def test_deploy_notebook(account, tmp_path, monkeypatch):
+def test_deploy_notebook(account, tmp_path, monkeypatch, launcher):
     """moto assigns addresses in 127/8, so that the notebook's probe can join a monitor at the elastic IP."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "jupyter"))
@@ -576,12 +576,10 @@ def test_deploy_notebook(account, tmp_path, monkeypatch):
             Script(
                 "run_training_monitor.py", "--no_store_checkpoints", "--run_id", "r", "--output_dir", tmp_path / "out",
                 "--identity_path", tmp_path / "identity.key", "--host_maddrs", host_maddr,
-                log=tmp_path / "monitor.log",
+                log=tmp_path / "monitor.log", launcher=launcher,
             )
         )  # fmt: skip
-        is_over.wait()  # the monitor ends with the thread that started it
 
-    is_over = threading.Event()
     machine = threading.Thread(target=be_the_coordinator)
     machine.start()
     try:
@@ -594,7 +592,6 @@ def test_deploy_notebook(account, tmp_path, monkeypatch):
         assert deployment.instances() == []
         assert monitors[0].stop(signal.SIGTERM) == 0
     finally:
-        is_over.set()
         machine.join()
         for monitor in monitors:
             monitor.kill_all()

@@ -23,7 +23,7 @@ from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
 from lib.training.model import build_model
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
-from tests.support.peers import TINY_ALBERT, wait_until
+from tests.support.peers import TINY_ALBERT, Scripts, wait_until
 
 CONFIG = AutoConfig.for_model(**TINY_ALBERT, vocab_size=500)
 
@@ -328,6 +328,13 @@ def test_hub_that_cannot_be_reached_is_a_warning(hub, tmp_path, monkeypatch, cap
 # The monitor
 
 
+@pytest.fixture
+def monitor_scripts(hub, scripts) -> Scripts:
+    """Return the scripts whose uploads go to the fake Hub: the monitor passes the variables on to hub_worker.py."""
+    scripts.late |= {name for name in os.environ if name.startswith("HF_")}
+    return scripts
+
+
 def save_real_checkpoint(folder: Path, data: Path) -> Path:
     model = build_model(CONFIG, "run")
     state = TrainingState("up", {"epoch": 3, "optimizer_metadata": []}, [torch.zeros(3)])
@@ -335,14 +342,14 @@ def save_real_checkpoint(folder: Path, data: Path) -> Path:
     return checkpoints.save_checkpoint(folder, model, tokenizer, state, {})
 
 
-def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
+def test_monitor_uploads_a_checkpoint_that_loads(hub, monitor_scripts, data, tmp_path):
     save_real_checkpoint(tmp_path / "monitor", data)
     contributors = Contributors(tmp_path / "monitor", "up")
     contributors.note_names({b"key": "<b>alice</b>"})
     contributors.add(StepReport(3, 5.0, 1, 64, 1.0, 1, 1, 0.0, (PeerStep(b"key", 3, 1.0, 64, 5.0, 1),)))
     contributors.save()
     flags = ("--run_id", "up", "--repo_id", "me/model", "--license", "mit", "--announce_maddrs", "/dns4/x.org/tcp/99")
-    monitor = scripts.monitor(*flags)
+    monitor = monitor_scripts.monitor(*flags)
     monitor.wait_for("Uploaded checkpoint-3 to me/model")
     (tmp_path / "fetched").mkdir()
     for name, content in hub.files.items():
@@ -359,7 +366,7 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     monitor.assert_nothing_left()
 
     # Second start, with a Hub that stops responding
-    monitor = scripts.monitor(*flags, "--upload_interval", "0")
+    monitor = monitor_scripts.monitor(*flags, "--upload_interval", "0")
     monitor.wait_for("Uploaded checkpoint-3")
     hub.silent.set()
     shutil.copytree(tmp_path / "monitor" / "checkpoint-3", tmp_path / "monitor" / "checkpoint-4")
@@ -371,8 +378,8 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     assert "Traceback" not in monitor.output
 
 
-def test_upload_ends_with_a_killed_monitor(hub, scripts, data, tmp_path):
-    monitor = scripts.monitor("--run_id", "up", "--repo_id", "me/model")
+def test_upload_ends_with_a_killed_monitor(hub, monitor_scripts, data, tmp_path):
+    monitor = monitor_scripts.monitor("--run_id", "up", "--repo_id", "me/model")
     monitor.wait_for("visible multiaddresses")  # the check of the Hub is done by then
     hub.silent.set()
     hub.requests.clear()

@@ -268,7 +268,7 @@ def take_steps(optimizer, num_steps: int) -> list[float]:
     return seconds
 
 
-def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
+def test_rounds_are_not_delayed_by_strangers(tmp_path, authority, launcher):
     """A round that waited for a stranger, one of which never responds, would take at least `Admission.TIMEOUT`."""
     files = [invite(authority, tmp_path / f"{number}.invitation") for number in range(2)]
     with ExitStack() as stack:
@@ -281,8 +281,9 @@ def test_rounds_are_not_delayed_by_strangers(tmp_path, authority):
             stack.enter_context(local_optimizer(copy.deepcopy(model), peer, 4, **options)) for peer in (first, second)
         ]
         strangers = Script(
-            "tests/support/visitor.py", "run", address, log=tmp_path / "log", env={"PYTHONPATH": str(ROOT)}
-        )
+            "tests/support/visitor.py", "run", address, log=tmp_path / "log", env={"PYTHONPATH": str(ROOT)},
+            launcher=launcher,
+        )  # fmt: skip
         stack.callback(strangers.kill_all)
         strangers.wait_for("one lap of calls")
         executor = stack.enter_context(ThreadPoolExecutor(2))

@@ -11,6 +11,7 @@ from lib.common.names import derive_name
 from lib.peer.addresses import peer_id_in
 from lib.training.checkpoints import list_checkpoints
 from lib.training.status import read_status
+from tests.support.launcher import Launcher
 from tests.support.namespaces import HOME_ADDRESS, Home, Host, Internet, Public, make_internet, why_unavailable
 from tests.support.peers import Script, Scripts, steps_of, wait_until
 
@@ -33,12 +34,12 @@ def internet() -> Iterator[Internet]:
 class Peers:
     """Runs scripts on several hosts."""
 
-    def __init__(self, folder: Path, data: Path):
-        self.folder, self.data = folder, data
+    def __init__(self, folder: Path, data: Path, launcher: Launcher):
+        self.folder, self.data, self.launcher = folder, data, launcher
         self._scripts: list[Scripts] = []
 
     def on(self, host: Host) -> Scripts:
-        scripts = Scripts(self.folder, self.data, enter=host.enter)
+        scripts = Scripts(self.folder, self.data, host.namespace, self.launcher)
         self._scripts.append(scripts)
         return scripts
 
@@ -48,8 +49,8 @@ class Peers:
 
 
 @pytest.fixture
-def peers(internet, tmp_path, data) -> Iterator[Peers]:
-    peers = Peers(tmp_path, data)
+def peers(internet, tmp_path, data, launcher) -> Iterator[Peers]:
+    peers = Peers(tmp_path, data, launcher)
     yield peers
     peers.close()
 

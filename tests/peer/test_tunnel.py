@@ -128,8 +128,9 @@ def test_peers_average_through_the_sdk_of_ngrok(tmp_path, use, caplog):
 
 
 @pytest.mark.peers
-def test_monitor_closes_its_tunnel_when_it_is_stopped_and_when_it_is_killed(tmp_path):
-    with FakeNgrok() as servers, contextlib.closing(Scripts(tmp_path, tmp_path)) as scripts:
+def test_monitor_closes_its_tunnel_when_it_is_stopped_and_when_it_is_killed(tmp_path, launcher):
+    starter = Scripts(tmp_path, tmp_path, launcher=launcher)
+    with FakeNgrok() as servers, contextlib.closing(starter) as scripts:
         (tmp_path / "certificate.pem").write_bytes(servers.certificate)
         env = {
             "FAKE_NGROK": str(servers.port),

@@ -6,9 +6,10 @@ from tests.support.chaos import losses, play
 
 
 @pytest.mark.peers
-def test_short_run_under_fire(tmp_path, data):
+def test_short_run_under_fire(tmp_path, data, launcher):
     run, problems = play(
-        tmp_path / "chaos", data, num_steps=7, seed=1, harm_every=8.0, seconds=400.0, max_events=5, is_patient=True,
+        tmp_path / "chaos", data, num_steps=7, seed=1, harm_every=8.0, seconds=400.0, launcher=launcher, max_events=5,
+        is_patient=True,
         max_difference=0.1,  # with steps this short, one of the three trainers may lag by an update for long
     )  # fmt: skip
     assert not problems

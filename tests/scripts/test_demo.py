@@ -1,5 +1,6 @@
 """The demo: command lines, processes, display and summary; and a complete run."""
 
+import contextlib
 import json
 import os
 import re
@@ -322,12 +323,16 @@ class TestResult:
 
 
 @pytest.fixture
-def demo(tmp_path):
-    """Start the demo in a separate folder; its processes end with the test."""
+def demo(tmp_path, launcher):
+    """Start the demo in a separate folder; its processes end with the test.
+
+    :param forks: fork its processes, without the seconds for the imports
+    """
     demos = []
 
-    def start(*args) -> Script:
-        demos.append(Script("run_local_demo.py", *args, log=tmp_path / "demo.log"))
+    def start(*args, forks: bool = False) -> Script:
+        command = ("tests/support/forking_demo.py", "run_local_demo.py") if forks else ("run_local_demo.py",)
+        demos.append(Script(*command, *args, log=tmp_path / "demo.log", launcher=launcher if forks else None))
         return demos[-1]
 
     yield start
@@ -337,8 +342,10 @@ def demo(tmp_path):
 
 def test_demo(demo, tmp_path):
     script = demo("--max_global_steps", 2)
-    trainers = wait_until(lambda: pair_of_trainers(script), 200, "the start of both trainers")
-    hold_until_all_begin({process: trainer_log(process) for process in trainers})
+    trainers = wait_until(
+        lambda: len(found := find_trainers(script)) == 2 and found, 200, "the start of both trainers"
+    )  # fmt: skip
+    hold_until_all_begin(trainers)
     code = script.wait(timeout=300)
     assert code == 0, script.output
     assert re.search(r"^Step 2 of 2   loss \d+\.\d+   \d+ samples/s   2 peers$", script.output, re.MULTILINE)
@@ -353,16 +360,16 @@ def test_demo(demo, tmp_path):
 
 
 def test_demo_fails_with_a_trainer(demo):
-    script = demo()
-    trainers = wait_until(lambda: processes_of(script, "run_trainer.py"), 200, "the start of a trainer")
-    trainers[0].kill()
+    script = demo(forks=True)
+    trainers = wait_until(lambda: find_trainers(script), 200, "the start of a trainer")
+    next(iter(trainers)).kill()
     assert script.wait(timeout=60) == 1
     assert re.search(r"run_local_demo.py: error: trainer-\d ended with SIGKILL: ", script.output)
     script.assert_nothing_left()
 
 
 def test_demo_is_interrupted(demo, tmp_path):
-    script = demo()
+    script = demo(forks=True)
     log = tmp_path / "demo" / "trainer-1.log"
     wait_until(
         lambda: script.family() and log.exists() and "Running a DHT peer" in log.read_text(),
@@ -375,25 +382,12 @@ def test_demo_is_interrupted(demo, tmp_path):
     script.assert_nothing_left()
 
 
-def pair_of_trainers(script: Script) -> list[psutil.Process]:
-    """Return the main processes of both trainers; an empty list before both have started."""
-    found = [process for process in processes_of(script, "run_trainer.py") if process.ppid() == script.process.pid]
-    return found if len(found) == 2 else []
-
-
-def trainer_log(process: psutil.Process) -> Path:
-    """Return the log of a trainer: DEMO/trainer-1.log, beside its folder DEMO/trainer-1."""
-    words = process.cmdline()
-    return Path(process.cwd(), words[words.index("--output_dir") + 1]).with_suffix(".log")
-
-
-def processes_of(script: Script, name: str) -> list[psutil.Process]:
-    """Return the processes of a script's family that run another script."""
-    found = []
+def find_trainers(script: Script) -> dict[psutil.Process, Path]:
+    """Return the main process of each trainer that has started, with its log."""
+    found = {}
     for process in script.family():
-        try:
-            if any(word.endswith(name) for word in process.cmdline()):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            output = Path(f"/proc/{process.pid}/fd/1").readlink()
+            if re.fullmatch(r"trainer-\d\.log", output.name) and process.ppid() == script.process.pid:
+                found[process] = output
     return found

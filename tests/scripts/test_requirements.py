@@ -5,14 +5,16 @@ import importlib
 import logging
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from lib.common.errors import ORGANISER_MODULES, UserError
 from lib.monitoring.trackers import build_reporters
-from tests.support.peers import ROOT
+from tests.support.launcher import Launcher
+from tests.support.peers import ROOT, Script
 
+VOLUNTEER = ROOT / "tests" / "support" / "volunteer.py"
 INSTALL = "pip install -r requirements-organiser.txt"
 
 
@@ -21,9 +23,25 @@ def read_requirements(name: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def run_as_volunteer(cwd: Path, script: str, *args: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tests" / "support" / "volunteer.py", script, *map(str, args)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+@pytest.fixture(scope="module")
+def volunteers(tmp_path_factory) -> Iterator[Launcher]:
+    """Return a launcher without the organiser's packages: all its imports are those of a volunteer."""
+    launcher = Launcher(tmp_path_factory.mktemp("volunteers") / "launcher.log", wrappers=[VOLUNTEER])
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture
+def run_as_volunteer(volunteers, tmp_path):
+    """Return a function that runs a script to its end without the organiser's packages."""
+
+    def run(name: str, *args: object) -> Script:
+        assert volunteers.can_start({})
+        script = Script(name, *args, log=tmp_path / "script.log", launcher=volunteers)
+        script.wait(300)
+        return script
+
+    return run
 
 
 def test_each_list_builds_on_the_one_before():
@@ -35,29 +53,29 @@ def test_each_list_builds_on_the_one_before():
 
 
 @pytest.mark.parametrize("script", ["run_trainer.py", "run_custom_trainer.py"])
-def test_trainer_loads_its_data_without_the_organisers_packages(data, tmp_path, script):
+def test_trainer_loads_its_data_without_the_organisers_packages(data, run_as_volunteer, script):
     flags = ("--tokenizer_path", data / "tokenizer", "--dataset_path", data / "dataset",
              "--model_name_or_path", data / "config.json", "--seq_length", 7)  # fmt: skip
-    result = run_as_volunteer(tmp_path, script, *flags)
-    assert "--seq_length 7: the data has sequences of" in result.stderr, (
+    result = run_as_volunteer(script, *flags)
+    assert "--seq_length 7: the data has sequences of" in result.output, (
         "everything is imported before the data is read"
     )
-    assert result.returncode == 1
+    assert result.process.returncode == 1
 
 
-def test_evaluator_loads_its_data_without_the_organisers_packages(data, tmp_path):
+def test_evaluator_loads_its_data_without_the_organisers_packages(data, run_as_volunteer, tmp_path):
     flags = ("--tokenizer_path", data / "tokenizer", "--dataset_path", tmp_path / "none",
              "--model_name_or_path", data / "config.json", "--run_id", "run", "--initial_peers",
              "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")  # fmt: skip
-    result = run_as_volunteer(tmp_path, "run_evaluator.py", *flags)
-    assert "--dataset_path: there is no folder" in result.stderr, "found after all imports"
-    assert result.returncode == 1
+    result = run_as_volunteer("run_evaluator.py", *flags)
+    assert "--dataset_path: there is no folder" in result.output, "found after all imports"
+    assert result.process.returncode == 1
 
 
-def test_monitor_starts_without_the_organisers_packages(tmp_path):
-    result = run_as_volunteer(tmp_path, "run_training_monitor.py", "--client_mode")
-    assert "--client_mode: peers join through the monitor" in result.stderr, "found after all imports"
-    assert result.returncode == 1
+def test_monitor_starts_without_the_organisers_packages(run_as_volunteer):
+    result = run_as_volunteer("run_training_monitor.py", "--client_mode")
+    assert "--client_mode: peers join through the monitor" in result.output, "found after all imports"
+    assert result.process.returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -67,7 +85,8 @@ def test_monitor_starts_without_the_organisers_packages(tmp_path):
     ],
 )
 def test_missing_package_is_one_line_with_the_command(tmp_path, script, flags, module):
-    result = run_as_volunteer(tmp_path, script, *flags)
+    command = [sys.executable, VOLUNTEER, script, *flags]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.stderr == f"{script}: error: {module} is not installed: {INSTALL}\n"
     assert result.returncode == 1 and not list(tmp_path.iterdir())
 

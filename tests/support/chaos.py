@@ -31,6 +31,7 @@ import torch
 
 from lib.common.processes import guard_children
 from lib.training.checkpoints import TrainingState, load_training_state
+from tests.support.launcher import Launcher
 from tests.support.peers import Script, Scripts, prepare_data, read_jsonl, steps_of, wait_until
 
 MAX_SECONDS_A_STEP = 60
@@ -263,15 +264,17 @@ def losses(run: Run) -> dict[int, float]:
 
 
 def play(
-    folder: Path, data: Path, num_steps: int, seed: int, harm_every: float | None, seconds: float, **options
-) -> tuple[Run, list[str]]:
+    folder: Path, data: Path, num_steps: int, seed: int, harm_every: float | None, seconds: float,
+    launcher: Launcher | None = None, **options,
+) -> tuple[Run, list[str]]:  # fmt: skip
     """Run the collaboration from start to end.
 
     :param seconds: timeout of the run
+    :param launcher: see Scripts
     :returns: the run, and its problems
     """
     folder.mkdir(parents=True)
-    run = Run(Scripts(folder, data), num_steps, seed, **options)
+    run = Run(Scripts(folder, data, launcher=launcher), num_steps, seed, **options)
     try:
         run.start(hostile=harm_every is not None)
         run.run(time.monotonic() + seconds, harm_every)

@@ -6,6 +6,8 @@ the imports start their scripts without the launcher.
 """
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -16,12 +18,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lib.common.processes import signal_at_end_of_parent
+from lib.common.processes import keep_memory_shared, signal_at_end_of_parent
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -32,6 +34,13 @@ MODULES = (
 PYTHON = (sys.executable, "-u", "-W", "ignore")
 # One core, and no GPU: all trainers of a test would share it
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+# Variables that nothing reads during the imports: a forked script may have other values than the launcher
+LATE_VARIABLES = frozenset({
+    "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "FAKE_NGROK", "FAKE_NGROK_CERTIFICATE",
+    "HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "NGROK_AUTHTOKEN", "PACE",
+    "PYTHONPATH", "TRACKIO_DIR", "TRACKIO_WRITE_TOKEN", "XDG_CONFIG_HOME",
+})  # fmt: skip
+CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 def end_with_parent() -> None:
@@ -67,32 +76,54 @@ class LaunchedProcess:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
 
 class Launcher:
     """Client of the launcher process. Build it in the main thread: the process ends with the thread that starts it.
 
     :param log: file for the output of the launcher process
+    :param wrappers: scripts that run the launcher process, such as tests/support/volunteer.py
     """
 
-    def __init__(self, log: Path):
+    def __init__(self, log: Path, wrappers: Sequence[Path] = ()):
         self._lock = threading.Lock()
-        self._environment = _relevant(os.environ)
+        self._environment = dict(os.environ)
         ours, theirs = socket.socketpair()
+        command = [*PYTHON, *map(str, wrappers), __file__, str(theirs.fileno())]
         with theirs, open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [*PYTHON, __file__, str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-                cwd=ROOT, env={**os.environ, **ENVIRONMENT}, pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT}, pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,
             )  # fmt: skip
         self._socket, self._file = ours, ours.makefile("rw")
 
-    def can_start(self, environment: dict[str, str]) -> bool:
-        """Whether a forked script gets the right environment: the imported libraries have already read theirs."""
-        return _relevant(os.environ) == self._environment and environment.keys() <= {"PACE"}
+    def can_start(self, environment: dict[str, str], late: Set[str] = LATE_VARIABLES) -> bool:
+        """Whether a forked script gets the right environment: the imported libraries have already read theirs.
 
-    def start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> LaunchedProcess:
-        """Start a Python script in the folder of its log."""
+        :param late: variables that the script reads after the imports, or only passes on to its children
+        """
+        return self._changes(environment).keys() <= late
+
+    def start(
+        self, command: Sequence[str], environment: dict[str, str], log: Path, namespace: str | None = None
+    ) -> LaunchedProcess:
+        """Start a Python script in the folder of its log.
+
+        :param environment: variables to add to those of the tests
+        :param namespace: path of the network namespace to enter
+        """
         log.touch()
-        return LaunchedProcess(self, self.ask(command=list(command), environment=environment, log=str(log)))
+        pid = self.ask(command=list(command), changes=self._changes(environment), log=str(log), namespace=namespace)
+        return LaunchedProcess(self, pid)
+
+    def _changes(self, environment: dict[str, str]) -> dict[str, str | None]:
+        """Return the variables with other values than in the launcher process; None: to be removed."""
+        launchers = {**self._environment, **ENVIRONMENT}
+        wanted = {**os.environ, **ENVIRONMENT, **environment}
+        names = (launchers.keys() | wanted.keys()) - {"PYTEST_CURRENT_TEST"}
+        return {name: wanted.get(name) for name in names if wanted.get(name) != launchers.get(name)}
 
     def ask(self, **request):
         with self._lock:
@@ -103,11 +134,6 @@ class Launcher:
         self._file.close()
         self._socket.close()
         self.process.wait(60)  # Python takes its time to leave on a busy machine
-
-
-def _relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the name of the running test."""
-    return {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 def serve(connection: socket.socket) -> dict:
@@ -134,29 +160,50 @@ def serve(connection: socket.socket) -> dict:
     sys.exit(0)
 
 
-def become(command: list[str], environment: dict[str, str], log: str) -> None:
-    """Run a script in this forked process."""
-    from hivemind.utils import MPFuture
-
+def become(command: list[str], changes: dict[str, str | None], log: str, namespace: str | None) -> None:
+    """Run a script in this forked process. The parameters are those of `Launcher.start`."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(Path(log).parent)
-    os.environ.update(environment)
+    if namespace is not None:
+        enter_namespace(namespace)
+    for name, value in changes.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    run_forked(command)
+
+
+def run_forked(command: list[str]) -> None:
+    """Run a script in this process, which has been forked from one with hivemind."""
+    from hivemind.utils import MPFuture
+
     MPFuture.reset_backend()  # all scripts would share its locks
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     runpy.run_path(command[0], run_name="__main__")
 
 
+def enter_namespace(path: str) -> None:
+    """Move this process, which must have one thread, to a network namespace; os.setns is new in Python 3.12."""
+    with open(path) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}")
+
+
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # garbage collection takes 2 of 9 CPU seconds of the imports
     for name in MODULES:
         importlib.import_module(name)
+    gc.enable()
     threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
     # A forked process has no copies of threads. Only the thread of pyarrow's allocator restarts there.
     assert len(threads - {"jemalloc_bg_thd"}) == 1, threads
+    keep_memory_shared()  # otherwise each script looks through the imported objects for garbage
     become(**serve(connection))
 
 

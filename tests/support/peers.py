@@ -8,10 +8,9 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 import psutil
@@ -24,7 +23,8 @@ from arguments import (
     LocalTrainingArguments,
     ProgressTrackerArguments,
 )
-from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
+from tests.support.family import Family, is_alive
+from tests.support.launcher import ENVIRONMENT, LATE_VARIABLES, PYTHON, ROOT, Launcher, end_with_parent
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 # Seconds of a micro-batch, see paced.py. The model needs 0.02 s of them.
@@ -69,19 +69,6 @@ TINY_CONFIGS = {
 }  # fmt: skip
 
 
-def prepare_data(folder: Path, objective: str = "mlm_sop", vocab_size: int = 500, *args: str) -> None:
-    """Create `dataset`, `tokenizer` and `config.json` in a folder with tokenize_wikitext103.py."""
-    command = [
-        sys.executable, "-W", "ignore", str(ROOT / "tokenize_wikitext103.py"), "--sample", "--train_tokenizer",
-        "--vocab_size", str(vocab_size), "--max_seq_length", "32", "--output_path", str(folder / "dataset"),
-        "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"), "--objective", objective,
-        *args,
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (folder / "config.json").write_text(json.dumps(TINY_ALBERT))
-
-
 def read_jsonl(path: Path) -> list[dict]:
     """Return the records that a monitor or an evaluator has written so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -117,8 +104,9 @@ def wait_until(condition, timeout: float, what: str):
 class Script:
     """A process that runs one of our scripts, in a separate process group, with its output in a file.
 
-    :param enter: prefix of the command, to run it on another host (see Host.enter)
+    :param namespace: network namespace of the host to run it on (see Host)
     :param launcher: forks the script if its environment allows that; otherwise the script is started from scratch
+    :param late: see `Launcher.can_start`
     """
 
     def __init__(
@@ -127,21 +115,23 @@ class Script:
         *args: object,
         log: Path,
         env: dict[str, str] | None = None,
-        enter: Sequence[str] = (),
+        namespace: str | None = None,
         launcher: Launcher | None = None,
+        late: Set[str] = LATE_VARIABLES,
     ):
         self.log = log
         self._offset = log.stat().st_size if log.exists() else 0  # a restarted script appends to the same file
         command, env = [str(ROOT / name), *map(str, args)], env or {}
-        if launcher is not None and not enter and launcher.can_start(env):
-            self.process = launcher.start(command, env, log)
+        if launcher is not None and launcher.can_start(env, late):
+            self.process = launcher.start(command, env, log, namespace)
         else:
+            enter = [] if namespace is None else ["nsenter", f"--net={namespace}", "--"]
             with open(log, "ab") as file:
                 self.process = subprocess.Popen(
                     [*enter, *PYTHON, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                     cwd=log.parent, env={**os.environ, **ENVIRONMENT, **env}, preexec_fn=end_with_parent,
                 )  # fmt: skip
-        self._known: dict[int, psutil.Process] = {}
+        self._family = Family(self.process.pid)
 
     @property
     def output(self) -> str:
@@ -149,11 +139,7 @@ class Script:
 
     def family(self) -> list[psutil.Process]:
         """Return the live processes of the script: its main process and all descendants seen so far."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            main = psutil.Process(self.process.pid)
-            for process in [main, *main.children(recursive=True)]:
-                self._known.setdefault(process.pid, process)
-        return [process for process in self._known.values() if _is_alive(process)]
+        return self._family.alive()
 
     def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
         """Wait until the output matches a pattern.
@@ -162,7 +148,7 @@ class Script:
         """
 
         def found():
-            self.family()
+            self._family.look()
             match = re.search(pattern, self.output)
             if match is None and self.process.poll() is not None:
                 time.sleep(0.2)
@@ -179,14 +165,14 @@ class Script:
         """Wait until the main process ends, and return its exit code."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
-            self.family()
+            self._family.look()
             assert time.monotonic() < deadline, f"still running after {timeout} seconds:\n{self.output}"
             time.sleep(0.1)
         return self.process.returncode
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
         """Send a signal to the main process, wait until it ends, and return its exit code."""
-        self.family()
+        self._family.look()
         self.process.send_signal(number)
         return self.wait(timeout)
 
@@ -210,6 +196,20 @@ class Script:
         return self.wait_for(r"--initial_peers (/ip4/\S+)")[1]
 
 
+def prepare_data(
+    folder: Path, objective: str = "mlm_sop", vocab_size: int = 500, *args: str, launcher: Launcher | None = None
+) -> None:
+    """Create `dataset`, `tokenizer` and `config.json` in a folder with tokenize_wikitext103.py."""
+    folder.mkdir(exist_ok=True)
+    script = Script(
+        "tokenize_wikitext103.py", "--sample", "--train_tokenizer", "--vocab_size", vocab_size, "--max_seq_length", 32,
+        "--output_path", folder / "dataset", "--tokenizer_path", folder / "tokenizer", "--cache_dir", folder / "cache",
+        "--objective", objective, *args, log=folder / "prepare.log", launcher=launcher,
+    )  # fmt: skip
+    assert script.wait(300) == 0, script.output
+    (folder / "config.json").write_text(json.dumps(TINY_ALBERT))
+
+
 def join_together(*trainers: Script) -> None:
     """Suspend each trainer after its first batch until all have come that far.
 
@@ -230,7 +230,7 @@ def hold_until_all_begin(trainers: dict[psutil.Process, Path], timeout: float = 
 
     def are_held() -> bool:
         for process, log in list(waiting.items()):
-            assert _is_alive(process), log.read_text()
+            assert is_alive(process), log.read_text()
             if "Local step 1:" in log.read_text():
                 process.suspend()
                 del waiting[process]
@@ -244,29 +244,25 @@ def hold_until_all_begin(trainers: dict[psutil.Process, Path], timeout: float = 
                 process.resume()
 
 
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 class Scripts:
     """Starts scripts, and kills those that still run when it is closed.
 
     :param folder: for output folders and logs
     :param data: folder with the files of `prepare_data`
-    :param enter: prefix of the commands, to run the scripts on another host (see Host.enter)
+    :param namespace: network namespace of the host to run the scripts on (see Host)
     :param launcher: forks the scripts; without it, each script spends seconds on its imports
     """
 
-    def __init__(self, folder: Path, data: Path, enter: Sequence[str] = (), launcher: Launcher | None = None):
-        self.folder, self.data, self.enter, self.launcher = folder, data, enter, launcher
+    def __init__(
+        self, folder: Path, data: Path, namespace: str | None = None, launcher: Launcher | None = None
+    ):  # fmt: skip
+        self.folder, self.data, self.namespace, self.launcher = folder, data, namespace, launcher
+        self.late = LATE_VARIABLES
         self.running: list[Script] = []
 
     def start(self, name: str, *args: object, log: str, env: dict[str, str] | None = None) -> Script:
-        script = Script(name, *args, log=self.folder / f"{log}.log", env=env, enter=self.enter,
-                        launcher=self.launcher)  # fmt: skip
+        script = Script(name, *args, log=self.folder / f"{log}.log", env=env, namespace=self.namespace,
+                        launcher=self.launcher, late=self.late)  # fmt: skip
         self.running.append(script)
         return script
 

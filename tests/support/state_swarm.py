@@ -1,22 +1,24 @@
 """Peers in this process, each with a state averager, for tests of the training state and its download."""
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import AlbertConfig
 
 from arguments import HyperparameterArguments
 from lib.averaging.state import TrainingStateAverager
+from lib.peer.peer import Peer
 from lib.training.model import build_model
 from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler, build_state_compression
-from tests.support.peers import TINY_ALBERT, local_peer, wait_until
+from tests.support.peers import TINY_ALBERT, wait_until
+from tests.support.swarm import Network
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
-OFFERS = "run_state_averager.all_averagers"
 
 
 def arguments(**options) -> HyperparameterArguments:
@@ -26,6 +28,7 @@ def arguments(**options) -> HyperparameterArguments:
 def build_averager(
     model: torch.nn.Module,
     peer,
+    prefix: str,
     hyperparameter_args: HyperparameterArguments | None = None,
     compression: str = "none",
     averager_class: type = TrainingStateAverager,
@@ -36,7 +39,7 @@ def build_averager(
     hyperparameter_args = hyperparameter_args or arguments()
     return averager_class(
         dht=peer.dht,
-        prefix="run_state_averager",
+        prefix=prefix,
         params=build_param_groups(model, hyperparameter_args.weight_decay),
         optimizer=partial(build_local_optimizer, args=hyperparameter_args),
         scheduler=partial(build_scheduler, args=hyperparameter_args),
@@ -49,19 +52,27 @@ def build_averager(
 
 
 class StateSwarm:
-    """Connected peers in this process, each with a state averager around a separate model."""
+    """Connected peers in this process, each with a state averager around a separate model.
 
-    def __init__(self, stack: ExitStack, folder: Path):
-        self.stack, self.folder, self.peers = stack, folder, []
+    The averagers of a swarm find each other by their prefix, which no other swarm has.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, stack: ExitStack, network: Network):
+        self.stack, self.network = stack, network
+        self.prefix = f"run{next(self._numbers)}_state_averager"
+        self.offers = f"{self.prefix}.all_averagers"  # key in the DHT
+        self.peers: list[Peer] = []
+        self._num_borrowed = Counter()
         self.pool = ThreadPoolExecutor(4)
         stack.callback(self.pool.shutdown, cancel_futures=True)
 
-    def add_peer(self, client_mode: bool = False):
-        address = (str(self.peers[0].dht.get_visible_maddrs()[0]),) if self.peers else ()
-        folder = self.folder / str(len(self.peers))
-        peer = self.stack.enter_context(local_peer(folder, "run", address, client_mode=client_mode))
-        self.peers.append(peer)
-        return peer
+    def add_peer(self, client_mode: bool = False) -> Peer:
+        self.network.peer(0)  # the other peers join through it
+        self.peers.append(self.network.peer(self._num_borrowed[client_mode], client_mode))
+        self._num_borrowed[client_mode] += 1
+        return self.peers[-1]
 
     def add(self, behaviour: Callable | None = None, client_mode: bool = False, **options) -> TrainingStateAverager:
         """Add a peer with a state averager.
@@ -69,7 +80,7 @@ class StateSwarm:
         :param behaviour: replaces hivemind's method that serves downloads, see `serve` in test_state_download.py
         """
         peer = self.add_peer(client_mode)
-        averager = build_averager(build_model(CONFIG, "run"), peer, start=False, **options)
+        averager = build_averager(build_model(CONFIG, "run"), peer, self.prefix, start=False, **options)
         averager.behaviour = behaviour
         averager.run_in_background()
         self.stack.callback(shut_down, averager)
@@ -80,7 +91,7 @@ class StateSwarm:
         expected = {donor.peer_id.to_bytes(): donor.state_sharing_priority for donor in donors}
 
         def known(peer) -> dict:
-            found = peer.dht.get(OFFERS, latest=True)
+            found = peer.dht.get(self.offers, latest=True)
             return {} if found is None else {key: offer.value for key, offer in found.value.items()}
 
         wait_until(lambda: all(known(peer) == expected for peer in self.peers), 120, "the offers")

@@ -27,14 +27,14 @@ COMMON = (*LONG_STEPS, "--max_global_steps", 2, "--optimizer", "adamw", "--learn
 
 
 @pytest.fixture(scope="module")
-def make_data(tmp_path_factory):
+def make_data(tmp_path_factory, launcher):
     """Return a function that prepares the data for an objective and a tokenizer once, and returns its folder."""
     made = {}
 
     def make(objective: str, kind: str):
         if (objective, kind) not in made:
             folder = made[objective, kind] = tmp_path_factory.mktemp(f"{objective}-{kind}")
-            prepare_data(folder, objective, VOCAB_SIZE, "--tokenizer_type", kind)
+            prepare_data(folder, objective, VOCAB_SIZE, "--tokenizer_type", kind, launcher=launcher)
         return made[objective, kind]
 
     return make
