@@ -66,6 +66,15 @@ def children_end_with_the_tests() -> None:
     guard_children()
 
 
+@pytest.fixture(autouse=True)
+def unchanged_environment() -> Iterator[None]:
+    """Remove the variables that a test's program has set: the launcher forks only scripts with its own."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
 def patches() -> None:
     """What `start_peer` does first; for tests of what hivemind finds only when it is replaced."""
