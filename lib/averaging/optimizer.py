@@ -22,6 +22,7 @@ from hivemind.utils import get_logger
 from lib.averaging.accumulators import GradientAccumulator, clip_norm
 from lib.averaging.allreduce import MIN_WEIGHT, NORM_TOLERANCE
 from lib.averaging.coordinator import Outcome, RoundCoordinator
+from lib.averaging.openmp import use_one_core
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.round_log import RoundLog, describe_round
 from lib.averaging.rounds import RoundAverager, RoundResult
@@ -275,6 +276,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._thread.start()
 
     def _run(self) -> None:
+        if self.state_averager.main_parameters[0].device.type == "cpu":
+            use_one_core()  # the others are for the local steps
         while not self._stopped.is_set():
             self._wake.wait(IDLE_SECONDS)
             self._wake.clear()
