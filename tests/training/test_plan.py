@@ -125,9 +125,9 @@ def test_local_updates_have_some_local_steps():
 
 
 def test_local_updates_are_compressed_on_very_slow_lines():
-    assert recommend(make_plan(line=Line(4, 20))).mode == Mode(local_updates=True)
+    assert recommend(make_plan(line=Line(4, 20))).mode == Mode(local_updates=True, state_every=4)
     best = recommend(make_plan(line=Line(1, 5)))
-    assert best.mode == Mode(local_updates=True, compression="blockwise8")
+    assert best.mode == Mode(local_updates=True, compression="blockwise8", state_every=4)
     assert best.local_steps > MAX_LOCAL_STEPS
 
 
