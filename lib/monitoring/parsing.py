@@ -169,17 +169,9 @@ def parse_progress(raw: object) -> tuple[list[Heartbeat], Counter]:
 
 def parse_share_of_complete_rounds(raw: object) -> float | None:
     """Parse the records under `{run_id}_rounds`: complete rounds / rounds, of all trainers; None without rounds."""
-    rounds = complete = 0
-    for _, value in _records(raw, Counter()):
-        try:
-            if not isinstance(value, Mapping):
-                raise InvalidValue("not a dictionary")
-            own_rounds = read_whole(value.get("rounds"), 0, MAX_ROUNDS)
-            complete += read_whole(value.get("complete"), 0, own_rounds)
-            rounds += own_rounds
-        except InvalidValue:
-            continue
-    return complete / rounds if rounds else None
+    counts = _read_parts(raw, "complete", "rounds", 0, MAX_ROUNDS)
+    rounds = sum(whole for _, whole in counts)
+    return sum(complete for complete, _ in counts) / rounds if rounds else None
 
 
 def parse_share_of_applied_samples(raw: object) -> float | None:
@@ -189,21 +181,27 @@ def parse_share_of_applied_samples(raw: object) -> float | None:
 
     :returns: None if no trainer reports computed samples
     """
-    counts = []
-    for _, value in _records(raw, Counter()):
-        try:
-            if not isinstance(value, Mapping):
-                raise InvalidValue("not a dictionary")
-            computed = read_whole(value.get("computed"), 1, MAX_COUNT)
-            counts.append((read_whole(value.get("applied"), 0, computed), computed))
-        except InvalidValue:
-            continue
+    counts = _read_parts(raw, "applied", "computed", 1, MAX_COUNT)
     if not counts:
         return None
     median = statistics.median_low(computed for _, computed in counts)
     weights = [min(computed, median) for _, computed in counts]
     weighted = (weight * applied / computed for weight, (applied, computed) in zip(weights, counts, strict=True))
     return sum(weighted) / sum(weights)
+
+
+def _read_parts(raw: object, part: str, whole: str, least: int, most: int) -> list[tuple[int, int]]:
+    """Return two fields of each valid record: a part, and the whole, which is `least` to `most`."""
+    counts = []
+    for _, value in _records(raw, Counter()):
+        try:
+            if not isinstance(value, Mapping):
+                raise InvalidValue("not a dictionary")
+            number = read_whole(value.get(whole), least, most)
+            counts.append((read_whole(value.get(part), 0, number), number))
+        except InvalidValue:
+            continue
+    return counts
 
 
 def parse_usernames(raw: object) -> dict[bytes, str]:

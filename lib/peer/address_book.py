@@ -34,7 +34,7 @@ class AddressBook(PeriodicThread):
 
     def work(self) -> None:
         try:
-            found = self.dht.run_coroutine(list_addresses, return_future=True).result(timeout=10.0)
+            found = list_addresses(self.dht)
             addresses = select(found)
             if addresses:
                 write_json(self.path, addresses)
@@ -43,8 +43,13 @@ class AddressBook(PeriodicThread):
             logger.debug(f"Could not remember the addresses of other peers: {error!r}")
 
 
-async def list_addresses(_dht: DHT, node: DHTNode) -> list[str]:
-    """Return the address of each connection, which ends in the peer ID. Runs in the DHT process."""
+def list_addresses(dht: DHT) -> list[str]:
+    """Return the address of each connection, which ends in the peer ID."""
+    return dht.run_coroutine(_list_addresses, return_future=True).result(timeout=10.0)
+
+
+async def _list_addresses(_dht: DHT, node: DHTNode) -> list[str]:
+    """Runs in the DHT process."""
     return [f"{maddr}/p2p/{peer.peer_id}" for peer in await node.p2p.list_peers() for maddr in peer.addrs]
 
 

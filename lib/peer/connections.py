@@ -40,7 +40,7 @@ class ConnectionWatcher(PeriodicThread):
     def work(self) -> None:
         self.period = READ_SECONDS
         try:
-            addresses = self.dht.run_coroutine(list_addresses, return_future=True).result(timeout=10.0)
+            addresses = list_addresses(self.dht)
         except Exception as error:
             logger.debug(f"Could not list the connections: {error!r}")
             self.newest = None

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from lib.common.names import derive_name
-from lib.peer.address_book import list_addresses
+from lib.peer.address_book import _list_addresses
 from lib.peer.connections import READ_SECONDS, Connections, ConnectionWatcher, classify
 
 NEAR, FAR, BOTH, STRANGER = "QmNear", "QmFar", "QmBoth", "QmStranger"
@@ -35,7 +35,7 @@ def test_watcher_reads_seldom_and_never_waits_without_a_bound():
         return found
 
     def run_coroutine(coroutine, return_future: bool) -> SimpleNamespace:
-        assert coroutine is list_addresses and return_future
+        assert coroutine is _list_addresses and return_future
         return SimpleNamespace(result=answer)
 
     watcher = ConnectionWatcher(SimpleNamespace(run_coroutine=run_coroutine), lambda: {NEAR})
