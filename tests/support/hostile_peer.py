@@ -78,7 +78,11 @@ def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0, client_
 
 def main(run_id: str, address: str, num_fakes: int) -> None:
     signer = UncheckedSignatures(RSAPrivateKey())  # of records under `own`; all others remain unsigned
-    dht = DHT([address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=[RawValues(), signer])
+    # It never reads: when a record is refused, hivemind reads it again, which never ends with the bytes in RAW.
+    dht = DHT(
+        [address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=[RawValues(), signer],
+        cache_on_store=False, cache_refresh_before_expiry=0,
+    )  # fmt: skip
     own = signer.local_public_key
     victim = RSASignatureValidator(RSAPrivateKey()).local_public_key
     print("hostile peer is up", flush=True)
