@@ -41,6 +41,14 @@ class FakeDHT:
         self.records[subkey] = value
 
 
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The clock that measures a trainer's rate; tests set it."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
+    return clock
+
+
 def make_tracker(target: int = 100, **options) -> ProgressTracker:
     return ProgressTracker(
         FakeDHT(), "run", target, private_key=KEY,
@@ -126,8 +134,9 @@ def test_own_report_under_an_older_key_is_not_another_peer():
 # When a step is due
 
 
-def test_step_is_due_with_enough_samples_in_total():
+def test_step_is_due_with_enough_samples_in_total(clock):
     tracker = see(make_tracker(target=100), record(1, samples=40), record(2, samples=30))
+    clock.now += 100.0  # at a higher rate, the missing samples would be expected at once
     tracker.report_samples(20)
     assert tracker.seconds_to_step > 0
     tracker.report_samples(30)
@@ -173,19 +182,21 @@ def test_step_is_not_due_before_new_reports_are_read():
     assert tracker.seconds_to_step == 0
 
 
-def test_lone_peer_needs_all_samples_for_its_step():
+def test_lone_peer_needs_all_samples_for_its_step(clock, monkeypatch):
     """The step of a lone peer is not due before that, whatever its rate predicts."""
+    dht_clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(progress_module, "get_dht_time", lambda: dht_clock.now)
     tracker = make_tracker(target=100)
     for samples in range(10, 100, 10):
+        clock.now += 1.0
         tracker.report_samples(samples)
+        dht_clock.now += 10.0  # for 100 samples
         assert tracker.seconds_to_step > 0
     tracker.report_samples(100)
     assert tracker.seconds_to_step == 0
 
 
-def test_waiting_does_not_count_as_slow_training(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
+def test_waiting_does_not_count_as_slow_training(clock):
     tracker = make_tracker()
     for samples in (10, 20):
         clock.now += 1.0
@@ -282,9 +293,7 @@ def test_reports_are_rate_limited_except_for_new_steps(monkeypatch):
     assert isinstance(parse_progress(stored, get_dht_time()), PeerProgress)
 
 
-def test_reports_become_frequent_when_the_step_is_near(monkeypatch):
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
+def test_reports_become_frequent_when_the_step_is_near(clock, monkeypatch):
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(progress_module, "get_dht_time", lambda: clock.now)
     tracker = make_tracker(target=200, min_refresh_period=0.5)
@@ -301,10 +310,8 @@ def test_reports_become_frequent_when_the_step_is_near(monkeypatch):
     assert len(gaps) <= 20, "one report every 0.5 s would be 40"
 
 
-def test_reported_rate_falls_during_a_long_local_step(monkeypatch):
+def test_reported_rate_falls_during_a_long_local_step(clock, monkeypatch):
     """Otherwise a peer whose first batch was ready at once would make other peers' steps due early."""
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("hivemind.utils.performance_ema.time.perf_counter", lambda: clock.now)
     monkeypatch.setattr(progress_module, "get_dht_time", lambda: clock.now)
     tracker = make_tracker()
     rates = []
