@@ -20,8 +20,8 @@ demo: .venv/installed-organiser  ## Train a small model with two trainers on thi
 test: .venv/installed-dev  ## Run the tests, in about a quarter of an hour
 	$(PYTEST) -n 4 -m "not long and not gpu and not browser" $(ARGS)
 
-test-fast: .venv/installed-dev  ## Run those that start no peer, in less than two minutes
-	$(PYTEST) -n 2 -m "not long and not peers and not gpu and not browser" $(ARGS)
+test-fast: .venv/installed-dev  ## Run those that start neither peers nor other programs, in two minutes
+	$(PYTEST) -n 2 -m "not long and not peers and not programs and not gpu and not browser" $(ARGS)
 
 test-all: .venv/installed-dev  ## Run those too that take a minute or more each, in about half an hour
 	$(PYTEST) -n 4 -m "not gpu and not browser" $(ARGS)

@@ -15,9 +15,14 @@ from lib.common.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.peers import Scripts, prepare_data
 
-# A test that asks for one of these starts peers, and so does each of these modules. Others are marked one by one.
+# A test that asks for one of these starts peers, and so does each of these modules; likewise other programs that spend
+# more than a CPU second in a test. Others are marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
 MODULES_WITH_PEERS = ("test_state", "test_resume", "test_admission")
+MODULES_WITH_PROGRAMS = (
+    "test_aws", "test_console", "test_dashboard_server", "test_hub_upload", "test_launcher", "test_notebooks",
+    "test_requirements", "test_tokenize_script",
+)  # fmt: skip
 LAST_LINES = 30
 
 settings.register_profile("busy machine", deadline=None)  # the default is 0.2 s for an example
@@ -31,10 +36,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that start peers, which `make test-fast` leaves out."""
+    """Mark the tests that start peers or other programs, which `make test-fast` leaves out."""
     for item in items:
         if FIXTURES_WITH_PEERS & set(item.fixturenames) or item.path.name.startswith(MODULES_WITH_PEERS):
             item.add_marker(pytest.mark.peers)
+        if item.path.name.startswith(MODULES_WITH_PROGRAMS):
+            item.add_marker(pytest.mark.programs)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -91,6 +91,7 @@ def test_error_with_a_remedy_remains_one_line(monkeypatch, capsys):
     assert code == TEMPORARY and lines == [f"run_trainer.py: error: {message}"]
 
 
+@pytest.mark.programs
 def test_a_peer_of_this_project_and_hivemind_are_hinted():
     """`setup_logging` changes the logging of the whole process: it runs in another one."""
     program = (

@@ -455,6 +455,7 @@ def find_wandb_files(tmp_path):
     return sorted((tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
+@pytest.mark.programs
 def test_wandb_without_login_records_offline(tmp_path):
     output = run_program(tmp_path, "wandb")
     assert "DASHBOARD wandb" in output and "wandb login, then wandb sync" in output
@@ -473,6 +474,7 @@ def test_wandb_without_login_records_offline(tmp_path):
     assert first.name == second.name == f"run-{wandb_id}.wandb"
 
 
+@pytest.mark.programs
 def test_wandb_that_cannot_be_reached_records_offline(tmp_path):
     output = run_program(tmp_path, "wandb", WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
     assert float(re.search(r"SECONDS ([\d.]+)", output)[1]) < 30
@@ -480,12 +482,14 @@ def test_wandb_that_cannot_be_reached_records_offline(tmp_path):
     assert_nothing_left(output)
 
 
+@pytest.mark.programs
 def test_wandb_with_a_malformed_key_records_offline(tmp_path):
     output = run_program(tmp_path, "wandb", WANDB_API_KEY="short")
     assert "wandb records offline (WANDB_API_KEY invalid" in output and len(find_wandb_files(tmp_path)) == 1
     assert_nothing_left(output)
 
 
+@pytest.mark.programs
 def test_wandb_that_was_switched_off_stays_off(tmp_path):
     output = run_program(tmp_path, "wandb", WANDB_MODE="disabled")
     assert "DASHBOARD wandb" in output and "offline" not in output
@@ -493,6 +497,7 @@ def test_wandb_that_was_switched_off_stays_off(tmp_path):
     assert_nothing_left(output)
 
 
+@pytest.mark.programs
 def test_trackio_keeps_a_local_dashboard(tmp_path):
     run_program(tmp_path, "trackio", 0, 2)
     output = run_program(tmp_path, "trackio", 3, 4)

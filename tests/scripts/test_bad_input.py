@@ -141,6 +141,7 @@ def test_output_dir_that_is_a_file(trainer, tmp_path):
     assert "file" in trainer(output_dir=tmp_path / "file")
 
 
+@pytest.mark.peers
 def test_port_that_is_in_use(trainer):
     with closing(socket.socket()) as other:
         other.bind(("127.0.0.1", 0))
@@ -149,6 +150,7 @@ def test_port_that_is_in_use(trainer):
         assert "--host_maddrs" in trainer(host_maddrs=f"/ip4/127.0.0.1/tcp/{port}")
 
 
+@pytest.mark.peers
 def test_peers_that_do_not_answer(trainer):
     peer = f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEER}"
     message = trainer(TEMPORARY, initial_peers=peer, bootstrap_timeout=4)
@@ -163,6 +165,7 @@ def test_peer_with_another_id_than_its_address_says(trainer, tmp_path):
         assert wrong in trainer(TEMPORARY, initial_peers=wrong, bootstrap_timeout=4)
 
 
+@pytest.mark.peers
 def test_peer_that_accepts_and_does_not_respond(trainer):
     """The port is open, but no process responds."""
     with closing(socket.socket()) as silent:

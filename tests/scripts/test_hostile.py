@@ -73,6 +73,7 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
 
 
 @pytest.mark.parametrize("attack", ["values that cannot be read", "a record without a subkey"])
+@pytest.mark.peers
 def test_hostile_records_under_the_averagers_keys_do_not_stop_their_readers(tmp_path, attack):
     """A record without a subkey would prevent peers from storing records with a subkey."""
     keys = [f"run_{name}" for name in (*KEYS_OF_AVERAGERS, "key_without_a_schema")]

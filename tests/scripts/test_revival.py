@@ -71,6 +71,7 @@ def make_state(averager: TrainingStateAverager, step: int) -> TrainingState:
     return TrainingState("run", {**metadata, "epoch": step}, tensors)
 
 
+@pytest.mark.peers
 def test_checkpoint_is_handed_out_whole_while_another_state_is_loaded(tmp_path):
     with local_peer(tmp_path / "monitor", "run") as monitor:
         address = str(monitor.dht.get_visible_maddrs()[0])

@@ -83,6 +83,7 @@ def write_for_ever(folder: Path, first_step: int, pipe: int) -> None:
         step += 1
 
 
+@pytest.mark.programs
 def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_path):
     generator = random.Random(0)
     save(tmp_path, 0)

@@ -362,6 +362,7 @@ finally:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.programs
 def test_script_prints_the_status_without_torch(tmp_path, script):
     save(tmp_path, make_status())
     command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / script), "--status", "--output_dir", str(tmp_path)]
