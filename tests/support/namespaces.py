@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from lib.common.processes import leave_with_parent
-from tests.support.peers import wait_until
+from tests.support.peers import namespace_prefix, wait_until
 
 # libp2p treats the address ranges for documentation as private and does not use them for relays. These are public
 # addresses of others, which is safe: no packet leaves the namespaces.
@@ -53,8 +53,8 @@ class Host:
 
     @property
     def enter(self) -> list[str]:
-        """Prefix for a command that runs it on this host. The process ID does not change."""
-        return ["nsenter", f"--net={self.namespace}", "--"]
+        """Prefix for a command that runs it on this host, see `namespace_prefix`."""
+        return namespace_prefix(self.namespace)
 
     def run(self, command: str) -> None:
         result = subprocess.run([*self.enter, *command.split()], capture_output=True, text=True, timeout=60)

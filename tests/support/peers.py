@@ -101,6 +101,14 @@ def wait_until(condition, timeout: float, what: str):
     raise AssertionError(f"not within {timeout} seconds: {what}")
 
 
+def namespace_prefix(namespace: str) -> list[str]:
+    """Return the prefix of a command that runs in a network namespace. The process ID does not change.
+
+    :param namespace: its path
+    """
+    return ["nsenter", f"--net={namespace}", "--"]
+
+
 class Script:
     """A process that runs one of our scripts, in a separate process group, with its output in a file.
 
@@ -125,7 +133,7 @@ class Script:
         if launcher is not None and launcher.can_start(env, late):
             self.process = launcher.start(command, env, log, namespace)
         else:
-            enter = [] if namespace is None else ["nsenter", f"--net={namespace}", "--"]
+            enter = [] if namespace is None else namespace_prefix(namespace)
             with open(log, "ab") as file:
                 self.process = subprocess.Popen(
                     [*enter, *PYTHON, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
