@@ -6,7 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
-from lib.training.plan import Line, Mode, Plan, line_seconds, tensor_bytes
+from lib.training.plan import COMPRESSIONS, LOCAL_STATE_EVERY, Line, Mode, Plan, line_seconds, tensor_bytes
 
 # What is measured, by name. A round has the same tensors with and without local updates.
 MODES = {
@@ -140,10 +140,11 @@ def measured_table(points: Sequence[Point], fitted: Fit) -> list[str]:
 
 def planned_modes() -> list[tuple[str, Mode, int | None]]:
     """Return name, mode, and local steps of a global step (None: the batch is given) of the rows of the table."""
-    rows = [(f"ordinary {name}", Mode(compression=name), None) for name in ("float16", "uniform8")]
-    rows.append(("ordinary uniform8, state/4", Mode(compression="uniform8", state_every=4), None))
-    for name in ("float16", "uniform8"):
-        rows += [(f"local {name}, H={steps}", Mode(True, name), steps) for steps in (50, 100, 500)]
+    rows = [(f"ordinary {name}", Mode(compression=name), None) for name in COMPRESSIONS]
+    rows.append(("ordinary blockwise8, state/4", Mode(compression="blockwise8", state_every=4), None))
+    for name in COMPRESSIONS:
+        mode = Mode(True, name, LOCAL_STATE_EVERY)
+        rows += [(f"local {name}, H={steps}", mode, steps) for steps in (50, 100, 500)]
     return rows
 
 
@@ -157,9 +158,9 @@ def planned_table(elements: int, line: Line, batch: int = 4096, local_step: int 
     for gpu, speed in GPUS.items():
         lines.append(f"\n{gpu}, {speed:g} samples/s each, {line.upload:g} Mbit/s up: round, MB sent for 1,000 own "
                      "samples, share computing if peers wait, global step if they do not")  # fmt: skip
-        lines.append(f"{'':<28}" + "".join(f"{f'{peers} peers':>32}" for peers in (2, 4, 8, 64)))
+        lines.append(f"{'':<30}" + "".join(f"{f'{peers} peers':>32}" for peers in (2, 4, 8, 64)))
         for name, mode, steps in planned_modes():
-            lines.append(f"{name:<28}")
+            lines.append(f"{name:<30}")
             for peers in (2, 4, 8, 64):
                 size = batch if steps is None else steps * peers * local_step
                 plan = Plan(elements, peers, line, speed, mode, size, local_step)
@@ -172,7 +173,7 @@ def planned_table(elements: int, line: Line, batch: int = 4096, local_step: int 
 def sufficient_table(elements: int, line: Line, peers: int, share: float = 0.95, local_step: int = 8) -> list[str]:
     """Return the lines of a table of the smallest batch, and H, with a fraction `share` of the time computing."""
     lines = []
-    modes = [Mode(), Mode(compression="uniform8"), Mode(compression="uniform8", state_every=4)]
+    modes = [Mode(), Mode(compression="blockwise8"), *(Mode(True, name, LOCAL_STATE_EVERY) for name in COMPRESSIONS)]
     for gpu, speed in GPUS.items():
         for mode in modes:
             plan = Plan(elements, peers, line, speed, mode, 4096, local_step)

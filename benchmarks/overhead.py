@@ -12,6 +12,7 @@ Needs no network.
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import statistics
@@ -117,17 +118,16 @@ class Bench:
     """Runs one side after the other.
 
     :param folder: for data, logs and outputs
-    :param share: samples that a trainer computes for a global step; set by `calibrate`
+    :param share: samples that a trainer computes for a global step; set by `calibrate`, unless --samples is given
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace):
         self.folder, self.args = folder, args
-        self.share = args.micro_batch
+        self.share = args.samples or 16 * args.micro_batch
         self.num_runs = 0
 
     def calibrate(self) -> None:
         """Set the samples of a step to what plain trainers compute in the wanted time."""
-        self.share = 16 * self.args.micro_batch
         rate = self.play(None, skipped=2, steps=CALIBRATION_STEPS).rate / self.args.trainers
         micro_batches = max(1, round(rate * self.args.step_seconds / self.args.micro_batch))
         self.share = micro_batches * self.args.micro_batch
@@ -219,7 +219,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="global steps to measure in each run")
     parser.add_argument("--repeat", type=int, default=3, help="number of repetitions")
     parser.add_argument("--micro_batch", type=int, default=8, help="samples of a micro-batch, a local step")
-    parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"])
+    parser.add_argument("--samples", type=int, help="of a trainer in a global step, instead of --step_seconds")
+    parser.add_argument("--model", type=Path, help="configuration, JSON; default: an ALBERT of 4 layers, 256 wide")
     parser.add_argument("--train_file", type=Path, help="text to train on; default: a small sample")
     parser.add_argument("--baseline", help="commit to compare with; default: no comparison")
     parser.add_argument("--folder", type=Path, help="keep the data and the logs in this folder")
@@ -229,7 +230,7 @@ def main() -> None:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="overhead-"))
     outcomes: dict[str, list[Outcome]] = {}
     try:
-        model = MODEL | {"num_hidden_layers": args.layers}
+        model = MODEL if args.model is None else json.loads(args.model.read_text())
         prepare_data(folder / "data", args.train_file, model, VOCAB_SIZE, SEQ_LENGTH)
         with contextlib.ExitStack() as stack:
             roots: dict[str, Path | None] = {"plain": None}
@@ -238,7 +239,8 @@ def main() -> None:
             roots["this commit"] = ROOT
             outcomes = {title: [] for title in roots}
             bench = Bench(folder, args)
-            bench.calibrate()
+            if args.samples is None:
+                bench.calibrate()
             for _ in range(args.repeat):
                 for title, root in roots.items():
                     outcome = bench.play(root, skipped=1 if args.trainers == 1 else 2, steps=args.steps)

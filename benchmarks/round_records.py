@@ -307,3 +307,37 @@ def _summarize_peer(peer: PeerRecords, steps: Sequence[StepSummary]) -> PeerSumm
         seconds_waited=peer.seconds_waited(begin, end),
         seconds_downloading=downloading,
     )
+
+
+@dataclass
+class NewcomerSummary:
+    """Rounds of trainers in their first steps beside those of the others, as (averaged, total) or (complete, total).
+
+    :param newcomers, others: rounds of trainers that were alive when a step was due
+    :param with_newcomers, without: global steps
+    """
+
+    newcomers: tuple[int, int]
+    others: tuple[int, int]
+    with_newcomers: tuple[int, int]
+    without: tuple[int, int]
+
+
+def summarize_newcomers(
+    peers: Sequence[PeerRecords], steps: Sequence[StepSummary], begin: float, first_steps: int
+) -> NewcomerSummary:
+    """Compare the first `first_steps` steps of the trainers that joined after `begin` with all other steps."""
+    ages = Counter()
+    rounds: dict[bool, list[bool]] = {True: [], False: []}  # by whether the trainer is a newcomer
+    complete: dict[bool, list[bool]] = {True: [], False: []}  # by whether a newcomer is there
+    joined = {peer.name for peer in peers if peer.local_steps and peer.local_steps[0][0] > begin}
+    by_name = {peer.name: peer for peer in peers}
+    for step in steps:
+        newcomers = {name for name in step.alive if name in joined and ages[name] < first_steps}
+        ages.update(step.alive)
+        for name in step.alive:
+            round_ = by_name[name].rounds.get(step.step)
+            rounds[name in newcomers].append(round_ is not None and round_.outcome == "averaged")
+        complete[bool(newcomers)].append(step.is_complete)
+    counts = [(sum(values), len(values)) for values in (rounds[True], rounds[False], complete[True], complete[False])]
+    return NewcomerSummary(*counts)

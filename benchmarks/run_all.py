@@ -67,10 +67,18 @@ BENCHMARKS = [
         "--trainers 2 --threads 1 --step_seconds 15 --steps 3 --repeat 1",
         "--trainers 2 --threads 1",
     ),
+    Benchmark(
+        "overhead",
+        "Two trainers of ALBERT-large",
+        None,
+        "--trainers 2 --threads 1 --model configs/albert-large-v2.json --micro_batch 1 --samples 6 --step_seconds 40 "
+        "--steps 2 --repeat 1",
+    ),
     Benchmark("monitor_scale", "The monitor with many trainers", "--trainers 10,100 --refreshes 10", ""),
     Benchmark("rounds", "Rounds of equal trainers", "--calm --minutes 2", "--calm"),
     Benchmark("rounds", "Rounds of unequal trainers", None, ""),
     Benchmark("swarm", "Swarms", None, "--peers 2 4 8 16 --churn 0 0.1"),
+    Benchmark("drift", "Drift of the parameters", None, ""),
     Benchmark("home_lines", "Home lines", None, "", needs_root=True),
     Benchmark("low_communication", "Local updates", None, "--train_file {text} --folder {folder}/low_communication"),
     Benchmark("reference_curve", "Reference curve", None, "--train_file {text} --folder {folder}/curves"),

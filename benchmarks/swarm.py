@@ -39,6 +39,7 @@ import run_training_monitor
 from benchmarks import paced_peer
 from benchmarks.process_usage import PARTS, measure_cpu, measure_memory
 from benchmarks.round_records import (
+    NewcomerSummary,
     PeerRecords,
     RunSummary,
     percentile,
@@ -46,10 +47,12 @@ from benchmarks.round_records import (
     read_local_records,
     read_round_log,
     summarize,
+    summarize_newcomers,
 )
 from lib.averaging.progress import ProgressTracker
 from lib.common.errors import run_script
 from lib.common.processes import leave_with_parent
+from tests.support.family import Family
 from tests.support.launcher import MODULES
 from tests.support.peers import LOCAL, prepare_data, wait_until
 
@@ -58,6 +61,7 @@ MAX_PEERS = 256  # in total, including peers that have left
 CALLS = ("call_ping", "call_store", "call_find")
 START_SECONDS = 60.0  # timeout for the start, plus SECONDS_A_PEER for each peer
 SECONDS_A_PEER = 15.0
+FIRST_STEPS = 3  # a trainer is a newcomer in so many steps
 
 LEGEND = """\
 complete    steps for which all trainers that were alive when it was due were in one group; alive: has made a local
@@ -68,7 +72,9 @@ used        samples applied / samples computed, by trainers that stayed to the e
 CPU, MB     of a trainer by process: CPU milliseconds a second; memory, shared pages divided by their users (PSS).
             Mean over the trainers that were there all the time
 read        how long a trainer's DHT takes to read the progress of all others
-pings, stores, finds: DHT requests that a trainer sends for one global step"""
+pings, stores, finds: DHT requests that a trainer sends for one global step
+newcomers   trainers in their first 3 steps: how often they, and the others, got the average; and how many steps with
+            and without newcomers were complete"""
 
 
 class MessageCounter:
@@ -118,7 +124,10 @@ class ForkedPeer:
     left_at: float | None = None
     exit_code: int | None = None
     before: Usage | None = None
-    family: dict[int, psutil.Process] = field(default_factory=dict)
+    family: Family = field(init=False)
+
+    def __post_init__(self):
+        self.family = Family(self.pid)
 
     @property
     def log(self) -> Path:
@@ -131,14 +140,6 @@ class ForkedPeer:
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
         return self.exit_code
-
-    def find_family(self) -> list[psutil.Process]:
-        """Return the running processes of this peer."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            main = psutil.Process(self.pid)
-            for process in [main, *main.children(recursive=True)]:
-                self.family.setdefault(process.pid, process)
-        return [process for process in self.family.values() if process.is_running()]
 
     def has_begun(self) -> bool:
         """Whether the trainer has completed a local step.
@@ -153,8 +154,7 @@ class ForkedPeer:
             os.kill(self.pid, number)
 
     def kill_all(self) -> None:
-        family = self.find_family()
-        for process in family:
+        for process in self.family.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if not process.name().startswith("torch_shm"):
                     process.kill()
@@ -164,7 +164,7 @@ class ForkedPeer:
 
     def measure(self, counter: MessageCounter) -> Usage:
         """Measure the resource usage of the peer's processes so far."""
-        family = self.find_family()
+        family = self.family.alive()
         return Usage(measure_cpu(self.pid, family), measure_memory(self.pid, family), counter.read(self.index))
 
 
@@ -310,7 +310,7 @@ class Swarm:
     def _replace_one(self, address: str, number: int) -> None:
         """Send a signal to a random trainer, and start a new one."""
         peer = self.random.choice(self.staying)
-        peer.find_family()
+        peer.family.look()
         peer.left_at = time.time()
         peer.send_signal(number)
         self.start_trainer(address)
@@ -318,7 +318,7 @@ class Swarm:
     def stop(self) -> None:
         """End all processes, trainers first."""
         for peer in reversed(self.peers):
-            peer.find_family()
+            peer.family.look()
             peer.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline and None in [peer.poll() for peer in self.peers]:
@@ -348,6 +348,7 @@ class Result:
     num_trainers: int
     churn: float
     summary: RunSummary
+    newcomers: NewcomerSummary
     used: float
     cpu: dict[str, float]  # milliseconds per second, by part
     memory: dict[str, float]  # MB, by part
@@ -368,7 +369,8 @@ def measure(swarm: Swarm, seconds: float, churn: float, grace: float) -> Result:
         time.sleep(grace)
     finally:
         swarm.stop()
-    summary = summarize(swarm.read_records(), began, ended)
+    records = swarm.read_records()
+    summary = summarize(records, began, ended)
     names = {peer.name for peer in swarm.staying}
     staying = [peer for peer in summary.peers if peer.name in names]
     applied, computed = sum(peer.applied for peer in staying), sum(peer.computed for peer in staying)
@@ -386,6 +388,7 @@ def measure(swarm: Swarm, seconds: float, churn: float, grace: float) -> Result:
         num_trainers=swarm.num_trainers,
         churn=churn,
         summary=summary,
+        newcomers=summarize_newcomers(records, summary.steps, began, FIRST_STEPS),
         used=applied / computed if computed else float("nan"),
         cpu={part: means.get(("cpu", part), 0.0) for part in PARTS},
         memory={part: means.get(("memory", part), 0.0) for part in PARTS},
@@ -429,6 +432,12 @@ def print_results(results: list[Result]) -> None:
         pairs = [(result.cpu[part], result.memory[part]) for part in PARTS]
         pairs.append((sum(result.cpu.values()), sum(result.memory.values())))
         print("".join(f"{f'{cpu:.1f}, {memory:.0f}':>16}" for cpu, memory in pairs))
+    if with_churn := [result for result in results if result.churn]:
+        names = ("newcomers", "others", "with_newcomers", "without")
+        print(f"\n{'peers':>5}{'churn':>7}" + "".join(f"{name.replace('_', ' '):>18}" for name in names))
+        for result in with_churn:
+            cells = ["{} of {}".format(*getattr(result.newcomers, name)) for name in names]
+            print(f"{result.num_trainers:>5}{result.churn:>7.0%}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 def main() -> None:

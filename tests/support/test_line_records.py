@@ -86,6 +86,6 @@ def test_points_of_a_busy_machine_or_with_incomplete_rounds_are_not_fitted(compl
 
 def test_tables_of_planned_runs_have_all_gpus_and_modes():
     text = "\n".join(planned_table(ELEMENTS, Line(10, 50)))
-    assert text.count("ordinary float16") == text.count("local uniform8, H=500") == 2
+    assert text.count("ordinary float16") == text.count("local blockwise8, H=500") == 2
     assert "T4, 8 samples/s each" in text
-    assert len(sufficient_table(ELEMENTS, Line(10, 50), peers=8)) == 6
+    assert len(sufficient_table(ELEMENTS, Line(10, 50), peers=8)) == 8

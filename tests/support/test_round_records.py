@@ -11,6 +11,7 @@ from benchmarks.round_records import (
     read_log_lines,
     read_round_log,
     summarize,
+    summarize_newcomers,
 )
 
 
@@ -49,6 +50,17 @@ def test_frozen_and_downloading_trainers_are_not_missed():
     assert summary.steps[2].details == "one: in a group of 1, two: no round"
     assert summary.peers[1].outcomes == {"absent": 1}
     assert summary.peers[1].seconds_downloading == 4.0
+
+
+def test_newcomers_are_told_from_others():
+    steps = (1, 2, 3, 4)
+    one = make_peer("one", {step: make_round(step, 10.0 * step, "one", "two") for step in steps})
+    two = make_peer("two", {3: make_round(3, 30.0, outcome="missed"), 4: make_round(4, 40.0, "one", "two")})
+    two.local_steps = [local for local in two.local_steps if local[0] > 15]
+    two.rounds[2] = make_round(2, 20.0, "one", "two")
+    summary = summarize_newcomers([one, two], summarize([one, two], 5.0, 100.0).steps, begin=5.0, first_steps=2)
+    assert (summary.newcomers, summary.others) == ((1, 2), (5, 5))
+    assert (summary.with_newcomers, summary.without) == ((1, 2), (2, 2))
 
 
 def test_missed_and_partial_rounds():
