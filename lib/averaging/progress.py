@@ -38,6 +38,7 @@ MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is
 MAX_CLOCK_SKEW = 60.0
 DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
+ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
 IGNORE_SECONDS = 600.0  # for which a claim of a later step is ignored if no such state is offered
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
@@ -491,6 +492,10 @@ class ProgressTracker(threading.Thread):
             progress.num_peers + self.expected_drift_peers, progress.num_peers * (1 + self.expected_drift_rate)
         )
         period = eta * progress.num_peers / expected_peers
+        completed = self.local_progress.completed
+        if any(p.completed < p.epoch <= completed for p in self.alive(self.other_trainers)):
+            # A trainer that waits for its round reports a low rate, until it continues.
+            period = min(period, ROUND_END_SECONDS)
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
         period = min(period, time.monotonic() - max(self._first_seen.values(), default=-math.inf))
         return min(max(period, self.min_refresh_period), self.max_refresh_period)

@@ -310,6 +310,17 @@ def test_reports_become_frequent_when_the_step_is_near(clock, monkeypatch):
     assert len(gaps) <= 20, "one report every 0.5 s would be 40"
 
 
+def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left():
+    """Trainers that wait for a round report hardly any samples per second, and would be read 30 s later."""
+    tracker = make_tracker(target=100)
+    tracker.complete_step(3, 0)
+    tracker._first_seen = {peer_id(1): 0.0, peer_id(2): 0.0}
+    see(tracker, record(1, epoch=3, completed=2, rate=0.1), record(2, epoch=3, rate=0.1))
+    assert tracker._refresh_period() == progress_module.ROUND_END_SECONDS
+    see(tracker, record(1, epoch=3, rate=0.1), record(2, epoch=3, rate=0.1))
+    assert tracker._refresh_period() == tracker.max_refresh_period
+
+
 def test_reported_rate_falls_during_a_long_local_step(clock, monkeypatch):
     """Otherwise a peer whose first batch was ready at once would make other peers' steps due early."""
     monkeypatch.setattr(progress_module, "get_dht_time", lambda: clock.now)
