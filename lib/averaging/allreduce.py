@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
+import numpy as np
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import (
@@ -40,6 +41,25 @@ MAX_GRADIENT_NORM = 1e12  # bound without clipping: the square must not overflow
 # are both compressed, with errors below their norms. Quantile8 turns 1.0 into 1.12 if one element dominates a part.
 AVERAGE_TOLERANCE = 4.0
 MAX_RMS = 1e4  # of the elements of a parameter part; models of the supported families stay far below
+
+
+def share_out(shares: Sequence[float], infos: Sequence[CompressionInfo], compression: CompressionBase) -> list[int]:
+    """Divide the elements of all tensors among the peers so that each one's bytes are in proportion to its share.
+
+    hivemind divides the elements by the shares. With 8-bit gradients before 16-bit parameters, half of the peers then
+    reduce, receive and send twice the bytes of the others.
+
+    :param shares: of each peer, in any unit; 0: reduces nothing
+    :returns: number of elements of each peer, in the order of the tensors
+    """
+    sizes = [info.descriptor.numel() for info in infos]
+    bytes_of_tensors = [
+        size * info.descriptor.dtype.itemsize * compression.estimate_compression_ratio(info)
+        for size, info in zip(sizes, infos, strict=True)
+    ]
+    elements, total = np.cumsum([0, *sizes]), np.cumsum([0.0, *bytes_of_tensors])
+    ends = np.interp(np.cumsum(shares) / np.sum(shares) * total[-1], total, elements)
+    return np.diff(np.rint(ends).astype(np.int64), prepend=0).tolist()
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, get_dht_time, get_logger
 from hivemind.utils.asyncio import achain, as_aiter, azip
 
-from lib.averaging.allreduce import MIN_WEIGHT, Bounds, SafeAllReduceRunner
+from lib.averaging.allreduce import MIN_WEIGHT, Bounds, SafeAllReduceRunner, share_out
 from lib.averaging.base import SafeAverager
 from lib.averaging.compression import name_of
 from lib.averaging.matchmaking import RosterEntry, RoundControl
 
 logger = get_logger(__name__)
 
-PROTOCOL = 3  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 4  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; not longer, since the machine may be repaired
 MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
@@ -250,6 +250,7 @@ class RoundAverager(SafeAverager):
             None, load_balance_peers, self.total_size, bandwidths, options.pop("min_vector_size")
         )
         num_tensors = len(self._averaged_tensors) if self.includes_parameters(step.number) else len(self.gradients)
+        infos = self.tensor_infos[:num_tensors]
         bounds = replace(self._bounds, gradient_norm=self.gradient_bound())
         if self.mode == AveragingMode.AUX or step.parameter_weight <= MIN_WEIGHT:
             bounds = replace(bounds, parameter_step=None)
@@ -258,10 +259,10 @@ class RoundAverager(SafeAverager):
             servicer_type=type(self),
             prefix=self.prefix,
             tensors=self._averaged_tensors[:num_tensors],
-            tensor_infos=self.tensor_infos[:num_tensors],
+            tensor_infos=infos,
             group_id=group.group_id,
             ordered_peer_ids=group.peer_ids,
-            peer_fractions=fractions,
+            peer_fractions=share_out(fractions, infos, options["compression"]),
             modes=modes,
             weight=step.weight,
             parameter_weight=step.parameter_weight,

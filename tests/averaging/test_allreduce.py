@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hivemind.averaging.partition import AllreduceException, BannedException
-from hivemind.compression import CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.compression import CompressionInfo, RoleAdaptiveCompression, TensorRole, deserialize_torch_tensor
 
 from lib.averaging.accumulators import clip_norm
 from lib.averaging.allreduce import (
@@ -16,6 +16,7 @@ from lib.averaging.allreduce import (
     Bounds,
     SafeTensorPartContainer,
     SafeTensorPartReducer,
+    share_out,
 )
 from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.outliers import TOLERANCE
@@ -221,3 +222,32 @@ def test_norm_is_over_all_tensors(max_norm, after):
     tensors = [torch.tensor([3.0]), torch.tensor([[0.0, 4.0]])]
     assert clip_norm(tensors, max_norm) == pytest.approx(5.0)
     assert float(torch.nn.utils.get_total_norm(tensors)) == pytest.approx(after, rel=1e-4)
+
+
+# How much each peer reduces
+
+
+def count_bytes(shares: list[float], gradient: str, parameter: str) -> list[float]:
+    """Return the bytes that each peer reduces of 20 tensors of gradients and as many of parameters."""
+    compression = RoleAdaptiveCompression(gradient=COMPRESSIONS[gradient](), parameter=COMPRESSIONS[parameter]())
+    tensors = [torch.zeros(1000 + 2000 * (key % 3)) for key in range(20)] * 2
+    infos = [
+        CompressionInfo.from_tensor(tensor, key=key, role=TensorRole.GRADIENT if key < 20 else TensorRole.PARAMETER)
+        for key, tensor in enumerate(tensors)
+    ]
+    container = SafeTensorPartContainer(
+        tensors, share_out(shares, infos, compression), compression, part_size_bytes=256, tensor_infos=infos
+    )
+    return [
+        sum(4 * part.numel() * compression.estimate_compression_ratio(part_info) for part, part_info in parts)
+        for parts in container._input_parts_by_peer
+    ]
+
+
+@pytest.mark.parametrize("shares", [[1, 1, 1, 1], [1, 1, 0, 1, 1, 0], [5, 1, 2], [1, 1, 0, 0], [0, 0, 1]])
+@pytest.mark.parametrize("gradient", ["float16", "uniform8"])
+def test_bytes_are_divided_by_the_shares(gradient, shares):
+    """With 8-bit gradients, hivemind gives two of four peers a third of the bytes and the others two thirds."""
+    found = count_bytes(shares, gradient, "float16")
+    for share, number in zip(shares, found, strict=True):
+        assert number == pytest.approx(share / sum(shares) * sum(found), rel=0.1)
