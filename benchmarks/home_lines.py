@@ -7,6 +7,9 @@ Each peer runs in a network namespace behind a rate limit (tc's token bucket fil
 tensors; its computation is simulated. Downlinks have 5 times the rate of the uplink, at least 50 Mbit/s. There is no
 latency. Needs root, and 1.5 GB of memory for each peer. Measured points are appended to points.jsonl in --folder; a
 second run measures what is missing, and again what was measured on a busy machine.
+
+Rates rise, from before the peers connect: TCP's send buffers grow with the rate and never shrink. On a connection that
+has become much slower, a full buffer has no room for more than 5 s, and libp2p closes the connection.
 """
 
 import json
@@ -54,11 +57,11 @@ class LineArguments:
     _argument_group_name = "Lines"
 
     uplinks: list[float] = field(
-        default_factory=lambda: [100.0, 20.0, 10.0, 5.0], metadata={"help": "Upload rates in Mbit/s"}
+        default_factory=lambda: [5.0, 10.0, 20.0, 100.0], metadata={"help": "Upload rates in Mbit/s"}
     )
     peers: list[int] = field(default_factory=lambda: [2, 4], metadata={"help": "Numbers of peers"})
     modes: list[str] = field(default_factory=lambda: list(MODES), metadata={"help": f"Of {', '.join(MODES)}"})
-    rounds: int = field(default=2, metadata={"help": "Rounds of a point, after one without rate limit"})
+    rounds: int = field(default=2, metadata={"help": "Rounds of a point; the first round of all is not counted"})
     max_minutes: float = field(default=60.0, metadata={"help": "Start no point that would end later than this"})
     folder: str | None = field(default=None, metadata={"help": "Folder for points and logs. Default: keep neither"})
     debug: bool = field(default=False, metadata={"help": "Show the traceback of an error"})
@@ -81,12 +84,16 @@ def get_line(upload: float) -> Line:
 class Swarm:
     """Peers of one mode, each in its own network namespace.
 
+    :param line: the first one to measure
     :param timeout: seconds after which a round is aborted
     """
 
-    def __init__(self, stack: ExitStack, folder: Path, internet: Internet, mode: str, number: int, timeout: float):
+    def __init__(
+        self, stack: ExitStack, folder: Path, internet: Internet, mode: str, number: int, line: Line, timeout: float
+    ):
         self.folder, self.internet, self.number = folder, internet, number
         self.hosts: list[Public] = [internet.add_public() for _ in range(number)]
+        self.limit(line)
         self.scripts: list[Script] = []
         folder.mkdir(parents=True)
         for index in range(number):
@@ -177,16 +184,18 @@ def read_points(path: Path) -> list[Point]:
 def measure_swarm(
     args: LineArguments, folder: Path, mode: str, number: int, elements: int, uplinks: list[float], deadline: float
 ) -> None:
-    """Measure one mode and number of peers at several rates, from the highest to the lowest."""
+    """Measure one mode and number of peers at several rates, from the lowest to the highest."""
 
     def expect(upload: float) -> float:
         return round_seconds(elements, number, MODES[mode].bits(MODES[mode].state_every == 1), get_line(upload))
 
-    timeout = max(60.0, 3 * expect(min(uplinks)))
+    lowest = min(uplinks)
+    timeout = max(60.0, 3 * expect(lowest))
     with make_internet() as internet, ExitStack() as stack:
-        swarm = Swarm(stack, folder / f"{mode}-{number}-{time.time():.0f}", internet, mode, number, timeout)
-        last = swarm.wait_for_rounds(1, after=0, timeout=START_SECONDS)[-1]
-        for upload in sorted(uplinks, reverse=True):
+        name = f"{mode}-{number}-{time.time():.0f}"
+        swarm = Swarm(stack, folder / name, internet, mode, number, get_line(lowest), timeout)
+        last = swarm.wait_for_rounds(1, after=0, timeout=START_SECONDS + 3 * expect(lowest))[-1]
+        for upload in sorted(uplinks):
             seconds = args.rounds * (expect(upload) + LOCAL_STEPS * LOCAL_STEP_SECONDS)
             if time.monotonic() + seconds > deadline:
                 print(f"{mode}, {number} peers, {upload:g} Mbit/s: left out, --max_minutes", flush=True)
