@@ -552,6 +552,7 @@ class TestFirstBoot:
 
 
 @pytest.mark.peers
+@pytest.mark.early
 def test_deploy_notebook(account, tmp_path, monkeypatch, launcher):
     """moto assigns addresses in 127/8, so that the notebook's probe can join a monitor at the elastic IP."""
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR"):

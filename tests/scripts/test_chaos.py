@@ -6,6 +6,7 @@ from tests.support.chaos import losses, play
 
 
 @pytest.mark.peers
+@pytest.mark.early
 def test_short_run_under_fire(tmp_path, data, launcher):
     run, problems = play(
         tmp_path / "chaos", data, num_steps=7, seed=1, harm_every=8.0, seconds=400.0, launcher=launcher, max_events=5,

@@ -340,6 +340,7 @@ def demo(tmp_path, launcher):
         script.kill_all()
 
 
+@pytest.mark.early
 def test_demo(demo, tmp_path):
     script = demo("--max_global_steps", 2)
     trainers = wait_until(

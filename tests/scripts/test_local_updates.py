@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.support.peers import Script, join_together, read_jsonl, steps_of
 
 LOCAL = ("--local_updates", "--learning_rate", 0.01, "--target_group_size", 3, *steps_of(seconds=5, num_trainers=3))
@@ -11,6 +13,7 @@ def newest_step(script: Script) -> int:
     return max(map(int, re.findall(r"\bStep #(\d+)", script.output)))
 
 
+@pytest.mark.early
 def test_trainers_with_local_updates_outlive_kills_and_hand_over_through_the_monitor(scripts):
     """Both kinds of trainer and a client: one is killed and restarted. All leave later, and a new one continues."""
     monitor = scripts.monitor(

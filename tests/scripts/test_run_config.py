@@ -72,6 +72,7 @@ def test_invited_volunteers_need_the_address_and_their_invitation(scripts, archi
         assert script.stop() == 0, script.output
 
 
+@pytest.mark.early
 def test_volunteers_take_all_settings_from_the_run(scripts, archive_url, tmp_path):
     """The second volunteer joins through the first one, after the organiser's machine has gone."""
     monitor, volunteer = start_run(scripts, archive_url)
