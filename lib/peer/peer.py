@@ -75,6 +75,7 @@ def start_peer(
     keep_memory_shared()
     use_own_socket_folder()
     build_dht = SafeDHT
+    has_new_identity = args.invitation is None and not identity_path.exists()
     if args.invitation is not None:
         revocations = None if args.revocations is None else Path(args.revocations)
         admission = load_admission(Path(args.invitation), revocations, identity_path.parent)
@@ -97,6 +98,7 @@ def start_peer(
             use_auto_relay=args.use_auto_relay,
             trusted_relays=args.trusted_relays or None,
             identity_path=str(identity_path),
+            check_if_identity_free=not has_new_identity,  # which takes a second and another p2pd
             client_mode=client_mode,
             record_validators=validators,
             startup_timeout=args.bootstrap_timeout,
@@ -115,15 +117,17 @@ def start_peer(
                 raise SystemExit(0) from None
             reason = _explain_start_failure(error, args)
             if reason is None and initial_peers and may_start_alone and get_dht_time() + 3 > deadline:
-                logger.warning(f"{_unreachable(args)}. Starting without them, and dialing them again now and then")
+                logger.warning(
+                    f"{_why_outside(error, args)}. Starting without them, and dialing them again now and then"
+                )
                 initial_peers, deadline = [], get_dht_time() + args.bootstrap_timeout
                 continue
             if reason is not None:
                 raise UserError(reason) from None
             if get_dht_time() + 3 > deadline:
-                raise TemporaryError(_unreachable(args)) from None
+                raise TemporaryError(_why_outside(error, args)) from None
             if not has_warned:
-                logger.warning(f"{_unreachable(args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
+                logger.warning(f"{_why_outside(error, args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
             if args.initial_peers and (known := find_known_peers()):
                 logger.info(f"Trying {len(known)} addresses of peers that this peer has met before")
@@ -157,7 +161,11 @@ def _end(dht: DHT) -> None:
         MPFuture.reset_backend()
 
 
-def _unreachable(args: BaseTrainingArguments) -> str:
+def _why_outside(error: Exception, args: BaseTrainingArguments) -> str:
+    """Return an error message of one line for a failure that may pass."""
+    text = " ".join(str(error).split())
+    if "already taken" in text:
+        return text
     if not args.initial_peers:
         return f"no peer could be started within --bootstrap_timeout {args.bootstrap_timeout:.0f} seconds; raise it"
     return (

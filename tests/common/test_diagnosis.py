@@ -15,7 +15,7 @@ from lib.common.diagnosis import DIAGNOSES, PAGE, Diagnosis, diagnose, render_pa
 from lib.common.errors import describe
 from lib.data.manifest import Manifest
 from lib.peer.addresses import look_up_public_ip
-from lib.peer.peer import _explain_start_failure, _unreachable
+from lib.peer.peer import _explain_start_failure, _why_outside
 from run_forever import Outcome
 from tests.support.messages import read_templates
 
@@ -50,8 +50,10 @@ PROVOKED = {
     "the p2p daemon": lambda folder: _explain_start_failure(
         P2PDaemonError("Failed to start p2pd daemon: [Errno 13] Permission denied"), BaseTrainingArguments()
     ),
-    "no peer could be started": lambda folder: _unreachable(BaseTrainingArguments()),
-    "none of --initial_peers": lambda folder: _unreachable(BaseTrainingArguments(initial_peers=[ADDRESS])),
+    "no peer could be started": lambda folder: _why_outside(TimeoutError(), BaseTrainingArguments()),
+    "none of --initial_peers": lambda folder: _why_outside(
+        TimeoutError(), BaseTrainingArguments(initial_peers=[ADDRESS])
+    ),
     "too many open files": lambda folder: os_error(errno.EMFILE),
     "the disk is full": lambda folder: os_error(errno.ENOSPC),
     "OutOfMemoryError": lambda folder: describe(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),

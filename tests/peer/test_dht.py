@@ -5,6 +5,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, 
 from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
+from lib.common.errors import TemporaryError
 from lib.peer.dht import RelayedP2P, close_relayed_connections, use_own_socket_folder
 from lib.peer.peer import _end
 from tests.support.peers import local_peer, wait_until
@@ -33,9 +35,22 @@ def test_daemon_uses_the_relays_that_it_is_given_and_no_others(tmp_path):
     It also waits if it finds fewer relays than it was given addresses.
     """
     relays = [RELAY, RELAY.replace("/tcp/31337", "/udp/31337/quic-v1")]
-    with local_peer(tmp_path, "run", use_auto_relay=True, trusted_relays=relays) as peer:
+    with local_peer(tmp_path, "run", use_relay=True, use_auto_relay=True, trusted_relays=relays) as peer:
         (daemon,) = psutil.Process(peer.dht.pid).children()
         assert {f"-trustedRelays={RELAY}", "-relayDiscovery=0"} <= set(daemon.cmdline())
+
+
+def test_only_an_identity_that_others_may_have_is_looked_for(tmp_path, capfd):
+    with local_peer(tmp_path / "one", "run") as first:
+        address = str(first.dht.get_visible_maddrs()[0])
+        with local_peer(tmp_path / "two", "run", (address,)):
+            assert "Checking that identity" not in capfd.readouterr().err, "it is new"
+        copy = shutil.copytree(tmp_path / "one", tmp_path / "three")
+        with (
+            pytest.raises(TemporaryError, match=f"Identity from `{copy}/identity.key` is already taken"),
+            local_peer(copy, "run", (address,), bootstrap_timeout=3),
+        ):
+            pass
 
 
 class FakeP2P:
