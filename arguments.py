@@ -80,7 +80,10 @@ class BaseTrainingArguments:
             "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337"
         },
     )
-    use_relay: bool = field(default=True, metadata={"help": "Reach peers behind NAT or firewalls through relays"})
+    use_relay: bool = field(
+        default=True,
+        metadata={"help": "Reach peers behind NAT or firewalls through relays, and relay for others"},
+    )
     use_auto_relay: bool = field(
         default=False,
         metadata={

@@ -26,6 +26,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 # Seconds. A daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s.
 HOLE_PUNCHING_DELAY = 4.0
+WITHOUT_RELAYS = Path(__file__).with_name("without_relays.json")
 
 
 class RelayedP2P(P2P):
@@ -33,6 +34,9 @@ class RelayedP2P(P2P):
 
     hivemind leaves the discovery of relays on. libp2p then uses no relay until it has found four candidates or three
     minutes have passed. It waits as long for a relay that is given with two addresses, which it counts as two.
+
+    Without relays the daemon needs a file: its flag can only switch them on, and they are on by default. It would then
+    relay for others, and read a table of the internet's networks at its start (0.4 CPU seconds, 28 MB).
     """
 
     @classmethod
@@ -48,6 +52,8 @@ class RelayedP2P(P2P):
     def _make_process_args(*args, **kwargs) -> list[str]:
         if "trustedRelays" in kwargs:
             kwargs["relayDiscovery"] = False
+        if not kwargs["relay"]:
+            kwargs["f"] = WITHOUT_RELAYS
         return P2P._make_process_args(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
 from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
@@ -25,6 +26,7 @@ from lib.peer.peer import _end
 from tests.support.peers import local_peer, wait_until
 from utils import get_dictionary, store_record
 
+HOP = "/libp2p/circuit/relay/0.2.0/hop"  # what a peer behind NAT asks a relay for
 RELAY = "/ip4/127.0.0.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
@@ -40,6 +42,22 @@ def test_daemon_uses_the_relays_that_it_is_given_and_no_others(tmp_path):
         assert {f"-trustedRelays={RELAY}", "-relayDiscovery=0"} <= set(daemon.cmdline())
 
 
+@pytest.mark.peers
+@pytest.mark.parametrize("use_relay", [True, False])
+def test_peer_without_relays_relays_for_nobody(tmp_path, use_relay):
+    with local_peer(tmp_path / "one", "run", use_relay=use_relay) as one:
+        address = str(one.dht.get_visible_maddrs()[0])
+        with local_peer(tmp_path / "two", "run", (address,)) as two:
+
+            async def ask_for_a_relay() -> None:
+                p2p = await two.dht.replicate_p2p()
+                await p2p._client.stream_open(one.dht.peer_id, (HOP,))
+
+            with contextlib.nullcontext() if use_relay else pytest.raises(ControlFailure, match="not supported"):
+                asyncio.run(ask_for_a_relay())
+
+
+@pytest.mark.peers
 def test_only_an_identity_that_others_may_have_is_looked_for(tmp_path, capfd):
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])

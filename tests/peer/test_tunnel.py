@@ -62,7 +62,7 @@ def use(monkeypatch):
 
 @contextlib.contextmanager
 def tunnelled_peer(folder: Path, **options) -> Iterator:
-    args = BaseTrainingArguments(run_id="run", bootstrap_timeout=60, **options)
+    args = BaseTrainingArguments(run_id="run", bootstrap_timeout=60, use_relay=False, **options)
     with open_tunnel(args):
         peer = start_peer(args, folder / "identity.key", False, threading.Event())
         try:

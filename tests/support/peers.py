@@ -27,6 +27,8 @@ from tests.support.family import Family, is_alive
 from tests.support.launcher import ENVIRONMENT, LATE_VARIABLES, PYTHON, ROOT, Launcher, end_with_parent
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
+# A daemon that can relay reads a table of the internet's networks at its start, for 0.4 CPU seconds.
+WITHOUT_RELAYS = "--no_use_relay"
 # Seconds of a micro-batch, see paced.py. The model needs 0.02 s of them.
 PACE = 0.25
 BATCH_SIZE = 16
@@ -257,7 +259,7 @@ class Scripts:
 
     :param folder: for output folders and logs
     :param data: folder with the files of `prepare_data`
-    :param namespace: network namespace of the host to run the scripts on (see Host)
+    :param namespace: network namespace of the host to run the scripts on (see Host); without, no peer needs relays
     :param launcher: forks the scripts; without it, each script spends seconds on its imports
     """
 
@@ -266,6 +268,7 @@ class Scripts:
     ):  # fmt: skip
         self.folder, self.data, self.namespace, self.launcher = folder, data, namespace, launcher
         self.late = LATE_VARIABLES
+        self._relays = (WITHOUT_RELAYS,) if namespace is None else ()
         self.running: list[Script] = []
 
     def start(self, name: str, *args: object, log: str, env: dict[str, str] | None = None) -> Script:
@@ -280,7 +283,7 @@ class Scripts:
         :param wrappers: scripts that run the monitor's script, such as tests/support/pausing.py
         """
         return self.start(
-            *wrappers, "run_training_monitor.py", "--tokenizer_path", self.data / "tokenizer", "--model_name_or_path",
+            *wrappers, "run_training_monitor.py", *self._relays, "--tokenizer_path", self.data / "tokenizer", "--model_name_or_path",
             self.data / "config.json", "--host_maddrs", reserve_maddr(), "--refresh_period", 0.5, "--output_dir",
             self.folder / name, *args, log=name,
         )  # fmt: skip
@@ -296,7 +299,7 @@ class Scripts:
         :param wrappers: scripts that run the trainer's script
         """
         return self.start(
-            *wrappers, "tests/support/paced.py", name_of_script, "--run_id", "albert",
+            *wrappers, "tests/support/paced.py", name_of_script, *self._relays, "--run_id", "albert",
             "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
             self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", BATCH_SIZE,
@@ -323,10 +326,10 @@ def invite(authority, path: Path, days: float = 1.0) -> str:
 def local_peer(
     folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options
 ) -> Iterator:
-    """Start a DHT peer in the test's process."""
+    """Start a DHT peer in the test's process. By default it uses no relays, see `WITHOUT_RELAYS`."""
     from lib.peer.peer import start_peer
 
-    options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, **options}
+    options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, "use_relay": False, **options}
     args = BaseTrainingArguments(run_id=run_id, initial_peers=list(initial_peers), **options)
     peer = start_peer(args, folder / "identity.key", client_mode, threading.Event())
     try:
