@@ -33,7 +33,9 @@ def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
     :raises UserError: if the file is not a private key
     """
     if not path.exists():
-        write_private_key(RSAPrivateKey(), path)
+        private_key = RSAPrivateKey()
+        write_private_key(private_key, path)
+        return private_key
     try:
         return read_private_key(path)
     except OSError:

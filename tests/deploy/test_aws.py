@@ -21,6 +21,7 @@ import pytest
 import requests
 from botocore.exceptions import ClientError, NoCredentialsError
 from moto.server import ThreadedMotoServer
+from moto.utilities.utils import load_resource
 
 import run_training_monitor
 from arguments import TRAINER_ARGUMENTS
@@ -40,10 +41,15 @@ DATA = "https://example.org/data.tar.gz"
 @pytest.fixture(scope="module")
 def cloud() -> Iterator[str]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    used = [image for image in load_resource("ec2/resources/latest_amis/us-east-1.json") if "al2023" in image["name"]]
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        # moto would make all its images again for each account, in a fifth of the time of these tests.
+        patch.setattr("moto.ec2.models.amis.AMIS", used)
+        patch.setenv("MOTO_AMIS_PATH", "no others")
+        server.start()
+        yield "http://{}:{}".format(*server.get_host_and_port())
+        server.stop()
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def start_run(scripts, archive_url: str, *flags: object) -> tuple[Script, Callab
             "tests/support/paced.py", "run_trainer.py", "--initial_peers", address,
             "--host_maddrs", LOCAL, "--output_dir", folder / name,
             "--dataset_path", folder / name / "data", "--tokenizer_path", folder / name / "tokenizer", *flags,
-            log=name, env={"PACE": "0.25"},
+            log=name, env={"PACE": "0.5"},
         )  # fmt: skip
 
     return monitor, volunteer
