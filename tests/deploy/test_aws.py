@@ -46,7 +46,7 @@ def cloud() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         # moto would make all its images again for each account, in a fifth of the time of these tests.
         patch.setattr("moto.ec2.models.amis.AMIS", used)
-        patch.setenv("MOTO_AMIS_PATH", "no others")
+        patch.setattr("moto.ec2.models.amis.environ", {"MOTO_AMIS_PATH": "no others"})
         server.start()
         yield "http://{}:{}".format(*server.get_host_and_port())
         server.stop()

@@ -286,7 +286,7 @@ class Scripts:
         return self.start(
             *wrappers, "run_training_monitor.py", *self._relays, "--tokenizer_path", self.data / "tokenizer",
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", reserve_maddr(),
-            "--refresh_period", 0.5, "--output_dir", self.folder / name, *args, log=name,
+            "--refresh_period", 1.0, "--output_dir", self.folder / name, *args, log=name,
         )  # fmt: skip
 
     def trainer(
