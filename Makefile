@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 # More flags for the demo or pytest, as in: make demo ARGS="--train_file my.txt --trainers 3"
 ARGS ?=
-# -n 3: trainers mostly wait in the tests. With 4 workers on two cores the tests take 5 % more CPU seconds.
+# -n 4: trainers mostly wait in the tests. With 3 workers on two cores up to half of their time is unused.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --durations=15
 
 .PHONY: help install install-organiser demo test test-fast test-all test-gpu test-browser soak bench bench-all lint clean
@@ -18,13 +18,13 @@ demo: .venv/installed-organiser  ## Train a small model with two trainers on thi
 	@.venv/bin/python run_local_demo.py $(ARGS)
 
 test: .venv/installed-dev  ## Run the tests, in about a quarter of an hour
-	$(PYTEST) -n 3 -m "not long and not gpu and not browser" $(ARGS)
+	$(PYTEST) -n 4 -m "not long and not gpu and not browser" $(ARGS)
 
 test-fast: .venv/installed-dev  ## Run those that start neither peers nor other programs, in two minutes
 	$(PYTEST) -n 2 -m "not long and not peers and not programs and not gpu and not browser" $(ARGS)
 
 test-all: .venv/installed-dev  ## Run those too that take a minute or more each, in about half an hour
-	$(PYTEST) -n 3 -m "not gpu and not browser" $(ARGS)
+	$(PYTEST) -n 4 -m "not gpu and not browser" $(ARGS)
 
 test-gpu: .venv/installed-dev  ## Run those that need a GPU or two
 	.venv/bin/python -m pytest -n 0 -m gpu $(ARGS)
