@@ -20,8 +20,8 @@ from tests.support.peers import Scripts, prepare_data
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
 MODULES_WITH_PEERS = ("test_state", "test_resume", "test_admission")
 MODULES_WITH_PROGRAMS = (
-    "test_aws", "test_console", "test_dashboard_server", "test_hub_upload", "test_launcher", "test_notebooks",
-    "test_requirements", "test_tokenize_script",
+    "test_aws", "test_console", "test_dashboard_server", "test_first_boot", "test_hub_upload", "test_launcher",
+    "test_notebooks", "test_requirements", "test_tokenize_script",
 )  # fmt: skip
 LAST_LINES = 30
 

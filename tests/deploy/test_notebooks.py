@@ -1,5 +1,6 @@
-"""Notebooks: as committed, and executed from the first cell to the last, with a fake GPU."""
+"""Notebooks: as committed, and executed from the first cell to the last, with a fake GPU or a fake AWS."""
 
+import base64
 import json
 import os
 import re
@@ -18,10 +19,13 @@ from nbclient.exceptions import CellExecutionError
 
 from arguments import TRAINER_ARGUMENTS
 from deploy import join
+from deploy.aws import Deployment
 from deploy.join import Gpu, choose_batch_size, find_gpus, trainer_command
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
-from tests.support.peers import LOCAL, ROOT, wait_until
+from lib.peer.addresses import get_free_port
+from tests.support.aws import DATA, IMAGE, make_settings
+from tests.support.peers import LOCAL, ROOT, Script, wait_until
 
 NOTEBOOKS = sorted((ROOT / "deploy").glob("*.ipynb"))
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"
@@ -342,3 +346,48 @@ def test_join_notebook_says_what_is_missing(repository):
         execute(join_notebook(repository, INITIAL_PEERS=""), repository)
     assert "error: INITIAL_PEERS is empty" in str(raised.value)
     assert "Traceback" not in str(raised.value)
+
+
+@pytest.mark.peers
+@pytest.mark.early
+def test_deploy_notebook(account, tmp_path, launcher):
+    """moto assigns addresses in 127/8, so that the notebook's probe can join a monitor at the elastic IP."""
+    port = get_free_port()
+    deployment = Deployment(make_settings(name="nb", port=port))
+    notebook = nbformat.read(ROOT / "deploy" / "deploy_on_aws.ipynb", nbformat.NO_CONVERT)
+    fill_in(
+        notebook, NAME="nb", REPO_URL="https://example.org/project.git", DATASET_URL=DATA, RUN_ID="r", REALLY=True,
+        MORE={"port": port, "trainer_image": IMAGE},
+    )  # fmt: skip
+    monitors = []
+
+    def be_the_coordinator() -> None:
+        wait_until(lambda: deployment.instances("coordinator"), 150, "the coordinator's instance")
+        name = "/collaborative-training/nb/identity"
+        key = deployment.ssm.get_parameter(Name=name, WithDecryption=True)["Parameter"]["Value"]
+        (tmp_path / "identity.key").write_bytes(base64.b64decode(key))
+        (elastic_ip,) = deployment.ec2.describe_addresses()["Addresses"]
+        host_maddr = f"/ip4/{elastic_ip['PublicIp']}/tcp/{port}"
+        monitors.append(
+            Script(
+                "run_training_monitor.py", "--no_store_checkpoints", "--run_id", "r", "--output_dir", tmp_path / "out",
+                "--identity_path", tmp_path / "identity.key", "--host_maddrs", host_maddr,
+                log=tmp_path / "monitor.log", launcher=launcher,
+            )
+        )  # fmt: skip
+
+    machine = threading.Thread(target=be_the_coordinator)
+    machine.start()
+    try:
+        printed = execute(notebook, ROOT / "deploy", timeout=180)
+        address = re.search(r"^--initial_peers (\S+)$", printed, re.MULTILINE)[1]
+        assert address == monitors[0].address
+        assert printed.count("Joined the run 'r': 0 trainers reported") == 2
+        assert "2 of 2 trainers" in printed and "Together $" in printed
+        assert printed.rstrip().endswith("Removed all resources of 'nb'")
+        assert deployment.instances() == []
+        assert monitors[0].stop(signal.SIGTERM) == 0
+    finally:
+        machine.join()
+        for monitor in monitors:
+            monitor.kill_all()

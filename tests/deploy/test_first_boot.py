@@ -1,0 +1,228 @@
+"""First boot of a machine on AWS: its user data, run with fake programs that would require root."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import run_training_monitor
+from arguments import TRAINER_ARGUMENTS
+from deploy import aws
+from deploy.aws import Deployment
+from lib.common.cli import parse_arguments
+from lib.common.errors import UserError
+from lib.data.archive import write_archive
+from tests.deploy.test_notebooks import make_repository, write_program
+from tests.support.aws import DATA, make_settings, read_user_data
+from tests.support.peers import wait_until
+
+
+@pytest.fixture
+def user_data(started) -> dict[str, str]:
+    started.top_up(1)
+    return {instance.role: read_user_data(started, instance) for instance in started.instances()}
+
+
+@pytest.mark.parametrize("role", ["coordinator", "trainer"])
+def test_user_data_is_a_valid_script(user_data, role, tmp_path):
+    script = tmp_path / "user_data.sh"
+    script.write_text(user_data[role])
+    assert len(user_data[role]) < aws.MAX_USER_DATA
+    subprocess.run(["bash", "-n", script], check=True)
+    result = subprocess.run([Path(sys.executable).parent / "shellcheck", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_user_data_has_a_limit(started):
+    with pytest.raises(UserError, match="the user data has .* use fewer flags"):
+        Deployment(make_settings(trainer_flags="--debug " * 2000))._user_data("trainer", "x", ["--debug"] * 2000)
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """Instance metadata service, version 2. `server.values`: path -> successive responses; the last one repeats."""
+
+    def do_PUT(self) -> None:
+        self.answer("the token" if self.path == "/latest/api/token" else None)
+
+    def do_GET(self) -> None:
+        self.server.paths.append(self.path)
+        if self.headers["X-aws-ec2-metadata-token"] != "the token":
+            self.send_error(401)
+            return
+        answers = self.server.values.get(self.path.removeprefix("/latest/meta-data/"), [None])
+        self.answer(answers.pop(0) if len(answers) > 1 else answers[0])
+
+    def answer(self, text: str | None) -> None:
+        if text is None:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    server.values, server.paths = {"public-ipv4": ["203.0.113.7"]}, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+class Machine:
+    """A machine at its first boot: a folder instead of /opt and /etc, and fake programs that would require root."""
+
+    def __init__(self, folder: Path, metadata: ThreadingHTTPServer):
+        self.folder, self.metadata = folder / "collaboration", metadata
+        self.units, self.log = folder / "units", folder / "log"
+        self.units.mkdir()
+        python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+        pip = f'#!/bin/sh\necho pip "$@" >> {self.log}\n'
+        venv = f'mkdir -p "$3/bin"\ncat > "$3/bin/python" <<"E"\n{python}E\ncat > "$3/bin/pip" <<"E"\n{pip}E\n'
+        programs = {
+            "dnf": "", "systemctl": "", "chown": "", "sleep": "exec /bin/sleep 0.02", "useradd": 'mkdir -p "$4"',
+            "runuser": 'shift 3; exec "$@"', "python3.11": venv + 'chmod +x "$3"/bin/*',
+            "nvidia-smi": "echo Tesla T4, 15360",
+        }  # fmt: skip
+        for name, code in programs.items():
+            self.install(name, code)
+
+    def install(self, name: str, code: str) -> None:
+        write_program(self.folder.parent / "bin" / name, f'#!/bin/bash\necho {name} "$@" >> {self.log}\n{code}\n')
+
+    def run(self, *command: object) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "PATH": f"{self.folder.parent / 'bin'}:{os.environ['PATH']}"}
+        return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=60)
+
+    def boot(self, user_data: str) -> subprocess.CompletedProcess:
+        url = f"http://127.0.0.1:{self.metadata.server_port}/latest"
+        places = {"FOLDER": self.folder, "UNITS": self.units, "METADATA": url}
+        for name, value in places.items():
+            user_data, count = re.subn(rf"^{name}=.*$", f"{name}={value}", user_data, count=1, flags=re.MULTILINE)
+            assert count == 1
+        script = self.folder.parent / "user_data.sh"
+        script.write_text(user_data)
+        return self.run("bash", script)
+
+    def service_arguments(self) -> list[str]:
+        """Return the command line that systemd would run."""
+        unit = (self.units / "collaboration.service").read_text()
+        result = self.run(re.search(r"^ExecStart=(.*)$", unit, re.MULTILINE)[1])
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+
+@pytest.fixture
+def machine(tmp_path, metadata) -> Machine:
+    return Machine(tmp_path, metadata)
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    folder = make_repository(tmp_path / "repository", "import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    (folder / "run_training_monitor.py").write_text((folder / "run_trainer.py").read_text())
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", folder]
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "y"], check=True)
+    return folder
+
+
+class TestFirstBoot:
+    def test_trainer(self, started, repository, machine):
+        settings = make_settings(repo_url=f"file://{repository}", trainer_flags="--bandwidth 500 --username 'a b%c$d'")
+        result = machine.boot(Deployment(settings).trainer_user_data())
+        assert result.returncode == 0, result.stdout + result.stderr
+        training, dataset, peer, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", machine.service_arguments())
+        assert peer.initial_peers == [started.address()] and peer.run_id == "r" and not peer.client_mode
+        assert (peer.host_maddrs, peer.announce_maddrs) == (
+            ["/ip4/0.0.0.0/tcp/31337"],
+            ["/ip4/203.0.113.7/tcp/31337"],
+        )
+        assert training.per_device_train_batch_size == 8, "by the GPU's memory"
+        assert dataset.dataset_url == DATA
+        assert (peer.bandwidth, peer.username) == (500, "a b%c$d")
+        log = machine.log.read_text()
+        assert f"-r {machine.folder}/project/requirements.txt" in log
+        assert "systemctl enable --now collaboration.service spot-watch.service" in log
+
+    def test_coordinator(self, started, repository, machine, metadata, data, tmp_path):
+        ip = started.instances()[0].ip
+        metadata.values["public-ipv4"] = ["198.51.100.1", "198.51.100.1", ip]  # the elastic IP is associated later
+        key = started.ssm.get_parameter(Name="/collaborative-training/test/identity", WithDecryption=True)
+        machine.install("aws", f"echo {key['Parameter']['Value']}")
+        folders = {"data/albert_tokenized_wikitext": data / "dataset", "data/tokenizer": data / "tokenizer"}
+        digest = write_archive(tmp_path / "data.tar.gz", folders)
+        settings = make_settings(
+            repo_url=f"file://{repository}",
+            dataset_url=f"file://{tmp_path}/data.tar.gz",
+            dataset_sha256=digest.upper(),
+        )
+        user_data = Deployment(settings).coordinator_user_data(ip)
+        result = machine.boot(user_data)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+        _, _, peer, *_ = parse_arguments(run_training_monitor.ARGUMENTS, "-", machine.service_arguments())
+        assert (peer.announce_maddrs, peer.run_id) == ([f"/ip4/{ip}/tcp/31337"], "r")
+        identity = machine.folder / "identity.key"
+        assert peer.identity_path == str(identity)
+        assert base64.b64encode(identity.read_bytes()).decode() == key["Parameter"]["Value"]
+        assert identity.stat().st_mode & 0o777 == 0o600
+        assert key["Parameter"]["Value"] not in result.stdout + result.stderr
+        assert [path.name for path in (machine.folder / "project" / "data").iterdir()] == ["tokenizer"]
+        log = machine.log.read_text()
+        assert f"-r {machine.folder}/project/requirements-organiser.txt" in log, "its flags may ask for a dashboard"
+        assert "aws ssm get-parameter --region us-east-1 --name /collaborative-training/test/identity" in log
+
+        result = machine.boot(user_data.replace(digest, "0" * 64))
+        assert result.returncode != 0 and "could not be set up" in result.stdout
+        assert "poweroff" not in machine.log.read_text(), "a coordinator waits for its organiser"
+
+    def test_units_are_valid(self, started, repository, machine):
+        assert (
+            machine.boot(Deployment(make_settings(repo_url=f"file://{repository}")).trainer_user_data()).returncode
+            == 0
+        )
+        units = sorted(machine.units.iterdir())
+        assert [unit.name for unit in units] == ["collaboration.service", "spot-watch.service"]
+        text = units[0].read_text()
+        for line in ("Restart=on-failure", "KillMode=mixed", "SuccessAction=poweroff", "User=collaboration"):
+            assert f"\n{line}\n" in text
+        if shutil.which("systemd-analyze"):
+            result = machine.run("systemd-analyze", "verify", *units)
+            assert result.returncode == 0, result.stderr
+
+    def test_failed_setup_terminates_the_instance(self, started, machine, tmp_path):
+        settings = make_settings(repo_url=f"file://{tmp_path}/nothing")
+        result = machine.boot(Deployment(settings).trainer_user_data())
+        assert result.returncode != 0
+        assert "This machine could not be set up" in result.stdout
+        assert "systemctl poweroff" in machine.log.read_text()
+
+    def test_trainer_stops_before_a_spot_interruption(self, started, repository, machine, metadata):
+        assert (
+            machine.boot(Deployment(make_settings(repo_url=f"file://{repository}")).trainer_user_data()).returncode
+            == 0
+        )
+        path, results = "/latest/meta-data/spot/instance-action", []
+        watch = threading.Thread(target=lambda: results.append(machine.run(machine.folder / "spot_watch.sh")))
+        watch.start()
+        wait_until(lambda: metadata.paths.count(path) >= 2, 120, "two questions")
+        assert "systemctl stop" not in machine.log.read_text()
+        metadata.values["spot/instance-action"] = ['{"action": "terminate", "time": "2030-01-01T00:00:00Z"}']
+        watch.join(20)
+        assert results and results[0].returncode == 0
+        assert machine.log.read_text().splitlines()[-1] == "systemctl stop collaboration"
