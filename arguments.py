@@ -5,7 +5,7 @@ older examples are translated in lib/common/argument_parser.py.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from lib.common.checks import (
@@ -18,6 +18,7 @@ from lib.common.checks import (
     require_not_negative,
     require_positive,
 )
+from lib.common.flags import flag
 
 Compression = Literal["none", "float16", "scaled_float16", "uniform8", "quantile8"]
 GradientCompression = Literal[Compression, "blockwise8", "blockwise4"]
@@ -30,111 +31,82 @@ class BaseTrainingArguments:
 
     _argument_group_name = "Peer"
 
-    run_id: str = field(
-        default="albert",
-        metadata={
-            "help": "Unique name of this training run, the same for all of its peers. It also seeds the initial "
-            "weights, so that peers that start together have equal weights. Must not contain '.'"
-        },
+    run_id: str = flag(
+        "albert",
+        "Unique name of this training run, the same for all of its peers. It also seeds the initial "
+        "weights, so that peers that start together have equal weights. Must not contain '.'",
+        setting=True,
     )
-    initial_peers: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Multiaddresses of one or more running peers to join through, separated by spaces. Example: "
-            "/ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY"
-        },
+    initial_peers: list[str] = flag(
+        list,
+        "Multiaddresses of one or more running peers to join through, separated by spaces. Example: "
+        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY",
     )
-    use_ipfs: bool = field(
-        default=False,
-        metadata={
-            "help": "Find initial_peers through IPFS, which needs only the /p2p/XXXX part of their addresses. "
-            "Connecting takes longer than with full addresses"
-        },
+    use_ipfs: bool = flag(
+        False,
+        "Find initial_peers through IPFS, which needs only the /p2p/XXXX part of their addresses. "
+        "Connecting takes longer than with full addresses",
     )
-    host_maddrs: list[str] = field(
-        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
-        metadata={
-            "help": "Multiaddresses to listen on. The default is any free TCP port on all IPv4 interfaces; set a "
-            "port to keep the same address across restarts, e.g. /ip4/0.0.0.0/tcp/31337"
-        },
+    host_maddrs: list[str] = flag(
+        lambda: ["/ip4/0.0.0.0/tcp/0"],
+        "Multiaddresses to listen on. The default is any free TCP port on all IPv4 interfaces; set a "
+        "port to keep the same address across restarts, e.g. /ip4/0.0.0.0/tcp/31337",
     )
-    announce_maddrs: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Multiaddresses at which other peers reach this one, if they differ from those it listens on (a "
-            "forwarded port, a tunnel). Example: /dns4/0.tcp.ngrok.io/tcp/12345"
-        },
+    announce_maddrs: list[str] = flag(
+        list,
+        "Multiaddresses at which other peers reach this one, if they differ from those it listens on (a "
+        "forwarded port, a tunnel). Example: /dns4/0.tcp.ngrok.io/tcp/12345",
     )
-    tunnel: Literal["none", "ngrok"] = field(
-        default="none",
-        metadata={
-            "help": "Open a tunnel and announce its address, so that other peers can join through this one although "
-            "it is behind a firewall or NAT. ngrok needs its SDK and an account; the authtoken is read from "
-            "NGROK_AUTHTOKEN or ngrok.yml"
-        },
+    tunnel: Literal["none", "ngrok"] = flag(
+        "none",
+        "Open a tunnel and announce its address, so that other peers can join through this one although "
+        "it is behind a firewall or NAT. ngrok needs its SDK and an account; the authtoken is read from "
+        "NGROK_AUTHTOKEN or ngrok.yml",
     )
-    announce_tunnel: str | None = field(
-        default=None,
-        metadata={
-            "help": "HOST:PORT of a tunnel or forwarded port that you have set up, announced in addition to the "
-            "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337"
-        },
+    announce_tunnel: str | None = flag(
+        None,
+        "HOST:PORT of a tunnel or forwarded port that you have set up, announced in addition to the "
+        "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337",
     )
-    use_relay: bool = field(
-        default=True,
-        metadata={"help": "Reach peers behind NAT or firewalls through relays, and relay for others"},
+    use_relay: bool = flag(True, "Reach peers behind NAT or firewalls through relays, and relay for others")
+    use_auto_relay: bool = flag(
+        False,
+        "Become reachable through relays, about 20 seconds after joining, if this peer is behind NAT or "
+        "a firewall. Needs two public peers",
     )
-    use_auto_relay: bool = field(
-        default=False,
-        metadata={
-            "help": "Become reachable through relays, about 20 seconds after joining, if this peer is behind NAT or "
-            "a firewall. Needs two public peers"
-        },
+    trusted_relays: list[str] = flag(
+        list,
+        "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer "
+        "ID. Default: initial_peers. All traffic between this peer and other peers behind NAT passes through "
+        "one of them, unless there are four and the routers allow direct connections",
     )
-    trusted_relays: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer "
-            "ID. Default: initial_peers. All traffic between this peer and other peers behind NAT passes through "
-            "one of them, unless there are four and the routers allow direct connections"
-        },
+    identity_path: str | None = flag(
+        None,
+        "File with this peer's private key, created if it does not exist. The key determines the peer "
+        "ID: a peer that restarts with the same file keeps its address and counts as the same contributor. "
+        "Default: identity.key in --output_dir",
     )
-    identity_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with this peer's private key, created if it does not exist. The key determines the peer "
-            "ID: a peer that restarts with the same file keeps its address and counts as the same contributor. "
-            "Default: identity.key in --output_dir"
-        },
+    invitation: str | None = flag(
+        None,
+        "Invitation file from the organiser, for a run that only invited peers may join; see invite.py. "
+        "It contains this peer's identity",
     )
-    invitation: str | None = field(
-        default=None,
-        metadata={
-            "help": "Invitation file from the organiser, for a run that only invited peers may join; see invite.py. "
-            "It contains this peer's identity"
-        },
+    revocations: str | None = flag(
+        None,
+        "File with the organiser's list of revoked invitations, written by invite.py revoke. This peer "
+        "sends the list to all other peers. The file may be created later and is read again when it changes",
     )
-    revocations: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with the organiser's list of revoked invitations, written by invite.py revoke. This peer "
-            "sends the list to all other peers. The file may be created later and is read again when it changes"
-        },
-    )
-    bootstrap_timeout: float = field(
-        default=60.0,
-        metadata={"help": "Give up joining after this many seconds if none of initial_peers answers"},
-    )
-    debug: bool = field(default=False, metadata={"help": "Log more, and show the traceback of a fatal error"})
+    bootstrap_timeout: float = flag(60.0, "Give up joining after this many seconds if none of initial_peers answers")
+    debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 
     def __post_init__(self):
         require(bool(self.run_id.strip()), "--run_id must not be empty")
         require("." not in self.run_id, f"--run_id '{self.run_id}' must not contain '.'; write '-' instead")
-        for flag in ("initial_peers", "trusted_relays"):
-            peers = [peer for value in getattr(self, flag) for peer in value.split(",") if peer]
-            setattr(self, flag, peers)
+        for name in ("initial_peers", "trusted_relays"):
+            peers = [peer for value in getattr(self, name) for peer in value.split(",") if peer]
+            setattr(self, name, peers)
             for peer in peers:
-                check_peer(f"--{flag}", peer)
+                check_peer(f"--{name}", peer)
         require(
             self.invitation is None or self.identity_path is None,
             "--invitation contains an identity: drop --identity_path",
@@ -146,10 +118,10 @@ class BaseTrainingArguments:
         require(self.use_relay or not self.use_auto_relay, "--use_auto_relay needs relays: drop --no_use_relay")
         if self.use_auto_relay and not self.use_ipfs:
             self.trusted_relays = self.trusted_relays or self.initial_peers
-        for flag in ("host_maddrs", "announce_maddrs"):
-            for maddr in getattr(self, flag):
-                protocols = check_maddr(f"--{flag}", maddr)
-                if flag == "announce_maddrs":
+        for name in ("host_maddrs", "announce_maddrs"):
+            for maddr in getattr(self, name):
+                protocols = check_maddr(f"--{name}", maddr)
+                if name == "announce_maddrs":
                     port = protocols.get("tcp", protocols.get("udp"))
                     require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
         self._check_tunnel()
@@ -181,9 +153,8 @@ class AveragerArguments:
 
     _argument_group_name = "Groups"
 
-    target_group_size: int = field(
-        default=256,
-        metadata={"help": "Maximum number of peers in one group. A full group starts its round immediately"},
+    target_group_size: int = flag(
+        256, "Maximum number of peers in one group. A full group starts its round immediately", setting=True
     )
 
     def __post_init__(self):
@@ -196,38 +167,22 @@ class ProgressTrackerArguments:
 
     _argument_group_name = "Progress"
 
-    min_refresh_period: float = field(
-        default=0.5, metadata={"help": "Minimum seconds between two reads of the other peers' progress"}
+    min_refresh_period: float = flag(0.5, "Minimum seconds between two reads of the other peers' progress")
+    max_refresh_period: float = flag(30, "Maximum seconds between two reads of the other peers' progress")
+    default_refresh_period: float = flag(
+        3, "Seconds between two reads of the progress while no other peer reports any or a read has failed"
     )
-    max_refresh_period: float = field(
-        default=30, metadata={"help": "Maximum seconds between two reads of the other peers' progress"}
+    expected_drift_peers: float = flag(
+        3, "Number of peers that are assumed to join during one global step. Raise it if many peers join at once"
     )
-    default_refresh_period: float = field(
-        default=3,
-        metadata={
-            "help": "Seconds between two reads of the progress while no other peer reports any or a read has failed"
-        },
+    expected_drift_rate: float = flag(
+        0.2, "Fraction of the current number of peers that is assumed to join during one global step"
     )
-    expected_drift_peers: float = field(
-        default=3,
-        metadata={
-            "help": "Number of peers that are assumed to join during one global step. Raise it if "
-            "many peers join at once"
-        },
+    performance_ema_alpha: float = flag(
+        0.1, "Weight of the newest measurement in the moving average of samples per second, above 0 and at most 1"
     )
-    expected_drift_rate: float = field(
-        default=0.2,
-        metadata={"help": "Fraction of the current number of peers that is assumed to join during one global step"},
-    )
-    performance_ema_alpha: float = field(
-        default=0.1,
-        metadata={
-            "help": "Weight of the newest measurement in the moving average of samples per "
-            "second, above 0 and at most 1"
-        },
-    )
-    metadata_expiration: float = field(
-        default=120, metadata={"help": "A peer's progress report expires after this many seconds without a new one"}
+    metadata_expiration: float = flag(
+        120, "A peer's progress report expires after this many seconds without a new one"
     )
 
     def __post_init__(self):
@@ -248,68 +203,53 @@ class OptimizerArguments:
 
     _argument_group_name = "Collaboration"
 
-    target_batch_size: int = field(
-        default=4096,
-        metadata={"help": "Perform an optimizer step after all peers together accumulate this many samples"},
+    target_batch_size: int = flag(
+        4096, "Perform an optimizer step after all peers together accumulate this many samples", setting=True
     )
-    client_mode: bool = field(
-        default=False,
-        metadata={
-            "help": "Accept no incoming connections, for peers behind NAT or a firewall (Colab, Kaggle). At least one "
-            "trainer of the run must not be in client mode"
-        },
+    client_mode: bool = flag(
+        False,
+        "Accept no incoming connections, for peers behind NAT or a firewall (Colab, Kaggle). At least one "
+        "trainer of the run must not be in client mode",
     )
-    batch_size_lead: int = field(
-        default=0,
-        metadata={"help": "Begin looking for a group in advance, this many samples before target_batch_size"},
+    batch_size_lead: int = flag(0, "Begin looking for a group in advance, this many samples before target_batch_size")
+    bandwidth: float = flag(
+        100.0, "Network bandwidth of this peer in Mbit/s (decides its fraction of the work in all-reduce)"
     )
-    bandwidth: float = field(
-        default=100.0,
-        metadata={"help": "Network bandwidth of this peer in Mbit/s (decides its fraction of the work in all-reduce)"},
+    averaging_timeout: float = flag(
+        60.0,
+        "Abort an averaging round after this many seconds. Set it to about twice the time of a round",
+        setting=True,
+        optional=True,
     )
-    averaging_timeout: float = field(
-        default=60.0,
-        metadata={
-            "help": "Abort an averaging round after this many seconds. Set it to about twice the time of a round"
-        },
+    matchmaking_time: float = flag(
+        5.0,
+        "The search for a group begins this many seconds before a step is due, and the leader waits at "
+        "most this long for a late peer. Raise it if latency is high; hivemind needs more than 3",
+        setting=True,
+        optional=True,
     )
-    matchmaking_time: float = field(
-        default=5.0,
-        metadata={
-            "help": "The search for a group begins this many seconds before a step is due, and the leader waits at "
-            "most this long for a late peer. Raise it if latency is high; hivemind needs more than 3"
-        },
+    average_state_every: int = flag(
+        1, "Average parameters every this many global steps (gradients: every step)", setting=True
     )
-    average_state_every: int = field(
-        default=1,
-        metadata={"help": "Average parameters every this many global steps (gradients: every step)"},
+    gradient_compression: GradientCompression = flag(
+        "float16",
+        "How peers compress gradients or pseudo-gradients while they average them. The number is that of "
+        "the bits; blockwise8 has a smaller error than uniform8 and quantile8",
+        setting=True,
     )
-    gradient_compression: GradientCompression = field(
-        default="float16",
-        metadata={
-            "help": "How peers compress gradients or pseudo-gradients while they average them. The number is that of "
-            "the bits; blockwise8 has a smaller error than uniform8 and quantile8"
-        },
+    state_compression: str = flag(
+        "float16",
+        "How peers compress parameters while they average them: none, float16 or scaled_float16. 8 bits "
+        "are less accurate than the parameters that the peers have",
+        setting=True,
     )
-    state_compression: str = field(
-        default="float16",
-        metadata={
-            "help": "How peers compress parameters while they average them: none, float16 or scaled_float16. 8 bits "
-            "are less accurate than the parameters that the peers have"
-        },
+    load_state_compression: Compression = flag(
+        "float16", "How this peer compresses its state for peers that download it"
     )
-    load_state_compression: Compression = field(
-        default="float16", metadata={"help": "How this peer compresses its state for peers that download it"}
-    )
-    load_state_timeout: float = field(
-        default=600.0, metadata={"help": "Give up on downloading the state from others after this many seconds"}
-    )
-    delay_grad_averaging: bool = field(
-        default=True, metadata={"help": "Average gradients in the background while computing the next ones"}
-    )
-    delay_optimizer_step: bool = field(
-        default=True,
-        metadata={"help": "Run the optimizer step in the background; its result is used one local step late"},
+    load_state_timeout: float = flag(600.0, "Give up on downloading the state from others after this many seconds")
+    delay_grad_averaging: bool = flag(True, "Average gradients in the background while computing the next ones")
+    delay_optimizer_step: bool = flag(
+        True, "Run the optimizer step in the background; its result is used one local step late"
     )
 
     def __post_init__(self):
@@ -342,33 +282,21 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
     _argument_group_name = "Collaboration"
 
-    statistics_expiration: float = field(
-        default=600, metadata={"help": "Reported metrics expire after this many seconds without an update"}
+    statistics_expiration: float = flag(600, "Reported metrics expire after this many seconds without an update")
+    backup_every_steps: int = flag(
+        10,
+        "Back up the training state every this many global steps, for a rollback if the parameters become NaN or Inf",
     )
-    backup_every_steps: int = field(
-        default=10,
-        metadata={
-            "help": "Back up the training state every this many global steps, for a rollback if the "
-            "parameters become NaN or Inf"
-        },
+    max_global_steps: int | None = flag(
+        None, "Leave once the run has reached this global step. Default: train until stopped"
     )
-    max_global_steps: int | None = field(
-        default=None,
-        metadata={"help": "Leave once the run has reached this global step. Default: train until stopped"},
+    leave_timeout: float = flag(
+        90.0, "After max_global_steps, wait at most this many seconds until a monitor has saved the last checkpoint"
     )
-    leave_timeout: float = field(
-        default=90.0,
-        metadata={
-            "help": "After max_global_steps, wait at most this many seconds until a monitor has saved the "
-            "last checkpoint"
-        },
-    )
-    username: str = field(
-        default="",
-        metadata={
-            "help": "Name to show in the public list of contributors, at most 64 characters. Default: two words and "
-            "four digits that are derived from the peer ID, such as quick-otter-3f2a"
-        },
+    username: str = flag(
+        "",
+        "Name to show in the public list of contributors, at most 64 characters. Default: two words and "
+        "four digits that are derived from the peer ID, such as quick-otter-3f2a",
     )
 
     def __post_init__(self):
@@ -381,10 +309,10 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
         require_not_negative(self, "leave_timeout")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
-        for flag, is_set in (("tunnel", self.tunnel != "none"), ("announce_tunnel", self.announce_tunnel is not None)):
+        for name, is_set in (("tunnel", self.tunnel != "none"), ("announce_tunnel", self.announce_tunnel is not None)):
             require(
                 not (self.client_mode and is_set),
-                f"--client_mode accepts no connections, so --{flag} has no effect: drop one of the two",
+                f"--client_mode accepts no connections, so --{name} has no effect: drop one of the two",
             )
 
     @property
@@ -399,26 +327,22 @@ class ModelArguments:
 
     _argument_group_name = "Model"
 
-    model_name_or_path: str = field(
-        default="albert-large-v2",
-        metadata={
-            "help": "Model configuration: a config.json, a folder that has one, or a name on the Hugging Face Hub. "
-            "ALBERT, BERT, RoBERTa, DistilBERT and GPT-2 are supported. Built in: albert-large-v2, albert-tiny, "
-            "bert-base-uncased, roberta-base, distilbert-base-uncased, gpt2",
-            "aliases": ["--config_path"],
-        },
+    model_name_or_path: str = flag(
+        "albert-large-v2",
+        "Model configuration: a config.json, a folder that has one, or a name on the Hugging Face Hub. "
+        "ALBERT, BERT, RoBERTa, DistilBERT and GPT-2 are supported. Built in: albert-large-v2, albert-tiny, "
+        "bert-base-uncased, roberta-base, distilbert-base-uncased, gpt2",
+        setting=True,
+        aliases=["--config_path"],
     )
-    from_pretrained: bool = field(
-        default=False,
-        metadata={
-            "help": "Start from the weights at --model_name_or_path, a folder or a name on the Hub, instead of "
-            "random weights. Pass it to every trainer of the run"
-        },
+    from_pretrained: bool = flag(
+        False,
+        "Start from the weights at --model_name_or_path, a folder or a name on the Hub, instead of "
+        "random weights. Pass it to every trainer of the run",
+        setting=True,
     )
-    tokenizer_path: str = field(
-        default="data/tokenizer", metadata={"help": "Folder with the tokenizer, written by tokenize_wikitext103.py"}
-    )
-    cache_dir: str | None = field(default="data/cache", metadata={"help": "Folder for downloads from the Hub"})
+    tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
+    cache_dir: str | None = flag("data/cache", "Folder for downloads from the Hub")
 
 
 @dataclass
@@ -427,19 +351,17 @@ class DataSourceArguments:
 
     _argument_group_name = "Data"
 
-    dataset_url: str | None = field(
-        default=None,
-        metadata={
-            "help": "http(s) address of an archive written by tokenize_wikitext103.py --archive. If the dataset or "
-            "the tokenizer is missing, the archive is downloaded and unpacked to dataset_path and "
-            "tokenizer_path"
-        },
+    dataset_url: str | None = flag(
+        None,
+        "http(s) address of an archive written by tokenize_wikitext103.py --archive. If the dataset or "
+        "the tokenizer is missing, the archive is downloaded and unpacked to dataset_path and "
+        "tokenizer_path",
+        setting=True,
     )
-    dataset_sha256: str | None = field(
-        default=None,
-        metadata={
-            "help": "SHA-256 of the archive at --dataset_url. Default: read from the .sha256 file next to the archive"
-        },
+    dataset_sha256: str | None = flag(
+        None,
+        "SHA-256 of the archive at --dataset_url. Default: read from the .sha256 file next to the archive",
+        setting=True,
     )
 
     def __post_init__(self):
@@ -460,9 +382,8 @@ class DatasetArguments(ModelArguments, DataSourceArguments):
 
     _argument_group_name = "Model and data"
 
-    dataset_path: str = field(
-        default="data/albert_tokenized_wikitext",
-        metadata={"help": "Folder with the tokenized dataset, written by tokenize_wikitext103.py"},
+    dataset_path: str = flag(
+        "data/albert_tokenized_wikitext", "Folder with the tokenized dataset, written by tokenize_wikitext103.py"
     )
 
     def __post_init__(self):
@@ -477,55 +398,49 @@ class HyperparameterArguments:
 
     _argument_group_name = "Hyper-parameters"
 
-    optimizer: Literal["lamb", "adamw"] = field(
-        default="lamb",
-        metadata={
-            "help": "Optimizer. LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) "
-            "and --adam_epsilon 1e-8"
-        },
+    optimizer: Literal["lamb", "adamw"] = flag(
+        "lamb",
+        "Optimizer. LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) "
+        "and --adam_epsilon 1e-8",
+        setting=True,
     )
-    total_steps: int = field(
-        default=125_000,
-        metadata={"help": "Length of the learning-rate schedule in global steps; training may continue after its end"},
+    total_steps: int = flag(
+        125_000,
+        "Length of the learning-rate schedule in global steps; training may continue after its end",
+        setting=True,
     )
-    warmup_steps: int = field(default=5000, metadata={"help": "Linear warm-up in global steps"})
-    learning_rate: float = field(default=0.00176, metadata={"help": "Peak learning rate, for target_batch_size"})
-    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of the first moment"})
-    adam_beta2: float = field(default=0.999, metadata={"help": "Decay of the second moment"})
-    adam_epsilon: float = field(default=1e-6, metadata={"help": "Added to the root of the second moment"})
-    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay; biases and norms have none"})
-    clamp_value: float = field(default=10000.0, metadata={"help": "LAMB: weight norms are clamped to this value"})
-    max_grad_norm: float = field(
-        default=1.0,
-        metadata={
-            "help": "Bound on the norm of the gradient that a peer contributes to a global step, or with "
-            "--local_updates of the gradient of each local step; 0: no bound"
-        },
+    warmup_steps: int = flag(5000, "Linear warm-up in global steps", setting=True)
+    learning_rate: float = flag(0.00176, "Peak learning rate, for target_batch_size", setting=True)
+    adam_beta1: float = flag(0.9, "Decay of the first moment", setting=True)
+    adam_beta2: float = flag(0.999, "Decay of the second moment", setting=True)
+    adam_epsilon: float = flag(1e-6, "Added to the root of the second moment", setting=True)
+    weight_decay: float = flag(0.01, "Weight decay; biases and norms have none", setting=True)
+    clamp_value: float = flag(10000.0, "LAMB: weight norms are clamped to this value", setting=True)
+    max_grad_norm: float = flag(
+        1.0,
+        "Bound on the norm of the gradient that a peer contributes to a global step, or with "
+        "--local_updates of the gradient of each local step; 0: no bound",
+        setting=True,
     )
-    local_updates: bool = field(
-        default=False,
-        metadata={
-            "help": "DiLoCo, for slow connections: each peer takes an optimizer step at each local step, and the "
-            "peers average their changes once per global step. Choose a --target_batch_size of 30 to 500 local steps "
-            "of each peer, and a --learning_rate for the batch of one local step. See docs/tuning.md"
-        },
+    local_updates: bool = flag(
+        False,
+        "DiLoCo, for slow connections: each peer takes an optimizer step at each local step, and the "
+        "peers average their changes once per global step. Choose a --target_batch_size of 30 to 500 local steps "
+        "of each peer, and a --learning_rate for the batch of one local step. See docs/tuning.md",
+        setting=True,
     )
-    outer_learning_rate: float = field(
-        default=0.7, metadata={"help": "With --local_updates: learning rate of the global step"}
+    outer_learning_rate: float = flag(0.7, "With --local_updates: learning rate of the global step", setting=True)
+    outer_momentum: float = flag(
+        0.5,
+        "With --local_updates: Nesterov momentum of the global step. Published runs, which are long, use "
+        "0.9; see docs/tuning.md",
+        setting=True,
     )
-    outer_momentum: float = field(
-        default=0.5,
-        metadata={
-            "help": "With --local_updates: Nesterov momentum of the global step. Published runs, which are long, use "
-            "0.9; see docs/tuning.md"
-        },
-    )
-    max_update_norm: float = field(
-        default=1.0,
-        metadata={
-            "help": "With --local_updates: bound on the norm of the change that a peer contributes to a global step, "
-            "relative to the norm of the parameters; 0: no bound"
-        },
+    max_update_norm: float = flag(
+        1.0,
+        "With --local_updates: bound on the norm of the change that a peer contributes to a global step, "
+        "relative to the norm of the parameters; 0: no bound",
+        setting=True,
     )
 
     def __post_init__(self):
@@ -546,10 +461,8 @@ class SampleArguments:
 
     _argument_group_name = "Samples"
 
-    seq_length: int | None = field(
-        default=None, metadata={"help": "Sequence length in tokens. Default: that of the prepared data"}
-    )
-    mlm_probability: float = field(default=0.15, metadata={"help": "Fraction of tokens to predict in masked LM"})
+    seq_length: int | None = flag(None, "Sequence length in tokens. Default: that of the prepared data", setting=True)
+    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM", setting=True)
 
     def __post_init__(self):
         require_positive(self, "seq_length")
@@ -566,58 +479,38 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
 
     _argument_group_name = "Local training"
 
-    per_device_train_batch_size: int = field(
-        default=4,
-        metadata={
-            "help": "Samples per micro-batch and device. Choose it so that a micro-batch takes 0.5 to 1 seconds"
-        },
+    per_device_train_batch_size: int = flag(
+        4, "Samples per micro-batch and device. Choose it so that a micro-batch takes 0.5 to 1 seconds"
     )
-    gradient_accumulation_steps: int = field(
-        default=2,
-        metadata={"help": "Micro-batches per local step. The trainer reports its progress after each local step"},
+    gradient_accumulation_steps: int = flag(
+        2, "Micro-batches per local step. The trainer reports its progress after each local step"
     )
-    fp16: bool = field(default=False, metadata={"help": "Mixed precision with float16 (GPU only)"})
-    bf16: bool = field(default=False, metadata={"help": "Mixed precision with bfloat16"})
-    fp32: bool = field(
-        default=False,
-        metadata={"help": "Do not use mixed precision. Default: bf16 on GPUs that support it, else fp16; on CPU fp32"},
+    fp16: bool = flag(False, "Mixed precision with float16 (GPU only)")
+    bf16: bool = flag(False, "Mixed precision with bfloat16")
+    fp32: bool = flag(
+        False, "Do not use mixed precision. Default: bf16 on GPUs that support it, else fp16; on CPU fp32"
     )
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "Recompute activations: about a third slower, much less GPU memory"}
+    gradient_checkpointing: bool = flag(False, "Recompute activations: about a third slower, much less GPU memory")
+    use_cpu: bool = flag(False, "Do not use a GPU")
+    dataloader_num_workers: int = flag(2, "Processes that prepare batches; 0: the main process prepares them")
+    seed: int = flag(
+        42, "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout"
     )
-    use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU"})
-    dataloader_num_workers: int = field(
-        default=2, metadata={"help": "Processes that prepare batches; 0: the main process prepares them"}
+    output_dir: str = flag("outputs", "Folder for this peer's checkpoints, backups and identity")
+    save_steps: int = flag(500, "Save a checkpoint every this many local steps")
+    save_total_limit: int = flag(2, "Keep this many checkpoints")
+    logging_steps: int = flag(100, "Log the local loss every this many local steps")
+    logging_first_step: bool = flag(True, "Log the first local step too")
+    disable_tqdm: bool = flag(False, "Show no progress bar and no status panel on the terminal")
+    status: bool = flag(
+        False,
+        "Print the status of the trainer that runs with this --output_dir, and exit: with code 0 if it "
+        "runs, otherwise with 1",
     )
-    seed: int = field(
-        default=42,
-        metadata={
-            "help": "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout"
-        },
-    )
-    output_dir: str = field(
-        default="outputs", metadata={"help": "Folder for this peer's checkpoints, backups and identity"}
-    )
-    save_steps: int = field(default=500, metadata={"help": "Save a checkpoint every this many local steps"})
-    save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
-    logging_steps: int = field(default=100, metadata={"help": "Log the local loss every this many local steps"})
-    logging_first_step: bool = field(default=True, metadata={"help": "Log the first local step too"})
-    disable_tqdm: bool = field(
-        default=False, metadata={"help": "Show no progress bar and no status panel on the terminal"}
-    )
-    status: bool = field(
-        default=False,
-        metadata={
-            "help": "Print the status of the trainer that runs with this --output_dir, and exit: with code 0 if it "
-            "runs, otherwise with 1"
-        },
-    )
-    check: bool = field(
-        default=False,
-        metadata={
-            "help": "Try everything that this trainer needs, print what is wrong and what to do, and exit without "
-            "training: with code 0 if nothing is wrong, otherwise with 1"
-        },
+    check: bool = flag(
+        False,
+        "Try everything that this trainer needs, print what is wrong and what to do, and exit without "
+        "training: with code 0 if nothing is wrong, otherwise with 1",
     )
 
     def __post_init__(self):
@@ -649,17 +542,13 @@ class ReportingArguments:
 
     _argument_group_name = "Reporting"
 
-    report_to: Literal["none", "wandb", "trackio", "tensorboard", "mlflow", "dvclive"] = field(
-        default="none",
-        metadata={
-            "help": "Dashboard for the training curves, in addition to metrics.jsonl: wandb (records offline "
-            "without an account), trackio (local, no account), or tensorboard, mlflow or dvclive (in the "
-            "output folder; install the package first)"
-        },
+    report_to: Literal["none", "wandb", "trackio", "tensorboard", "mlflow", "dvclive"] = flag(
+        "none",
+        "Dashboard for the training curves, in addition to metrics.jsonl: wandb (records offline "
+        "without an account), trackio (local, no account), or tensorboard, mlflow or dvclive (in the "
+        "output folder; install the package first)",
     )
-    wandb_project: str | None = field(
-        default=None, metadata={"help": "Name of the Weights & Biases project; implies --report_to wandb"}
-    )
+    wandb_project: str | None = flag(None, "Name of the Weights & Biases project; implies --report_to wandb")
 
     def __post_init__(self):
         if self.wandb_project is not None:

@@ -7,12 +7,13 @@ The first argument is a checkpoint, or an output folder with checkpoints. A caus
 sentence instead.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lib.common.checks import require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
+from lib.common.flags import flag
 
 POSITIONAL = {
     "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
@@ -26,8 +27,8 @@ class FillMaskArguments:
 
     _argument_group_name = "Output"
 
-    number: int = field(default=5, metadata={"help": "Number of fillings of each mask"})
-    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+    number: int = flag(5, "Number of fillings of each mask")
+    debug: bool = flag(False, "Show the traceback of a fatal error")
 
     def __post_init__(self):
         require_positive(self, "number")

@@ -13,12 +13,13 @@ revokes all invitations of alice: a monitor that was started with `--revocations
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
+from lib.common.flags import flag
 
 REVOKE_DESCRIPTION = "Revoke the invitations of a user, or a single one"
 
@@ -29,14 +30,11 @@ class InvitationArguments:
 
     _argument_group_name = "Invitation"
 
-    username: str = field(metadata={"help": "Name of the invited user, shown in the public list of contributors"})
-    output: str = field(metadata={"help": "Invitation file to write. It contains the private key of the invited peer"})
-    authority: str = field(
-        default="authority.key",
-        metadata={"help": "File with the organiser's private key, created if it does not exist"},
-    )
-    days: float = field(default=365.0, metadata={"help": "Days until the invitation expires"})
-    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+    username: str = flag(MISSING, "Name of the invited user, shown in the public list of contributors")
+    output: str = flag(MISSING, "Invitation file to write. It contains the private key of the invited peer")
+    authority: str = flag("authority.key", "File with the organiser's private key, created if it does not exist")
+    days: float = flag(365.0, "Days until the invitation expires")
+    debug: bool = flag(False, "Show the traceback of a fatal error")
 
     def __post_init__(self):
         require_positive(self, "days")
@@ -50,16 +48,13 @@ class RevocationArguments:
 
     _argument_group_name = "Revocation"
 
-    username: str | None = field(default=None, metadata={"help": "Revoke all invitations of this user"})
-    invitation: str | None = field(default=None, metadata={"help": "Revoke the invitation in this file"})
-    authority: str = field(
-        default="authority.key",
-        metadata={
-            "help": "File with the organiser's private key. The revocation list is written next to it, as "
-            "authority.revoked"
-        },
+    username: str | None = flag(None, "Revoke all invitations of this user")
+    invitation: str | None = flag(None, "Revoke the invitation in this file")
+    authority: str = flag(
+        "authority.key",
+        "File with the organiser's private key. The revocation list is written next to it, as authority.revoked",
     )
-    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+    debug: bool = flag(False, "Show the traceback of a fatal error")
 
     def __post_init__(self):
         require((self.username is None) != (self.invitation is None), "pass either --username or --invitation")

@@ -9,13 +9,14 @@ The monitor logs and draws what it finds, too.
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
 from lib.common.checks import require, require_positive
 from lib.common.cli import parse_command_line
 from lib.common.errors import UserError, run_script
+from lib.common.flags import flag
 from lib.common.processes import StopSignal, guard_children
 
 
@@ -25,35 +26,27 @@ class EvaluatorArguments(ReportingArguments):
 
     _argument_group_name = "Evaluation"
 
-    output_dir: str = field(
-        default="evaluator_outputs", metadata={"help": "Folder for evaluations.jsonl and the identity"}
+    output_dir: str = flag("evaluator_outputs", "Folder for evaluations.jsonl and the identity")
+    evaluation_interval: float = flag(
+        300.0, "Evaluate every this many seconds, if the run has reached a new global step"
     )
-    evaluation_interval: float = field(
-        default=300.0, metadata={"help": "Evaluate every this many seconds, if the run has reached a new global step"}
+    evaluation_steps: int | None = flag(
+        None, "Evaluate every this many global steps instead of every --evaluation_interval seconds"
     )
-    evaluation_steps: int | None = field(
-        default=None,
-        metadata={"help": "Evaluate every this many global steps instead of every --evaluation_interval seconds"},
+    per_device_eval_batch_size: int = flag(16, "Samples per batch in the evaluation")
+    max_eval_samples: int | None = flag(
+        None, "Number of samples to evaluate, from the start of the split 'validation'. Default: all"
     )
-    per_device_eval_batch_size: int = field(default=16, metadata={"help": "Samples per batch in the evaluation"})
-    max_eval_samples: int | None = field(
-        default=None,
-        metadata={"help": "Number of samples to evaluate, from the start of the split 'validation'. Default: all"},
+    mlm_probability: float = flag(
+        0.15, "Fraction of tokens to predict in masked LM; each evaluation predicts the same tokens"
     )
-    mlm_probability: float = field(
-        default=0.15,
-        metadata={"help": "Fraction of tokens to predict in masked LM; each evaluation predicts the same tokens"},
+    use_cpu: bool = flag(False, "Do not use a GPU")
+    refresh_period: float = flag(10, "Seconds between two reads of the trainers' metrics")
+    load_state_timeout: float = flag(600.0, "Give up on downloading the state from trainers after this many seconds")
+    max_global_steps: int | None = flag(
+        None, "Exit once this global step or a later one is evaluated. Default: run until stopped"
     )
-    use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU"})
-    refresh_period: float = field(default=10, metadata={"help": "Seconds between two reads of the trainers' metrics"})
-    load_state_timeout: float = field(
-        default=600.0, metadata={"help": "Give up on downloading the state from trainers after this many seconds"}
-    )
-    max_global_steps: int | None = field(
-        default=None,
-        metadata={"help": "Exit once this global step or a later one is evaluated. Default: run until stopped"},
-    )
-    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bar"})
+    disable_tqdm: bool = flag(False, "Show no progress bar")
 
     def __post_init__(self):
         super().__post_init__()

@@ -38,6 +38,7 @@ from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.diagnosis import HINT
 from lib.common.errors import UserError, run_script
+from lib.common.flags import flag
 from lib.common.processes import leave_with_parent
 
 SCRIPTS = Path(__file__).parent
@@ -62,22 +63,15 @@ class DemoArguments:
 
     _argument_group_name = "Demo"
 
-    train_file: str | None = field(
-        default=None, metadata={"help": "Text file to train on, UTF-8. Default: the documentation of Python"}
+    train_file: str | None = flag(None, "Text file to train on, UTF-8. Default: the documentation of Python")
+    vocab_size: int = flag(
+        2000, "Vocabulary size of the tokenizer that is trained on the text. Lower it for short texts"
     )
-    vocab_size: int = field(
-        default=2000,
-        metadata={"help": "Vocabulary size of the tokenizer that is trained on the text. Lower it for short texts"},
-    )
-    trainers: int = field(default=2, metadata={"help": "Number of trainers. Each keeps one core busy"})
-    max_global_steps: int = field(default=10, metadata={"help": "Stop after this many global steps"})
-    dashboard: bool = field(
-        default=False, metadata={"help": "Show the curves on a web page of this machine while the demo runs"}
-    )
-    output_dir: str = field(
-        default="demo", metadata={"help": "Folder for all output. The output of a previous demo in it is removed"}
-    )
-    debug: bool = field(default=False, metadata={"help": "Show the traceback of a fatal error"})
+    trainers: int = flag(2, "Number of trainers. Each keeps one core busy")
+    max_global_steps: int = flag(10, "Stop after this many global steps")
+    dashboard: bool = flag(False, "Show the curves on a web page of this machine while the demo runs")
+    output_dir: str = flag("demo", "Folder for all output. The output of a previous demo in it is removed")
+    debug: bool = flag(False, "Show the traceback of a fatal error")
 
     def __post_init__(self):
         require_positive(self, "vocab_size")

@@ -9,7 +9,7 @@ It prints the --initial_peers with which trainers join, and tells them the setti
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arguments import (
@@ -26,6 +26,7 @@ from arguments import (
 from lib.common.checks import check_maddr, parse_repo_id, require, require_not_negative, require_positive
 from lib.common.cli import parse_command_line
 from lib.common.errors import UserError, run_script
+from lib.common.flags import flag
 from lib.common.json_file import write_json
 from lib.common.processes import StopSignal, guard_children
 
@@ -36,91 +37,62 @@ class TrainingMonitorArguments(ReportingArguments):
 
     _argument_group_name = "Monitor"
 
-    output_dir: str = field(
-        default="monitor_outputs", metadata={"help": "Folder for metrics.jsonl, checkpoints and the identity"}
+    output_dir: str = flag("monitor_outputs", "Folder for metrics.jsonl, checkpoints and the identity")
+    refresh_period: float = flag(30, "Seconds between two reads of the trainers' metrics")
+    use_google_dns: bool = flag(
+        False,
+        "Look up this machine's public IP address and announce it. The lookup uses the web service of "
+        "--public_ip_service; the flag's name is historical",
     )
-    refresh_period: float = field(default=30, metadata={"help": "Seconds between two reads of the trainers' metrics"})
-    use_google_dns: bool = field(
-        default=False,
-        metadata={
-            "help": "Look up this machine's public IP address and announce it. The lookup uses the web service of "
-            "--public_ip_service; the flag's name is historical"
-        },
+    public_ip_service: str = flag("https://api.ipify.org", "Web service that returns the caller's IP address")
+    store_checkpoints: bool = flag(
+        True, "Download the training state from trainers regularly and save checkpoints to disk"
     )
-    public_ip_service: str = field(
-        default="https://api.ipify.org", metadata={"help": "Web service that returns the caller's IP address"}
+    save_checkpoint_step_interval: int = flag(5, "Global steps between two checkpoints")
+    save_total_limit: int = flag(2, "Keep this many checkpoints")
+    dashboard: bool = flag(
+        False, "Show the curves on a web page of this machine with trackio; implies --report_to trackio"
     )
-    store_checkpoints: bool = field(
-        default=True,
-        metadata={"help": "Download the training state from trainers regularly and save checkpoints to disk"},
+    dashboard_host: str = flag(
+        "127.0.0.1",
+        "Address that --dashboard listens on. By default only this machine sees the page; with 0.0.0.0 "
+        "everybody does who reaches the port",
     )
-    save_checkpoint_step_interval: int = field(default=5, metadata={"help": "Global steps between two checkpoints"})
-    save_total_limit: int = field(default=2, metadata={"help": "Keep this many checkpoints"})
-    dashboard: bool = field(
-        default=False,
-        metadata={"help": "Show the curves on a web page of this machine with trackio; implies --report_to trackio"},
+    dashboard_port: int | None = flag(None, "Port of --dashboard. Default: the first free one from 7860")
+    sample_text: list[str] = flag(
+        list,
+        "Sentences with [MASK], or beginnings of texts for a causal model. The monitor logs what each "
+        "checkpoint's model makes of them, and shows it in the dashboard",
     )
-    dashboard_host: str = field(
-        default="127.0.0.1",
-        metadata={
-            "help": "Address that --dashboard listens on. By default only this machine sees the page; with 0.0.0.0 "
-            "everybody does who reaches the port"
-        },
+    assist_in_averaging: bool = flag(
+        False,
+        "Start an auxiliary peer, which averages with this machine's bandwidth and computes no "
+        "gradients. Also pass the trainers' --target_batch_size, --gradient_compression and --state_compression",
     )
-    dashboard_port: int | None = field(
-        default=None, metadata={"help": "Port of --dashboard. Default: the first free one from 7860"}
+    assistant_maddrs: list[str] = flag(
+        lambda: ["/ip4/0.0.0.0/tcp/0"],
+        "Multiaddresses that the auxiliary peer listens on. Its port differs from the monitor's; open "
+        "both in the firewall",
     )
-    sample_text: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Sentences with [MASK], or beginnings of texts for a causal model. The monitor logs what each "
-            "checkpoint's model makes of them, and shows it in the dashboard"
-        },
+    repo_id: str | None = flag(
+        None,
+        "Upload the newest checkpoint, with a model card, to this repository on the Hugging Face Hub: "
+        "NAME/MODEL. Needs a token that may write: `hf auth login` or HF_TOKEN",
     )
-    assist_in_averaging: bool = field(
-        default=False,
-        metadata={
-            "help": "Start an auxiliary peer, which averages with this machine's bandwidth and computes no "
-            "gradients. Also pass the trainers' --target_batch_size, --gradient_compression and --state_compression"
-        },
+    upload_interval: float = flag(3600.0, "Seconds between two uploads")
+    private_repo: bool = flag(False, "Make the repository private if it has to be created")
+    upload_training_state: bool = flag(
+        False,
+        "Also upload the optimizer state, which is needed to resume the run from the Hub. Triples "
+        "the size of an upload",
     )
-    assistant_maddrs: list[str] = field(
-        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
-        metadata={
-            "help": "Multiaddresses that the auxiliary peer listens on. Its port differs from the monitor's; open "
-            "both in the firewall"
-        },
+    license: str | None = flag(
+        None, "License of the model for the model card, by its identifier on the Hub, e.g. apache-2.0"
     )
-    repo_id: str | None = field(
-        default=None,
-        metadata={
-            "help": "Upload the newest checkpoint, with a model card, to this repository on the Hugging Face Hub: "
-            "NAME/MODEL. Needs a token that may write: `hf auth login` or HF_TOKEN"
-        },
-    )
-    upload_interval: float = field(default=3600.0, metadata={"help": "Seconds between two uploads"})
-    private_repo: bool = field(default=False, metadata={"help": "Make the repository private if it has to be created"})
-    upload_training_state: bool = field(
-        default=False,
-        metadata={
-            "help": "Also upload the optimizer state, which is needed to resume the run from the Hub. Triples "
-            "the size of an upload"
-        },
-    )
-    license: str | None = field(
-        default=None,
-        metadata={"help": "License of the model for the model card, by its identifier on the Hub, e.g. apache-2.0"},
-    )
-    language: str | None = field(
-        default=None, metadata={"help": "Language of the model for the model card, as an ISO 639-1 code, e.g. en"}
-    )
+    language: str | None = flag(None, "Language of the model for the model card, as an ISO 639-1 code, e.g. en")
 
-    assistant_invitation: str | None = field(
-        default=None,
-        metadata={
-            "help": "Invitation of the auxiliary peer, if the run needs one. It must differ "
-            "from the monitor's --invitation"
-        },
+    assistant_invitation: str | None = flag(
+        None, "Invitation of the auxiliary peer, if the run needs one. It must differ from the monitor's --invitation"
     )
 
     def __post_init__(self):
@@ -154,12 +126,10 @@ class RunArguments(DataSourceArguments, SampleArguments):
 
     _argument_group_name = "Settings for the trainers"
 
-    run_config: str | None = field(
-        default=None,
-        metadata={
-            "help": "YAML file with flags of this script, such as configs/run.yaml. All settings of the run that are "
-            "stated there or on the command line are signed and published: trainers need --initial_peers alone"
-        },
+    run_config: str | None = flag(
+        None,
+        "YAML file with flags of this script, such as configs/run.yaml. All settings of the run that are "
+        "stated there or on the command line are signed and published: trainers need --initial_peers alone",
     )
 
     def __post_init__(self):

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Literal
 from lib.common.checks import require, require_apart, require_not_negative, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
+from lib.common.flags import flag
 from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 
 # The rest is imported where it is used: torch and transformers take seconds, which --help and a text file that cannot
@@ -54,88 +55,50 @@ class TokenizationArguments:
 
     _argument_group_name = "Tokenization"
 
-    dataset_name: str = field(
-        default="Salesforce/wikitext", metadata={"help": "Dataset on the Hugging Face Hub, with a column 'text'"}
+    dataset_name: str = flag("Salesforce/wikitext", "Dataset on the Hugging Face Hub, with a column 'text'")
+    dataset_config_name: str | None = flag(
+        None, "Configuration of the dataset. Default: wikitext-103-v1 for WikiText, else none"
     )
-    dataset_config_name: str | None = field(
-        default=None,
-        metadata={"help": "Configuration of the dataset. Default: wikitext-103-v1 for WikiText, else none"},
+    train_file: str | None = flag(
+        None,
+        "Text file to use instead of --dataset_name, UTF-8. Documents end at blank lines or, as in "
+        "WikiText, at titles",
     )
-    train_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "Text file to use instead of --dataset_name, UTF-8. Documents end at blank lines or, as in "
-            "WikiText, at titles"
-        },
+    validation_file: str | None = flag(
+        None,
+        "Text file for validation, with --train_file. Default: --validation_fraction of the documents is held out",
     )
-    validation_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "Text file for validation, with --train_file. Default: --validation_fraction "
-            "of the documents is held out"
-        },
+    sample: bool = flag(False, "Use the documentation topics included with Python as the text. Nothing is downloaded")
+    validation_fraction: float = flag(
+        0.05, "Fraction of the documents to hold out for validation if the source has no validation split"
     )
-    sample: bool = field(
-        default=False,
-        metadata={"help": "Use the documentation topics included with Python as the text. Nothing is downloaded"},
+    tokenizer: str = flag("albert-large-v2", "Tokenizer: a name on the Hugging Face Hub or a local folder")
+    train_tokenizer: bool = flag(False, "Train a tokenizer on the text instead of loading one. Nothing is downloaded")
+    tokenizer_type: Literal["sentencepiece", "wordpiece", "bpe"] | None = flag(
+        None,
+        "Kind of tokenizer for --train_tokenizer: sentencepiece (ALBERT's), wordpiece (BERT's) or bpe "
+        "(GPT-2's for a causal objective, else RoBERTa's). Default: by objective, in this order",
     )
-    validation_fraction: float = field(
-        default=0.05,
-        metadata={
-            "help": "Fraction of the documents to hold out for validation if the source has no validation split"
-        },
+    vocab_size: int = flag(30000, "Size of the vocabulary for --train_tokenizer")
+    objective: Literal[tuple(OBJECTIVES)] = flag(
+        DEFAULT_OBJECTIVE,
+        "Training objective of the data: "
+        + ", ".join(f"{objective.name} ({objective.short_description})" for objective in OBJECTIVES.values()),
     )
-    tokenizer: str = field(
-        default="albert-large-v2", metadata={"help": "Tokenizer: a name on the Hugging Face Hub or a local folder"}
+    language: str = flag("en", "Language of the text, as an ISO 639-1 code; it determines where sentences end")
+    max_seq_length: int = flag(512, "Maximum number of tokens per sample, including special tokens")
+    output_path: str = flag(
+        "data/albert_tokenized_wikitext", "Folder for the tokenized dataset", aliases=["--dataset_path"]
     )
-    train_tokenizer: bool = field(
-        default=False, metadata={"help": "Train a tokenizer on the text instead of loading one. Nothing is downloaded"}
+    tokenizer_path: str = flag("data/tokenizer", "Folder for the tokenizer")
+    cache_dir: str | None = flag("data/cache", "Folder for downloads and intermediate files")
+    archive: str | None = flag(None, "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting")
+    num_proc: int = flag(2, "Number of worker processes. The result does not depend on it; lower it to save memory")
+    seed: int = flag(
+        0, "Random seed. It determines where segments are split and swapped, and which documents are held out"
     )
-    tokenizer_type: Literal["sentencepiece", "wordpiece", "bpe"] | None = field(
-        default=None,
-        metadata={
-            "help": "Kind of tokenizer for --train_tokenizer: sentencepiece (ALBERT's), wordpiece (BERT's) or bpe "
-            "(GPT-2's for a causal objective, else RoBERTa's). Default: by objective, in this order"
-        },
-    )
-    vocab_size: int = field(default=30000, metadata={"help": "Size of the vocabulary for --train_tokenizer"})
-    objective: Literal[tuple(OBJECTIVES)] = field(
-        default=DEFAULT_OBJECTIVE,
-        metadata={
-            "help": "Training objective of the data: "
-            + ", ".join(f"{objective.name} ({objective.short_description})" for objective in OBJECTIVES.values())
-        },
-    )
-    language: str = field(
-        default="en",
-        metadata={"help": "Language of the text, as an ISO 639-1 code; it determines where sentences end"},
-    )
-    max_seq_length: int = field(
-        default=512, metadata={"help": "Maximum number of tokens per sample, including special tokens"}
-    )
-    output_path: str = field(
-        default="data/albert_tokenized_wikitext",
-        metadata={"help": "Folder for the tokenized dataset", "aliases": ["--dataset_path"]},
-    )
-    tokenizer_path: str = field(default="data/tokenizer", metadata={"help": "Folder for the tokenizer"})
-    cache_dir: str | None = field(
-        default="data/cache", metadata={"help": "Folder for downloads and intermediate files"}
-    )
-    archive: str | None = field(
-        default=None, metadata={"help": "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting"}
-    )
-    num_proc: int = field(
-        default=2,
-        metadata={"help": "Number of worker processes. The result does not depend on it; lower it to save memory"},
-    )
-    seed: int = field(
-        default=0,
-        metadata={
-            "help": "Random seed. It determines where segments are split and swapped, and which documents are held out"
-        },
-    )
-    overwrite: bool = field(default=False, metadata={"help": "Replace an existing dataset"})
-    debug: bool = field(default=False, metadata={"help": "Log more, and show the traceback of a fatal error"})
+    overwrite: bool = flag(False, "Replace an existing dataset")
+    debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 
     def __post_init__(self):
         if self.tokenizer_type is None:
@@ -152,9 +115,9 @@ class TokenizationArguments:
         require(
             self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"
         )
-        for flag in ("train_file", "validation_file"):
-            path = getattr(self, flag)
-            require(path is None or Path(path).is_file(), f"--{flag}: there is no file '{path}'")
+        for name in ("train_file", "validation_file"):
+            path = getattr(self, name)
+            require(path is None or Path(path).is_file(), f"--{name}: there is no file '{path}'")
         require(
             self.archive is None or self.archive.endswith((".tar.gz", ".tgz")),
             f"--archive must end in .tar.gz, got '{self.archive}'",

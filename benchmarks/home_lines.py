@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+
+from lib.common.flags import flag
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -56,15 +58,13 @@ class LineArguments:
 
     _argument_group_name = "Lines"
 
-    uplinks: list[float] = field(
-        default_factory=lambda: [5.0, 10.0, 20.0, 100.0], metadata={"help": "Upload rates in Mbit/s"}
-    )
-    peers: list[int] = field(default_factory=lambda: [2, 4], metadata={"help": "Numbers of peers"})
-    modes: list[str] = field(default_factory=lambda: list(MODES), metadata={"help": f"Of {', '.join(MODES)}"})
-    rounds: int = field(default=2, metadata={"help": "Rounds of a point; the first round of all is not counted"})
-    max_minutes: float = field(default=60.0, metadata={"help": "Start no point that would end later than this"})
-    folder: str | None = field(default=None, metadata={"help": "Folder for points and logs. Default: keep neither"})
-    debug: bool = field(default=False, metadata={"help": "Show the traceback of an error"})
+    uplinks: list[float] = flag(lambda: [5.0, 10.0, 20.0, 100.0], "Upload rates in Mbit/s")
+    peers: list[int] = flag(lambda: [2, 4], "Numbers of peers")
+    modes: list[str] = flag(lambda: list(MODES), f"Of {', '.join(MODES)}")
+    rounds: int = flag(2, "Rounds of a point; the first round of all is not counted")
+    max_minutes: float = flag(60.0, "Start no point that would end later than this")
+    folder: str | None = flag(None, "Folder for points and logs. Default: keep neither")
+    debug: bool = flag(False, "Show the traceback of an error")
 
     def __post_init__(self):
         require_positive(self, "rounds", "max_minutes")

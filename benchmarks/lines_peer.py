@@ -10,8 +10,10 @@ global steps. Output: rounds.jsonl and traffic.jsonl in --output_dir, the latter
 
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from lib.common.flags import flag
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -34,11 +36,9 @@ class PaceArguments:
 
     _argument_group_name = "Pace"
 
-    local_step_seconds: float = field(default=2.0, metadata={"help": "Seconds of a local step"})
-    start_file: str | None = field(
-        default=None, metadata={"help": "Take no local step before this file exists. Default: begin at once"}
-    )
-    interface: str = field(default="wan", metadata={"help": "Network interface whose bytes are recorded"})
+    local_step_seconds: float = flag(2.0, "Seconds of a local step")
+    start_file: str | None = flag(None, "Take no local step before this file exists. Default: begin at once")
+    interface: str = flag("wan", "Network interface whose bytes are recorded")
 
 
 def read_traffic(interface: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import difflib
 import ipaddress
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -139,6 +140,13 @@ class ArgumentParser(HfArgumentParser):
         self.source = ""  # of the values that an error message is about
         for name, text in (positional or {}).items():
             self.add_argument(name, help=text)
+
+    @staticmethod
+    def _parse_dataclass_field(parser, field):
+        # transformers passes all of a field's metadata to argparse, which does not know the marks of settings.
+        field = copy(field)
+        field.metadata = {name: value for name, value in field.metadata.items() if name not in ("setting", "optional")}
+        HfArgumentParser._parse_dataclass_field(parser, field)
 
     @property
     def known_flags(self) -> set[str]:

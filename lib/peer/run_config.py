@@ -24,11 +24,18 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
-from arguments import BaseTrainingArguments, CollaborationArguments
+from arguments import (
+    AveragerArguments,
+    BaseTrainingArguments,
+    CollaborationArguments,
+    DatasetArguments,
+    LocalTrainingArguments,
+)
 from lib.averaging.rounds import PROTOCOL
 from lib.common.argument_parser import CommandLine
 from lib.common.checks import check_maddr, check_web_address
 from lib.common.errors import TemporaryError, UserError
+from lib.common.flags import find_settings
 from lib.common.hosts import Address, find_addresses
 from lib.common.json_file import JsonFile, write_json
 from lib.common.logs import setup_logging
@@ -44,15 +51,9 @@ logger = get_logger(__name__)
 KEY = "run_config"
 ORGANISER_FILE = "organiser.json"  # in the output folder: peer ID of the organiser whose settings were taken
 MAX_CHARACTERS = 1600  # of the signed text; with keys and signatures, a record has 2.8 KB, see LimitValidator
-# Trainers may choose these themselves, for a slower line.
-OPTIONAL_SETTINGS = ("matchmaking_time", "averaging_timeout")
-SETTINGS = (
-    "run_id", "model_name_or_path", "from_pretrained", "dataset_url", "dataset_sha256", "seq_length",
-    "mlm_probability", "optimizer", "total_steps", "warmup_steps", "learning_rate", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "weight_decay", "clamp_value", "max_grad_norm", "local_updates", "outer_learning_rate",
-    "outer_momentum", "max_update_norm", "target_batch_size", "average_state_every", "gradient_compression",
-    "state_compression", "target_group_size", *OPTIONAL_SETTINGS,
-)  # fmt: skip
+_ARGUMENTS = [CollaborationArguments, AveragerArguments, DatasetArguments, LocalTrainingArguments]
+SETTINGS = find_settings(_ARGUMENTS)
+OPTIONAL_SETTINGS = find_settings(_ARGUMENTS, optional_only=True)
 _MODEL_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)  # a built-in model, or one on the Hub
 
 Setting = str | int | float | bool | None

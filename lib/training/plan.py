@@ -7,12 +7,13 @@ accept incoming connections; the slowest connection of a run determines its roun
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, replace
 
 from arguments import GradientCompression, OptimizerArguments
 from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
+from lib.common.flags import flag
 
 # Constants of the formula, fitted by benchmarks/home_lines.py to ALBERT-large (17.85 M parameters), 2 and 4 peers,
 # 5 to 20 Mbit/s and no latency. Residuals: at most 7 % for 22 of 24 points, 9 and 12 % for two.
@@ -235,20 +236,16 @@ class PlanArguments:
 
     _argument_group_name = "Run"
 
-    peers: int = field(metadata={"help": "Number of trainers"})
-    upload: float = field(metadata={"help": "Upload rate of a trainer in Mbit/s; if they differ, the lowest"})
-    samples_per_second: float = field(
-        metadata={"help": "Speed of one trainer, see its line 'Performance: X samples/sec'; if they differ, the mean"}
+    peers: int = flag(MISSING, "Number of trainers")
+    upload: float = flag(MISSING, "Upload rate of a trainer in Mbit/s; if they differ, the lowest")
+    samples_per_second: float = flag(
+        MISSING, "Speed of one trainer, see its line 'Performance: X samples/sec'; if they differ, the mean"
     )
-    download: float | None = field(default=None, metadata={"help": "Download rate in Mbit/s. Default: not the limit"})
-    model: str = field(default="albert-large-v2", metadata={"help": "Model, as in --model_name_or_path"})
-    target_batch_size: int = field(
-        default=4096,
-        metadata={"help": "Samples of a global step without local updates"},
-    )
-    batch_size_per_step: int = field(
-        default=8,
-        metadata={"help": "Samples of a local step: --per_device_train_batch_size x --gradient_accumulation_steps"},
+    download: float | None = flag(None, "Download rate in Mbit/s. Default: not the limit")
+    model: str = flag("albert-large-v2", "Model, as in --model_name_or_path")
+    target_batch_size: int = flag(4096, "Samples of a global step without local updates")
+    batch_size_per_step: int = flag(
+        8, "Samples of a local step: --per_device_train_batch_size x --gradient_accumulation_steps"
     )
 
     def __post_init__(self):
