@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,17 +14,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 import run_training_monitor
 from arguments import TRAINER_ARGUMENTS
 from deploy import aws
 from deploy.aws import Deployment
-from lib.common.cli import parse_arguments
+from lib.common.cli import parse_arguments, parse_command_line
 from lib.common.errors import UserError
 from lib.data.archive import write_archive
-from tests.deploy.test_notebooks import make_repository, write_program
+from tests.deploy.test_notebooks import ADDRESS, make_repository, write_program
 from tests.support.aws import DATA, make_settings, read_user_data
-from tests.support.peers import wait_until
+from tests.support.peers import ROOT, wait_until
 
 
 @pytest.fixture
@@ -226,3 +228,20 @@ class TestFirstBoot:
         watch.join(20)
         assert results and results[0].returncode == 0
         assert machine.log.read_text().splitlines()[-1] == "systemctl stop collaboration"
+
+
+# --- a machine of a volunteer ----------------------------------------------------------------------------------------
+
+
+def test_service_and_container_name_no_settings_of_the_run(monkeypatch):
+    monkeypatch.setenv("INITIAL_PEERS", ADDRESS)
+    monkeypatch.setenv("FLAGS", "--client_mode --username ann")
+    unit = (ROOT / "deploy" / "trainer.service").read_text().replace("\\\n", "").replace("XXXX", ADDRESS[-46:])
+    container = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["trainer"]
+    shell_command = shlex.split(container["command"].replace("$$", "$"))[2]
+    for command in (re.search(r"ExecStart=(.*)", unit)[1], shell_command):
+        flags = command.partition("run_trainer.py")[2]
+        line = parse_command_line(TRAINER_ARGUMENTS, "-", shlex.split(os.path.expandvars(flags)))
+        assert line.stated.keys() - {"client_mode", "username"} == {"initial_peers"}
+    (gpu,) = container["deploy"]["resources"]["reservations"]["devices"]
+    assert gpu["capabilities"] == ["gpu"]
