@@ -15,12 +15,11 @@ from lib.common.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.peers import Scripts, prepare_data
 
-# A test that asks for one of these starts peers, and so does each of these modules; likewise other programs that spend
-# more than a CPU second in a test. Others are marked one by one.
+# A test that asks for one of these starts peers; the tests of these modules run other programs that spend more than a
+# CPU second. Others are marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
-MODULES_WITH_PEERS = ("test_state", "test_resume", "test_admission")
 MODULES_WITH_PROGRAMS = (
-    "test_aws", "test_console", "test_dashboard_server", "test_first_boot", "test_hub_upload", "test_launcher",
+    "test_aws", "test_console", "test_dashboard_server", "test_first_boot", "test_hub_upload",
     "test_notebooks", "test_requirements", "test_tokenize_script",
 )  # fmt: skip
 LAST_LINES = 30
@@ -38,7 +37,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start peers or other programs, which `make test-fast` leaves out; begin with the longest."""
     for item in items:
-        if FIXTURES_WITH_PEERS & set(item.fixturenames) or item.path.name.startswith(MODULES_WITH_PEERS):
+        if FIXTURES_WITH_PEERS & set(item.fixturenames):
             item.add_marker(pytest.mark.peers)
         if item.path.name.startswith(MODULES_WITH_PROGRAMS):
             item.add_marker(pytest.mark.programs)

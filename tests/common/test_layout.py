@@ -5,8 +5,6 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("lib", "deploy")  # benchmarks and tests may patch anything
 ALLOWED = ("lib/averaging/", "lib/peer/")
@@ -78,15 +76,14 @@ def find_private_uses(source: str) -> set[str]:
     return uses | (read & names_of_hivemind() - own)
 
 
-@pytest.mark.parametrize("name", project_files())
-def test_only_the_workarounds_use_what_hivemind_does_not_document(name):
-    uses = find_private_uses((ROOT / name).read_text())
-    assert not uses, f"move this to lib/averaging or lib/peer, with a row in docs/upgrading-hivemind.md: {uses}"
+def test_only_the_workarounds_use_what_hivemind_does_not_document():
+    uses = {name: find_private_uses((ROOT / name).read_text()) for name in project_files()}
+    wrong = {name: found for name, found in uses.items() if found}
+    assert not wrong, f"move this to lib/averaging or lib/peer, with a row in docs/upgrading-hivemind.md: {wrong}"
 
 
-@pytest.mark.parametrize(
-    ("source", "uses"),
-    [
+def test_uses_are_found():
+    for source, uses in [
         ("from hivemind.dht.node import _SearchState", {"_SearchState"}),
         ("from hivemind.averaging import averager as module\nmodule.Matchmaking = object", {"Matchmaking"}),
         ("import hivemind\nhivemind.p2p.P2P.HEADER_LEN = 1", {"HEADER_LEN"}),
@@ -98,7 +95,5 @@ def test_only_the_workarounds_use_what_hivemind_does_not_document(name):
             set(),
         ),
         ("from hivemind.dht import DHT\ndht = DHT(start=True)\ndht.shutdown()", set()),
-    ],
-)
-def test_uses_are_found(source, uses):
-    assert find_private_uses(source) == uses
+    ]:
+        assert find_private_uses(source) == uses, source

@@ -46,6 +46,7 @@ def authority() -> RSAPrivateKey:
     return RSAPrivateKey()
 
 
+@pytest.mark.peers
 def test_only_invited_peers_share_records(tmp_path, authority):
     organiser = invite(authority, tmp_path / "organiser.invitation")
     guest = invite(authority, tmp_path / "guest.invitation")
@@ -93,6 +94,7 @@ def assert_refused(*strangers: dict[str, str]) -> None:
         assert any(is_refusal(outcomes[service]) for outcomes in strangers), (service, strangers)
 
 
+@pytest.mark.peers
 def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authority):
     organiser = invite(authority, tmp_path / "organiser.invitation")
     guest, expired = make_invitation(authority, "guest", days=1), make_invitation(authority, "late", days=-1)
@@ -116,6 +118,7 @@ def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authorit
         assert outcomes["round_averager.rpc_download_state"] == "StopAsyncIteration()"  # no training state to share
 
 
+@pytest.mark.peers
 def test_invitation_that_expires_ends_the_membership(tmp_path, authority):
     organiser = invite(authority, tmp_path / "organiser.invitation")
     guest = make_invitation(authority, "guest", days=20 / SECONDS_A_DAY)
@@ -134,6 +137,7 @@ def test_invitation_that_expires_ends_the_membership(tmp_path, authority):
         assert_refused(*asyncio.run(stay(str(peer.dht.get_visible_maddrs()[0]))))
 
 
+@pytest.mark.peers
 def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkeypatch):
     """Revocations spread within one exchange period, also to connected peers, and survive a restart."""
     monkeypatch.setattr(Admission, "REFRESH_PERIOD", 1.0)
@@ -266,6 +270,7 @@ def take_steps(optimizer, num_steps: int) -> list[float]:
     return seconds
 
 
+@pytest.mark.peers
 def test_rounds_are_not_delayed_by_strangers(tmp_path, authority, launcher):
     """A round that waited for a stranger, one of which never responds, would take at least `Admission.TIMEOUT`."""
     files = [invite(authority, tmp_path / f"{number}.invitation") for number in range(2)]
@@ -322,6 +327,7 @@ def test_scripts_average_while_strangers_call(scripts, authority):
         assert "Traceback" not in script.output, script.output
 
 
+@pytest.mark.peers
 def test_identity_is_that_of_the_invitation(tmp_path, authority):
     path = invite(authority, tmp_path / "guest.invitation")
     for folder in ("home", "moved"):

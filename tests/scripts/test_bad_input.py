@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -51,94 +52,63 @@ def trainer(run, data, tmp_path):
     return trainer
 
 
-def write_config(path, **changes):
-    path.write_text(json.dumps({**TINY_ALBERT, **changes}))
+def copy_dataset(data: Path, folder: Path, **changes: object) -> Path:
+    """Copy the dataset; change the values of its manifest, or without changes delete that."""
+    path = shutil.copytree(data / "dataset", folder / "copy") / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    if not changes:
+        path.unlink()
+    return path.parent
+
+
+def write(path: Path, content: str | dict) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
 
-def test_evaluator_without_initial_peers(run):
-    assert "--initial_peers is missing" in run(run_evaluator)
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
 
 
-def test_missing_tokenizer(trainer):
-    message = trainer(tokenizer_path="nowhere")
-    assert "--tokenizer_path" in message and "'nowhere'" in message and "tokenize_wikitext103.py" in message
-
-
-def test_folder_without_a_tokenizer(trainer, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert "--tokenizer_path" in trainer(tokenizer_path=tmp_path / "empty")
-
-
-def test_missing_dataset(trainer):
-    message = trainer(dataset_path="nowhere")
-    assert "--dataset_path" in message and "'nowhere'" in message and "tokenize_wikitext103.py" in message
-
-
-def test_dataset_without_a_manifest(trainer, data, tmp_path):
-    shutil.copytree(data / "dataset", tmp_path / "copy")
-    (tmp_path / "copy" / "manifest.json").unlink()
-    assert "manifest.json" in trainer(dataset_path=tmp_path / "copy")
-
-
-def test_dataset_of_another_tokenizer(trainer, data, tmp_path):
-    shutil.copytree(data / "dataset", tmp_path / "copy")
-    path = tmp_path / "copy" / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_sha256": "0" * 64}))
-    assert "--tokenizer_path" in trainer(dataset_path=tmp_path / "copy")
-
-
-def test_dataset_of_another_objective(trainer, tmp_path):
-    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    (tmp_path / "gpt2.json").write_text(json.dumps(config))
-    message = trainer(model_name_or_path=tmp_path / "gpt2.json")
-    assert "--model_name_or_path" in message and "clm" in message and "mlm_sop" in message
-
-
-def test_missing_model(trainer, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+# The flags, from the folders of the data and of the test, and words of the error.
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (lambda data, _: {"tokenizer_path": "nowhere"}, "--tokenizer_path 'nowhere' tokenize_wikitext103.py"),
+        (lambda data, tmp: {"tokenizer_path": tmp}, "--tokenizer_path"),
+        (lambda data, _: {"dataset_path": "nowhere"}, "--dataset_path 'nowhere' tokenize_wikitext103.py"),
+        (lambda data, tmp: {"dataset_path": copy_dataset(data, tmp)}, "manifest.json"),
+        (lambda data, tmp: {"dataset_path": copy_dataset(data, tmp, tokenizer_sha256="0" * 64)}, "--tokenizer_path"),
+        (
+            lambda data, tmp: {"model_name_or_path": write(tmp / "gpt2.json", GPT2)},
+            "--model_name_or_path clm mlm_sop",
+        ),
+        (
+            lambda data, _: {"model_name_or_path": "no/such-model"},
+            "--model_name_or_path no/such-model albert-large-v2",
+        ),
+        (lambda data, tmp: {"model_name_or_path": write(tmp / "broken.json", "{")}, "--model_name_or_path"),
+        (lambda data, tmp: {"model_name_or_path": write(tmp / "t5.json", {"model_type": "t5"})}, "t5"),
+        (
+            lambda data, tmp: {
+                "model_name_or_path": write(tmp / "c.json", {**TINY_ALBERT, "max_position_embeddings": 16})
+            },
+            "32 16",
+        ),
+        (lambda data, _: {"seq_length": 64}, "--seq_length 64"),
+        (lambda data, _: {"fp16": True, "use_cpu": True}, "--fp16"),
+        (lambda data, _: {"target_batch_size": 7}, "--target_batch_size 7 8"),
+        (lambda data, tmp: {"identity_path": write(tmp / "bad.key", "garbage")}, "--identity_path bad.key"),
+        (lambda data, tmp: {"output_dir": write(tmp / "file", "")}, "file"),
+        (lambda data, _: {"tunnel": "ngrok"}, "--tunnel NGROK_AUTHTOKEN"),
+    ],
+)
+def test_error_names_the_flag_and_the_remedy(trainer, data, tmp_path, monkeypatch, flags, words):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = trainer(model_name_or_path="no/such-model")
-    assert "--model_name_or_path" in message and "no/such-model" in message and "albert-large-v2" in message
-
-
-def test_config_that_is_no_json(trainer, tmp_path):
-    (tmp_path / "broken.json").write_text("{")
-    assert "--model_name_or_path" in trainer(model_name_or_path=tmp_path / "broken.json")
-
-
-def test_model_of_a_family_that_is_not_supported(trainer, tmp_path):
-    (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5"}))
-    assert "t5" in trainer(model_name_or_path=tmp_path / "t5.json")
-
-
-def test_sequences_longer_than_the_model_has_positions(trainer, tmp_path):
-    message = trainer(model_name_or_path=write_config(tmp_path / "short.json", max_position_embeddings=16))
-    assert "32 tokens" in message and "16 positions" in message
-
-
-def test_sequence_length_that_the_data_does_not_have(trainer):
-    assert "--seq_length 64" in trainer(seq_length=64)
-
-
-def test_fp16_on_a_cpu(trainer):
-    assert "--fp16" in trainer(fp16=True, use_cpu=True)
-
-
-def test_target_batch_size_below_one_local_step(trainer):
-    message = trainer(target_batch_size=7)
-    assert "--target_batch_size 7" in message and "8 samples" in message.replace("8, the samples", "8 samples")
-
-
-def test_identity_that_is_none(trainer, tmp_path):
-    (tmp_path / "bad.key").write_bytes(b"garbage")
-    message = trainer(identity_path=tmp_path / "bad.key")
-    assert "--identity_path" in message and "bad.key" in message
-
-
-def test_output_dir_that_is_a_file(trainer, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "file" in trainer(output_dir=tmp_path / "file")
+    monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
+    for name in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    message = trainer(**flags(data, tmp_path))
+    assert all(word in message for word in words.split()), message
 
 
 @pytest.mark.peers
@@ -191,17 +161,10 @@ def test_one_good_peer_among_bad_ones_is_enough(tmp_path):
             assert joiner.dht.is_alive()
 
 
-def test_tunnel_without_a_token(trainer, monkeypatch, tmp_path):
-    monkeypatch.delenv("NGROK_AUTHTOKEN", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    message = trainer(tunnel="ngrok")
-    assert "--tunnel" in message and "NGROK_AUTHTOKEN" in message
-
-
-def test_monitor_without_a_tokenizer(run, tmp_path):
-    message = run(run_training_monitor, "--tokenizer_path", "nowhere", "--output_dir", tmp_path / "out")
-    assert "--tokenizer_path" in message
+def test_monitor_and_evaluator(run, tmp_path):
+    flags = ("--tokenizer_path", "nowhere", "--output_dir", tmp_path / "out")
+    assert "--tokenizer_path" in run(run_training_monitor, *flags)
+    assert "--initial_peers is missing" in run(run_evaluator)
 
 
 def test_upload_without_a_token(run, data, tmp_path, monkeypatch):

@@ -129,6 +129,7 @@ def assert_equal(state: tuple[dict, list[torch.Tensor]], other: tuple[dict, list
     assert all(torch.equal(one, two) for one, two in zip(state[1], other[1], strict=True))
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("is_custom", [False, True], ids=["Trainer", "loop of one's own"])
 def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, is_custom):
     whole = train(tmp_path / "whole", 4, is_custom)
@@ -221,6 +222,7 @@ def write_old_checkpoint(folder: Path, is_custom: bool) -> tuple[dict[str, torch
     return weights, statistics
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("is_custom", [False, True], ids=["Trainer", "loop of one's own"])
 def test_checkpoint_of_an_older_version_is_resumed(tmp_path, is_custom):
     weights, statistics = write_old_checkpoint(tmp_path, is_custom)
