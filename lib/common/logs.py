@@ -63,13 +63,13 @@ class TracebackFilter(logging.Filter):
 
 
 class HintHandler(logging.Handler):
-    """Logs what to do about a warning or an error, once for each row of lib/common/diagnosis.py."""
+    """Logs what to do about a warning or an error, once for each row of lib/common/messages.md."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(Exception):  # a hint must not end what it is about
+        with contextlib.suppress(Exception):  # a failing hint must not break logging
             hint = next_hint(record.getMessage())
             if hint is not None:
                 logger.info(hint)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lib.common import diagnosis
-from lib.common.diagnosis import DIAGNOSES, HINT, next_hint
+from lib.common.diagnosis import HINT, next_hint, read_diagnoses
 from lib.common.errors import TEMPORARY, TemporaryError, UserError, run_script
 from lib.common.logs import HintHandler
 from tests.support.peers import ROOT
@@ -49,9 +49,9 @@ def test_no_hint_for_what_is_no_warning(log, level):
 
 def test_no_hint_if_the_message_has_the_remedy_or_is_unknown(log):
     logger, read = log
-    for row in DIAGNOSES:
+    for row in read_diagnoses():
         if row.has_remedy:
-            logger.error(row.example)
+            logger.error(row.message)
     logger.error("something else")
     assert HINT not in read()
 
@@ -63,10 +63,10 @@ def test_malformed_record_raises_nothing(log):
 
 
 def test_hints_are_plain_text():
-    hints = [next_hint(row.example) for row in DIAGNOSES]
+    hints = [next_hint(row.message) for row in read_diagnoses()]
     assert sum(hint is not None for hint in hints) > 25
     assert not any("](" in hint for hint in hints if hint)
-    assert all(next_hint(row.example) is None for row in DIAGNOSES), "each is given once"
+    assert all(next_hint(row.message) is None for row in read_diagnoses()), "each is given once"
 
 
 def end_with(error: Exception, monkeypatch, capsys) -> tuple[int, list[str]]:

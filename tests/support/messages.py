@@ -12,7 +12,6 @@ from tests.support.peers import ROOT
 
 MIN_LETTERS = 4  # of a template, as in "Step #…": f"{name}: {value}" has none and would match any line
 MIN_SHARE = 0.5  # of a line's letters that the template has: "… sent …" would match too many
-TABLE = ROOT / "lib/common/diagnosis.py"  # is compared with the other files
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def read_templates() -> tuple[Template, ...]:
     (hivemind,) = find_spec("hivemind").submodule_search_locations
     folders = (ROOT / "lib", ROOT / "deploy", *(Path(hivemind) / name for name in ("averaging", "dht", "p2p")))
     paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
-    texts = (text for path in paths if path != TABLE for text in _texts(ast.parse(path.read_text())))
+    texts = (text for path in paths for text in _texts(ast.parse(path.read_text())))
     texts = {" ".join(text.split()) for text in texts}
     return tuple(template for template in map(Template, texts) if template.letters >= MIN_LETTERS)
 
