@@ -242,6 +242,6 @@ def test_service_and_container_name_no_settings_of_the_run(monkeypatch):
     for command in (re.search(r"ExecStart=(.*)", unit)[1], shell_command):
         flags = command.partition("run_trainer.py")[2]
         line = parse_command_line(TRAINER_ARGUMENTS, "-", shlex.split(os.path.expandvars(flags)))
-        assert line.stated.keys() - {"client_mode", "username"} == {"initial_peers"}
+        assert line.stated - {"client_mode", "username"} == {"initial_peers"}
     (gpu,) = container["deploy"]["resources"]["reservations"]["devices"]
     assert gpu["capabilities"] == ["gpu"]
