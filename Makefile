@@ -10,9 +10,9 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --duratio
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 20
 
-install: .venv/installed  ## Create .venv with what trainers and the monitor need
+install: .venv/installed  ## Create .venv with what data preparation, trainers and the monitor need
 
-install-organiser: .venv/installed-organiser  ## The same, and what data preparation, dashboards and AWS need
+install-organiser: .venv/installed-organiser  ## The same, and what dashboards, the demo and AWS need
 
 demo: .venv/installed-organiser  ## Train a small model with two trainers on this machine, in about two minutes
 	@.venv/bin/python run_local_demo.py $(ARGS)

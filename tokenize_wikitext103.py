@@ -59,6 +59,11 @@ class TokenizationArguments:
     dataset_config_name: str | None = flag(
         None, "Configuration of the dataset. Default: wikitext-103-v1 for WikiText, else none"
     )
+    dataset_revision: str | None = flag(
+        None,
+        "Branch, tag or commit of the dataset on the Hub. Default: the newest; for BookCorpus, refs/convert/parquet, "
+        "the Hub's copy of a dataset that is a Python script",
+    )
     train_file: str | None = flag(
         None,
         "Text file to use instead of --dataset_name, UTF-8. Documents end at blank lines or, as in "
@@ -120,10 +125,12 @@ class TokenizationArguments:
             require(path is None or Path(path).is_file(), f"--{name}: there is no file '{path}'")
         require(
             self.archive is None or self.archive.endswith((".tar.gz", ".tgz")),
-            f"--archive must end in .tar.gz, got '{self.archive}'",
+            f"--archive {self.archive}: the archive is compressed; pass a name that ends in .tar.gz",
         )
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
             self.dataset_config_name = "wikitext-103-v1"
+        if self.dataset_revision is None and self.dataset_name in ("bookcorpus", "bookcorpus/bookcorpus"):
+            self.dataset_revision = "refs/convert/parquet"
 
 
 def main() -> None:
@@ -199,7 +206,7 @@ def open_source(args: TokenizationArguments) -> Source:
         return open_sample()
     if args.train_file is not None:
         return open_files(args.train_file, args.validation_file)
-    return open_hub_dataset(args.dataset_name, args.dataset_config_name, args.cache_dir)
+    return open_hub_dataset(args.dataset_name, args.dataset_config_name, args.dataset_revision, args.cache_dir)
 
 
 def find_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:

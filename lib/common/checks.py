@@ -43,7 +43,10 @@ def check_web_address(flag: str, url: str) -> None:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
-    require(valid, f"{flag} must be an address like https://example.org/data.tar.gz")
+    require(
+        valid,
+        f"{flag} must be an http(s) address like https://example.org/data.tar.gz; serve it by HTTP, not FTP",
+    )
 
 
 # A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.

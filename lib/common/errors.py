@@ -21,7 +21,7 @@ _REMEDIES = {
 TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: run_forever.py tries again without end
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
-ORGANISER_MODULES = {"boto3", "sentencepiece", "sentencex", "trackio", "wandb"}
+ORGANISER_MODULES = {"boto3", "trackio", "wandb"}
 
 
 class UserError(Exception):

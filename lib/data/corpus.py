@@ -204,8 +204,8 @@ def go_offline_if_needed() -> None:
         constants.HF_HUB_OFFLINE = True  # `datasets` copies the value on import, transformers reads it on each use
 
 
-def open_hub_dataset(name: str, config_name: str | None, cache_dir: str | None) -> Source:
-    """A dataset on the Hugging Face Hub.
+def open_hub_dataset(name: str, config_name: str | None, revision: str | None, cache_dir: str | None) -> Source:
+    """Open a dataset on the Hugging Face Hub, or one in a folder.
 
     :raises UserError: if it is not available, or has no split "train" with a column "text"
     """
@@ -214,14 +214,17 @@ def open_hub_dataset(name: str, config_name: str | None, cache_dir: str | None) 
 
     full_name = " ".join(filter(None, [name, config_name]))
     try:
-        dataset = datasets.load_dataset(name, config_name, cache_dir=cache_dir)
+        dataset = datasets.load_dataset(name, config_name, revision=revision, cache_dir=cache_dir)
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         raise UserError(
             f"--dataset_name: '{full_name}' is not available from the Hugging Face Hub ({first_line(error)}); "
             "go online, check the name, or pass --train_file or --sample"
         ) from error
     except (ValueError, RuntimeError) as error:  # no such configuration, a dataset that is a script, ...
-        raise UserError(f"--dataset_name: '{full_name}' cannot be loaded: {first_line(error)}") from error
+        remedy = "pass another configuration or dataset"
+        if "scripts are no longer supported" in str(error):
+            remedy = "pass --dataset_revision refs/convert/parquet, the Hub's copy of it, or another dataset"
+        raise UserError(f"--dataset_name: '{full_name}' cannot be loaded: {first_line(error)}; {remedy}") from error
     if "train" not in dataset or "text" not in dataset["train"].column_names:
         columns = {split: part.column_names for split, part in dataset.items()}
         raise UserError(f"--dataset_name: '{full_name}' has no split 'train' with a column 'text', but {columns}")

@@ -146,7 +146,8 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
     except ArchiveError as error:
         download.discard()
         raise UserError(
-            f"--dataset_url: {address} is not an archive from tokenize_wikitext103.py --archive: {error}"
+            f"--dataset_url: {address} is not an archive from tokenize_wikitext103.py --archive: {error}; "
+            "ask the organiser for the address of that archive"
         ) from None
     download.discard()
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")

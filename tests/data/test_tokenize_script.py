@@ -148,19 +148,23 @@ def test_hub_datasets_with_and_without_blank_rows(tmp_path, monkeypatch, blank_r
         rows.append(f"sentence {number} of the book .")
         if blank_rows and number % 7 == 6:
             rows.append("")
-    calls = []
-
-    def load_dataset(*args, **kwargs):
-        calls.append(args)
-        return datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": rows})})
-
+    path = tmp_path / "books" / "plain_text" / "train" / "0000.parquet"  # as in refs/convert/parquet
+    path.parent.mkdir(parents=True)
+    datasets.Dataset.from_dict({"text": rows}).to_parquet(path)
     monkeypatch.setattr(corpus, "go_offline_if_needed", lambda: None)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(preprocessing, "MAX_DOCUMENT_CHARS", 5000)
-    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name="some/books", vocab_size=60))
-    assert calls == [("some/books", None)] and manifest.source == "some/books"
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name=str(tmp_path / "books"), vocab_size=60))
     assert sum(split["documents"] for split in manifest.splits.values()) == num_documents
     assert sum(split["sentences"] for split in manifest.splits.values()) == 1400
+
+
+def test_a_dataset_that_is_a_script_is_explained(tmp_path, monkeypatch):
+    """The error is the library's own."""
+    monkeypatch.setattr(corpus, "go_offline_if_needed", lambda: None)
+    (tmp_path / "bookcorpus").mkdir()
+    (tmp_path / "bookcorpus" / "bookcorpus.py").touch()
+    with pytest.raises(UserError, match=r"found bookcorpus\.py; pass --dataset_revision refs/convert/parquet"):
+        tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name=str(tmp_path / "bookcorpus")))
 
 
 def test_wikitext_is_the_default():
@@ -506,13 +510,14 @@ def test_no_permission_is_one_line():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, "--dataset_name: 'Salesforce/wikitext wikitext-103-v1' .* pass --train_file or --sample"),
-        ({"dataset_name": "no/such"}, "--dataset_name: 'no/such' .* pass --train_file or --sample"),
+        ({}, "'Salesforce/wikitext wikitext-103-v1' .*None.* pass --train_file or --sample"),
+        ({"dataset_name": "bookcorpus/bookcorpus"}, "refs/convert/parquet.* pass --train_file or --sample"),
+        ({"dataset_name": "no/such", "dataset_revision": "v1"}, "'no/such' .*v1.* pass --train_file or --sample"),
     ],
 )
 def test_an_unreachable_hub_is_explained(tmp_path, monkeypatch, flags, message):
     def load_dataset(*args, **kwargs):
-        raise ConnectionError("Couldn't reach it\nfor these reasons")
+        raise ConnectionError(f"Couldn't reach {kwargs['revision']}\nfor these reasons")
 
     monkeypatch.setattr(corpus, "go_offline_if_needed", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)

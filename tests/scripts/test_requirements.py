@@ -1,5 +1,5 @@
-"""Requirements: trainers, monitor and evaluator start without the organiser's packages, and a script that needs one
-prints how to install it."""
+"""Requirements: data preparation, trainers, monitor and evaluator run without the organiser's packages, and a script
+that needs one prints how to install it."""
 
 import importlib
 import logging
@@ -78,17 +78,11 @@ def test_monitor_starts_without_the_organisers_packages(run_as_volunteer):
     assert result.process.returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "module"),
-    [
-        ("tokenize_wikitext103.py", ("--sample", "--train_tokenizer"), "sentencex"),
-    ],
-)
-def test_missing_package_is_one_line_with_the_command(tmp_path, script, flags, module):
-    command = [sys.executable, VOLUNTEER, script, *flags]
+def test_data_is_prepared_without_the_organisers_packages(tmp_path):
+    flags = ("--sample", "--train_tokenizer", "--vocab_size", "1000")
+    command = [sys.executable, VOLUNTEER, "tokenize_wikitext103.py", *flags]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.stderr == f"{script}: error: {module} is not installed: {INSTALL}\n"
-    assert result.returncode == 1 and not list(tmp_path.iterdir())
+    assert result.returncode == 0 and (tmp_path / "data" / "tokenizer").is_dir(), result.stderr
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
