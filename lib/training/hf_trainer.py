@@ -146,6 +146,14 @@ class CollaborativeTrainer(Trainer):
             path.rename(temporary / path.name)
         written.rmdir()
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load the loss scale of a checkpoint, if this peer and the one that wrote it both compute in fp16.
+
+        transformers 5.23 also loads it into the missing scaler of a peer that resumes in another precision.
+        """
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
+
     def _get_output_dir(self, trial) -> str:
         return str(getattr(self, "_run_dir", None) or super()._get_output_dir(trial))
 

@@ -1,7 +1,9 @@
 """The Trainer: losses and gradients, order of samples per peer, and valid checkpoints."""
 
+import contextlib
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,30 +41,40 @@ class FixedSampler(PeerSampler):
         return iter(range(self.length))
 
 
-def train_one_step(tmp_path, batch_size: int, accumulation: int) -> tuple[float, torch.Tensor]:
-    """Return the reported loss and the gradients of one step over the same eight samples."""
-    batch = make_batch(size=8)
-    dataset = Dataset.from_dict({name: values.tolist() for name, values in batch.items()})
+def build_trainer(folder: Path, **options) -> CollaborativeTrainer:
+    """Build a trainer of eight samples.
+
+    :param options: of TrainingArguments
+    """
+    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=8).items()})
     model = build_model(CONFIG, "run")
     optimizer = SGD(model.parameters(), lr=0.0)
-    gradients = []
-    optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
-    )
-    meter = LossMeter()
-    trainer = CollaborativeTrainer(
+    optimizer.saved_state = contextlib.nullcontext
+    options = {
+        "per_device_train_batch_size": 8, "max_grad_norm": 0.0, "remove_unused_columns": False, "report_to": "none",
+        "disable_tqdm": True, "use_cpu": True, "save_total_limit": 2, **options,
+    }  # fmt: skip
+    return CollaborativeTrainer(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
-            max_steps=1, max_grad_norm=0.0, remove_unused_columns=False, report_to="none", save_strategy="no",
-            disable_tqdm=True, use_cpu=True, logging_steps=1,
-        ),
+        args=TrainingArguments(output_dir=str(folder), **options),
         train_dataset=dataset,
         data_collator=collate,
         optimizers=(optimizer, NoOpScheduler(optimizer)),
         sampler=FixedSampler(len(dataset)),
-        loss_meter=meter,
+        loss_meter=LossMeter(),
+    )
+
+
+def train_one_step(tmp_path, batch_size: int, accumulation: int) -> tuple[float, torch.Tensor]:
+    """Return the reported loss and the gradients of one step over the same eight samples."""
+    trainer = build_trainer(
+        tmp_path, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, max_steps=1,
+        save_strategy="no", logging_steps=1,
     )  # fmt: skip
+    gradients, meter = [], trainer.loss_meter
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters()]))
+    )
     trainer.train()
     loss, mini_steps = meter.pop()
     assert mini_steps == accumulation
@@ -147,6 +159,22 @@ def test_fp16_without_a_gpu_is_refused():
         choose_precision(LocalTrainingArguments(fp16=True, use_cpu=True))
     assert choose_precision(LocalTrainingArguments(use_cpu=True)) == (False, False)
     assert choose_precision(LocalTrainingArguments(use_cpu=True, bf16=True)) == (False, True)
+
+
+@pytest.mark.parametrize(("was_fp16", "is_fp16"), [(True, False), (False, True), (True, True)])
+def test_checkpoint_is_resumed_in_another_precision(tmp_path, monkeypatch, was_fp16, is_fp16):
+    """A folder moves from a T4 to an A100 or to a CPU, or back."""
+    build_trainer(tmp_path, max_steps=1, save_steps=1).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    if was_fp16:  # as Trainer._save_scaler does
+        torch.save(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict(), checkpoint / "scaler.pt")
+    trainer = build_trainer(tmp_path, max_steps=2, save_steps=10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    monkeypatch.setattr(trainer.accelerator, "scaler", scaler if is_fp16 else None)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 2
+    assert scaler.get_scale() == (8.0 if was_fp16 and is_fp16 else 4.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="uses the GPU without --use_cpu")
