@@ -212,8 +212,10 @@ class OptimizerArguments:
         "trainer of the run must not be in client mode",
     )
     batch_size_lead: int = flag(0, "Begin looking for a group in advance, this many samples before target_batch_size")
-    bandwidth: float = flag(
-        100.0, "Network bandwidth of this peer in Mbit/s (decides its fraction of the work in all-reduce)"
+    bandwidth: float | None = flag(
+        None,
+        "Network bandwidth of this peer in Mbit/s (decides its fraction of the work in all-reduce). Default: a "
+        "trainer measures its upload when it starts, at most 100",
     )
     averaging_timeout: float = flag(
         60.0,

@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from asyncio import StreamReader, StreamWriter
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,16 +18,24 @@ from hivemind.dht import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.utils import get_logger
 
 from lib.common.errors import first_line
+from lib.common.names import derive_name
+from lib.peer.addresses import peer_id_in
+
+logger = get_logger(__name__)
 
 PROTOCOL = "collaboration.receive_upload.v1"
 HEADER_BYTES = 4
 READY, RECEIVED, BUSY = b"G", b"R", b"B"  # other bytes are errors of the admission
 WARM_UP_BYTES = 256 * 2**10  # TCP sends slowly at first
 UPLOAD_BYTES = 2 * 2**20
-SLOW_SECONDS = 5.0  # if the first bytes take longer, they are the measurement
+MAIN_SECONDS = 2.0  # for the bytes after the warm-up, at its speed; on slow links they are fewer than UPLOAD_BYTES
 TIMEOUT = 60.0  # seconds for the caller
+START_TIMEOUT = 5.0  # the same, when a trainer starts
+# Mbit/s. Used if nothing is measured, and the most that is claimed: the few bytes cannot tell faster links apart.
+MAX_BANDWIDTH = 100.0
 
 
 class UploadError(Exception):
@@ -115,33 +124,52 @@ class Upload:
         return 8e-6 * self.num_bytes / max(self.seconds, 1e-6)
 
 
-def measure_upload(dht: DHT, peer_id: PeerID) -> Upload:
-    """Send some 2 MB to a peer.
+def measure_upload(dht: DHT, initial_peers: Iterable[str], timeout: float = TIMEOUT) -> tuple[Upload, str]:
+    """Send up to 2 MB to the first of some peers that takes them.
 
-    :raises UploadError: if the peer does not take them
+    :param initial_peers: multiaddresses with a peer ID
+    :param timeout: seconds for all of them
+    :returns: the measurement, and the name of the peer
+    :raises UploadError: if none takes them
     """
-    call = partial(_measure, peer_id=peer_id)
+    reasons, deadline = [], time.monotonic() + timeout
+    for peer_id in map(peer_id_in, initial_peers):
+        call = partial(_measure, peer_id=peer_id, timeout=max(0.1, deadline - time.monotonic()))
+        try:
+            upload = dht.run_coroutine(call, return_future=True).result(timeout=timeout + 2)
+        except TimeoutError:
+            upload = "the DHT process does not answer"
+        if isinstance(upload, Upload):
+            return upload, derive_name(str(peer_id))
+        reasons.append(f"{derive_name(str(peer_id))}: {upload}")
+    raise UploadError("; ".join(reasons) or "there are no initial peers")
+
+
+def measure_bandwidth(dht: DHT, initial_peers: Iterable[str]) -> float:
+    """Return the bandwidth to claim in rounds, in Mbit/s: the upload to an initial peer, at most MAX_BANDWIDTH."""
     try:
-        upload = dht.run_coroutine(call, return_future=True).result(timeout=TIMEOUT + 10)
-    except TimeoutError:
-        raise UploadError("the DHT process does not answer") from None
-    if isinstance(upload, str):
-        raise UploadError(upload)
-    return upload
+        upload, name = measure_upload(dht, initial_peers, START_TIMEOUT)
+    except UploadError as error:
+        logger.info(f"Using --bandwidth {MAX_BANDWIDTH:.0f}: the upload is not measured, {error}")
+        return MAX_BANDWIDTH
+    bandwidth = min(upload.mbits_per_second, MAX_BANDWIDTH)
+    logger.info(f"Using --bandwidth {bandwidth:.1f}: the upload to {name} has {upload.mbits_per_second:,.1f} Mbit/s")
+    return bandwidth
 
 
-async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID) -> Upload | str:
+async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID, timeout: float) -> Upload | str:
     """Return the upload to a peer, or why it cannot be measured. Runs in the DHT process, which logs exceptions."""
     try:
-        async with asyncio.timeout(TIMEOUT):
+        async with asyncio.timeout(timeout):
             _, reader, writer = await node.p2p.call_binary_stream_handler(peer_id, PROTOCOL)
             with closing(writer):
                 first = await _send(reader, writer, WARM_UP_BYTES)
-                return first if first.seconds > SLOW_SECONDS else await _send(reader, writer, UPLOAD_BYTES)
+                num_bytes = min(UPLOAD_BYTES, int(MAIN_SECONDS * first.num_bytes / max(first.seconds, 1e-6)))
+                return await _send(reader, writer, num_bytes) if num_bytes > WARM_UP_BYTES else first
     except UploadError as error:
         return str(error)
     except TimeoutError:
-        return f"it has not received the bytes within {TIMEOUT:.0f} s"
+        return f"it has not received the bytes within {timeout:.0f} s"
     except P2PDaemonError as error:
         if "protocols not supported" in str(error):
             return "it has an older version of these scripts"

@@ -28,7 +28,6 @@ from lib.common.argument_parser import CommandLine
 from lib.common.diagnosis import diagnose
 from lib.common.errors import UserError, describe
 from lib.common.logs import setup_logging
-from lib.common.names import derive_name
 from lib.common.processes import StopSignal
 from lib.data.download import fetch_data
 from lib.data.loading import load_training_data
@@ -52,6 +51,9 @@ DEVICE_SECONDS = 5.0  # for which micro-batches are computed
 # Copies of the parameters in a trainer's processes: model, gradients, offloaded parameters, two moments of the
 # optimizer, what the averager sends and receives, and a download. The rest is what a trainer of a tiny model takes.
 COPIES, SHARED_COPIES, BASE_BYTES = 12, 6, 0.7e9
+# The same on a GPU, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
+# the moments of the inner optimizer, and copies while a round begins or ends
+GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,12 @@ def load(
     model = build_trainer_model(config, dataset_args, args.run_id)
     size = f"{len(dataset):,} samples; model of {model.num_parameters() / 1e6:,.1f} million parameters"
     report.add(Finding("data and model", size))
-    report.add(check_memory(model.num_parameters(), psutil.virtual_memory().available, _free_shared_memory()))
+    has_gpu = choose_devices(training_args)[0].type == "cuda"
+    if has_gpu:
+        free, _ = torch.cuda.mem_get_info()
+        report.add(check_gpu_memory(model.num_parameters(), free, training_args.local_updates))
+    available = psutil.virtual_memory().available
+    report.add(check_memory(model.num_parameters(), available, _free_shared_memory(), has_gpu))
     return model, DataLoader(dataset, training_args.per_device_train_batch_size, shuffle=True, collate_fn=collator)
 
 
@@ -181,13 +188,23 @@ def check_open_files(limit: int) -> Finding:
     return Finding("open files", f"at most {limit}", "" if is_enough else f"Run ulimit -n {MIN_OPEN_FILES} first")
 
 
-def check_memory(num_parameters: int, available: float, shared: float) -> Finding:
+def check_gpu_memory(num_parameters: int, free: float, local_updates: bool) -> Finding:
+    """Compare the free bytes of a GPU with what a trainer takes there besides its micro-batches."""
+    needed = 4.0 * (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) * num_parameters
+    text = f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed besides the activations"
+    advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
+    return Finding("GPU memory", text, advice if free < needed else "")
+
+
+def check_memory(num_parameters: int, available: float, shared: float, has_gpu: bool = False) -> Finding:
     """Compare the free memory with an estimate of what a trainer takes.
 
     :param available: free bytes
     :param shared: free bytes of shared memory
+    :param has_gpu: whether model and gradients are on a GPU
     """
-    needed, needed_shared = BASE_BYTES + 4.0 * COPIES * num_parameters, 4.0 * SHARED_COPIES * num_parameters
+    needed = BASE_BYTES + 4.0 * (COPIES - 2 * has_gpu) * num_parameters
+    needed_shared = 4.0 * SHARED_COPIES * num_parameters
     text = f"{available / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
     if available < needed:
         return Finding("memory", text, "End other programs, or choose a machine with more memory")
@@ -292,17 +309,12 @@ def check_upload(
     peer: Peer, initial_peers: Iterable[str], num_parameters: int, args: CollaborationArguments, max_group_size: int
 ) -> Finding:
     """Measure the upload to the first initial peer that takes part, and say how long a round takes at this speed."""
-    reasons = []
-    for peer_id in map(peer_id_in, initial_peers):
-        name = derive_name(str(peer_id))
-        try:
-            upload = measure_upload(peer.dht, peer_id).mbits_per_second
-        except UploadError as error:
-            reasons.append(f"{name}: {error}")
-            continue
-        trainers = min(1 + count_trainers(peer.dht, args.run_id), max_group_size)
-        return describe_upload(upload, name, num_parameters, trainers, args)
-    return Finding("upload", f"not measured, {'; '.join(reasons) or 'there are no initial peers'}")
+    try:
+        upload, name = measure_upload(peer.dht, initial_peers)
+    except UploadError as error:
+        return Finding("upload", f"not measured, {error}")
+    trainers = min(1 + count_trainers(peer.dht, args.run_id), max_group_size)
+    return describe_upload(upload.mbits_per_second, name, num_parameters, trainers, args)
 
 
 def count_trainers(dht: DHT, run_id: str) -> int:

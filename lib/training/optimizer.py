@@ -33,6 +33,7 @@ from lib.averaging.rounds import RoundAverager
 from lib.averaging.state import TrainingStateAverager
 from lib.common.errors import UserError
 from lib.peer.peer import Peer
+from lib.peer.upload import MAX_BANDWIDTH, measure_bandwidth
 
 # Bound on the distance between an element of two peers' parameters, in learning rates. LAMB and AdamW move an element
 # by about three learning rates in their first steps.
@@ -204,7 +205,7 @@ def build_optimizer(
         tracker_opts={"local_updates": training_args.local_updates, **_tracker_options(tracker_args)},
         round_opts={
             "target_group_size": averager_args.target_group_size,
-            "bandwidth": args.bandwidth,
+            "bandwidth": _choose_bandwidth(peer, args),
             **_round_bounds(training_args),
         },
         state_opts={
@@ -257,11 +258,18 @@ def build_auxiliary(
         average_parameters_every=args.average_state_every,
         max_weight=max_weight(args.target_batch_size),
         target_group_size=averager_args.target_group_size,
-        bandwidth=args.bandwidth,
+        bandwidth=args.bandwidth or MAX_BANDWIDTH,
         **_round_bounds(hyperparameter_args),
         **_averaging_compressions(args),
     )
     return tracker, averager
+
+
+def _choose_bandwidth(peer: Peer, args: CollaborationArguments) -> float:
+    """Return this peer's bandwidth in Mbit/s. A peer in client mode reduces nothing: its bandwidth has no effect."""
+    if args.bandwidth is not None or args.client_mode:
+        return args.bandwidth or MAX_BANDWIDTH
+    return measure_bandwidth(peer.dht, args.initial_peers)
 
 
 def _chunk_timeout(args: OptimizerArguments) -> float:

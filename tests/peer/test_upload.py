@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from types import SimpleNamespace
@@ -9,19 +10,26 @@ from types import SimpleNamespace
 import pytest
 from hivemind.p2p import PeerID
 
+from lib.common.names import derive_name
 from lib.peer.upload import (
     BUSY,
+    MAX_BANDWIDTH,
     READY,
     RECEIVED,
+    START_TIMEOUT,
     UPLOAD_BYTES,
     WARM_UP_BYTES,
+    Upload,
     UploadError,
     UploadSink,
+    measure_bandwidth,
     measure_upload,
 )
+from tests.support.fakes import FakeUploads
 from tests.support.peers import local_peer
 
 MIB = 2**20
+GONE = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 class Caller:
@@ -136,12 +144,49 @@ def test_upload_between_two_peers(tmp_path):
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
         with local_peer(tmp_path / "two", "run", (address,), client_mode=True) as second:
-            upload = measure_upload(second.dht, first.dht.peer_id)
+            upload, name = measure_upload(second.dht, [address])
+            assert name == derive_name(str(first.dht.peer_id))
             assert upload.num_bytes == UPLOAD_BYTES and 1 < upload.mbits_per_second < 1e5
             with pytest.raises(UploadError, match="an older version"):
-                measure_upload(first.dht, second.dht.peer_id)
-            measure_upload(second.dht, first.dht.peer_id)
+                measure_upload(first.dht, [f"/p2p/{second.dht.peer_id}"])
+            # Of two initial peers, the first one is gone.
+            assert measure_bandwidth(second.dht, [GONE, address]) == min(MAX_BANDWIDTH, upload.mbits_per_second)
             with pytest.raises(UploadError, match="no more uploads now"):
-                measure_upload(second.dht, first.dht.peer_id)
+                measure_upload(second.dht, [address])
             with pytest.raises(UploadError, match="no connection"):
-                measure_upload(second.dht, PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"))
+                measure_upload(second.dht, [GONE])
+
+
+@pytest.mark.parametrize(
+    ("results", "bandwidth", "message"),
+    [
+        ([Upload(2 * MIB, 2.0)], 8.388608, "Using --bandwidth 8.4: the upload to "),
+        ([Upload(2 * MIB, 0.01)], 100.0, "has 1,677.7 Mbit/s"),
+        (["it is away", Upload(2 * MIB, 2.0)], 8.388608, "Using --bandwidth 8.4"),
+        (["it is away", "it has refused"], 100.0, "Using --bandwidth 100: the upload is not measured, "),
+    ],
+)
+def test_bandwidth_is_the_measured_upload(caplog, results, bandwidth, message):
+    caplog.set_level("INFO")
+    assert measure_bandwidth(FakeUploads(*results), [GONE, GONE]) == bandwidth
+    assert message in caplog.text and len(caplog.records) == 1
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_slow_upload_is_measured_in_bounded_time(tmp_path, monkeypatch, seconds):
+    """At 2 Mbit/s the first bytes take a second; at none, the start of a trainer is delayed by START_TIMEOUT."""
+    delay = seconds or 60.0
+
+    async def discard(self, reader, num_bytes: int) -> None:
+        await reader.readexactly(num_bytes)
+        await asyncio.sleep(delay * num_bytes / WARM_UP_BYTES)
+
+    monkeypatch.setattr(UploadSink, "_discard", discard)
+    with local_peer(tmp_path / "one", "run") as first:
+        address = str(first.dht.get_visible_maddrs()[0])
+        with local_peer(tmp_path / "two", "run", (address,), client_mode=True) as second:
+            started = time.monotonic()
+            bandwidth = measure_bandwidth(second.dht, [address])
+            assert time.monotonic() < started + START_TIMEOUT + 2.0
+            assert bandwidth == pytest.approx(2.1, rel=0.2) if seconds else bandwidth == MAX_BANDWIDTH

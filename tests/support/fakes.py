@@ -1,13 +1,16 @@
 """Fakes: samples, a tokenizer, and the objects that a session or a checkpoint keeper uses."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from arguments import CollaborationArguments
+from lib.peer.upload import Upload
 from lib.training.checkpoints import TrainingState
 from lib.training.session import TrainingSession
 
@@ -50,6 +53,18 @@ class FakeTracker:
 
     def alive(self, peers: list[SimpleNamespace]) -> list[SimpleNamespace]:
         return peers
+
+
+class FakeUploads:
+    """DHT in which the upload to each peer in turn has one of some results: a measurement, or why there is none."""
+
+    def __init__(self, *results: Upload | str):
+        self.results = itertools.cycle(results)
+
+    def run_coroutine(self, _coroutine, return_future: bool) -> Future:
+        future = Future()
+        future.set_result(next(self.results))
+        return future
 
 
 class FakeTokenizer:
@@ -115,7 +130,7 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
     optimizer = SimpleNamespace(
         local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
         restore=state_averager.restore, discard_local_updates=lambda: False, target_batch_size=8, pop_steps=list,
-        batch_size_per_step=4, banned_peers=dict, ban=lambda peers: None, tracker=FakeTracker(epoch=9),
+        num_computed=0, banned_peers=dict, ban=lambda peers: None, tracker=FakeTracker(epoch=9),
         recent_rounds=[],
     )  # fmt: skip
     args = CollaborationArguments(run_id="run")

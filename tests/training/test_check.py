@@ -11,7 +11,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from arguments import CollaborationArguments
 from lib.averaging.progress import PeerProgress
 from lib.common.errors import UserError
-from lib.peer.upload import Upload, UploadError
+from lib.peer.upload import Upload
 from lib.training import check
 from lib.training.check import (
     MIN_OPEN_FILES,
@@ -19,12 +19,14 @@ from lib.training.check import (
     Finding,
     Report,
     check_address,
+    check_gpu_memory,
     check_memory,
     check_open_files,
     check_upload,
     check_versions,
     describe_upload,
 )
+from tests.support.fakes import FakeUploads
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -47,6 +49,15 @@ def test_memory():
     assert not check_memory(10**6, 8e9, 8e9).advice
     assert "more memory" in check_memory(10**9, 8e9, 80e9).advice
     assert "--shm-size" in check_memory(10**7, 8e9, 64e6).advice
+
+
+def test_memory_of_a_gpu():
+    """Model and gradients are there and not in RAM: 350 million parameters on a machine of Kaggle."""
+    assert check_memory(350_000_000, 16e9, 80e9).advice
+    assert not check_memory(350_000_000, 16e9, 80e9, has_gpu=True).advice
+    assert not check_gpu_memory(350_000_000, 8e9, local_updates=False).advice
+    assert "--use_cpu" in check_gpu_memory(350_000_000, 8e9, local_updates=True).advice
+    assert "about 5.6 needed" in check_gpu_memory(350_000_000, 4e9, local_updates=False).line
 
 
 def test_addresses():
@@ -124,13 +135,10 @@ def test_first_initial_peer_that_takes_part_measures_the_upload(monkeypatch):
     values = {number: ValueWithExpiration(record, 0.0) for number, record in enumerate(records)}
     monkeypatch.setattr(check, "get_dictionary", lambda _dht, key: values if key == "run_training_progress" else {})
 
-    def measure(_dht, peer_id) -> Upload:
-        if str(peer_id) == PEER:
-            raise UploadError("it has an older version of these scripts")
-        return Upload(10**6, 1.0)
-
-    monkeypatch.setattr(check, "measure_upload", measure)
-    peer, args = SimpleNamespace(dht=None), make_args()
+    peer, args = (
+        SimpleNamespace(dht=FakeUploads("it has an older version of these scripts", Upload(10**6, 1.0))),
+        make_args(),
+    )
     found = check_upload(peer, ADDRESSES, ALBERT_LARGE, args, 256)
     assert found.text.startswith("8.0 Mbit/s to ") and "a round of 3 trainers" in found.text
     assert "a round of 2 trainers" in check_upload(peer, ADDRESSES, ALBERT_LARGE, args, 2).text
