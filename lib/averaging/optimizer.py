@@ -69,6 +69,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             "parameter_compression": parameter_compression,
         }
         self.num_dropped_gradients = 0
+        self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self.last_group_size = 0
         self._steps: deque[tuple[int, int | None]] = deque(maxlen=64)  # see pop_steps
         self.missed_updates = 0  # updates that the other peers' parameters have and this peer's lack
@@ -200,6 +201,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if self.num_dropped_gradients == 1 or self.num_dropped_gradients % 100 == 0:
                 logger.warning(f"Dropped a gradient that is not finite ({self.num_dropped_gradients} so far)")
             return False
+        self.num_computed += num_samples
         self.tracker.report_samples(self._take_local_step(num_samples))
         return True
 

@@ -20,6 +20,11 @@ class LossMeter:
         self._sum = self._sum + torch.where(finite, loss, 0.0)
         self._count = self._count + finite.int()
 
+    def mean(self) -> float | None:
+        """Return the mean of the losses since the last call of `pop`; None if there is none. For other threads."""
+        total, count = float(self._sum), int(self._count)
+        return total / count if count else None
+
     def pop(self) -> tuple[float, int]:
         """Return the sum and the number of the losses since the last call, and reset both."""
         result = float(self._sum), int(self._count)

@@ -69,6 +69,7 @@ class TrainingSession:
         self.folder = folder
         peer_id = str(peer.dht.peer_id)
         self.name = args.username or derive_name(peer_id)
+        self.loss_meter = LossMeter()
         self.status = StatusKeeper(
             folder,
             optimizer,
@@ -79,12 +80,12 @@ class TrainingSession:
             open_panel(disable_tqdm),
             should_stop,
             ConnectionWatcher(peer.dht, self._find_peers),
+            self.loss_meter,
         )
         optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
         self.should_stop = should_stop
         self.relay = relay
         self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
-        self.loss_meter = LossMeter()
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
         self.bans = BanList(folder, optimizer)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())

@@ -141,6 +141,19 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
     ]
 
 
+def describe_progress(status: TrainerStatus, loss: float | None) -> str:
+    """Return one line about the global step that the trainers compute samples for.
+
+    :param loss: local loss since the previous global step; None before the first micro-batch
+    """
+    s, wait = status, "unknown" if status.seconds_to_next is None else f"{status.seconds_to_next:.0f} s"
+    return (
+        f"Accumulated {s.all_samples:,} of {s.target_batch_size:,} samples for step #{s.next_step} from "
+        f"{_plural(s.num_trainers, 'peer')}, {s.own_samples:,} of them yours; ETA {wait}"
+        + ("" if loss is None else f"; local loss {loss:.3f}")
+    )
+
+
 def describe_samples(status: TrainerStatus) -> str:
     """Return how many samples the trainer has computed for past steps, and how many of them were applied."""
     if status.applied_fraction is None:
@@ -224,7 +237,7 @@ def find_fault(status: TrainerStatus | None, folder: Path, now: float) -> str | 
             "frozen, or the disk is full."
         )
     if now > worked_at + status.longest_wait:
-        return f"{subject} hangs since {_format_time(worked_at)}: its process {status.pid} takes no local step."
+        return f"{subject} has been hanging since {_format_time(worked_at)}: process {status.pid} takes no local step."
     return None
 
 

@@ -15,6 +15,7 @@ from lib.common.threads import PeriodicThread
 from lib.peer.connections import Connections, ConnectionWatcher
 from lib.training.console import StatusPanel
 from lib.training.contribution import LossHistory, RoundTally
+from lib.training.loss_meter import LossMeter
 from lib.training.status import (
     FILE_NAME,
     MAX_NAMED,
@@ -22,12 +23,14 @@ from lib.training.status import (
     WRITE_SECONDS,
     TrainerStatus,
     describe_part,
+    describe_progress,
     to_json,
 )
 
 logger = get_logger(__name__)
 
 DRAW_SECONDS = 1.0  # between two updates of the panel
+LOG_SECONDS = 30.0  # between two lines about the progress, without a panel
 
 
 class StatusKeeper(PeriodicThread):
@@ -40,6 +43,7 @@ class StatusKeeper(PeriodicThread):
     :param panel: shows the status, if there is a terminal
     :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
     :param connections: runs while this thread does
+    :param loss_meter: has the losses since the previous global step
     """
 
     def __init__(
@@ -53,10 +57,12 @@ class StatusKeeper(PeriodicThread):
         panel: StatusPanel | None = None,
         should_stop: Callable[[], bool] = bool,
         connections: ConnectionWatcher | None = None,
+        loss_meter: LossMeter | None = None,
     ):
         super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
         self.panel, self.should_stop, self.connections = panel, should_stop, connections
         self.optimizer, self.run_id, self.name_of_peer, self.longest_wait = optimizer, run_id, name, longest_wait
+        self.loss_meter = loss_meter or LossMeter()
         self.tally = RoundTally(peer_id, optimizer.target_batch_size)
         self.losses = LossHistory()
         self._file = JsonFile(folder / FILE_NAME)
@@ -64,16 +70,19 @@ class StatusKeeper(PeriodicThread):
         self._started_at, self._worked_at = time.time(), None
         self._computed = 0
         self._write_at = 0.0  # time.monotonic
+        self._log_at = float("inf")  # the same
 
     def start(self) -> None:
+        self._log_at = time.monotonic() + LOG_SECONDS
         self.work()  # the status of an earlier trainer in this folder is over
         if self.connections is not None:
             self.connections.start()
         super().start()
 
     def note_local_step(self) -> None:
-        self._computed += self.optimizer.batch_size_per_step
-        self._worked_at = time.time()
+        """Note a local step, unless its gradient was dropped or GradScaler has skipped it."""
+        if self.optimizer.num_computed != self._computed:
+            self._computed, self._worked_at = self.optimizer.num_computed, time.time()
 
     def note_loss(self, loss: float, number: int) -> None:
         """Note the sum of the losses of a number of micro-batches."""
@@ -83,6 +92,9 @@ class StatusKeeper(PeriodicThread):
         status = self.compute()
         if self.panel is not None:
             self._draw(status)
+        elif time.monotonic() >= self._log_at and not self.should_stop():
+            self._log_at = time.monotonic() + LOG_SECONDS
+            logger.info(describe_progress(status, self.loss_meter.mean()))
         if time.monotonic() >= self._write_at:
             self._write_at = time.monotonic() + WRITE_SECONDS
             self.write(status)

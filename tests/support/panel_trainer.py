@@ -40,7 +40,7 @@ def log(name: str, num_lines: int) -> None:
 def main() -> None:
     setup_logging()
     folder, num_lines = Path(sys.argv[1]), int(sys.argv[2])
-    optimizer = SimpleNamespace(tracker=FakeTracker(epoch=7), target_batch_size=256, batch_size_per_step=16)
+    optimizer = SimpleNamespace(tracker=FakeTracker(epoch=7), target_batch_size=256, num_computed=0)
     panel, stop = open_panel(disable=False), threading.Event()
     keeper = StatusKeeper(folder, optimizer, "run", "quick-otter-3f2a", "me", 900.0, panel, stop.is_set)
     keeper.period = 0.02

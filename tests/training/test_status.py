@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,9 @@ import torch
 from hivemind.p2p import PeerID
 
 from lib.peer.connections import Connections
+from lib.training import status_keeper
 from lib.training.contribution import LossHistory, RoundTally
+from lib.training.loss_meter import LossMeter
 from lib.training.status import (
     FILE_NAME,
     MAX_NAMED,
@@ -23,6 +26,7 @@ from lib.training.status import (
     describe_connections,
     describe_gift,
     describe_part,
+    describe_progress,
     describe_status,
     find_fault,
     format_fraction,
@@ -32,7 +36,8 @@ from lib.training.status import (
 )
 from lib.training.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker, make_session
-from tests.support.peers import ROOT
+from tests.support.peers import ROOT, wait_until
+from tests.support.swarm import Network, Swarm
 
 NOW = 1_800_000_000.0
 PEERS = ("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG")
@@ -139,7 +144,7 @@ def test_loss_is_compared_with_the_first_minute_in_the_first_hour():
 
 
 def make_keeper(folder: Path, tracker: FakeTracker) -> StatusKeeper:
-    optimizer = SimpleNamespace(tracker=tracker, target_batch_size=256, batch_size_per_step=16)
+    optimizer = SimpleNamespace(tracker=tracker, target_batch_size=256, num_computed=0)
     return StatusKeeper(folder, optimizer, "run", "quick-otter-3f2a", "me", longest_wait=900.0)
 
 
@@ -150,7 +155,8 @@ def test_keeper_combines_what_tracker_and_rounds_know(tmp_path):
     keeper = make_keeper(tmp_path, tracker)
     keeper.tally.begin_at(5)
     keeper.tally.note_round(round_entry(6, "alone", samples=48))
-    for _ in range(8):
+    for num_computed in range(0, 129, 16):
+        keeper.optimizer.num_computed = num_computed
         keeper.note_local_step()
     status = keeper.compute()
     assert (status.step, status.next_step, status.seconds_to_next) == (6, 8, 12.0)
@@ -200,6 +206,37 @@ def test_session_looks_for_trainers_and_initial_peers(tmp_path):
     session.close()
 
 
+def test_step_without_a_gradient_is_no_work(tmp_path):
+    """A trainer whose gradients all overflow hangs."""
+    keeper = make_keeper(tmp_path, FakeTracker())
+    keeper.note_local_step()
+    assert keeper.compute().worked_at is None
+    keeper.optimizer.num_computed = 16
+    keeper.note_local_step()
+    assert keeper.compute().worked_at is not None
+
+
+@pytest.mark.peers
+def test_progress_is_logged_without_a_terminal(tmp_path, caplog, monkeypatch):
+    """Of unlike trainers: 1, 2 and 9 samples, one in client mode, one with a narrow uplink."""
+    monkeypatch.setattr(status_keeper, "LOG_SECONDS", 0.5)
+    caplog.set_level("INFO")
+    with ExitStack() as peers, ExitStack() as stack:
+        swarm = Swarm(stack, Network(peers, tmp_path), tmp_path, target_batch_size=100)
+        first, *_ = [swarm.add(), swarm.add(client_mode=True), swarm.add(bandwidth=0.5)]
+        swarm.compute(1, 2, 9)
+        meter = LossMeter()
+        meter.add(torch.tensor(6.5))
+        keeper = StatusKeeper(
+            tmp_path, first.optimizer, "run", "otter", first.name, longest_wait=900.0, loss_meter=meter
+        )
+        stack.callback(keeper.close)
+        keeper.period = 0.1
+        keeper.start()
+        line = "Accumulated 12 of 100 samples for step #1 from 3 peers, 1 of them yours; ETA unknown; local loss 6.500"
+        wait_until(lambda: line in caplog.text, 60, f"the line: {caplog.text}")
+
+
 def test_status_is_written_although_the_terminal_is_gone(tmp_path):
     def fail(_status):
         raise OSError("Input/output error")
@@ -223,12 +260,14 @@ def test_session_notes_local_steps_losses_and_rounds(tmp_path, monkeypatch, capl
     session.optimizer.round_log.write(round_entry(10, "alone", samples=4))
     session.optimizer.pop_steps = iter([[(10, 4)], []]).__next__
     session.loss_meter.add(torch.tensor(2.0))
+    session.optimizer.num_computed = 4
     assert session.after_local_step()
     lines = [record.message for record in caplog.records if record.message.startswith("Your part in step #10: 100%")]
     assert len(lines) == 1 and "Step #" not in lines[0]
     assert session.after_local_step() and caplog.text.count("Your part") == 1
     status = session.status.compute()
-    assert (status.computed, status.applied, status.joined, status.loss) == (8, 4, 1, 2.0)
+    # The second local step had a gradient that was dropped, or that GradScaler has skipped.
+    assert (status.computed, status.applied, status.joined, status.loss) == (4, 4, 1, 2.0)
     assert status.worked_at is not None
     session.close()
 
@@ -286,6 +325,14 @@ def test_connections(fields, text):
     assert describe_connections(make_status(**fields)) == text
 
 
+def test_line_of_progress():
+    assert describe_progress(make_status(), 6.54321) == (
+        "Accumulated 800 of 4,096 samples for step #40 from 5 peers, 96 of them yours; ETA 31 s; local loss 6.543"
+    )
+    alone = describe_progress(make_status(num_trainers=1, seconds_to_next=None), None)
+    assert alone.endswith("from 1 peer, 96 of them yours; ETA unknown")
+
+
 def test_line_of_a_step():
     assert describe_part(make_status(), 39, 0.12) == (
         "Your part in step #39: 12% of it yours, 98% of your samples applied, rank 2 of 5, next step in 31 s"
@@ -334,6 +381,7 @@ def test_folder_without_a_status(tmp_path, content, capsys):
         ({"process_started_at": 1.0}, "was killed or lost at about 20"),
         ({"pid": 2**22 + 1}, "was killed or lost at about 20"),
         ({"time": NOW - 100}, "is frozen, or the disk is full"),
+        ({"worked_at": NOW - 901, "started_at": NOW - 2000}, "has been hanging since 20"),
         ({"worked_at": NOW - 901, "started_at": NOW - 2000}, "takes no local step"),
         ({"worked_at": None, "started_at": NOW - 901}, "takes no local step"),
     ],
