@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure seconds and bytes of rounds on connections as at home, and fit the formula of lib/training/plan.py to them.
+"""Measure seconds and bytes of rounds on connections as at home, and fit lib/training/round_time.py to them.
 
 benchmarks/home_lines.py --uplinks 5 10 20 100 --peers 2 4 --folder lines
 
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from lib.common.flags import flag
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -33,15 +33,15 @@ from benchmarks.line_records import (
     Point,
     fit,
     measured_table,
-    planned_table,
-    sufficient_table,
     summarize_rounds,
 )
 from benchmarks.round_records import read_jsonl
 from lib.common.checks import require, require_positive
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
-from lib.training.plan import LATENESS, Line, count_parameters, round_seconds
+from lib.common.flags import flag
+from lib.training.model import build_model, read_config
+from lib.training.round_time import round_seconds
 from tests.support.namespaces import Internet, Public, make_internet, why_unavailable
 from tests.support.peers import Script, wait_until
 
@@ -76,24 +76,24 @@ class LineArguments:
             require(mode in MODES, f"--modes: '{mode}' is none of {', '.join(MODES)}")
 
 
-def get_line(upload: float) -> Line:
-    """Return an asymmetric connection, as at home."""
-    return Line(upload, max(50.0, 5 * upload))
+def get_download(upload: float) -> float:
+    """Return the download rate of an asymmetric connection, as at home."""
+    return max(50.0, 5 * upload)
 
 
 class Swarm:
     """Peers of one mode, each in its own network namespace.
 
-    :param line: the first one to measure
+    :param upload: the first rate to measure
     :param timeout: seconds after which a round is aborted
     """
 
     def __init__(
-        self, stack: ExitStack, folder: Path, internet: Internet, mode: str, number: int, line: Line, timeout: float
+        self, stack: ExitStack, folder: Path, internet: Internet, mode: str, number: int, upload: float, timeout: float
     ):
         self.folder, self.internet, self.number = folder, internet, number
         self.hosts: list[Public] = [internet.add_public() for _ in range(number)]
-        self.limit(line)
+        self.limit(upload)
         self.scripts: list[Script] = []
         folder.mkdir(parents=True)
         for index in range(number):
@@ -110,7 +110,7 @@ class Swarm:
             "--host_maddrs", maddr, *initial, "--bootstrap_timeout", START_SECONDS,
             "--output_dir", self._output(index), "--target_batch_size", LOCAL_STEPS * self.number,
             "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 1,
-            "--averaging_timeout", round(timeout), "--matchmaking_time", max(5.0, timeout / 3 * LATENESS), "--use_cpu",
+            "--averaging_timeout", round(timeout), "--matchmaking_time", max(5.0, timeout / 18), "--use_cpu",
             "--local_step_seconds", LOCAL_STEP_SECONDS, "--start_file", self.folder / "start",
             log=self.folder / f"peer-{index}.log", namespace=self.hosts[index].host.namespace,
         )  # fmt: skip
@@ -120,9 +120,9 @@ class Swarm:
     def _output(self, index: int) -> Path:
         return self.folder / f"peer-{index}"
 
-    def limit(self, line: Line) -> None:
+    def limit(self, upload: float) -> None:
         for host in self.hosts:
-            self.internet.limit(host, line.upload, line.download)
+            self.internet.limit(host, upload, get_download(upload))
 
     def read_steps(self) -> dict[int, list[tuple[dict, dict]]]:
         """Return round and traffic of all peers for each global step that all have completed."""
@@ -145,9 +145,9 @@ class Swarm:
 
         return wait_until(find_steps, timeout, f"{number} rounds of {self.number} peers")
 
-    def measure(self, mode: str, line: Line, elements: int, number: int, last: int, timeout: float) -> Point:
+    def measure(self, mode: str, upload: float, elements: int, number: int, last: int, timeout: float) -> Point:
         """Measure the rounds of a number of steps after step `last`."""
-        self.limit(line)
+        self.limit(upload)
         steps = self.wait_for_rounds(number, last, timeout)
         records = self.read_steps()
         seconds, complete = summarize_rounds([[entry for entry, _ in records[step]] for step in steps])
@@ -159,10 +159,10 @@ class Swarm:
         return Point(
             peers=self.number,
             mode=mode,
-            upload=line.upload,
-            download=line.download,
+            upload=upload,
+            download=get_download(upload),
             elements=elements,
-            bits=MODES[mode].bits(steps[0] % MODES[mode].state_every == 0),
+            bits=MODES[mode].bits,
             rounds=len(steps),
             seconds=seconds,
             sent=fmean(sent for sent, _ in traffic),
@@ -187,20 +187,20 @@ def measure_swarm(
     """Measure one mode and number of peers at several rates, from the lowest to the highest."""
 
     def expect(upload: float) -> float:
-        return round_seconds(elements, number, MODES[mode].bits(MODES[mode].state_every == 1), get_line(upload))
+        return round_seconds(elements, number, MODES[mode].bits, upload)
 
     lowest = min(uplinks)
     timeout = max(60.0, 3 * expect(lowest))
     with make_internet() as internet, ExitStack() as stack:
         name = f"{mode}-{number}-{time.time():.0f}"
-        swarm = Swarm(stack, folder / name, internet, mode, number, get_line(lowest), timeout)
+        swarm = Swarm(stack, folder / name, internet, mode, number, lowest, timeout)
         last = swarm.wait_for_rounds(1, after=0, timeout=START_SECONDS + 3 * expect(lowest))[-1]
         for upload in sorted(uplinks):
             seconds = args.rounds * (expect(upload) + LOCAL_STEPS * LOCAL_STEP_SECONDS)
             if time.monotonic() + seconds > deadline:
                 print(f"{mode}, {number} peers, {upload:g} Mbit/s: left out, --max_minutes", flush=True)
                 continue
-            point = swarm.measure(mode, get_line(upload), elements, args.rounds, last, 3 * seconds + 60)
+            point = swarm.measure(mode, upload, elements, args.rounds, last, 3 * seconds + 60)
             last = max(swarm.read_steps())
             with open(folder / "points.jsonl", "a") as file:
                 file.write(json.dumps(asdict(point)) + "\n")
@@ -230,10 +230,6 @@ def report(points: list[Point], elements: int) -> None:
     print("\n".join(measured_table(points, fitted)))
     print(f"\nround = {fitted.fixed:.2f} s + {fitted.slowdown:.3f} x bits sent / rate; bytes on the line = "
           f"{fitted.overhead:.3f} x those of the tensors; update {fitted.update:.2f} s")  # fmt: skip
-    print("\nBy the constants in lib/training/plan.py")
-    print("\n".join(planned_table(elements, get_line(10.0))))
-    print("\nSmallest batch of 8 peers at 10 Mbit/s: rounds hidden behind computation, or 95 % of the time computing")
-    print("\n".join(sufficient_table(elements, get_line(10.0), peers=8)))
 
 
 def main() -> None:
@@ -243,7 +239,8 @@ def main() -> None:
     if shutil.which("tc") is None:
         raise UserError("tc not found (package iproute2)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: end the peers first
-    elements = count_parameters(MODEL)
+    with torch.device("meta"):
+        elements = build_model(read_config(MODEL), "").num_parameters()
     folder = Path(args.folder or tempfile.mkdtemp(prefix="lines-")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     try:

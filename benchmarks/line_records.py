@@ -1,4 +1,4 @@
-"""Points that benchmarks/home_lines.py has measured, the fit of the formula in lib/training/plan.py, and tables."""
+"""Points that benchmarks/home_lines.py has measured, the fit of the formula, and a table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,24 +6,40 @@ from statistics import fmean
 
 import numpy as np
 
-from lib.training.plan import COMPRESSIONS, LOCAL_STATE_EVERY, Line, Mode, Plan, line_seconds, tensor_bytes
+from lib.training.round_time import BITS, tensor_bytes
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What peers send in a round: values of --local_updates, --gradient_compression and --average_state_every."""
+
+    local_updates: bool = False
+    compression: str = "float16"
+    state_every: int = 1
+
+    @property
+    def flags(self) -> str:
+        local_updates = "--local_updates " if self.local_updates else ""
+        return f"{local_updates}--gradient_compression {self.compression} --average_state_every {self.state_every}"
+
+    @property
+    def bits(self) -> float:
+        """Bits of the measured rounds for each parameter of the model."""
+        return BITS[self.compression] + (BITS["float16"] if self.state_every == 1 else 0)
+
 
 # What is measured, by name. A round has the same tensors with and without local updates.
 MODES = {
     "ordinary-float16": Mode(),
-    "ordinary-uniform8": Mode(compression="uniform8"),
+    "ordinary-blockwise8": Mode(compression="blockwise8"),
     "local-float16": Mode(local_updates=True),
-    "local-uniform8": Mode(local_updates=True, compression="uniform8"),
+    "local-blockwise8": Mode(local_updates=True, compression="blockwise8"),
     "gradients-float16": Mode(state_every=1000),  # the first 999 rounds have no parameters
-    "gradients-uniform8": Mode(state_every=1000, compression="uniform8"),
+    "gradients-blockwise8": Mode(state_every=1000, compression="blockwise8"),
 }
 # Load average for each core above which a point is shown, but not fitted: its rounds have waited for the CPU.
 MAX_LOAD = 10.0
 PHASES = ("load", "matchmaking", "waiting", "allreduce", "round", "update")
-# Samples of 512 tokens per second of ALBERT-large in mixed precision: estimates, not measured. T4: BERT-large, which
-# has layers of the same shape, pretrains at 30 samples/s on a V100, and infers on a T4 at 0.26 of the V100's speed
-# (README of NVIDIA's DeepLearningExamples). RTX 3060: 1 TFLOP a sample, at 45 % of its 25.6 TFLOPS.
-GPUS = {"T4": 8.0, "RTX 3060": 11.0}
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,7 @@ class Point:
     upload: float
     download: float
     elements: int
-    bits: int
+    bits: float
     rounds: int
     seconds: dict[str, float]
     sent: float
@@ -62,7 +78,7 @@ class Point:
 
     @property
     def line_seconds(self) -> float:
-        return line_seconds(self.elements, self.peers, self.bits, Line(self.upload, self.download))
+        return tensor_bytes(self.elements, self.peers, self.bits) * 8e-6 / min(self.upload, self.download)
 
     @property
     def round(self) -> float:
@@ -77,7 +93,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants of the formula, as in lib/training/plan.py."""
+    """Constants of the formula, as in lib/training/round_time.py."""
 
     fixed: float
     slowdown: float
@@ -135,55 +151,4 @@ def measured_table(points: Sequence[Point], fitted: Fit) -> list[str]:
             f"{predicted / point.round - 1:>+10.0%}"
             + ("" if point.is_fit else f"  not fitted: {point.complete:.0%} complete, load {point.load:.0f}")
         )
-    return lines
-
-
-def planned_modes() -> list[tuple[str, Mode, int | None]]:
-    """Return name, mode, and local steps of a global step (None: the batch is given) of the rows of the table."""
-    rows = [(f"ordinary {name}", Mode(compression=name), None) for name in COMPRESSIONS]
-    rows.append(("ordinary blockwise8, state/4", Mode(compression="blockwise8", state_every=4), None))
-    for name in COMPRESSIONS:
-        mode = Mode(True, name, LOCAL_STATE_EVERY)
-        rows += [(f"local {name}, H={steps}", mode, steps) for steps in (50, 100, 500)]
-    return rows
-
-
-def planned_table(elements: int, line: Line, batch: int = 4096, local_step: int = 8) -> list[str]:
-    """Return the lines of a table of runs with 2 to 64 peers on one kind of line, by the formula.
-
-    :param batch: target batch size of the ordinary modes
-    :param local_step: samples of a local step
-    """
-    lines = []
-    for gpu, speed in GPUS.items():
-        lines.append(f"\n{gpu}, {speed:g} samples/s each, {line.upload:g} Mbit/s up: round, MB sent for 1,000 own "
-                     "samples, share computing if peers wait, global step if they do not")  # fmt: skip
-        lines.append(f"{'':<30}" + "".join(f"{f'{peers} peers':>32}" for peers in (2, 4, 8, 64)))
-        for name, mode, steps in planned_modes():
-            lines.append(f"{name:<30}")
-            for peers in (2, 4, 8, 64):
-                size = batch if steps is None else steps * peers * local_step
-                plan = Plan(elements, peers, line, speed, mode, size, local_step)
-                growth = f" x{plan.actual_batch / plan.batch:.1f}" if plan.step > plan.compute else ""
-                cell = f"{plan.round:.0f} s {plan.sent_per_1000 / 1e6:.1f} MB {plan.waiting_share:.0%}"
-                lines[-1] += f"{f'{cell} {plan.step:.0f} s{growth}':>32}"
-    return lines
-
-
-def sufficient_table(elements: int, line: Line, peers: int, share: float = 0.95, local_step: int = 8) -> list[str]:
-    """Return the lines of a table of the smallest batch, and H, with a fraction `share` of the time computing."""
-    lines = []
-    modes = [Mode(), Mode(compression="blockwise8"), *(Mode(True, name, LOCAL_STATE_EVERY) for name in COMPRESSIONS)]
-    for gpu, speed in GPUS.items():
-        for mode in modes:
-            plan = Plan(elements, peers, line, speed, mode, 4096, local_step)
-            name = f"{gpu}, {mode.compression}, parameters in 1 of {mode.state_every} rounds"
-            batches = ", ".join(
-                f"{size} samples (H={size / peers / local_step:.0f}) {when}"
-                for size, when in (
-                    (plan.hidden_batch(), "with overlap"),
-                    (plan.waiting_batch(share), "if peers wait"),
-                )
-            )
-            lines.append(f"{name:<50} {batches}")
     return lines

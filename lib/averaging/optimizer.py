@@ -537,13 +537,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Return the peers banned for values out of bounds: peer ID -> end of the ban (`time.time`)."""
         return self.grad_averager.banned_peers()
 
-    def ban(self, peers: dict[bytes, float]) -> None:
-        """Ban peers: form no group with them and ignore their progress.
-
-        :param peers: as returned by `banned_peers`
-        """
-        self.grad_averager.ban(peers)
-
     # Shutdown
 
     def say_goodbye(self) -> None:

@@ -177,26 +177,12 @@ class RoundAverager(SafeAverager):
                 self._banned[peer_id] = until
             return {peer_id: until for peer_id, until in self._banned.items() if time.time() < until}
 
-    def ban(self, peers: dict[bytes, float]) -> None:
-        """Form no group with peers.
-
-        :param peers: as returned by `banned_peers`
-        """
-        if new := dict(peers.items() - self.banned_peers().items()):
-            with self._lock_bans:
-                self._banned.update(new)
-            self._send("_ban", peers=new)
-
     # In the averager's process
 
     async def _set_roster(self, packed: list[tuple[bytes, bool, bool]], finished_number: int) -> None:
         self._matchmaking.set_roster(RosterEntry(PeerID(peer_id), *flags) for peer_id, *flags in packed)
         self._matchmaking.max_group_size = self.matchmaking_kwargs["target_group_size"]
         self._matchmaking.finish(finished_number)
-
-    async def _ban(self, peers: dict[bytes, float]) -> None:
-        for peer_id, until in peers.items():
-            self._matchmaking.ban(PeerID(peer_id), until)
 
     async def _step(self, *, step: RoundControl, future_for_init: MPFuture) -> None:
         trigger, cancel = MPFuture(), MPFuture()

@@ -26,7 +26,6 @@ from lib.common.processes import StopSignal
 from lib.common.threads import PeriodicThread
 from lib.peer.lifecycle import supervise
 from lib.peer.peer import start_peer
-from lib.training.ban_list import BanList
 from lib.training.optimizer import build_auxiliary
 
 logger = get_logger(__name__)
@@ -35,7 +34,7 @@ logger = get_logger(__name__)
 class AuxiliaryPeer(PeriodicThread):
     """Thread of an auxiliary peer: takes part in each round until `stop` is called.
 
-    :param folder: where it keeps its log of rounds and its ban list
+    :param folder: where it keeps its log of rounds
     :param period: seconds between two looks at whether a step is due
     """
 
@@ -50,7 +49,7 @@ class AuxiliaryPeer(PeriodicThread):
         super().__init__(period)
         self.tracker, self.averager = tracker, averager
         self.coordinator = RoundCoordinator(tracker, averager, args.matchmaking_time, args.averaging_timeout)
-        self.bans, self.round_log = BanList(folder, averager), build_round_log(folder)
+        self.round_log = build_round_log(folder)
 
     def run(self) -> None:
         self.tracker.start()
@@ -61,7 +60,6 @@ class AuxiliaryPeer(PeriodicThread):
             self.coordinator.look_ahead()
             if self.coordinator.has_group or (self._is_needed() and self.tracker.seconds_to_step <= 0):
                 self._assist(self.tracker.next_step)
-            self.bans.save()
         except Exception as error:
             logger.warning(f"Could not assist in averaging ({error!r}); trying again at the next step")
 

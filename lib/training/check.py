@@ -1,6 +1,5 @@
 """`run_trainer.py --check`: try everything that a trainer needs, once, without training."""
 
-import math
 import os
 import re
 import resource
@@ -40,7 +39,7 @@ from lib.peer.upload import UploadError, measure_upload
 from lib.training.hf_trainer import autocast_dtype, choose_devices
 from lib.training.model import build_trainer_model, load_config
 from lib.training.observer import open_observer
-from lib.training.plan import Line, Mode, round_seconds
+from lib.training.round_time import BITS, round_seconds
 from utils import get_dictionary
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
@@ -337,8 +336,8 @@ def describe_upload(
     :param num_parameters: trained parameters of the model
     :param trainers: members of a group. One in client mode sends each tensor once, as one of two does
     """
-    bits, trainers = Mode(compression=args.gradient_compression).bits(with_parameters=True), max(2, trainers)
-    seconds = round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, Line(upload, math.inf))
+    bits, trainers = BITS[args.gradient_compression] + BITS[args.state_compression], max(2, trainers)
+    seconds = round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, upload)
     duration = f"about {seconds:.0f} s" if seconds >= 1 else "less than a second"
     text = f"{upload:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes {duration}"
     if seconds <= args.averaging_timeout:

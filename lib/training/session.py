@@ -26,7 +26,6 @@ from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay
 from lib.training import checkpoints
 from lib.training.backup import BackupWriter
-from lib.training.ban_list import BanList
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm, open_panel
 from lib.training.contribution import SampleWindow
@@ -44,7 +43,7 @@ class TrainingSession:
     A training loop calls `join` first, `loss_meter.add` with the loss of each micro-batch, `after_local_step` after
     each local step, and `leave` at the end. `CollaborativeCallback` makes these calls for transformers' Trainer.
 
-    :param folder: the output folder, for checkpoints, the backup, the ban list, the round log and the status
+    :param folder: the output folder, for checkpoints, the backup, the round log and the status
     :param should_stop: returns whether training is to end; called after each local step
     :param heartbeat: learns of each local step
     :param relay: publishes the settings of the run
@@ -87,7 +86,6 @@ class TrainingSession:
         self.relay = relay
         self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
-        self.bans = BanList(folder, optimizer)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.last_reported_step = 0  # the newest global step that was reported, joined at or restored
         self.total_samples_processed = 0
@@ -170,7 +168,6 @@ class TrainingSession:
             self.recover()
             return not self.should_stop()
         self._report_steps()
-        self.bans.save()
         progress = self.optimizer.tracker.global_progress
         self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
         if self.should_stop():

@@ -15,7 +15,7 @@ from tests.support.peers import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SUPERVISOR = "run_forever.py"  # its arguments are another command line
 MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text()} | {
-    name: name for name in ("deploy.probe", "lib.training.plan")
+    name: name for name in ("deploy.probe",)
 }
 del MODULES[SUPERVISOR]
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"

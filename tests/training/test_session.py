@@ -26,12 +26,6 @@ class FakeOptimizer:
         self.attempts, self.succeeds_at = 0, succeeds_at
         self.tracker = FakeTracker(others=[(epoch, 1.0) for epoch in epochs])
 
-    def banned_peers(self) -> dict:
-        return {}
-
-    def ban(self, peers: dict) -> None:
-        pass
-
     def load_state_from_peers(self) -> bool:
         self.attempts += 1
         if self.attempts == self.succeeds_at:
