@@ -33,8 +33,8 @@ test-browser: .venv/installed-dev  ## Run those that look at the dashboard in Ch
 	.venv/bin/python -m pytest -n 0 -m browser $(ARGS)
 
 soak: .venv/installed-dev  ## A long run under fire, and a long run that must not grow: half an hour
-	.venv/bin/python -W ignore tests/support/chaos.py --steps 40
-	.venv/bin/python -W ignore tests/support/long_run.py --steps 500
+	.venv/bin/python -W ignore tests/support/soak.py faults --steps 40
+	.venv/bin/python -W ignore tests/support/soak.py leaks --steps 500
 
 bench: .venv/installed-dev  ## Measure on this machine, in at most 20 minutes; see benchmarks/RESULTS.md
 	.venv/bin/python -W ignore benchmarks/run_all.py $(ARGS)

@@ -1,255 +1,169 @@
 #!/usr/bin/env python3
-"""Measure seconds and bytes of rounds on connections as at home, and fit lib/training/round_time.py to them.
+"""Measure seconds and bytes of rounds on links as at home.
 
-benchmarks/home_lines.py --uplinks 5 10 20 100 --peers 2 4 --folder lines
+benchmarks/home_lines.py --uplinks 5 10 20 100 --peers 2 4
 
 Each peer runs in a network namespace behind a rate limit (tc's token bucket filter) and averages ALBERT-large's
 tensors; its computation is simulated. Downlinks have 5 times the rate of the uplink, at least 50 Mbit/s. There is no
-latency. Needs root, and 1.5 GB of memory for each peer. Measured points are appended to points.jsonl in --folder; a
-second run measures what is missing, and again what was measured on a busy machine.
+latency. Needs root, and 1.5 GB of memory for each peer.
 
-Rates rise, from before the peers connect: TCP's send buffers grow with the rate and never shrink. On a connection that
-has become much slower, a full buffer has no room for more than 5 s, and libp2p closes the connection.
+Rates rise, from before the peers connect: TCP's send buffers grow with the rate and never shrink. On a link that has
+become much slower, a full buffer has no room for more than 5 s, and libp2p closes the connection.
 """
 
-import json
+import argparse
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.line_records import (
-    MODES,
-    Point,
-    fit,
-    measured_table,
-    summarize_rounds,
-)
-from benchmarks.round_records import read_jsonl
-from lib.common.checks import require, require_positive
-from lib.common.cli import parse_arguments
-from lib.common.errors import UserError, run_script
-from lib.common.flags import flag
-from lib.training.model import build_model, read_config
-from lib.training.round_time import round_seconds
-from tests.support.namespaces import Internet, Public, make_internet, why_unavailable
-from tests.support.peers import Script, wait_until
+from tests.support.namespaces import make_internet, why_unavailable
+from tests.support.peers import Script, read_jsonl, wait_until
 
 MODEL = "albert-large-v2"
 LOCAL_STEP_SECONDS = 2.0
 LOCAL_STEPS = 6  # of each peer in a global step: time for matchmaking, which begins 5 s before a step is due
 START_SECONDS = 240.0
+ROUND_SECONDS = 900.0  # timeout of a round
 PORT = 31337
+MODES = {
+    "default": "",
+    "blockwise8": "--gradient_compression blockwise8",
+    "local": "--local_updates --gradient_compression blockwise8",
+    "gradients": "--average_state_every 1000",  # the first 999 rounds have no parameters
+    "gradients8": "--average_state_every 1000 --gradient_compression blockwise8",
+}
 
-
-@dataclass
-class LineArguments:
-    """What is measured."""
-
-    _argument_group_name = "Lines"
-
-    uplinks: list[float] = flag(lambda: [5.0, 10.0, 20.0, 100.0], "Upload rates in Mbit/s")
-    peers: list[int] = flag(lambda: [2, 4], "Numbers of peers")
-    modes: list[str] = flag(lambda: list(MODES), f"Of {', '.join(MODES)}")
-    rounds: int = flag(2, "Rounds of a point; the first round of all is not counted")
-    max_minutes: float = flag(60.0, "Start no point that would end later than this")
-    folder: str | None = flag(None, "Folder for points and logs. Default: keep neither")
-    debug: bool = flag(False, "Show the traceback of an error")
-
-    def __post_init__(self):
-        require_positive(self, "rounds", "max_minutes")
-        for rate in self.uplinks:
-            require(rate > 0, f"--uplinks must be above zero, got {rate:g}")
-        for number in self.peers:
-            require(2 <= number <= 200, f"--peers must be 2 to 200, got {number}")
-        for mode in self.modes:
-            require(mode in MODES, f"--modes: '{mode}' is none of {', '.join(MODES)}")
-
-
-def get_download(upload: float) -> float:
-    """Return the download rate of an asymmetric connection, as at home."""
-    return max(50.0, 5 * upload)
+LEGEND = """\
+round     seconds from due to averaged: mean over rounds and peers; of these, search for a group, and all-reduce
+applied   seconds from when the first peer began the step to the new parameters
+sent      MB of a peer from one global step to the next, with all headers and other traffic; likewise received
+complete  fraction of the rounds that had all peers and in which all averages arrived
+load      load average for each core: rounds on a busy machine wait for the CPU"""
 
 
 class Swarm:
-    """Peers of one mode, each in its own network namespace.
+    """Peers of one mode, each in its own network namespace."""
 
-    :param upload: the first rate to measure
-    :param timeout: seconds after which a round is aborted
-    """
-
-    def __init__(
-        self, stack: ExitStack, folder: Path, internet: Internet, mode: str, number: int, upload: float, timeout: float
-    ):
-        self.folder, self.internet, self.number = folder, internet, number
-        self.hosts: list[Public] = [internet.add_public() for _ in range(number)]
+    def __init__(self, stack: ExitStack, folder: Path, mode: str, number: int, upload: float):
+        self.folder, self.number = folder, number
+        self.internet = stack.enter_context(make_internet())
+        self.hosts = [self.internet.add_public() for _ in range(number)]
         self.limit(upload)
         self.scripts: list[Script] = []
         folder.mkdir(parents=True)
         for index in range(number):
-            self._start(stack, index, mode, timeout)
+            self.scripts.append(self._start(index, mode))
+            stack.callback(self.scripts[-1].kill_all)
         for script in self.scripts:
             script.wait_for("Ready", START_SECONDS)
         (folder / "start").touch()
 
-    def _start(self, stack: ExitStack, index: int, mode: str, timeout: float) -> None:
+    def _start(self, index: int, mode: str) -> Script:
         initial = ("--initial_peers", self.scripts[0].address) if index else ()
-        maddr = f"/ip4/{self.hosts[index].address}/tcp/{PORT}"
-        script = Script(
-            "benchmarks/lines_peer.py", "--run_id", "lines", "--model_name_or_path", MODEL, *MODES[mode].flags.split(),
-            "--host_maddrs", maddr, *initial, "--bootstrap_timeout", START_SECONDS,
-            "--output_dir", self._output(index), "--target_batch_size", LOCAL_STEPS * self.number,
-            "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 1,
-            "--averaging_timeout", round(timeout), "--matchmaking_time", max(5.0, timeout / 18), "--use_cpu",
+        return Script(
+            "benchmarks/lines_peer.py", "--run_id", "lines", "--model_name_or_path", MODEL, *MODES[mode].split(),
+            "--host_maddrs", f"/ip4/{self.hosts[index].address}/tcp/{PORT}", *initial,
+            "--bootstrap_timeout", START_SECONDS, "--output_dir", self.folder / str(index),
+            "--target_batch_size", LOCAL_STEPS * self.number, "--per_device_train_batch_size", 1,
+            "--gradient_accumulation_steps", 1, "--averaging_timeout", round(ROUND_SECONDS), "--use_cpu",
             "--local_step_seconds", LOCAL_STEP_SECONDS, "--start_file", self.folder / "start",
-            log=self.folder / f"peer-{index}.log", namespace=self.hosts[index].host.namespace,
+            log=self.folder / f"{index}.log", namespace=self.hosts[index].host.namespace,
         )  # fmt: skip
-        stack.callback(script.kill_all)
-        self.scripts.append(script)
-
-    def _output(self, index: int) -> Path:
-        return self.folder / f"peer-{index}"
 
     def limit(self, upload: float) -> None:
         for host in self.hosts:
-            self.internet.limit(host, upload, get_download(upload))
+            self.internet.limit(host, upload, max(50.0, 5 * upload))
 
     def read_steps(self) -> dict[int, list[tuple[dict, dict]]]:
         """Return round and traffic of all peers for each global step that all have completed."""
         logs = []
         for index in range(self.number):
-            rounds = {entry["step"]: entry for entry in read_jsonl(self._output(index) / "rounds.jsonl")}
-            traffic = {entry["step"]: entry for entry in read_jsonl(self._output(index) / "traffic.jsonl")}
+            rounds, traffic = (
+                {entry["step"]: entry for entry in read_jsonl(self.folder / str(index) / name)}
+                for name in ("rounds.jsonl", "traffic.jsonl")
+            )
             logs.append({step: (rounds[step], traffic[step]) for step in rounds.keys() & traffic.keys()})
         return {step: [log[step] for log in logs] for step in sorted(set.intersection(*map(set, logs)))}
 
-    def wait_for_rounds(self, number: int, after: int, timeout: float) -> list[int]:
+    def wait_for_rounds(self, number: int, after: int) -> list[int]:
         """Wait until all peers have completed a number of steps after a step, and return these steps."""
 
         def find_steps() -> list[int]:
             for script in self.scripts:
-                if script.process.poll() is not None:
-                    raise UserError(f"a peer ended with code {script.process.returncode}: {script.output[-500:]}")
+                assert script.process.poll() is None, script.output[-500:]
             steps = [step for step in self.read_steps() if step > after]
             return steps[:number] if len(steps) >= number else []
 
-        return wait_until(find_steps, timeout, f"{number} rounds of {self.number} peers")
+        return wait_until(find_steps, number * ROUND_SECONDS, f"{number} rounds of {self.number} peers")
 
-    def measure(self, mode: str, upload: float, elements: int, number: int, last: int, timeout: float) -> Point:
-        """Measure the rounds of a number of steps after step `last`."""
-        self.limit(upload)
-        steps = self.wait_for_rounds(number, last, timeout)
-        records = self.read_steps()
-        seconds, complete = summarize_rounds([[entry for entry, _ in records[step]] for step in steps])
-        traffic = [
-            (after["sent"] - before["sent"], after["received"] - before["received"])
-            for step in steps
-            for (_, before), (_, after) in zip(records[_previous(records, step)], records[step], strict=True)
-        ]
-        return Point(
-            peers=self.number,
-            mode=mode,
-            upload=upload,
-            download=get_download(upload),
-            elements=elements,
-            bits=MODES[mode].bits,
-            rounds=len(steps),
-            seconds=seconds,
-            sent=fmean(sent for sent, _ in traffic),
-            received=fmean(received for _, received in traffic),
-            complete=complete,
-            load=os.getloadavg()[0] / os.cpu_count(),
+
+def summarize(records: dict[int, list[tuple[dict, dict]]], steps: list[int]) -> dict[str, float]:
+    """Return the means of the figures of some steps, see LEGEND."""
+
+    def mean(phase: str) -> float:
+        return fmean(entry["seconds"].get(phase, 0.0) for step in steps for entry, _ in records[step])
+
+    def begun_at(step: int) -> float:
+        phases = ("load", "round", "update")
+        return min(entry["time"] - sum(entry["seconds"].get(phase, 0.0) for phase in phases)
+                   for entry, _ in records[step])  # fmt: skip
+
+    def megabytes(name: str) -> float:
+        pairs = [(max(earlier for earlier in records if earlier < step), step) for step in steps]
+        return fmean(
+            (after[name] - before[name]) / 1e6
+            for earlier, step in pairs
+            for (_, before), (_, after) in zip(records[earlier], records[step], strict=True)
         )
 
-
-def _previous(records: dict[int, object], step: int) -> int:
-    return max(number for number in records if number < step)
-
-
-def read_points(path: Path) -> list[Point]:
-    """Return the stored points; of those that were measured repeatedly, the newest."""
-    return list({point.key: point for point in (Point(**record) for record in read_jsonl(path))}.values())
-
-
-def measure_swarm(
-    args: LineArguments, folder: Path, mode: str, number: int, elements: int, uplinks: list[float], deadline: float
-) -> None:
-    """Measure one mode and number of peers at several rates, from the lowest to the highest."""
-
-    def expect(upload: float) -> float:
-        return round_seconds(elements, number, MODES[mode].bits, upload)
-
-    lowest = min(uplinks)
-    timeout = max(60.0, 3 * expect(lowest))
-    with make_internet() as internet, ExitStack() as stack:
-        name = f"{mode}-{number}-{time.time():.0f}"
-        swarm = Swarm(stack, folder / name, internet, mode, number, lowest, timeout)
-        last = swarm.wait_for_rounds(1, after=0, timeout=START_SECONDS + 3 * expect(lowest))[-1]
-        for upload in sorted(uplinks):
-            seconds = args.rounds * (expect(upload) + LOCAL_STEPS * LOCAL_STEP_SECONDS)
-            if time.monotonic() + seconds > deadline:
-                print(f"{mode}, {number} peers, {upload:g} Mbit/s: left out, --max_minutes", flush=True)
-                continue
-            point = swarm.measure(mode, upload, elements, args.rounds, last, 3 * seconds + 60)
-            last = max(swarm.read_steps())
-            with open(folder / "points.jsonl", "a") as file:
-                file.write(json.dumps(asdict(point)) + "\n")
-            print(f"{mode}, {number} peers, {upload:g} Mbit/s: {point.round:.1f} s a round, "
-                  f"{point.sent / 1e6:.1f} MB sent, load {point.load:.1f} for each core", flush=True)  # fmt: skip
-
-
-def measure(args: LineArguments, folder: Path, elements: int) -> None:
-    """Measure all points that are not stored yet, or not usable."""
-    deadline = time.monotonic() + 60 * args.max_minutes
-    done = {point.key for point in read_points(folder / "points.jsonl") if point.is_fit}
-    for number in args.peers:
-        for mode in args.modes:
-            uplinks = [upload for upload in args.uplinks if (number, mode, upload) not in done]
-            if uplinks and time.monotonic() < deadline:
-                measure_swarm(args, folder, mode, number, elements, uplinks, deadline)
-
-
-def report(points: list[Point], elements: int) -> None:
-    """Print the tables."""
-    usable = [point for point in points if point.is_fit]
-    if len({point.line_seconds for point in usable}) < 2:
-        print("too few points for a fit")
-        return
-    fitted = fit(usable)
-    print("\nSeconds of a round, from due to averaged; search begins before a step is due")
-    print("\n".join(measured_table(points, fitted)))
-    print(f"\nround = {fitted.fixed:.2f} s + {fitted.slowdown:.3f} x bits sent / rate; bytes on the line = "
-          f"{fitted.overhead:.3f} x those of the tensors; update {fitted.update:.2f} s")  # fmt: skip
+    return {
+        "round": mean("load") + mean("round"),
+        "search": mean("matchmaking"),
+        "reduce": mean("allreduce"),
+        "applied": fmean(entry["time"] - begun_at(step) for step in steps for entry, _ in records[step]),
+        "sent": megabytes("sent"),
+        "received": megabytes("received"),
+        "complete": fmean(
+            all(entry["received"] == 1 and len(entry["group"]) == len(records[step]) for entry, _ in records[step])
+            for step in steps
+        ),
+        "load": os.getloadavg()[0] / os.cpu_count(),
+    }
 
 
 def main() -> None:
-    (args,) = parse_arguments((LineArguments,), __doc__)
-    if (reason := why_unavailable()) is not None:
-        raise UserError(reason)
-    if shutil.which("tc") is None:
-        raise UserError("tc not found (package iproute2)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--uplinks", type=float, nargs="+", default=[5.0, 10.0, 20.0, 100.0], help="in Mbit/s")
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of a point; the first round of all is left out")
+    args = parser.parse_args()
+    if (reason := why_unavailable()) or shutil.which("tc") is None:
+        sys.exit(reason or "tc not found (package iproute2)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: end the peers first
-    with torch.device("meta"):
-        elements = build_model(read_config(MODEL), "").num_parameters()
-    folder = Path(args.folder or tempfile.mkdtemp(prefix="lines-")).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        measure(args, folder, elements)
-    finally:
-        report(read_points(folder / "points.jsonl"), elements)
-        if args.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
+    columns = ("round", "search", "reduce", "applied", "sent", "received", "complete", "load")
+    print(f"{'mode':<12}{'peers':>6}{'uplink':>8}" + "".join(f"{name:>10}" for name in columns))
+    for number in args.peers:
+        for mode in args.modes:
+            with tempfile.TemporaryDirectory(prefix="lines-") as folder, ExitStack() as stack:
+                swarm = Swarm(stack, Path(folder) / "run", mode, number, min(args.uplinks))
+                last = swarm.wait_for_rounds(1, after=0)[-1]
+                for upload in sorted(args.uplinks):
+                    swarm.limit(upload)
+                    steps = swarm.wait_for_rounds(args.rounds, after=last)
+                    figures = summarize(swarm.read_steps(), steps)
+                    last = max(swarm.read_steps())
+                    print(f"{mode:<12}{number:>6}{upload:>8g}", end="")
+                    print("".join(f"{figures[name]:>10.2f}" for name in columns), flush=True)
+    print(f"\n{LEGEND}")
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

@@ -24,10 +24,10 @@ from arguments import (
     ModelArguments,
     ProgressTrackerArguments,
 )
-from benchmarks.paced_peer import Recorder
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.processes import StopSignal, guard_children
+from tests.support.altered import Recorder
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 
 from arguments import HyperparameterArguments
 from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-from lib.averaging.local_updates import INNER_WARMUP_STEPS, LocalUpdatesOptimizer
+from lib.averaging.local_updates import LocalUpdatesOptimizer
 from lib.averaging.outliers import OutlierFilter
 from lib.averaging.schedule import set_schedule
 from lib.training.optimizer import (
@@ -34,7 +34,6 @@ SPEEDS = (1, 2, 1, 4)  # of the peers, repeated
 WARMUP_FRACTION = 0.05  # of the global steps
 FINAL_RATE = 0.1  # of the peak learning rate, at the end
 NUM_EVALUATIONS = 4  # evenly spread over the samples
-ROUNDS_AFTER_JOINING = (1, 2, 4, 8)
 
 Tensors = Sequence[torch.Tensor]
 
@@ -59,22 +58,16 @@ class Variant:
     :param local_steps: mean number of local steps per peer and round
     :param local_updates: whether peers take optimizer steps between the rounds; else they accumulate gradients
     :param delay: mean number of local steps per peer until the result of a round arrives
-    :param eager: the result of a round is used in the next global step; a peer uses its own part at once
-      (https://arxiv.org/abs/2502.12996)
     :param compression: of the pseudo-gradients, a key of COMPRESSIONS
     :param missing: probability that a peer misses a round
-    :param newcomer: the last peer joins in the middle: with a donor's statistics of the inner optimizer, or without
-      any, with or without warm-up
     """
 
     peers: int
     local_steps: int = 1
     local_updates: bool = True
     delay: int = 0
-    eager: bool = False
     compression: str = "none"
     missing: float = 0.0
-    newcomer: Literal["", "donor", "warm-up", "cold"] = ""
 
 
 @dataclass(frozen=True)
@@ -110,12 +103,10 @@ class Result:
     """Outcome of a run.
 
     :param evaluations: samples of all peers -> validation loss of the parameters of the last global step
-    :param after_joining: number of rounds since the newcomer joined -> the same loss; 0: when it joined
     """
 
     rounds: int = 0
     evaluations: dict[int, float] = field(default_factory=dict)
-    after_joining: dict[int, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -234,32 +225,18 @@ class LocalTrainer(LocalUpdatesOptimizer):
         self.state_averager.local_epoch = step
         self._copy_parameters()
 
-    def begin_with(self, newcomer: str, donor: "LocalTrainer") -> None:
-        """Begin with the statistics of the inner optimizer that the kind of a newcomer has, see Variant."""
-        if newcomer == "donor":
-            self.inner.load_state_dict(donor.inner.state_dict())
-        if newcomer != "warm-up":
-            self._num_inner_steps = INNER_WARMUP_STEPS
-
 
 class LocalUpdatePeers:
-    """Peers that train by themselves between the rounds. The eager rule gives each its own theta and momentum."""
+    """Peers that train by themselves between the rounds."""
 
     def __init__(self, variant: Variant, args: HyperparameterArguments, build_model: Callable[[], torch.nn.Module]):
-        self.variant, self.args = variant, args
+        self.args = args
         self._compression = COMPRESSIONS[variant.compression]()
-        groups = [copies_of(build_param_groups(build_model(), args.weight_decay))]
-        if variant.eager:
-            groups = [copies_of(groups[0]) for _ in range(variant.peers)]
-        self.thetas = [parameters_of(group) for group in groups]
-        self.outer = [build_outer_optimizer(group, args) for group in groups]
-        self.trainers = [
-            LocalTrainer(build_model(), self.thetas[number % len(groups)], args) for number in range(variant.peers)
-        ]
+        groups = copies_of(build_param_groups(build_model(), args.weight_decay))
+        self.theta = parameters_of(groups)
+        self.outer = build_outer_optimizer(groups, args)
+        self.trainers = [LocalTrainer(build_model(), self.theta, args) for _ in range(variant.peers)]
         self.step = 0
-        self._mean: Tensors = [torch.zeros_like(parameter) for parameter in self.thetas[0]]
-        # With the eager rule: of each peer, its part of the mean of the last round
-        self._parts: list[Tensors] = [self._mean] * variant.peers
 
     @property
     def accumulators(self) -> list[UpdateAccumulator]:
@@ -282,18 +259,7 @@ class LocalUpdatePeers:
             raise FloatingPointError("the parameters of all peers are NaN or Inf")
         weights = [samples[number] for number in self._senders]
         sent = [self.accumulators[number].contribution for number in self._senders]
-        mean = all_reduce(sent, weights, self._compression, compares_norms=True)
-        self._gradients = [mean]
-        if self.variant.eager:
-            parts = [
-                [tensor * (size / sum(samples)) for tensor in accumulator.contribution]
-                for accumulator, size in zip(self.accumulators, samples, strict=True)
-            ]
-            self._gradients = [
-                [mean + new - old for mean, new, old in zip(self._mean, *parts_of_peer, strict=True)]
-                for parts_of_peer in zip(parts, self._parts, strict=True)
-            ]
-            self._mean, self._parts = mean, parts
+        self._mean = all_reduce(sent, weights, self._compression, compares_norms=True)
 
     def _bound(self, trainer: LocalTrainer) -> float:
         """Return the bound on the norm of a pseudo-gradient, see RoundAverager.gradient_bound."""
@@ -303,16 +269,15 @@ class LocalUpdatePeers:
         """Take the global step, and bring the peers to it. Peers that missed the round download it."""
         for number in self._senders:
             self.accumulators[number].confirm()
-        for theta, optimizer, gradients in zip(self.thetas, self.outer, self._gradients, strict=True):
-            for parameter, gradient in zip(theta, gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
+        for parameter, gradient in zip(self.theta, self._mean, strict=True):
+            parameter.grad = gradient
+        self.outer.step()
         self.step += 1
         for trainer in self.trainers:
             trainer.receive_step(self.step)
 
-    def global_parameters(self) -> list[torch.Tensor]:
-        return [torch.stack(values).mean(0) for values in zip(*self.thetas, strict=True)]
+    def global_parameters(self) -> Tensors:
+        return self.theta
 
 
 class Simulation:
@@ -332,7 +297,6 @@ class Simulation:
         self._orders = [self._sample_order(seed, number) for number in range(variant.peers)]
         self._marks = [budget.samples * part // NUM_EVALUATIONS for part in range(1, NUM_EVALUATIONS)]
         self._arrival = -1  # local step after which the result of the running round arrives; -1: no round
-        self._joined = -1  # rounds before the newcomer joined
 
     def _sample_order(self, seed: int, number: int) -> Iterator[int]:
         random = np.random.default_rng([seed, 2, number])
@@ -347,30 +311,23 @@ class Simulation:
         :param progress: called after each local step
         :raises FloatingPointError: if all peers diverge
         """
-        num_initial = self.variant.peers - bool(self.variant.newcomer)
-        queue = [(1.0 / speed_of(number), number) for number in range(num_initial)]
+        queue = [(1.0 / speed_of(number), number) for number in range(self.variant.peers)]
         heapq.heapify(queue)
         for step in range(1, self.budget.local_steps + 1):
             moment, number = heapq.heappop(queue)
             heapq.heappush(queue, (moment + 1.0 / speed_of(number), number))
             batch = self.task.make_batch([next(self._orders[number]) for _ in range(self.budget.micro_batch)])
             self.peers.local_step(number, batch, self.budget.micro_batch)
-            if self._advance(step) and len(queue) < self.variant.peers and 2 * step >= self.budget.local_steps:
-                self._join()
-                heapq.heappush(queue, (moment + 1.0 / speed_of(num_initial), num_initial))
+            self._advance(step)
             progress()
         if self._arrival >= 0:
             self.peers.finish_round()
         self.result.evaluations[self.budget.samples] = self._evaluate()
         return self.result
 
-    def _advance(self, step: int) -> bool:
-        """Use the result of a round that has arrived, and begin the next one if it is due.
-
-        :returns: whether a global step was taken
-        """
-        has_arrived = self._arrival == step
-        if has_arrived:
+    def _advance(self, step: int) -> None:
+        """Use the result of a round that has arrived, and begin the next one if it is due."""
+        if self._arrival == step:
             self._finish_round(step)
         num_samples = sum(accumulator.num_samples for accumulator in self.peers.accumulators)
         if self._arrival < 0 and num_samples >= self.budget.target_batch_size(self.variant):
@@ -379,8 +336,6 @@ class Simulation:
             self._arrival = step + self.variant.delay * self.variant.peers
             if self._arrival == step:
                 self._finish_round(step)
-                return True
-        return has_arrived
 
     def _finish_round(self, step: int) -> None:
         self.peers.finish_round()
@@ -397,15 +352,7 @@ class Simulation:
             if senders:
                 return frozenset(np.flatnonzero(missing).tolist())
 
-    def _join(self) -> None:
-        donor, newcomer = self.peers.trainers[0], self.peers.trainers[-1]
-        newcomer.begin_with(self.variant.newcomer, donor)
-        self._joined = self.result.rounds
-        self.result.after_joining[0] = self._evaluate()
-
     def _record(self, samples: int) -> None:
-        if self._joined >= 0 and (number := self.result.rounds - self._joined) in ROUNDS_AFTER_JOINING:
-            self.result.after_joining[number] = self._evaluate()
         if self._marks and samples >= self._marks[0]:
             self._marks = [mark for mark in self._marks if mark > samples]
             self.result.evaluations[samples] = self._evaluate()

@@ -8,17 +8,12 @@ The local and global steps are those of the trainers, in one process on one core
 same samples, validation text and model. Each finished run is a line of results.jsonl in --folder, and the next session
 continues from there. --tune sweeps the learning rates of the points with the first seed; later sessions use the best,
 and those of 4 peers also for other numbers of peers.
-
-To check a point with real peers, start run_trainer.py with the flags in its line of results.jsonl, and with
---model_name_or_path, --dataset_path and --tokenizer_path in the folder "data" of --folder. Equal trainers on one
-machine have equal speeds.
 """
 
 import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -33,15 +28,13 @@ from tqdm.auto import tqdm
 
 from arguments import HyperparameterArguments, ModelArguments
 from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
-from benchmarks.round_records import read_jsonl
-from lib.common.objectives import OBJECTIVE_OF_MODEL
 from lib.data.loading import build_collator, load_datasets
 from lib.data.manifest import Manifest
 from lib.data.tokenizers import load_tokenizer
 from lib.monitoring.evaluation import Evaluator
 from lib.training.model import build_model, load_config
+from tests.support.peers import prepare_data, read_jsonl
 
-ROOT = Path(__file__).parent.parent
 # A causal model predicts each token: its loss falls within some thousand local steps, unlike that of a masked one
 MODEL = {
     "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64,
@@ -69,13 +62,10 @@ POINTS = {
 SPECIAL_POINTS = {
     "h32-late2": Variant(0, 32, delay=2),
     "h32-late32": Variant(0, 32, delay=32),
-    "h32-eager": Variant(0, 32, eager=True),
-    "h32-8bit": Variant(0, 32, compression="uniform8"),
+    "h32-8bit": Variant(0, 32, compression="blockwise8"),
+    "h32-4bit": Variant(0, 32, compression="blockwise4"),
     "h32-missing": Variant(0, 32, missing=0.5),
     "dp-h32": Variant(0, 32, local_updates=False),
-    "h32-join-donor": Variant(0, 32, newcomer="donor"),
-    "h32-join-warm-up": Variant(0, 32, newcomer="warm-up"),
-    "h32-join-cold": Variant(0, 32, newcomer="cold"),
 }
 SPECIAL_PEERS = 4
 
@@ -83,16 +73,12 @@ LEGEND = """\
 dp           data parallel: an average of gradients after one local step per peer
 hN           local updates: an average after N local steps per peer, weighted by samples
 lateN        the result of a round arrives N local steps after the round has begun; the local steps continue
-eager        it arrives when the next round is due; each peer uses its own part at once (arXiv 2502.12996)
-8bit         pseudo-gradients in 8 bits (uniform8)
+8bit, 4bit   pseudo-gradients as blockwise8, blockwise4
 missing      each peer misses each round with probability 0.5
 dp-h32       data parallel with the rounds of h32: equal communication, and batches 32 times as large
-join         the last peer, the fastest one, joins in the middle: with a donor's statistics of the inner optimizer, or
-             without any, with or without (cold) warm-up
 rates        peak learning rate of the inner optimizer, or of data parallel; learning rate and momentum
              of the outer optimizer
-difference   of the final validation loss to that of dp with as many peers: mean over the seeds, and +- half of the
-             range between the seeds"""
+difference   of the final validation loss to that of dp with as many peers: mean and standard deviation of the seeds"""
 
 
 @dataclass(frozen=True)
@@ -144,29 +130,6 @@ class TextTask:
 
     def evaluate(self, model: torch.nn.Module) -> float:
         return self._evaluator.evaluate(model, self.objective, step=0).loss
-
-
-def prepare_data(
-    folder: Path, train_file: Path | None, model: dict, vocab_size: int = VOCAB_SIZE, seq_length: int = SEQ_LENGTH
-) -> None:
-    """Train a tokenizer and tokenize the text, unless the folder has them.
-
-    :param train_file: default: the text of tokenize_wikitext103.py --sample
-    """
-    if (folder / "config.json").exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    source = ["--sample"] if train_file is None else ["--train_file", str(train_file)]
-    command = [
-        sys.executable, str(ROOT / "tokenize_wikitext103.py"), *source, "--train_tokenizer", "--objective",
-        OBJECTIVE_OF_MODEL[model["model_type"]], "--vocab_size", str(vocab_size), "--max_seq_length", str(seq_length),
-        "--validation_fraction", "0.1", "--num_proc", "1", "--overwrite", "--output_path", str(folder / "dataset"),
-        "--tokenizer_path", str(folder / "tokenizer"), "--cache_dir", str(folder / "cache"),
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"The text could not be prepared:\n{result.stderr}")
-    (folder / "config.json").write_text(json.dumps(model))
 
 
 class Results:
@@ -283,27 +246,12 @@ def play(
             except FloatingPointError:
                 simulation.result.evaluations[budget.samples] = math.nan
             seconds = round(time.monotonic() - began, 1)
-            flags = trainer_flags(run, arguments, budget)
-            results.add(run, {**asdict(simulation.result), "seconds": seconds, "flags": flags})
+            results.add(run, {**asdict(simulation.result), "seconds": seconds})
             minutes = (len(left) - number - 1) * results.mean_seconds(run.setup) / 60
             tqdm.write(
                 f"{run.point}, {run.peers} peers, seed {run.seed}, rates {describe_rates(run)}: "
                 f"loss {results.loss(run):.4f}; about {minutes:.0f} minutes left"
             )
-
-
-def trainer_flags(run: Run, arguments: HyperparameterArguments, budget: Budget) -> str:
-    """Return the flags of run_trainer.py with which real peers train as in a run, apart from delays and faults."""
-    names = ["optimizer", "learning_rate", "adam_epsilon", "total_steps", "warmup_steps"]
-    values = {name: getattr(arguments, name) for name in names}
-    values["target_batch_size"] = budget.target_batch_size(run.variant)
-    values |= {"per_device_train_batch_size": budget.micro_batch, "gradient_accumulation_steps": 1}
-    if run.variant.local_updates:
-        values |= {"local_updates": "", "outer_learning_rate": run.outer_learning_rate}
-        values["outer_momentum"] = run.outer_momentum
-    if not run.variant.delay:
-        values |= {"no_delay_grad_averaging": "", "no_delay_optimizer_step": ""}
-    return " ".join(f"--{name} {value}".rstrip() for name, value in values.items())
 
 
 def describe_rates(run: Run) -> str:
@@ -332,21 +280,13 @@ def format_tables(runs: list[Run], results: Results) -> str:
             f"{peers:>5}  {point:<17}{first['rounds']:>7}{describe_rates(group[0]):>21}{len(group):>6}{mean:>9.4f}  "
             f"{describe_differences(differences):<18}{on_the_way}"
         )
-    joined = {key: group for key, group in groups.items() if group[0].variant.newcomer}
-    if joined:
-        lines.append("\nLoss when the newcomer joins, and some rounds later; means over the seeds")
-    for (_, point), group in joined.items():
-        rows = [results.lines[run]["after_joining"] for run in group]
-        shared = [rounds for rounds in rows[0] if all(rounds in row for row in rows)]
-        values = (f"{rounds}: {statistics.mean(row[rounds] for row in rows):.4f}" for rounds in shared)
-        lines.append(f"  {point:<17}" + "   ".join(values))
     return "\n".join(lines)
 
 
 def describe_differences(differences: list[float]) -> str:
     if not differences:
         return "-"
-    spread = f" +- {(max(differences) - min(differences)) / 2:.2f}" if len(differences) > 1 else ""
+    spread = f" +- {statistics.stdev(differences):.2f}" if len(differences) > 1 else ""
     return f"{statistics.mean(differences):+.2f} %{spread}"
 
 
@@ -355,7 +295,6 @@ def parse_arguments() -> argparse.Namespace:
     names = [*POINTS, *SPECIAL_POINTS]
     parser.add_argument("--train_file", type=Path, help="text, UTF-8; default: Python's documentation topics")
     parser.add_argument("--folder", type=Path, required=True, help="for the prepared text and the results")
-    parser.add_argument("--model", type=Path, help=f"config.json, with {SEQ_LENGTH} positions; default: a tiny GPT-2")
     parser.add_argument("--points", type=lambda text: text.split(","), help=f"of {', '.join(names)}; default: all")
     parser.add_argument("--peers", type=read_integers, default=[2, 4, 8], help="default: 2,4,8")
     parser.add_argument("--seeds", type=read_integers, default=[0, 1, 2], help="default: 0,1,2")
@@ -381,7 +320,10 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)  # a result does not depend on the number of cores
     budget = Budget(args.samples, MICRO_BATCH)
-    prepare_data(args.folder / "data", args.train_file, json.loads(args.model.read_text()) if args.model else MODEL)
+    if not (args.folder / "data" / "config.json").exists():
+        flags = ("--max_seq_length", SEQ_LENGTH, "--validation_fraction", 0.1, "--num_proc", 1)
+        prepare_data(args.folder / "data", "clm", VOCAB_SIZE, *flags, train_file=args.train_file)
+        (args.folder / "data" / "config.json").write_text(json.dumps(MODEL))
     task = TextTask(args.folder / "data")
     setup = f"{task.description}; {args.samples} samples in micro-batches of {MICRO_BATCH}; {args.optimizer}"
     print(f"{setup}\npeers with relative speeds {', '.join(map(str, SPEEDS))}, repeated")

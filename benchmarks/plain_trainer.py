@@ -22,7 +22,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from arguments import TRAINER_ARGUMENTS
-from benchmarks.paced_peer import Recorder
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.objectives import OBJECTIVE_OF_MODEL
@@ -32,6 +31,7 @@ from lib.monitoring.evaluation import Evaluator
 from lib.training.hf_trainer import build_training_arguments, choose_devices
 from lib.training.model import build_trainer_model, load_config
 from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
+from tests.support.altered import Recorder
 
 
 class StepRecorder(TrainerCallback):

@@ -7,7 +7,8 @@ benchmarks/reference_curve.py --folder curves --train_file my.txt --peers 0,2,4 
 All curves have the same data, initial weights, optimizer, schedule and batch; only the order of the samples differs.
 0 peers are transformers' Trainer alone (benchmarks/plain_trainer.py). N peers are a monitor, an evaluator and N
 trainers on 127.0.0.1. A call that was interrupted continues: the Trainer from its checkpoint, a collaboration from the
-one of its monitor. The results are curve.csv and curve.svg in --folder.
+one of its monitor. The results are curve.csv and curve.svg in --folder, with 30 points for each curve: the mean loss on
+the samples since the point before, and the last validation loss up to it.
 
 ALBERT-large on the whole of WikiText-103, as in the published runs; it takes GPUs, and has not been tried:
 
@@ -18,10 +19,10 @@ benchmarks/reference_curve.py --folder curves --train_file wiki.train.tokens --m
 
 import argparse
 import csv
-import hashlib
+import itertools
 import os
 import signal
-import subprocess
+import statistics
 import sys
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -36,8 +37,9 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 
 from lib.data.manifest import Manifest
-from tests.support.peers import LOCAL, ROOT, Scripts, read_jsonl, wait_until
+from tests.support.peers import LOCAL, ROOT, Scripts, prepare_data, read_jsonl, wait_until
 
+NUM_POINTS = 30  # of each curve
 COLUMNS = ("peers", "step", "samples", "train_loss", "validation_loss")
 END_SECONDS = 120.0  # for the evaluation of the last step
 
@@ -51,29 +53,6 @@ class Point:
     samples: int
     train_loss: float | None
     validation_loss: float | None
-
-
-def prepare_data(args: argparse.Namespace) -> Path:
-    """Tokenize the text, unless the folder has it; return the folder of dataset and tokenizer."""
-    folder = args.folder / "data"
-    if not (folder / "dataset").exists():
-        source = ["--sample"] if args.train_file is None else ["--train_file", str(args.train_file)]
-        command = [
-            sys.executable, str(ROOT / "tokenize_wikitext103.py"), *source, "--train_tokenizer",
-            "--vocab_size", str(args.vocab_size), "--max_seq_length", str(args.max_seq_length),
-            "--output_path", str(folder / "dataset"), "--tokenizer_path", str(folder / "tokenizer"),
-            "--cache_dir", str(folder / "cache"), "--seed", str(args.seed),
-        ]  # fmt: skip
-        subprocess.run(command, check=True)
-    return folder
-
-
-def hash_data(dataset: Path) -> str:
-    """Return the SHA-256 of the samples' files."""
-    digest = hashlib.sha256()
-    for path in sorted(dataset.rglob("*.arrow")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def shared_flags(args: argparse.Namespace, data: Path) -> list[object]:
@@ -159,25 +138,41 @@ def read_together(args: argparse.Namespace, num_peers: int) -> list[Point]:
     ]
 
 
-def write_results(args: argparse.Namespace, points: list[Point], title: str) -> None:
-    with (args.folder / "curve.csv").open("w", newline="") as file:
+def thin_out(points: list[Point], steps: int) -> list[Point]:
+    """Return NUM_POINTS points for each curve."""
+    thinned, width = [], max(1, steps // NUM_POINTS)
+    for peers, last in itertools.product(sorted({point.peers for point in points}), range(width, steps + 1, width)):
+        part = [point for point in points if point.peers == peers and last - width < point.step <= last]
+        losses = [point.train_loss for point in part if point.train_loss is not None]
+        evaluations = [point.validation_loss for point in part if point.validation_loss is not None]
+        if part:
+            mean, newest = statistics.fmean(losses) if losses else None, evaluations[-1] if evaluations else None
+            thinned.append(Point(peers, last, part[-1].samples, mean, newest))
+    return thinned
+
+
+def write_results(folder: Path, points: list[Point], title: str) -> None:
+    with (folder / "curve.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerows([getattr(point, column) for column in COLUMNS] for point in points)
+        for point in points:
+            losses = ("" if loss is None else f"{loss:.4f}" for loss in (point.train_loss, point.validation_loss))
+            writer.writerow([point.peers, point.step, point.samples, *losses])
+    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "curve"}
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for number, peers in enumerate(sorted({point.peers for point in points})):
         name, color = "one process" if peers == 0 else f"{peers} peers", f"C{number}"
-        curve = [point for point in points if point.peers == peers]
-        for kind, style in (("train_loss", {"alpha": 0.4}), ("validation_loss", {"marker": "o", "markersize": 3})):
-            known = [(point.step, getattr(point, kind)) for point in curve if getattr(point, kind) is not None]
-            if known:
-                label = f"{name}, {kind.replace('_', ' ')}"
-                axes.plot(*zip(*known, strict=True), color=color, label=label, linewidth=1, **style)
-    axes.set(xlabel=f"step ({args.batch} samples)", ylabel="loss")
+        for kind, style in (("train_loss", {"alpha": 0.4}), ("validation_loss", {"linestyle": "--"})):
+            curve = [(point.step, getattr(point, kind)) for point in points if point.peers == peers]
+            label = f"{name}, {kind.replace('_', ' ')}"
+            axes.plot(
+                *zip(*((x, y) for x, y in curve if y is not None), strict=True), color=color, label=label, **style
+            )
+    axes.set(xlabel="step", ylabel="loss")
     axes.set_title(title, fontsize=8)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(args.folder / "curve.svg")
+    figure.savefig(folder / "curve.svg", metadata={"Date": None})
 
 
 def describe(points: list[Point]) -> str:
@@ -210,11 +205,14 @@ def main() -> None:
     args = parser.parse_args()
     args.folder = args.folder.absolute()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the peers share this machine
-    data, curves = prepare_data(args), [int(number) for number in args.peers.split(",")]
+    data, curves = args.folder / "data", [int(number) for number in args.peers.split(",")]
+    if not (data / "config.json").exists():
+        flags = ("--max_seq_length", args.max_seq_length, "--seed", args.seed)
+        prepare_data(data, "mlm_sop", args.vocab_size, *flags, train_file=args.train_file)
     manifest = Manifest.load(data / "dataset")
     title = (
         f"{Path(args.model).stem}, {manifest.source}, {manifest.max_seq_length} tokens, batch {args.batch}, "
-        f"seed {args.seed}, SHA-256 of the data {hash_data(data / 'dataset')[:12]}"
+        f"seed {args.seed}"
     )
     print(title)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which stops the processes
@@ -227,7 +225,7 @@ def main() -> None:
         points = [
             point for number in curves for point in (read_together(args, number) if number else read_plain(args))
         ]
-        write_results(args, points, title)
+        write_results(args.folder, thin_out(points, args.steps), title)
     print(describe(points))
 
 

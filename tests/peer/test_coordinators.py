@@ -1,24 +1,12 @@
 """Two connected monitors: if one dies, the run continues, and peers join through the other."""
 
 import re
-import signal
 
 import pytest
 
-from tests.support.peers import read_jsonl, steps_of, wait_until
+from tests.support.peers import steps_of, wait_until
 
 STEPS = steps_of(seconds=8, num_trainers=2)
-
-
-def metrics(folder) -> list[dict]:
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def kill(script) -> None:
-    script.family()
-    script.process.send_signal(signal.SIGKILL)
-    script.wait()
-    script.assert_nothing_left()
 
 
 @pytest.mark.long
@@ -45,7 +33,7 @@ def test_either_of_two_monitors_may_die(scripts):
     trainer = scripts.trainer("trainer", "--initial_peers", *addresses.values(), *STEPS)
     trainer.wait_for(r"Step #2\b", 120)
     second.wait_for(r"Step #2\t", 120)
-    kill(first)
+    first.kill()
     newcomer = scripts.trainer("newcomer", "--initial_peers", addresses["second"], *STEPS)
     newcomer.wait_for(r"Joined the collaboration at step #[1-9]", 120)
     newcomer.wait_for("Averaged gradients with 2 peers", 120)
@@ -53,13 +41,13 @@ def test_either_of_two_monitors_may_die(scripts):
     first = start("first", "second", "--save_checkpoint_step_interval", 2)
     reached = max(int(step) for step in re.findall(r"\bStep #(\d+)", trainer.output))
     first.wait_for(rf"Step #{reached + 1}\t", 120)
-    kill(second)
+    second.kill()
     latecomer = scripts.trainer("latecomer", "--initial_peers", addresses["first"], *STEPS)
     latecomer.wait_for(rf"Joined the collaboration at step #(?!{reached - 1}\b)\d+", 120)
 
     newest = max(int(step) for step in re.findall(r"\bStep #(\d+)", trainer.output)) + 1
-    wait_until(lambda: metrics(scripts.folder / "first")[-1]["step"] >= newest, 120, f"step {newest}")
-    recorded = [record["step"] for record in metrics(scripts.folder / "first")]
+    wait_until(lambda: scripts.metrics("first")[-1]["step"] >= newest, 120, f"step {newest}")
+    recorded = [record["step"] for record in scripts.metrics("first")]
     assert recorded == list(range(1, len(recorded) + 1)), "none lost, none repeated"
     assert not list((scripts.folder / "second").glob("checkpoint-*")), "only the first keeps checkpoints"
     for script in (trainer, newcomer, latecomer, first):

@@ -2,18 +2,18 @@
 
 import pytest
 
-from tests.support.chaos import losses, play
+from tests.support.soak import play
 
 
 @pytest.mark.peers
 @pytest.mark.early
 def test_short_run_under_fire(tmp_path, data, launcher):
     run, problems = play(
-        tmp_path / "chaos", data, num_steps=7, seed=1, harm_every=8.0, seconds=400.0, launcher=launcher, max_events=5,
+        tmp_path / "chaos", data, harm_every=8.0, seconds=400.0, launcher=launcher, num_steps=7, seed=1, max_faults=5,
         is_patient=True,
         max_difference=0.1,  # with steps this short, one of the three trainers may lag by an update for long
     )  # fmt: skip
     assert not problems
-    assert run.events
-    reported = losses(run)
-    assert reported[max(reported)] < reported[min(reported)]
+    assert run.faults
+    losses = run.losses()
+    assert losses[max(losses)] < losses[min(losses)]

@@ -12,8 +12,8 @@ from transformers import AutoModelForPreTraining
 from lib.data.corpus import open_sample
 from lib.training.checkpoints import list_checkpoints
 from lib.training.hf_trainer import find_checkpoint
-from tests.support.pausing import IN_THE_MIDDLE
-from tests.support.peers import LONG_STEPS, read_jsonl, steps_of, wait_until
+from tests.support.altered import IN_THE_MIDDLE
+from tests.support.peers import LONG_STEPS, steps_of, wait_until
 
 # Long enough to interrupt in the middle.
 SLOW = steps_of(seconds=8, num_trainers=1)
@@ -21,14 +21,6 @@ SLOW = steps_of(seconds=8, num_trainers=1)
 
 def steps(script) -> list[int]:
     return [int(step) for step in re.findall(r"\bStep #(\d+)", script.output)]
-
-
-def metrics(folder) -> list[dict]:
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def newest_step(folder) -> int:
-    return max((record["step"] for record in metrics(folder)), default=0)
 
 
 def catches(pid: int, number: int) -> bool:
@@ -78,10 +70,10 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_in_the_middle_of_saving(scripts, number):
     """A signal to trainer and monitor during the write of a checkpoint leaves only complete checkpoints."""
-    pausing = ("tests/support/pausing.py",)
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 1, wrappers=pausing)
+    env = {"PAUSE": "1"}
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 1, env=env)
     # The trainer runs for ten seconds, and the monitor saves its state
-    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, "--save_steps", 40, wrappers=pausing)
+    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address, "--save_steps", 40, env=env)
     for script in (monitor, trainer):
         script.wait_for(IN_THE_MIDDLE)
         folder = scripts.folder / script.log.stem
@@ -131,9 +123,7 @@ def test_children_end_when_their_parent_is_killed(scripts):
     trainer.wait_for(r"Step #1\b")
     for script in (trainer, monitor):
         assert len(script.family()) >= 4
-        script.process.send_signal(signal.SIGKILL)
-        script.wait()
-        script.assert_nothing_left(timeout=15)
+        script.kill()
 
 
 @pytest.mark.parametrize("victim", ["DHT", "state averager", "round averager", "p2p daemon"])
@@ -157,9 +147,7 @@ def test_killed_trainer_comes_back_as_the_same_peer(scripts):
     stays = scripts.trainer("stays", *common)
     restarts = scripts.trainer("restarts", *common)
     restarts.wait_for("Averaged gradients with 2 peers", 120)
-    restarts.process.send_signal(signal.SIGKILL)
-    restarts.wait()
-    restarts.assert_nothing_left()
+    restarts.kill()
     before = max(steps(stays))
     again = scripts.trainer("restarts", *common)
     again.wait_for(r"Joined the collaboration at step #\d+", 120)
@@ -167,8 +155,8 @@ def test_killed_trainer_comes_back_as_the_same_peer(scripts):
     assert joined_at >= before
     again.wait_for(r"Averaged gradients with 2 peers[^#]*\n.*\bStep #", 120)
     newest = max(steps(again))
-    wait_until(lambda: newest_step(scripts.folder / "monitor") >= newest, 120, "the monitor's report")
-    records = metrics(scripts.folder / "monitor")
+    wait_until(lambda: scripts.newest_step() >= newest, 120, "the monitor's report")
+    records = scripts.metrics()
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, none repeated"
     assert max(record["alive peers"] for record in records) == 2, "the restarted peer counts once"
 
@@ -179,9 +167,7 @@ def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
     common = ("--initial_peers", address, *steps_of(seconds=4, num_trainers=1))
     trainer = scripts.trainer("trainer", *common)
     trainer.wait_for(r"Step #2\b", 120)
-    monitor.process.send_signal(signal.SIGKILL)
-    monitor.wait()
-    monitor.assert_nothing_left()
+    monitor.kill()
     missed = max(steps(trainer)) + 2
     trainer.wait_for(rf"Step #{missed}\b", 120)
 
@@ -191,7 +177,7 @@ def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
     newcomer = scripts.trainer("newcomer", *common)
     newcomer.wait_for(r"Joined the collaboration at step #\d+", 120)
     assert int(re.search(r"Joined the collaboration at step #(\d+)", newcomer.output)[1]) >= missed
-    recorded = [record["step"] for record in metrics(scripts.folder / "monitor")]
+    recorded = [record["step"] for record in scripts.metrics()]
     assert recorded == list(range(1, len(recorded) + 1)), "none lost, none repeated"
     assert "Traceback" not in trainer.output and trainer.process.poll() is None
 
@@ -211,4 +197,4 @@ def test_monitor_hands_its_checkpoint_to_the_first_trainer_of_a_run_that_has_los
     assert "Joined the collaboration at step #3" in second.output
     assert steps(second) == [4, 5]
     monitor.wait_for(r"Saved \S+checkpoint-5", 120)
-    assert [record["step"] for record in metrics(scripts.folder / "monitor")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in scripts.metrics()] == [1, 2, 3, 4, 5]

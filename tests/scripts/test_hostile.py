@@ -10,15 +10,7 @@ from safetensors.torch import load_file
 
 from lib.training.checkpoints import list_checkpoints
 from tests.support.hostile_peer import KEYS_OF_AVERAGERS, RAW, RawValues
-from tests.support.peers import LOCAL, LONG_STEPS, join_together, local_peer, read_jsonl, steps_of, wait_until
-
-
-def metrics(folder) -> list[dict]:
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def newest_step(folder) -> int:
-    return max((record["step"] for record in metrics(folder)), default=0)
+from tests.support.peers import LOCAL, LONG_STEPS, join_together, local_peer, steps_of, wait_until
 
 
 @pytest.mark.early
@@ -27,7 +19,7 @@ def test_peer_that_sends_nan_harms_no_other_peer(scripts):
     steps = steps_of(seconds=10, num_trainers=3)
     common = ("--initial_peers", monitor.address, *steps, "--target_group_size", 3)
     honest = [scripts.trainer(name, *common, "--max_global_steps", 5) for name in ("one", "two")]
-    poisoner = scripts.trainer("poisoner", *common, name_of_script="tests/support/nan_peer.py")
+    poisoner = scripts.trainer("poisoner", *common, env={"SEND_NAN": "1"})
     join_together(*honest, poisoner)
     for trainer in honest:
         assert trainer.wait(300) == 0, trainer.output
@@ -40,8 +32,8 @@ def test_peer_that_sends_nan_harms_no_other_peer(scripts):
     assert any(noticed)
     # The round that detects the NaN may end later; the other rounds have the two honest peers only.
     assert any("2" in re.findall(r"Averaged gradients with (\d+) peers", rest)[1:] for rest in noticed)
-    wait_until(lambda: newest_step(scripts.folder / "monitor") >= 5, 120, "the monitor's report of step 5")
-    losses = {record["step"]: record["loss"] for record in metrics(scripts.folder / "monitor")}
+    wait_until(lambda: scripts.newest_step() >= 5, 120, "the monitor's report of step 5")
+    losses = {record["step"]: record["loss"] for record in scripts.metrics()}
     assert losses[5] < losses[1] - 0.05
 
 
@@ -65,7 +57,7 @@ def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
     hostile.wait_for("one lap of hostile records", 120)
     monitor.wait_for("Refused records", 120)
     assert monitor.process.poll() is None and "Traceback" not in monitor.output
-    records = metrics(scripts.folder / "monitor")
+    records = scripts.metrics()
     # The monitor may have believed the hostile peer for a while.
     records = [record for record in records if record["step"] < 1000]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]

@@ -1,7 +1,6 @@
 """A run that has lost all its trainers resumes from the monitor's newest checkpoint."""
 
 import re
-import signal
 import threading
 
 import pytest
@@ -27,10 +26,7 @@ def test_run_goes_on_after_all_its_trainers_were_killed(scripts, reboot):
     monitor.wait_for(r"Saved \S+checkpoint-", 120)
     wait_until(lambda: read_steps(folder)[-1] > newest_checkpoint(folder), 120, "a step after the checkpoint")
     for script in (*trainers, monitor) if reboot else trainers:
-        script.family()
-        script.process.send_signal(signal.SIGKILL)
-        script.wait()
-        script.assert_nothing_left()
+        script.kill()
     saved, reported = newest_checkpoint(folder), read_steps(folder)[-1]
     if reboot:
         monitor = scripts.monitor(

@@ -11,7 +11,7 @@ import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
 from lib.data.archive import DATASET, TOKENIZER, write_archive
-from tests.support.peers import LOCAL, Script, invite, reserve_maddr, wait_until
+from tests.support.peers import ALTERED, LOCAL, Script, invite, reserve_maddr, wait_until
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def start_run(scripts, archive_url: str, *flags: object) -> tuple[Script, Callab
     def volunteer(name: str, address: str, *flags: object) -> Script:
         # Where this machine listens and keeps its files is its own business.
         return scripts.start(
-            "tests/support/paced.py", "run_trainer.py", "--initial_peers", address,
+            ALTERED, "run_trainer.py", "--initial_peers", address,
             "--host_maddrs", LOCAL, "--output_dir", folder / name,
             "--dataset_path", folder / name / "data", "--tokenizer_path", folder / name / "tokenizer", *flags,
             log=name, env={"PACE": "0.5"},

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import psutil
@@ -27,9 +27,10 @@ from tests.support.family import Family, is_alive
 from tests.support.launcher import ENVIRONMENT, LATE_VARIABLES, PYTHON, ROOT, Launcher, end_with_parent
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
+ALTERED = "tests/support/altered.py"
 # A daemon that can relay reads a table of the internet's networks at its start, for 0.4 CPU seconds.
 WITHOUT_RELAYS = "--no_use_relay"
-# Seconds of a micro-batch, see paced.py. The model needs 0.02 s of them.
+# Seconds of a micro-batch, see altered.py. The model needs 0.02 s of them.
 PACE = 0.25
 BATCH_SIZE = 16
 
@@ -72,8 +73,8 @@ TINY_CONFIGS = {
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Return the records that a monitor or an evaluator has written so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the objects in the complete lines of a file; an empty list if the file does not exist."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def reserve_maddr() -> str:
@@ -190,6 +191,25 @@ class Script:
         """Check that no process of the script is left `timeout` seconds after the end of the main process."""
         wait_until(lambda: not self.family(), timeout, f"the end of {[p.pid for p in self.family()]} {self.family()}")
 
+    def kill(self) -> None:
+        """Kill the main process (SIGKILL), and check that the others end, too."""
+        self.family()
+        self.process.send_signal(signal.SIGKILL)
+        self.wait()
+        self.assert_nothing_left()
+
+    def freeze(self, seconds: float) -> None:
+        """Stop all processes for some seconds."""
+        family = self.family()
+        try:
+            for process in family:
+                process.suspend()
+            time.sleep(seconds)
+        finally:
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+
     def kill_all(self) -> None:
         """Kill all processes of the script but torch_shm_manager.
 
@@ -207,16 +227,21 @@ class Script:
 
 
 def prepare_data(
-    folder: Path, objective: str = "mlm_sop", vocab_size: int = 500, *args: str, launcher: Launcher | None = None
-) -> None:
-    """Create `dataset`, `tokenizer` and `config.json` in a folder with tokenize_wikitext103.py."""
-    folder.mkdir(exist_ok=True)
+    folder: Path, objective: str = "mlm_sop", vocab_size: int = 500, *args: object, launcher: Launcher | None = None,
+    train_file: Path | None = None,
+) -> None:  # fmt: skip
+    """Create `dataset`, `tokenizer` and `config.json` in a folder with tokenize_wikitext103.py.
+
+    :param train_file: default: the sample text
+    """
+    folder.mkdir(exist_ok=True, parents=True)
+    source = ["--sample"] if train_file is None else ["--train_file", train_file.absolute()]
     script = Script(
-        "tokenize_wikitext103.py", "--sample", "--train_tokenizer", "--vocab_size", vocab_size, "--max_seq_length", 32,
+        "tokenize_wikitext103.py", *source, "--train_tokenizer", "--vocab_size", vocab_size, "--max_seq_length", 32,
         "--output_path", folder / "dataset", "--tokenizer_path", folder / "tokenizer", "--cache_dir", folder / "cache",
         "--objective", objective, *args, log=folder / "prepare.log", launcher=launcher,
     )  # fmt: skip
-    assert script.wait(300) == 0, script.output
+    assert script.wait(600) == 0, script.output
     # ALBERT's layers share their weights: a second layer would only take time.
     (folder / "config.json").write_text(json.dumps({**TINY_ALBERT, "num_hidden_layers": 1}))
 
@@ -278,15 +303,15 @@ class Scripts:
         self.running.append(script)
         return script
 
-    def monitor(self, *args: object, name: str = "monitor", wrappers: Sequence[str] = ()) -> Script:
+    def monitor(self, *args: object, name: str = "monitor", env: dict[str, str] | None = None) -> Script:
         """Start a monitor.
 
-        :param wrappers: scripts that run the monitor's script, such as tests/support/pausing.py
+        :param env: environment variables, see altered.py
         """
         return self.start(
-            *wrappers, "run_training_monitor.py", *self._relays, "--tokenizer_path", self.data / "tokenizer",
-            "--model_name_or_path", self.data / "config.json", "--host_maddrs", reserve_maddr(),
-            "--refresh_period", 1.0, "--output_dir", self.folder / name, *args, log=name,
+            *([ALTERED] if env else []), "run_training_monitor.py", *self._relays, "--tokenizer_path",
+            self.data / "tokenizer", "--model_name_or_path", self.data / "config.json", "--host_maddrs",
+            reserve_maddr(), "--refresh_period", 1.0, "--output_dir", self.folder / name, *args, log=name, env=env,
         )  # fmt: skip
 
     def trainer(
@@ -296,11 +321,12 @@ class Scripts:
         """Start a trainer. By default a global step has 64 samples, which take one trainer a second.
 
         :param pace: seconds of a micro-batch
-        :param env: more environment variables, such as CUDA_VISIBLE_DEVICES: by default the trainer sees no GPU
+        :param env: more environment variables, such as those of altered.py, or CUDA_VISIBLE_DEVICES: by default the
+          trainer sees no GPU
         :param wrappers: scripts that run the trainer's script
         """
         return self.start(
-            *wrappers, "tests/support/paced.py", name_of_script, *self._relays, "--run_id", "albert",
+            *wrappers, ALTERED, name_of_script, *self._relays, "--run_id", "albert",
             "--tokenizer_path", self.data / "tokenizer", "--dataset_path", self.data / "dataset",
             "--model_name_or_path", self.data / "config.json", "--host_maddrs", LOCAL, "--output_dir",
             self.folder / name, "--target_batch_size", 64, "--per_device_train_batch_size", BATCH_SIZE,
@@ -309,6 +335,14 @@ class Scripts:
             "--max_refresh_period", 2, *args,
             log=name, env={"PACE": str(pace), **(env or {})},
         )  # fmt: skip
+
+    def metrics(self, name: str = "monitor") -> list[dict]:
+        """Return the records that a monitor has written so far."""
+        return read_jsonl(self.folder / name / "metrics.jsonl")
+
+    def newest_step(self) -> int:
+        """Return the newest step in the monitor's records."""
+        return max((record["step"] for record in self.metrics()), default=0)
 
     def close(self) -> None:
         for script in self.running:

@@ -1,0 +1,194 @@
+"""Run a script with the changes that environment variables ask for.
+
+    PACE=0.25 python tests/support/altered.py run_trainer.py FLAGS
+
+PACE              seconds of a local step on any machine: the trainer sleeps until then. Tests can therefore choose the
+                  duration of a global step, and trainers on a busy machine have equal rates
+RECORD            a file: the trainer appends its local steps, downloads of the training state, reads of the others'
+                  progress, and numbers of DHT requests, as JSON lines
+DOWNLOAD_SECONDS  more seconds for each download of the training state, as on a slow connection
+SEND_NAN          the trainer sends NaN in place of each gradient, and has no guards against NaN
+PAUSE             the script pauses in the middle of its first checkpoint until a signal has arrived
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import run_custom_trainer
+import run_trainer
+from lib.common import atomic_files
+from lib.common.errors import run_script
+from lib.common.processes import StopSignal
+
+IN_THE_MIDDLE = "Half a checkpoint is written"
+DHT_REQUESTS = ("call_ping", "call_store", "call_find")
+
+
+class Recorder:
+    """Appends JSON lines to a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, event: str, **values: object) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+
+
+def set_pace(seconds: float) -> None:
+    """Let a local step take at least `seconds`. The time lost with a late one is not made up for."""
+    from lib.training.session import TrainingSession
+
+    after_local_step, due = TrainingSession.after_local_step, time.monotonic()
+
+    @wraps(after_local_step)
+    def after_paced_step(session, *args, **kwargs):
+        nonlocal due
+        now = time.monotonic()
+        due = max(due + seconds, now)
+        time.sleep(due - now)
+        return after_local_step(session, *args, **kwargs)
+
+    TrainingSession.after_local_step = after_paced_step
+
+
+def record(recorder: Recorder) -> None:
+    """Record local steps, reads of the others' progress, and at most once a second the DHT requests so far.
+
+    `waited` is the time in the optimizer's `step`, in which the trainer computes nothing.
+    """
+    from hivemind.dht.protocol import DHTProtocol
+
+    from lib.averaging.optimizer import CollaborativeOptimizer
+    from lib.averaging.progress import ProgressTracker
+
+    take_step, finish_fetch = CollaborativeOptimizer.step, ProgressTracker._finish_fetch
+
+    @wraps(take_step)
+    def step(optimizer, *args, **kwargs):
+        began = time.monotonic()
+        result = take_step(optimizer, *args, **kwargs)
+        waited = round(time.monotonic() - began, 3)
+        recorder.write("local step", samples=optimizer.batch_size_per_step, waited=waited)
+        return result
+
+    @wraps(finish_fetch)
+    def finish(tracker):
+        _, began = tracker._pending_fetch
+        is_finished = finish_fetch(tracker)
+        if is_finished:
+            recorder.write("read", seconds=time.monotonic() - began)
+        return is_finished
+
+    CollaborativeOptimizer.step, ProgressTracker._finish_fetch = step, finish
+    counts, written_at = Counter(), 0.0
+
+    def count(name: str, call: Callable) -> Callable:
+        @wraps(call)
+        async def counted(*args, **kwargs):
+            nonlocal written_at
+            counts[name] += 1
+            if time.monotonic() > written_at + 1:
+                written_at = time.monotonic()
+                recorder.write("requests", **counts)
+            return await call(*args, **kwargs)
+
+        return counted
+
+    for name in DHT_REQUESTS:
+        setattr(DHTProtocol, name, count(name, getattr(DHTProtocol, name)))
+
+
+def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
+    """Add seconds to each download of the training state, and record it."""
+    from lib.averaging.state import TrainingStateAverager
+
+    download = TrainingStateAverager.download_state
+
+    @wraps(download)
+    def download_state(averager, *args, only_metadata: bool = False, **kwargs):
+        began = time.time()
+        state = download(averager, *args, only_metadata=only_metadata, **kwargs)
+        if not only_metadata:
+            time.sleep(0.0 if state is None else seconds)
+            if recorder is not None:
+                recorder.write("download", began=began)
+        return state
+
+    TrainingStateAverager.download_state = download_state
+
+
+def send_nan() -> None:
+    from lib.averaging import optimizer
+    from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+    from lib.averaging.allreduce import Bounds
+    from lib.training import session
+
+    def load_nan(self, max_norm: float) -> int:
+        num_samples, self.num_samples = self.num_samples, 0
+        for gradient in self.contribution:
+            gradient.fill_(float("nan"))
+        return num_samples
+
+    session.all_finite = optimizer.all_finite = lambda tensors: True
+    Bounds.find_violation = lambda *args: None
+    GradientAccumulator.load = UpdateAccumulator.load = load_nan
+
+
+def pause_in_checkpoint() -> None:
+    """Pause before a file of the checkpoint is synced, which is the last step before the checkpoint is renamed."""
+    signals: list[int] = []
+    handle, sync = StopSignal._handle, atomic_files._sync
+
+    def handle_and_remember(self: StopSignal, number: int, frame) -> None:
+        signals.append(number)
+        handle(self, number, frame)
+
+    def sync_after_a_signal(path: Path) -> None:
+        if "/.checkpoint-" in str(path) and not signals:
+            print(IN_THE_MIDDLE, flush=True)
+            while not signals:
+                time.sleep(0.05)
+        sync(path)
+
+    StopSignal._handle, atomic_files._sync = handle_and_remember, sync_after_a_signal
+
+
+def alter(train: Callable) -> Callable:
+    """Wrap the function `train` of a script. Its imports take seconds; the trainer already handles signals."""
+
+    @wraps(train)
+    def altered_train(*args, **kwargs) -> None:
+        recorder = Recorder(Path(os.environ["RECORD"])) if "RECORD" in os.environ else None
+        set_pace(float(os.environ.get("PACE", "0")))
+        if recorder is not None:
+            record(recorder)
+        if recorder is not None or "DOWNLOAD_SECONDS" in os.environ:
+            slow_down_downloads(float(os.environ.get("DOWNLOAD_SECONDS", "0")), recorder)
+        if "SEND_NAN" in os.environ:
+            send_nan()
+        train(*args, **kwargs)
+
+    return altered_train
+
+
+def main() -> None:
+    del sys.argv[0]  # error messages name the script that is now sys.argv[0]
+    if "PAUSE" in os.environ:
+        pause_in_checkpoint()
+    for script in (run_trainer, run_custom_trainer):
+        script.train = alter(script.train)
+    run_script(importlib.import_module(sys.argv[0].removesuffix(".py").replace("/", ".")).main)
+
+
+if __name__ == "__main__":
+    main()
