@@ -1,48 +1,47 @@
 # To create .venv; any Python from 3.11 to 3.13
 PYTHON ?= python3.11
-# More flags for the demo or pytest, as in: make demo ARGS="--train_file my.txt --trainers 3"
+# More flags for the demo, pytest or a benchmark, as in: make demo ARGS="--train_file my.txt --trainers 3"
 ARGS ?=
 # -n 4: trainers mostly wait in the tests. With 3 workers on two cores up to half of their time is unused.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --durations=15
 
-.PHONY: help install install-organiser demo test test-fast test-all test-gpu test-browser soak bench bench-all lint clean
+.PHONY: help install install-organiser demo test test-fast test-all test-gpu test-browser soak bench lint clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 20
 
 install: .venv/installed  ## Create .venv with what data preparation, trainers and the monitor need
 
-install-organiser: .venv/installed-organiser  ## The same, and what dashboards, the demo and AWS need
+install-organiser: .venv/installed-organiser  ## Also install what dashboards, the demo and AWS need
 
 demo: .venv/installed-organiser  ## Train a small model with two trainers on this machine, in about two minutes
 	@.venv/bin/python run_local_demo.py $(ARGS)
 
-test: .venv/installed-dev  ## Run the tests, in about a quarter of an hour
+test: .venv/installed-dev  ## Run the tests: fast ones, swarms in one process, and README's journeys
 	$(PYTEST) -n 4 -m "not long and not gpu and not browser" $(ARGS)
 
-test-fast: .venv/installed-dev  ## Run those that start neither peers nor other programs, in two minutes
+test-fast: .venv/installed-dev  ## Run the fast tests (no peers, no other programs); ARGS=tests/averaging for one package
 	$(PYTEST) -n 2 -m "not long and not peers and not programs and not gpu and not browser" $(ARGS)
 
-test-all: .venv/installed-dev  ## Run those too that take a minute or more each, in about half an hour
+test-all: .venv/installed-dev  ## Also run the slow tests
 	$(PYTEST) -n 4 -m "not gpu and not browser" $(ARGS)
 
-test-gpu: .venv/installed-dev  ## Run those that need a GPU or two
+test-gpu: .venv/installed-dev  ## Run the tests that need a GPU or two
 	.venv/bin/python -m pytest -n 0 -m gpu $(ARGS)
 
-test-browser: .venv/installed-dev  ## Run those that look at the dashboard in Chromium (apt install chromium)
+test-browser: .venv/installed-dev  ## Run the tests of the dashboard in Chromium (apt install chromium)
 	.venv/bin/python -m pytest -n 0 -m browser $(ARGS)
 
-soak: .venv/installed-dev  ## A long run under fire, and a long run that must not grow: half an hour
+soak: .venv/installed-dev  ## Run for half an hour: once under fault injection, once looking for leaks
 	.venv/bin/python -W ignore tests/support/soak.py faults --steps 40
 	.venv/bin/python -W ignore tests/support/soak.py leaks --steps 500
 
-bench: .venv/installed-dev  ## Measure on this machine, in at most 20 minutes; see benchmarks/RESULTS.md
-	.venv/bin/python -W ignore benchmarks/run_all.py $(ARGS)
+bench: .venv/installed-dev  ## Measure on this machine, in about 20 minutes; docs/tested.md lists all benchmarks
+	for name in "preparation --repeat 1" "preparation --start" "overhead --repeat 1" rounds; do \
+		set -- $$name; script=benchmarks/$$1.py; shift; \
+		OMP_NUM_THREADS=1 .venv/bin/python -W ignore $$script "$$@" || exit; done
 
-bench-all: .venv/installed-dev  ## The same with all benchmarks, some hours
-	.venv/bin/python -W ignore benchmarks/run_all.py --all $(ARGS)
-
-lint: .venv/installed-dev  ## Check style, format, and who imports whom
+lint: .venv/installed-dev  ## Check style, format, and imports
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
@@ -57,7 +56,7 @@ clean:  ## Remove .venv, the demo's folder and caches
 		{ echo 'Python 3.11, 3.12 or 3.13 is needed. Where is it? make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-# The stamps say that what the requirements list is installed: the next call need not ask pip.
+# Stamp files: skip pip if the requirements have not changed.
 .venv/installed: requirements.txt | .venv/bin/python
 	.venv/bin/pip install --disable-pip-version-check --requirement $<
 	@touch $@

@@ -7,8 +7,8 @@ benchmarks/reference_curve.py --folder curves --train_file my.txt --peers 0,2,4 
 All curves have the same data, initial weights, optimizer, schedule and batch; only the order of the samples differs.
 0 peers are transformers' Trainer alone (benchmarks/plain_trainer.py). N peers are a monitor, an evaluator and N
 trainers on 127.0.0.1. A call that was interrupted continues: the Trainer from its checkpoint, a collaboration from the
-one of its monitor. The results are curve.csv and curve.svg in --folder, with 30 points for each curve: the mean loss on
-the samples since the point before, and the last validation loss up to it.
+one of its monitor. The results are curve.csv and curve.svg in --folder, with 30 points for each curve: the mean loss
+on the samples since the point before, and the last validation loss up to it.
 
 ALBERT-large on the whole of WikiText-103, as in the published runs; it takes GPUs, and has not been tried:
 
