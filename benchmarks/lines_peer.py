@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.common.flags import flag
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from arguments import (
@@ -26,6 +24,7 @@ from arguments import (
 )
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
+from lib.common.flags import flag
 from lib.common.processes import StopSignal, guard_children
 from tests.support.altered import Recorder
 
