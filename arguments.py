@@ -11,6 +11,7 @@ from typing import Literal
 from lib.common.checks import (
     check_endpoint,
     check_maddr,
+    check_page,
     check_peer,
     check_web_address,
     require,
@@ -97,6 +98,13 @@ class BaseTrainingArguments:
         "sends the list to all other peers. The file may be created later and is read again when it changes",
     )
     bootstrap_timeout: float = flag(60.0, "Give up joining after this many seconds if none of initial_peers answers")
+    page: str | None = flag(
+        None,
+        "Address of a web page with the run's curves, which trainers print. Default of the monitor: the page of "
+        "--space_id or --report_to wandb",
+        setting=True,
+        optional=True,
+    )
     debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 
     def __post_init__(self):
@@ -125,6 +133,7 @@ class BaseTrainingArguments:
                     port = protocols.get("tcp", protocols.get("udp"))
                     require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
         self._check_tunnel()
+        check_page("--page", self.page)
         require_positive(self, "bootstrap_timeout")
 
     def _check_tunnel(self) -> None:

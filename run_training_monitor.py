@@ -59,6 +59,11 @@ class TrainingMonitorArguments(ReportingArguments):
         "everybody does who reaches the port",
     )
     dashboard_port: int | None = flag(None, "Port of --dashboard. Default: the first free one from 7860")
+    space_id: str | None = flag(
+        None,
+        "Show the curves in public with trackio in this Hugging Face Space, which is created if it does not exist: "
+        "NAME/SPACE; implies --report_to trackio. Needs a token that may write: `hf auth login` or HF_TOKEN",
+    )
     sample_text: list[str] = flag(
         list,
         "Sentences with [MASK], or beginnings of texts for a causal model. The monitor logs what each "
@@ -108,6 +113,12 @@ class TrainingMonitorArguments(ReportingArguments):
             self.dashboard_port is None or 0 < self.dashboard_port <= 65535,
             f"--dashboard_port must be from 1 to 65535, got {self.dashboard_port}",
         )
+        if self.space_id is not None:
+            self.space_id = parse_repo_id("--space_id", self.space_id.replace("/spaces/", "/"))
+            require(
+                self.report_to in ("none", "trackio"), f"--space_id needs trackio: drop --report_to {self.report_to}"
+            )
+            self.report_to = "trackio"
         require(
             self.store_checkpoints or not self.sample_text,
             "--sample_text needs the model of the checkpoints: drop --no_store_checkpoints",
@@ -178,7 +189,7 @@ def monitor(
     from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
     from lib.monitoring.dashboard_server import DashboardServer
-    from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo
+    from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo, require_token
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
     from lib.monitoring.samples import SampleReporter, check_text
     from lib.monitoring.trackers import build_reporters
@@ -201,6 +212,8 @@ def monitor(
     if args.repo_id is not None:
         card_metadata = build_card_metadata(args.repo_id, run_id, config, args.license, args.language)
         check_repo(card_metadata, args.private_repo)
+    if args.space_id is not None:
+        require_token("--space_id")
     if args.use_google_dns:
         announce_public_ip(peer_args, args.public_ip_service)
 
@@ -278,7 +291,7 @@ def monitor(
                 args.upload_training_state,
             )
             stack.callback(uploader.close)
-        reporter = build_reporters(output_dir, run_id, args.report_to, args.wandb_project)
+        reporter = build_reporters(output_dir, run_id, args.report_to, args.wandb_project, args.space_id)
         stack.callback(reporter.close)
         if args.dashboard:
             stack.callback(DashboardServer(run_id, args.dashboard_host, args.dashboard_port).close)
@@ -300,10 +313,15 @@ def monitor(
             refresh_period=args.refresh_period,
             leaderboard_interval=args.save_checkpoint_step_interval,
         )
-        run_config = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key)
-        relay = RunConfigRelay(peer, run_config, lifetime=600.0 + 10 * args.refresh_period)
+        relay = RunConfigRelay(peer, None, lifetime=600.0 + 10 * args.refresh_period)
         heartbeat = stack.enter_context(open_heartbeat(longest_wait=600.0 + 10 * args.refresh_period))
         while not stop.is_set():
+            page = peer_args.page or reporter.page  # wandb's is known after its start
+            if relay.config is None or relay.config.settings.get("page") != page:
+                published = {"run_id": run_id, **stated, **({} if page is None else {"page": page})}
+                relay.config = RunConfig.sign(published, peer.private_key)
+            if uploader is not None:
+                uploader.page = page
             relay.publish()
             training_monitor.refresh()
             heartbeat.note_work()

@@ -49,6 +49,23 @@ def check_web_address(flag: str, url: str) -> None:
     )
 
 
+_PAGE = re.compile(r"https?://[\w.-]+(:\d{1,5})?(/[\w./?&=%~#+:,@-]*)?", re.ASCII)
+_MAX_PAGE_LENGTH = 200
+
+
+def is_page(url: object) -> bool:
+    """Return whether a value is an HTTP or HTTPS URL that can be printed and published: short, and without secrets."""
+    return isinstance(url, str) and len(url) <= _MAX_PAGE_LENGTH and _PAGE.fullmatch(url) is not None
+
+
+def check_page(flag: str, url: str | None) -> None:
+    require(
+        url is None or is_page(url),
+        f"{flag} must be an address like https://huggingface.co/spaces/NAME/SPACE, without a password, of at most "
+        f"{_MAX_PAGE_LENGTH} letters, digits and ./?&=%~#+:,@-",
+    )
+
+
 # A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.
 _PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
 HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")

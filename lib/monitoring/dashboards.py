@@ -28,6 +28,7 @@ from accelerate.tracking import (
     WandBTracker,
 )
 
+from lib.common.checks import is_page
 from lib.common.errors import describe
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,12 @@ class Dashboard:
         self._has_started = self._has_warned = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
+
+    @property
+    def page(self) -> str | None:
+        """Address at which everybody sees the curves; None if there is none, or the tracker has not started."""
+        page = getattr(self.tracker, "page", None)
+        return page if is_page(page) else None
 
     def log(self, values: dict | Table, step: int) -> None:
         """Queue the values of a step and return at once. Steps may come in any order.
@@ -121,11 +128,15 @@ class Dashboard:
             self._has_warned = True
 
 
-def build_tracker(name: str, output_dir: Path, run_id: str, wandb_project: str | None) -> GeneralTracker:
+def build_tracker(
+    name: str, output_dir: Path, run_id: str, wandb_project: str | None, space_id: str | None
+) -> GeneralTracker:
     """Build the tracker for a value of --report_to."""
     output_dir = output_dir.resolve()
     if name == "wandb":
         return OfflineCapableWandbTracker(output_dir, wandb_project or run_id, run_id)
+    if name == "trackio":
+        return LocalTrackioTracker(output_dir / name, run_id, space_id)
     return LOCAL_TRACKERS[name](output_dir / name, run_id)
 
 
@@ -144,6 +155,8 @@ class OfflineCapableWandbTracker(WandBTracker):
 
     `start` raises wandb's exception if wandb can record neither online nor offline.
     """
+
+    page: str | None = None
 
     def __init__(self, output_dir: Path, project: str, run_name: str):
         super().__init__(project, name=run_name, resume="allow", dir=str(output_dir))
@@ -182,7 +195,8 @@ class OfflineCapableWandbTracker(WandBTracker):
             self._init(mode)
         self.run.define_metric("*", step_metric="step")
         if mode == "online":
-            logger.info(f"Curves: {self.run.url}")
+            self.page = self.run.url
+            logger.info(f"Curves: {self.page}")
         elif mode != "disabled":
             folder = shlex.quote(str(Path(self.run.dir).parent))
             logger.info(f"wandb records offline ({reason}). To upload: wandb login, then wandb sync {folder}")
@@ -205,23 +219,39 @@ class OfflineCapableWandbTracker(WandBTracker):
 
 
 class LocalTrackioTracker(TrackioTracker):
-    """Local trackio dashboard: no account, and no server until `trackio show`.
+    """trackio's dashboard: local, without an account and a server until `trackio show`, or in a Hugging Face Space.
 
-    If a token is present, trackio requests the user's name from the Hugging Face Hub, without a timeout.
+    If a token is present, trackio requests the user's name from the Hugging Face Hub, without a timeout. While a Space
+    cannot be reached, trackio keeps the values in the folder and sends them later.
+
+    :param space_id: NAME/SPACE; trackio creates the Space if it does not exist. Default: TRACKIO_SPACE_ID
     """
 
-    def __init__(self, folder: Path, project: str):
-        super().__init__(project, name="monitor", resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+    def __init__(self, folder: Path, project: str, space_id: str | None = None):
+        space_id = space_id or os.environ.get("TRACKIO_SPACE_ID")
+        super().__init__(
+            project,
+            name="monitor",
+            resume="allow",
+            space_id=space_id,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self.page = None if space_id is None else f"https://huggingface.co/spaces/{space_id}"
         # trackio reads it on import. A value that is already set is the user's folder for dashboards.
         os.environ.setdefault("TRACKIO_DIR", str(folder))
 
     def start(self) -> None:
         import trackio
 
-        folder = shlex.quote(str(trackio.TRACKIO_DIR))
-        logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(self.run_name)}")
-        # Suppresses trackio's own hint for a new project, which lacks the folder.
-        trackio.context_vars.current_project.set(self.run_name)
+        if self.page is None:
+            folder = shlex.quote(str(trackio.TRACKIO_DIR))
+            logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(self.run_name)}")
+            # Suppresses trackio's own hint for a new project, which lacks the folder.
+            trackio.context_vars.current_project.set(self.run_name)
+        else:
+            logger.info(f"Curves: {self.page}")
         super().start()
 
     def log_table(self, table_name: str, columns: list[str], data: list[list], step: int) -> None:
@@ -272,7 +302,6 @@ class LocalDVCLiveTracker(DVCLiveTracker):
 
 
 LOCAL_TRACKERS: dict[str, type[GeneralTracker]] = {
-    "trackio": LocalTrackioTracker,
     "tensorboard": LocalTensorBoardTracker,
     "mlflow": LocalMLflowTracker,
     "dvclive": LocalDVCLiveTracker,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hivemind.utils import get_logger
+from huggingface_hub import get_token
 from transformers import PretrainedConfig
 
 from lib.common.atomic_files import temporary_folder
@@ -73,6 +74,12 @@ def check_repo(metadata: CardMetadata, private: bool = False) -> None:
         logger.warning(f"Cannot check whether '{metadata.repo_id}' may be written to: {reason}. Uploads will be tried")
 
 
+def require_token(flag: str) -> None:
+    """:raises UserError: if this machine has no token of the Hugging Face Hub"""
+    if get_token() is None:
+        raise UserError(f"{flag}: no token of the Hugging Face Hub was found: {hub_worker.REMEDY}")
+
+
 def _command(repo_id: str, private: bool) -> list[str]:
     command = [sys.executable, "-W", "ignore", "-m", hub_worker.__name__, repo_id, f"--parent={os.getpid()}"]
     return [*command, "--private"] if private else command
@@ -124,6 +131,7 @@ class HubUploader:
         self.folder, self.metadata, self.contributors = folder, metadata, contributors
         self.initial_peers = initial_peers
         self.private, self.interval, self.with_training_state = private, interval, with_training_state
+        self.page: str | None = None  # address of the run's curves, for the model card
         self.uploaded: str | None = None  # the checkpoint's name
         self._upload: _Upload | None = None
         self._due_at = float("-inf")
@@ -184,7 +192,8 @@ class HubUploader:
             if path.name not in left_out and not path.is_dir():
                 _link(path, folder / path.name)
         curve = read_curve(self.folder / "metrics.jsonl", step)
-        build_card(self.metadata, step, curve, self.contributors, self.initial_peers).save(folder / "README.md")
+        card = build_card(self.metadata, step, curve, self.contributors, self.initial_peers, self.page)
+        card.save(folder / "README.md")
 
     def _look_after(self) -> None:
         """Process the result of an upload that has ended; kill an upload that exceeds UPLOAD_TIMEOUT."""

@@ -19,7 +19,7 @@ from lib.common.processes import leave_with_parent
 
 EXIT_TRY_LATER = 75  # EX_TEMPFAIL of <sysexits.h>
 
-_REMEDY = "run `hf auth login`, or set HF_TOKEN, with a token that may write (settings of your account, Access Tokens)"
+REMEDY = "run `hf auth login`, or set HF_TOKEN, with a token that may write (settings of your account, Access Tokens)"
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def explain(error: Exception, repo_id: str) -> tuple[str, bool]:
         return " ".join(str(error).split()), False
     causes = list(_causes(error))
     if any(isinstance(cause, LocalTokenNotFoundError) for cause in causes):
-        return f"no token of the Hugging Face Hub was found: {_REMEDY}", False
+        return f"no token of the Hugging Face Hub was found: {REMEDY}", False
     if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
         return "HF_HUB_OFFLINE is set: unset it", False
     refusal = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
@@ -74,9 +74,9 @@ def explain(error: Exception, repo_id: str) -> tuple[str, bool]:
         return f"{type(causes[-1]).__name__}: {first_line(causes[-1])}", True
     status = refusal.response.status_code
     if status == 401:
-        return f"the Hub does not accept the token: {_REMEDY}", False
+        return f"the Hub does not accept the token: {REMEDY}", False
     if status == 403:
-        return f"the token may not write to '{repo_id}': pass a repository of your own, or {_REMEDY}", False
+        return f"the token may not write to '{repo_id}': pass a repository of your own, or {REMEDY}", False
     if status == 404:
         return f"the Hub has no repository '{repo_id}'", True
     if status == 429:

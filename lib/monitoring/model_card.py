@@ -62,13 +62,16 @@ def build_card(
     curve: list[CurvePoint],
     contributors: Contributors,
     initial_peers: Sequence[str],
+    page: str | None = None,
 ) -> ModelCard:
     """Build the model card.
 
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
+    :param page: address of the run's curves, see `is_page`
     """
     sections = [
         _introduction(metadata, step),
+        f"The [curves of the run]({page}) are public." if page is not None else "",
         _usage(metadata, step),
         _curve_table(curve),
         _contributor_table(contributors),

@@ -32,7 +32,11 @@ _BLOCK = 64 * 1024
 
 
 def build_reporters(
-    output_dir: Path, run_id: str, report_to: str = "none", wandb_project: str | None = None
+    output_dir: Path,
+    run_id: str,
+    report_to: str = "none",
+    wandb_project: str | None = None,
+    space_id: str | None = None,
 ) -> "Reporters":
     """The files in the output folder, and the dashboard that --report_to asks for.
 
@@ -44,7 +48,7 @@ def build_reporters(
         try:
             from lib.monitoring.dashboards import Dashboard, build_tracker
 
-            tracker = build_tracker(report_to, output_dir, run_id, wandb_project)
+            tracker = build_tracker(report_to, output_dir, run_id, wandb_project, space_id)
             dashboard = Dashboard(tracker, metrics_file.path)
         except Exception as error:
             message = f"Could not start {report_to}: {describe(error)}; see {metrics_file.path} instead"
@@ -60,6 +64,11 @@ class Reporters:
     ):
         self.metrics_file, self.evaluations_file, self.dashboard = metrics_file, evaluations_file, dashboard
         self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
+
+    @property
+    def page(self) -> str | None:
+        """Address of the dashboard's public page; None if there is none, or the dashboard has not started yet."""
+        return None if self.dashboard is None else self.dashboard.page
 
     def last_step(self) -> int:
         """Return the newest step in metrics.jsonl, -1 if there is none."""

@@ -80,6 +80,7 @@ class TrainingSession:
             should_stop,
             ConnectionWatcher(peer.dht, self._find_peers),
             self.loss_meter,
+            args.page,
         )
         optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
         self.should_stop = should_stop
@@ -102,6 +103,8 @@ class TrainingSession:
         optimizer.last_step = self.args.max_global_steps
         self.status.start()
         logger.info(f"This peer is {self.name}")
+        if self.args.page is not None:
+            logger.info(f"Curves of the run: {self.args.page}")
         if own_step > 0:
             optimizer.begin_at(own_step)
             optimizer.share_state()

@@ -42,6 +42,7 @@ class TrainerStatus:
     :param earlier_loss: local loss `earlier_seconds` before: an hour, or the time since the start if that is shorter
     :param num_direct, num_relayed: connected peers of the run, direct and through a relay; None if not known
     :param direct, relayed: their names, MAX_NAMED at most
+    :param page: address of the run's curves
     """
 
     time: float
@@ -74,6 +75,7 @@ class TrainerStatus:
     num_relayed: int | None = None
     direct: Sequence[str] = ()
     relayed: Sequence[str] = ()
+    page: str | None = None
 
     @property
     def applied_fraction(self) -> float | None:
@@ -138,6 +140,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         ("Trainers", f"{s.num_trainers:,}{rank}, {s.samples_per_second:.1f} samples/s"),
         ("Connections", describe_connections(s)),
         ("Local loss", loss),
+        *([("Curves", s.page)] if s.page is not None else []),
     ]
 
 

@@ -44,6 +44,7 @@ class StatusKeeper(PeriodicThread):
     :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
     :param connections: runs while this thread does
     :param loss_meter: has the losses since the previous global step
+    :param page: address of the run's curves
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class StatusKeeper(PeriodicThread):
         should_stop: Callable[[], bool] = bool,
         connections: ConnectionWatcher | None = None,
         loss_meter: LossMeter | None = None,
+        page: str | None = None,
     ):
         super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
-        self.panel, self.should_stop, self.connections = panel, should_stop, connections
+        self.panel, self.should_stop, self.connections, self.page = panel, should_stop, connections, page
         self.optimizer, self.run_id, self.name_of_peer, self.longest_wait = optimizer, run_id, name, longest_wait
         self.loss_meter = loss_meter or LossMeter()
         self.tally = RoundTally(peer_id, optimizer.target_batch_size)
@@ -126,6 +128,7 @@ class StatusKeeper(PeriodicThread):
             pid=os.getpid(),
             process_started_at=self._process_started_at,
             run_id=self.run_id,
+            page=self.page,
             name=self.name_of_peer,
             started_at=self._started_at,
             worked_at=self._worked_at,

@@ -260,6 +260,12 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_training_monitor.py", "--dashboard --report_to mlflow", "--report_to mlflow"),
         ("run_training_monitor.py", "--dashboard --wandb_project x", "--report_to wandb"),
         ("run_training_monitor.py", "--dashboard --dashboard_port 0", "--dashboard_port"),
+        ("run_training_monitor.py", "--space_id my-albert", "--space_id"),
+        ("run_training_monitor.py", "--space_id me/my-albert --report_to tensorboard", "--report_to tensorboard"),
+        ("run_training_monitor.py", "--page javascript:alert(1)", "--page"),
+        ("run_trainer.py", "--page https://example.org/\x1b[2J", "--page"),
+        ("run_trainer.py", "--page https://me:secret@example.org/", "--page"),
+        ("run_trainer.py", f"--page https://example.org/{'x' * 200}", "--page"),
         ("run_training_monitor.py", "--sample_text [MASK] --no_store_checkpoints", "--no_store_checkpoints"),
         ("tokenize_wikitext103.py", "--train_file /no/such/file", "/no/such/file"),
         ("tokenize_wikitext103.py", "--sample --train_file README.md", "--sample"),
@@ -322,6 +328,11 @@ def test_batch_size_per_step_counts_the_devices_that_are_used():
 def test_wandb_project_implies_reporting_to_wandb():
     monitor, *_ = parse("run_training_monitor.py", "--wandb_project x")
     assert monitor.report_to == "wandb"
+
+
+def test_space_implies_reporting_to_trackio():
+    monitor, *_ = parse("run_training_monitor.py", "--space_id https://huggingface.co/spaces/me/my-albert")
+    assert (monitor.report_to, monitor.space_id) == ("trackio", "me/my-albert")
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in ROOT.glob("*.py") if path.stat().st_mode & 0o100))

@@ -101,12 +101,13 @@ def test_license_and_language_are_left_out_if_not_given(tmp_path):
 
 def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
     contributors = contributed(tmp_path, HOSTILE_NAMES)
-    card = build_card(METADATA, 1, [CurvePoint(1, 1, 9.0)], contributors, ["/ip4/1.1.1.1/tcp/1/p2p/Qm"])
+    peers, curves = ["/ip4/1.1.1.1/tcp/1/p2p/Qm"], "https://huggingface.co/spaces/me/my_albert?x=1"
+    card = build_card(METADATA, 1, [CurvePoint(1, 1, 9.0)], contributors, peers, curves)
     page = render(card)
     rows = [page.cells[start : start + 5] for start in range(3, len(page.cells), 5)]
     assert [row[1] for row in rows] == [leader.name for leader in contributors.top(100)]
     assert page.tags == {"h1", "h2", "p", "b", "a", "table", "thead", "tbody", "tr", "th", "td", "pre", "code"}
-    assert page.links == ["https://github.com/learning-at-home/hivemind"]
+    assert page.links == ["https://github.com/learning-at-home/hivemind", curves]
     assert card.data.license == "apache-2.0"
     table = card.text.split("## Contributors")[1].split("## How")[0]
     assert not any(text in table for text in ("://", "www.", "@", "<", "`", "$", "{{")), "nothing that links by itself"

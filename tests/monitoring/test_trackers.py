@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -31,7 +32,7 @@ from run_training_monitor import TrainingMonitorArguments
 REPOSITORY = Path(__file__).parents[2]
 # Reports steps FIRST to LAST to the dashboard in a separate process, then prints what it left behind.
 PROGRAM = """
-import json, logging, sys, threading, time
+import json, logging, os, sys, threading, time
 from pathlib import Path
 import psutil
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
@@ -42,8 +43,13 @@ if dashboard == "wandb":
     import wandb  # takes seconds, which are not to count
 started = time.monotonic()
 dashboards.CONNECT_TIMEOUT = dashboards.FINISH_TIMEOUT = 2.0
-reporters = reporting.build_reporters(Path(folder), "my run", dashboard)
+space_url = os.environ.get("SPACE_URL")
+reporters = reporting.build_reporters(Path(folder), "my run", dashboard, None, space_url and "me/space")
+if space_url:
+    import trackio.remote_client
+    trackio.remote_client._space_id_to_url = lambda space_id: space_url
 print("DASHBOARD", reporters.dashboard.tracker.name)
+print("PAGE", reporters.page)
 for step in range(first, last + 1):
     loss = None if step == 1 else 10.0 - step
     extra = {"validation loss": 9.5} if step == 2 else None
@@ -391,7 +397,7 @@ def names_of_dashboards():
 def test_each_name_has_a_tracker_of_accelerate(tmp_path, monkeypatch, name):
     for variable in ("TRACKIO_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
         monkeypatch.setenv(variable, "")
-    assert isinstance(build_tracker(name, tmp_path, "run", None), LOGGER_TYPE_TO_CLASS[name])
+    assert isinstance(build_tracker(name, tmp_path, "run", None, None), LOGGER_TYPE_TO_CLASS[name])
 
 
 @pytest.mark.parametrize("name", names_of_dashboards())
@@ -512,6 +518,56 @@ def test_trackio_keeps_a_local_dashboard(tmp_path):
     assert [log["step"] for log in logs] == [0, 1, 2, 3, 4]
     assert [log.get("loss") for log in logs] == [10.0, None, 8.0, 7.0, 6.0]
     assert logs[2]["validation loss"] == 9.5 and logs[0]["alive peers"] == 2 and logs[0]["samples"] == 64
+
+
+class SpaceStub(BaseHTTPRequestHandler):
+    """Hugging Face Hub and trackio's server in a Space, in one: keeps the calls of trackio's API that arrive."""
+
+    space = {"id": "me/space", "sdk": "gradio"}
+    runtime = {"stage": "RUNNING", "volumes": [{"type": "bucket", "source": "me/data", "mountPath": "/data"}]}
+    variables = {"TRACKIO_DIR": {"value": "/data/trackio"}, "TRACKIO_BUCKET_ID": {"value": "me/data"}}
+    answers = {
+        "/version": {"api_version": 1},
+        "/api/spaces/me/space": {**space, "runtime": runtime},
+        "/api/spaces/me/space/runtime": runtime,
+        "/api/spaces/me/space/variables": variables,
+        "/api/buckets/me/data": {"url": "http://hub/me/data"},
+        "/api/whoami-v2": {"name": "me"},
+    }
+    calls: list[tuple[str, dict]] = []
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path.startswith("/api/bulk_"):
+            self.calls.append((self.path, json.loads(body)["kwargs"]))
+        content = json.dumps(self.answers.get(self.path, {"data": []})).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_GET
+
+    def log_message(self, *_args) -> None:
+        pass
+
+
+@pytest.mark.programs
+def test_trackio_sends_the_curves_to_a_space(tmp_path):
+    """trackio's own client; a Space that exists and runs."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), SpaceStub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        output = run_program(tmp_path, "trackio", 0, 2, HF_ENDPOINT=url, HF_TOKEN="hf_Secret", SPACE_URL=f"{url}/")
+        server.shutdown()
+    assert "Curves: https://huggingface.co/spaces/me/space\n" in output and "trackio show" not in output
+    assert "PAGE https://huggingface.co/spaces/me/space\n" in output and "hf_Secret" not in output
+    assert_nothing_left(output)
+    logs = [log for path, call in SpaceStub.calls if path == "/api/bulk_log" for log in call["logs"]]
+    assert {(log["project"], log["run"]) for log in logs} == {("my run", "monitor")}
+    steps = {log["step"]: log["metrics"] for log in logs if "people" not in log["metrics"]}
+    assert {step: values.get("loss") for step, values in steps.items()} == {0: 10.0, 1: None, 2: 8.0}
+    assert any("people" in log["metrics"] for log in logs)
 
 
 class HangingTrackio:

@@ -181,6 +181,17 @@ def test_a_flag_that_differs_is_refused_with_both_values(keys):
         refuse_differences(config, parse("--run_id", "tree", "--learning_rate", "0.02").arguments)
 
 
+def test_page_is_adopted_and_may_differ(keys, capsys):
+    page = "https://huggingface.co/spaces/me/my-albert"
+    config = RunConfig.sign({**SETTINGS, "page": page}, keys[0])
+    (args,) = [args for args in parse("--run_id", "tree").with_settings(config.settings) if hasattr(args, "page")]
+    assert args.page == page
+    refuse_differences(config, parse("--run_id", "tree", "--page", "http://localhost:7860").with_settings(SETTINGS))
+    with pytest.raises(SystemExit):
+        parse("--run_id", "tree").with_settings({"page": "https://example.org/ [click](x)"})
+    assert "the settings of the run: --page must be an address" in capsys.readouterr().err
+
+
 def test_signal_during_the_visit_ends_the_script_after_it():
     with StopSignal(grace=1e6) as stop:
         with pytest.raises(SystemExit) as exit_info, stop.deferred():

@@ -37,6 +37,7 @@ def start_run(scripts, archive_url: str, *flags: object) -> tuple[Script, Callab
     settings.write_text(
         f"run_id: tree\nmodel_name_or_path: albert-tiny\ndataset_url: {archive_url}\ntarget_batch_size: 32\n"
         "learning_rate: 0.01\nwarmup_steps: 0\ngradient_compression: uniform8\nmatchmaking_time: 4\n"
+        "page: https://example.org/curves\n"
     )
     monitor = scripts.start(
         "run_training_monitor.py", "--run_config", settings, "--tokenizer_path", scripts.data / "tokenizer",
@@ -80,6 +81,7 @@ def test_volunteers_take_all_settings_from_the_run(scripts, archive_url, tmp_pat
     alice = volunteer("alice", monitor_address)
     alice.wait_for(r"Joining run tree of organiser Qm\w+\n")
     alice.wait_for(rf"Downloading {archive_url}, [\d.]+ MB")
+    alice.wait_for("Curves of the run: https://example.org/curves\n")
     alice.wait_for(r"\bStep #2\b")
     checked = volunteer("finn", alice.address, "--check")
     assert checked.wait(120) in (0, 1), checked.output
