@@ -57,7 +57,6 @@ def train(
     from hivemind.utils import get_logger
     from torch.utils.data import DataLoader
 
-    from lib.common.heartbeat import open_heartbeat
     from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_training_data
@@ -112,8 +111,8 @@ def train(
             tracker_args,
         )
         stack.callback(optimizer.shutdown)
-        stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
-        heartbeat = stack.enter_context(open_heartbeat(collaboration_args.longest_wait))  # for run_forever.py
+        children = {"DHT": peer.dht, **optimizer.processes}
+        watchdog = stack.enter_context(supervise(children, 15.0, 1, collaboration_args.longest_wait))
 
         # Session: joining, metrics, rollback, checkpoints
         session = TrainingSession(
@@ -124,7 +123,7 @@ def train(
             output_dir,
             stop.is_set,
             training_args.disable_tqdm,
-            heartbeat,
+            watchdog,
             relay,
         )
         stack.callback(session.close)

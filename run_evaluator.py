@@ -77,7 +77,6 @@ def evaluate(
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from hivemind.utils import get_logger
 
-    from lib.common.heartbeat import open_heartbeat
     from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_validation_data
@@ -111,7 +110,8 @@ def evaluate(
     with ExitStack() as stack:
         peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))
         logger.info(f"This evaluator is {peer.dht.peer_id}")
-        stack.enter_context(supervise({"DHT": peer.dht}, seconds=12.0, exit_code=0))
+        # One evaluation may take hours.
+        watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait=86_400.0))
         averager = stack.enter_context(
             open_observer(model, peer, peer_args.run_id, hyperparameter_args, evaluator_args.load_state_timeout)
         )
@@ -132,10 +132,9 @@ def evaluate(
             last_step=evaluator_args.max_global_steps,
             refresh_period=evaluator_args.refresh_period,
         )
-        heartbeat = stack.enter_context(open_heartbeat(longest_wait=86_400.0))  # one evaluation may take hours
         while not (stop.is_set() or loop.is_done):
             loop.refresh()
-            heartbeat.note_work()
+            watchdog.record_work()
             stop.event.wait(evaluator_args.refresh_period)
     logger.info("The evaluator has stopped")
 

@@ -52,7 +52,6 @@ def train(
 ) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from callback import CollaborativeCallback
-    from lib.common.heartbeat import open_heartbeat
     from lib.common.logs import setup_logging
     from lib.data.download import fetch_data
     from lib.data.loading import load_training_data
@@ -102,8 +101,8 @@ def train(
             model, peer, batch_size_per_step, training_args, collaboration_args, averager_args, tracker_args
         )
         stack.callback(optimizer.shutdown)
-        stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
-        heartbeat = stack.enter_context(open_heartbeat(collaboration_args.longest_wait))  # for run_forever.py
+        children = {"DHT": peer.dht, **optimizer.processes}
+        watchdog = stack.enter_context(supervise(children, 15.0, 1, collaboration_args.longest_wait))
 
         # Session: joining, metrics, rollback, checkpoints
         session = TrainingSession(
@@ -114,7 +113,7 @@ def train(
             output_dir,
             stop.is_set,
             training_args.disable_tqdm,
-            heartbeat,
+            watchdog,
             relay,
         )
         stack.callback(session.close)

@@ -182,7 +182,6 @@ def monitor(
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from hivemind.utils import get_logger
 
-    from lib.common.heartbeat import open_heartbeat
     from lib.common.logs import setup_logging
     from lib.data.tokenizers import load_tokenizer
     from lib.monitoring.aggregation import MetricsAggregator
@@ -222,7 +221,8 @@ def monitor(
         peer = stack.enter_context(
             open_peer(peer_args, output_dir, client_mode=False, stop=stop, may_start_alone=True)
         )
-        stack.enter_context(supervise({"DHT": peer.dht}, seconds=12.0, exit_code=0))
+        longest_wait = 600.0 + 10 * args.refresh_period
+        watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait))
         visible_maddrs = peer.dht.get_visible_maddrs()
 
         # Checkpoints: downloaded from trainers, and offered to them
@@ -313,8 +313,7 @@ def monitor(
             refresh_period=args.refresh_period,
             leaderboard_interval=args.save_checkpoint_step_interval,
         )
-        relay = RunConfigRelay(peer, None, lifetime=600.0 + 10 * args.refresh_period)
-        heartbeat = stack.enter_context(open_heartbeat(longest_wait=600.0 + 10 * args.refresh_period))
+        relay = RunConfigRelay(peer, None, lifetime=longest_wait)
         while not stop.is_set():
             page = peer_args.page or reporter.page  # wandb's is known after its start
             if relay.config is None or relay.config.settings.get("page") != page:
@@ -324,7 +323,7 @@ def monitor(
                 uploader.page = page
             relay.publish()
             training_monitor.refresh()
-            heartbeat.note_work()
+            watchdog.record_work()
             stop.event.wait(args.refresh_period)
         training_monitor.flush()
     logger.info("The monitor has stopped")

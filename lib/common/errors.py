@@ -18,7 +18,7 @@ _REMEDIES = {
     errno.EMFILE: "too many open files: run `ulimit -n 4096` first",
 }
 
-TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: run_forever.py tries again without end
+TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: another start may help
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
 ORGANISER_MODULES = {"boto3", "trackio", "wandb"}

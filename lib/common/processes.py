@@ -1,4 +1,4 @@
-"""Processes of a peer: children that end with their parent, clean shutdown on signals, and a watchdog for children.
+"""Processes of a peer: children that end with their parent, clean shutdown on signals, and a watchdog.
 
 hivemind starts a DHT process, two averager processes, and libp2p's daemon. By default they outlive a killed parent and
 continue to offer its state, Ctrl-C kills the daemon but not the trainer, and the death of a child is not noticed.
@@ -8,15 +8,18 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 
 import psutil
 
+from lib.common.errors import TEMPORARY
 from lib.common.threads import PeriodicThread
 
 logger = logging.getLogger(__name__)
@@ -130,7 +133,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def defer(self) -> None:
-        """Leave it to the main thread to watch `event` and end: signals no longer raise SystemExit."""
+        """From now on the main thread polls `event` and shuts down: signals no longer raise SystemExit."""
         self._deferred = True
 
     @contextlib.contextmanager
@@ -150,7 +153,9 @@ class StopSignal:
     def _handle(self, number: int, _frame) -> None:
         if self._requested:
             os.write(2, b"Stopped at once\n")
-            os._exit(128 + number)
+            # By the signal itself: a shell then ends its loop, and systemd does not start the peer again.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self._requested = True
         os.write(2, f"{signal.Signals(number).name}: stopping (send it again to end at once)\n".encode())
         os.write(self._writing_end, b"x")
@@ -164,19 +169,22 @@ class StopSignal:
 
 
 class Watchdog(PeriodicThread):
-    """Ends the process with a message when one of its children has died.
+    """Ends the process with a message and exit code TEMPORARY when a child has died, or when it hangs.
 
     hivemind waits for answers of its children without a timeout, so the main thread may be blocked forever.
 
     :param children: name -> process
+    :param longest_wait: seconds between two calls of `record_work` after which the process hangs. The time that the
+        machine sleeps does not count
     :param period: seconds between two checks
-    :param on_death: called with the message; the default logs it and exits with code 1
     """
 
-    def __init__(self, children: dict[str, multiprocessing.Process], period: float = 1.0,
-                 on_death: Callable[[str], None] | None = None):  # fmt: skip
+    def __init__(
+        self, children: dict[str, multiprocessing.Process], longest_wait: float = math.inf, period: float = 1.0
+    ):
         super().__init__(period)
-        self.children, self.on_death = children, on_death or self._end
+        self.children, self.longest_wait = children, longest_wait
+        self.record_work()
         self.daemons = [
             process
             for child in children.values()
@@ -184,17 +192,23 @@ class Watchdog(PeriodicThread):
             if process.name().startswith("p2pd")
         ]
 
-    def work(self) -> None:
+    def record_work(self) -> None:
+        self._worked_at = time.monotonic()
+
+    def find_fault(self) -> str | None:
+        """Return why the process must end; None if it is well."""
         dead = [name for name, child in self.children.items() if not child.is_alive()]
         dead += ["p2p daemon" for process in self.daemons if not _is_running(process)]
-        if dead and not self.stopped.is_set():
-            self.on_death(f"The {dead[0]} process has died (out of memory?); start again to rejoin")
-            self.stop()
+        if dead:
+            return f"The {dead[0]} process has died (out of memory?); start again to rejoin"
+        if time.monotonic() > self._worked_at + self.longest_wait:
+            return f"Nothing was done for {self.longest_wait:.0f} seconds: this peer hangs; start again to rejoin"
+        return None
 
-    @staticmethod
-    def _end(message: str) -> None:
-        logger.error(message)
-        os._exit(1)
+    def work(self) -> None:
+        if (fault := self.find_fault()) and not self.stopped.is_set():
+            logger.error(fault)
+            os._exit(TEMPORARY)
 
 
 def _is_running(process: psutil.Process) -> bool:

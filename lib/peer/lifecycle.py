@@ -1,6 +1,7 @@
 """Life cycle of a peer: started in order, supervised, and shut down in reverse order on every path."""
 
 import contextlib
+import math
 import multiprocessing
 from collections.abc import Iterator
 from functools import partial
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from arguments import BaseTrainingArguments
 from lib.common.atomic_files import lock_folder, remove_leftovers
+from lib.common.errors import TEMPORARY, TemporaryError, UserError
 from lib.common.processes import StopSignal, Watchdog, exit_after
 from lib.peer.address_book import AddressBook, find_reachable
 from lib.peer.peer import Peer, start_peer
@@ -43,12 +45,26 @@ def open_peer(
 
 
 @contextlib.contextmanager
-def supervise(children: dict[str, multiprocessing.Process], seconds: float, exit_code: int) -> Iterator[None]:
-    """End this process if one of `children` dies, or if the shutdown afterwards takes longer than `seconds`."""
-    watchdog = Watchdog(children)
+def supervise(
+    children: dict[str, multiprocessing.Process], seconds: float, exit_code: int, longest_wait: float = math.inf
+) -> Iterator[Watchdog]:
+    """End this process if a child dies, if it hangs, or if the shutdown afterwards takes longer than `seconds`.
+
+    :param exit_code: of a shutdown that takes longer
+    :param longest_wait: see Watchdog
+    :raises TemporaryError: instead of an error that follows from the death of a child
+    """
+    watchdog = Watchdog(children, longest_wait)
     watchdog.start()
     try:
-        yield
+        yield watchdog
+    except Exception as error:
+        fault = watchdog.find_fault()
+        if fault is not None or isinstance(error, TemporaryError):
+            exit_code = TEMPORARY
+        if fault is not None and not isinstance(error, UserError):
+            raise TemporaryError(fault) from error
+        raise
     finally:
         watchdog.stop()
         exit_after(seconds, exit_code, "hivemind did not shut down in time")

@@ -17,9 +17,9 @@ from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.averaging.round_log import build_round_log
 from lib.averaging.state import StateLoadError, all_finite
 from lib.common.errors import TemporaryError, UserError
-from lib.common.heartbeat import Heartbeat
 from lib.common.metrics_schema import history_length
 from lib.common.names import derive_name
+from lib.common.processes import Watchdog
 from lib.peer.addresses import peer_id_in
 from lib.peer.connections import ConnectionWatcher
 from lib.peer.peer import Peer
@@ -45,7 +45,7 @@ class TrainingSession:
 
     :param folder: the output folder, for checkpoints, the backup, the round log and the status
     :param should_stop: returns whether training is to end; called after each local step
-    :param heartbeat: learns of each local step
+    :param watchdog: learns of each local step
     :param relay: publishes the settings of the run
     """
 
@@ -61,7 +61,7 @@ class TrainingSession:
         folder: Path,
         should_stop: Callable[[], bool],
         disable_tqdm: bool = False,
-        heartbeat: Heartbeat | None = None,
+        watchdog: Watchdog | None = None,
         relay: RunConfigRelay | None = None,
     ):
         self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
@@ -85,7 +85,7 @@ class TrainingSession:
         optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
         self.should_stop = should_stop
         self.relay = relay
-        self.heartbeat = heartbeat or Heartbeat(None, longest_wait=0.0)
+        self.watchdog = watchdog or Watchdog({})
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.last_reported_step = 0  # the newest global step that was reported, joined at or restored
@@ -165,8 +165,8 @@ class TrainingSession:
         :returns: whether training continues
         :raises UserError: if the parameters are NaN or Inf and there is no state to return to
         """
-        self.heartbeat.note_work()
-        self.status.note_local_step()
+        if self.status.note_local_step():
+            self.watchdog.record_work()
         if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
             self.recover()
             return not self.should_stop()
@@ -304,7 +304,7 @@ class TrainingSession:
         deadline = time.monotonic() + self.args.leave_timeout
         self.introduce(leaving=True)
         while time.monotonic() < deadline and not self.should_stop():
-            self.heartbeat.note_work()
+            self.watchdog.record_work()
             records = utils.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").values()
             monitors = [record.value for record in records if record.value["stores_checkpoints"]]
             if all(monitor["checkpoint_step"] >= step for monitor in monitors):

@@ -81,10 +81,12 @@ class StatusKeeper(PeriodicThread):
             self.connections.start()
         super().start()
 
-    def note_local_step(self) -> None:
-        """Note a local step, unless its gradient was dropped or GradScaler has skipped it."""
-        if self.optimizer.num_computed != self._computed:
+    def note_local_step(self) -> bool:
+        """Count a local step unless its gradient was dropped or GradScaler skipped it; return whether it counts."""
+        counts = self.optimizer.num_computed != self._computed
+        if counts:
             self._computed, self._worked_at = self.optimizer.num_computed, time.time()
+        return counts
 
     def note_loss(self, loss: float, number: int) -> None:
         """Note the sum of the losses of a number of micro-batches."""

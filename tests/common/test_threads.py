@@ -3,9 +3,15 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from lib.common import processes
+from lib.common.errors import TEMPORARY, TemporaryError, UserError
 from lib.common.processes import Watchdog
 from lib.common.threads import PeriodicThread
+from lib.peer import lifecycle
 
 
 class Counting(PeriodicThread):
@@ -49,10 +55,56 @@ class Child:
         return self.lives
 
 
-def test_watchdog_tells_of_a_death_once():
-    child, messages = Child(), []
-    watchdog = Watchdog({"DHT": Child(), "averager": child}, period=0.01, on_death=messages.append)
-    watchdog.start()
+@pytest.fixture
+def ended(monkeypatch):
+    """Record the exit codes with which a watchdog would end this process."""
+    codes = []
+    monkeypatch.setattr(processes.os, "_exit", codes.append)
+    return codes
+
+
+def test_death_of_a_child_ends_the_process(ended, caplog):
+    child = Child()
+    watchdog = Watchdog({"DHT": Child(), "averager": child})
+    watchdog.work()
+    assert ended == []
     child.lives = False
-    watchdog.join(60)
-    assert not watchdog.is_alive() and len(messages) == 1 and messages[0].startswith("The averager process has died")
+    watchdog.work()
+    assert ended == [TEMPORARY] and "The averager process has died" in caplog.text
+    watchdog.stop()
+    watchdog.work()
+    assert len(ended) == 1, "it was asked to stop"
+
+
+def test_hang_ends_the_process(ended, caplog, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock.now)
+    watchdog = Watchdog({}, longest_wait=600.0)
+    for clock.now in (599.0, 1198.0):
+        watchdog.work()
+        watchdog.record_work()
+    clock.now = 1799.0
+    watchdog.work()
+    assert ended == [TEMPORARY] and "Nothing was done for 600 seconds: this peer hangs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lives", "error", "raised", "code"),
+    [
+        (True, ValueError("a bug"), ValueError, 1),
+        (True, UserError("a wrong file"), UserError, 1),
+        (True, TemporaryError("nobody answers"), TemporaryError, TEMPORARY),
+        (False, OSError("handle is closed"), TemporaryError, TEMPORARY),
+        (False, UserError("the parameters are not finite"), UserError, TEMPORARY),
+    ],
+)
+def test_error_that_follows_from_a_death_may_pass(monkeypatch, lives, error, raised, code):
+    """The exit code is also that of a process whose shutdown takes too long."""
+    codes = []
+    monkeypatch.setattr(lifecycle, "exit_after", lambda _seconds, code, _why: codes.append(code))
+    monkeypatch.setattr(Watchdog, "start", lambda self: None)
+    child = Child()
+    with pytest.raises(raised), lifecycle.supervise({"DHT": child}, seconds=1.0, exit_code=1):
+        child.lives = lives
+        raise error
+    assert codes == [code]

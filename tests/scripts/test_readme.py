@@ -13,11 +13,9 @@ from transformers.hf_argparser import HfArgumentParser
 from tests.support.peers import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SUPERVISOR = "run_forever.py"  # its arguments are another command line
 MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text()} | {
     name: name for name in ("deploy.probe",)
 }
-del MODULES[SUPERVISOR]
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 ADDRESS = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
 PLACEHOLDERS = [
@@ -60,7 +58,7 @@ def read_script_calls() -> Iterator[tuple[str, str, list[str]]]:
     """Yield page, script and arguments of each script call. A script's name alone is not a call."""
     for page in PAGES:
         for line in read_commands(page):
-            line = line.removeprefix(f"./{SUPERVISOR} ")
+            line = line.removeprefix("until ").removesuffix("; do")
             match = re.match(r"(?:\./|python -m )?(?P<script>[\w.]+)(?P<arguments>.*)", line)
             if match and match["script"] in MODULES and (line.startswith("./") or match["arguments"]):
                 yield page.name, match["script"], shlex.split(match["arguments"], comments=True)

@@ -66,7 +66,7 @@ def test_invited_volunteers_need_the_address_and_their_invitation(scripts, archi
     for trainer in trainers:
         trainer.wait_for(r"Joining run tree of organiser Qm\w+\n")
         trainer.wait_for("Averaged gradients with 2 peers")
-    assert stranger.wait(120) == 75  # temporary: run_forever.py tries again
+    assert stranger.wait(120) == 75  # temporary
     assert "pass the --invitation of the run if it needs one" in stranger.output
     assert "Joining run tree" not in stranger.output and not (scripts.folder / "mallory" / "data").exists()
     for script in (*trainers, monitor):
