@@ -301,6 +301,7 @@ def monitor(
             reporter.last_step(),
             alive_timeout=tracker_args.metadata_expiration,
             settle_time=max(10.0, args.refresh_period),
+            target_batch_size=optimizer_args.target_batch_size,
         )
         training_monitor = TrainingMonitor(
             peer,

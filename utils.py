@@ -11,7 +11,6 @@ from hivemind.utils.crypto import RSAPrivateKey
 from lib.averaging.records import LimitValidator, ReadableValidator, RunValidator, SafeValidatorMixin
 from lib.common.metrics_schema import (
     HISTORY_LENGTH,
-    MAX_COUNT,
     MAX_ROUNDS,
     MAX_STEP,
     Count,
@@ -38,21 +37,15 @@ class MonitorStatus(pydantic.BaseModel):
     checkpoint_step: pydantic.conint(strict=True, ge=-1, le=MAX_STEP)
 
 
-class PeerInfo(pydantic.BaseModel):
+class PeerInfo(ExtensibleRecord):
     """Record that a trainer publishes about itself.
 
     :param username: its name on the leaderboard
     :param leaving: whether the trainer has completed its last step and waits for a monitor to save it
-    :param target_batch_size: samples of a global step; may be missing
     """
 
     username: pydantic.constr(strict=True, max_length=64)
     leaving: pydantic.StrictBool
-    target_batch_size: pydantic.conint(strict=True, ge=1, le=MAX_COUNT) | None = None
-
-    def dict(self, **options) -> dict:
-        """Return the fields that are set. hivemind's validation requires an unchanged record."""
-        return super().dict(**{**options, "exclude_unset": True})
 
 
 class RoundStatistics(ExtensibleRecord):

@@ -1,63 +1,48 @@
 """Aggregate the records that trainers publish on the DHT into one report per global step.
 
-Pure logic: no DHT, no clock, no torch. All records are written by untrusted peers; `parsing` reads them.
+Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; `parsing` reads them. A peer is a
+public key.
 
-**Live peers.** A peer is alive if its heartbeat (its progress report) is younger than `alive_timeout`, or if its
-metrics changed within that time, unless it announced its departure. Keys with the same peer ID count as one peer: a
-trainer that restarted.
+**Live peers.** A peer is alive if its heartbeat (its progress report) or, without heartbeats, its metrics changed
+within `alive_timeout` on the monitor's clock, unless it announced its departure. It takes part while its heartbeat is
+fresh (`MAX_SILENCE`) and its samples or its step change: a killed or hung trainer is not waited for.
 
-**Global step of the run.** It is decided by vote. A live peer votes for its current step, and so for all earlier ones.
-Peers that no longer take part (behind the reported steps, or without a new sample for long) have no vote. A peer that
-left after a step that is not reported yet keeps its vote for `alive_timeout`. Otherwise the slowest peer, alone at the
-end of a run, would roll back the step that all other peers have taken. A step is complete, and is reported once and in
-ascending order, when
+**Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
+later one, and the others have done so, too, or had `settle_time` to follow. Of an even number of peers the slower half
+decides, up to `MAX_SPREAD` steps: one peer, however far ahead, neither advances the run nor holds it back. A peer that
+left after an unreported step still counts: the slowest peer, alone at the end of a run, may never take that step.
+Records of later steps are kept until they are due.
 
-1. every voter has reported it or a later one; or
-2. half of the voters are at this step or a later one, and the others had `settle_time` to follow.
+**Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
+with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
+the aggregator goes back and reports their steps from their first one on, so that a repeated step has two reports. If
+newcomers are only in the majority, it does so after `settle_time`. This also makes a lie of the first peer harmless
+that the aggregator sees: nobody contradicts a false step at first, but the honest peers that follow are newcomers, and
+none of their steps is lost.
 
-Steps more than `MAX_SPREAD` ahead of the majority of the voters are dropped: one peer, however far ahead, must neither
-advance the run nor hold it back. A jump of more than `MAX_JUMP` steps is accepted only after it has been visible for
-`settle_time` (six times as long if a single peer reports it), so that the first record does not decide. The global
-step grows by at most `MAX_STEPS_PER_SECOND` since the last report, so that one Byzantine peer that is alone for a
-while does not decide either.
-
-**Rollback.** The first peer to be seen is believed, since no other peer contradicts it. If that peer was Byzantine, or
-if a run lost its state and restarted, the trainers are far behind the reported step. The aggregator adopts their step
-and continues from there once more than half of the active peers are behind (half, if a single peer reported the
-jump), have completed steps while the aggregator watched, and are still behind after `settle_time`.
-
-**Revived run.** A run that is restored from a checkpoint, after all its trainers were killed, repeats the steps since
-the checkpoint. If these are few, they are not reported again: reports continue with the first new step. If they are so
-many that the trainers complete two of them and `settle_time` passes while the trainers are still more than
-`MAX_SPREAD` steps behind, this is a rollback, and the remaining steps are reported a second time.
-
-**Limits.** A vote costs no more than a key pair. Byzantine peers that outnumber the honest voters (two against one)
+**Limits.** A vote costs no more than a key pair. Byzantine peers that outnumber the honest ones (two against one)
 decide the global step, and the steps that they skip are lost. One against one, a Byzantine peer is believed up to
-`MAX_SPREAD` steps ahead. The loss and the speed of a peer are self-reported: their weight is bounded, see
+`MAX_SPREAD` steps ahead. A jump of more than `MAX_JUMP` steps must be visible for `settle_time` (longer if a single
+peer reports it), and the global step grows by at most `MAX_STEPS_PER_SECOND`, so that one Byzantine peer that is alone
+for a while does not decide. The loss and the speed of a peer are self-reported: their weight is bounded, see
 `StepReport`, their values are not.
 """
 
 import dataclasses
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lib.common.metrics_schema import HISTORY_LENGTH, LocalMetrics, Metric, describe_metrics
-from lib.monitoring.parsing import (
-    Heartbeat,
-    PeerStep,
-    find_owner,
-    parse_history,
-    parse_metrics,
-    parse_progress,
-    parse_target_batch_sizes,
-)
+from lib.monitoring.parsing import Heartbeat, PeerStep, find_owner, parse_history, parse_metrics, parse_progress
 
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
 MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
 LONE_JUMP_FACTOR = 6  # multiplies `settle_time` for a jump that a single peer reports
 MAX_SPREAD = 3  # steps between peers of the same run; peers that average together are hardly ever apart
+MAX_SILENCE = 20.0  # seconds; trainers publish a heartbeat every 5
 MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
 # In target batches. Peers keep computing until they notice that the target is reached, and during matchmaking. No peer
 # was seen to reach four targets that way, except where a single local step exceeds the target.
@@ -69,9 +54,8 @@ class StepReport:
     """Aggregated metrics of one global step.
 
     `loss`: mean over the micro-batches of each peer that took exactly this step, weighted by the peers' samples; None
-    if no peer reported one. The weight of a peer, and its part of `samples`, is bounded by `MAX_OVERSHOOT` target
-    batches once more than half of the live peers have published the same target. `metrics`: metrics declared besides
-    the five of hivemind's record, by the names of their curves; a value is None if no peer reported it.
+    if no peer reported one. The samples of a peer are bounded by `MAX_OVERSHOOT` target batches. `metrics`: metrics
+    declared besides the five of hivemind's record, by the names of their curves; None if no peer reported a value.
     """
 
     step: int
@@ -87,22 +71,19 @@ class StepReport:
 
 
 @dataclass(slots=True)
-class _Peer:
+class TrackedPeer:
     """State of one public key. Times are in seconds on the monitor's clock."""
 
     key: bytes
     moved: float  # when its step or its number of samples last changed
     present: float  # when it was last found in the DHT
-    pending: dict[int, PeerStep] = field(default_factory=dict)  # steps that are not reported yet
-    newest: PeerStep | None = None
-    progress: Heartbeat | None = None
     last_alive: float = -math.inf
     left: float | None = None  # when the aggregator found its goodbye
-    num_steps_seen: int = 0  # steps that the peer completed while the aggregator watched
-
-    @property
-    def identity(self) -> bytes:
-        return self.progress.peer_id if self.progress else self.key
+    heartbeat: Heartbeat | None = None
+    newest: PeerStep | None = None
+    pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that no report contains
+    done: int = -1  # its steps up to this one are in a report, or are not to be reported
+    is_newcomer: bool = True  # until it contributes to a report; again once its step goes back
 
     @property
     def reported_step(self) -> int:
@@ -111,21 +92,11 @@ class _Peer:
     @property
     def step(self) -> int:
         """The newest step of this peer. Its heartbeat may arrive before its metrics."""
-        return max(self.reported_step, self.progress.epoch if self.progress else -1)
+        return max(self.reported_step, self.heartbeat.epoch if self.heartbeat else -1)
 
     def newest_value(self, metric: Metric) -> float:
         """The newest value of a metric, 0 if unknown. The heartbeat is used until the first metrics arrive."""
-        return getattr(self.newest or self.progress, metric.name, None) or 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Vote:
-    """Outcome of a vote: for each quorum the newest step that it has reached; -1 if there are no voters."""
-
-    all: int  # all voters; they have published metrics of this step, not only a heartbeat
-    majority: int  # more than half of the voters
-    half: int  # at least half of the voters
-    ceiling: float  # records of later steps are dropped
+        return getattr(self.newest or self.heartbeat, metric.name, None) or 0.0
 
 
 class MetricsAggregator:
@@ -134,13 +105,10 @@ class MetricsAggregator:
     Memory and time are bounded by `max_peers` and MAX_PENDING_STEPS, whatever is published: known peers have priority
     over unknown ones, and newcomers are refused while `max_peers` peers are alive.
 
-    :param last_reported_step: newest step reported before a restart, -1 if none; steps up to this one are not reported
-        again
-    :param alive_timeout: seconds without a sign of life after which a peer counts as gone. hivemind's heartbeat comes
-        at least every half `metadata_expiration`, which is 60 seconds here
+    :param last_reported_step: newest step reported before a restart, -1 if none
+    :param alive_timeout: seconds without a sign of life after which a peer counts as gone
     :param settle_time: seconds to wait for stragglers
-    :param target_batch_size: samples per global step, until more than half of the live peers agree on a value; bounds
-        the weight of one peer. None: no bound
+    :param target_batch_size: samples per global step, which bound the weight of one peer
     :param max_peers: maximum number of public keys to track
     :param schema: the metrics to aggregate
     :raises ValueError: if a duration or `max_peers` is not above zero
@@ -151,7 +119,7 @@ class MetricsAggregator:
         last_reported_step: int = -1,
         alive_timeout: float = 120.0,
         settle_time: float = 30.0,
-        target_batch_size: int | None = None,
+        target_batch_size: int = 4096,
         max_peers: int = 2000,
         schema: type[LocalMetrics] = LocalMetrics,
     ):
@@ -161,84 +129,64 @@ class MetricsAggregator:
         self.alive_timeout, self.settle_time, self.max_peers = alive_timeout, settle_time, max_peers
         self.target_batch_size, self.schema = target_batch_size, schema
         self.refused: Counter = Counter()  # records refused in the newest update, by reason
-        self.alive_peers = self.alive_clients = 0  # in the newest update; clients are peers in client mode
-        self.run_step: int | None = None  # the step of the majority in the newest update, None without voters
-        self._peers: dict[bytes, _Peer] = {}
-        self._reached: dict[int, float] = {}  # pending step -> when half of the voters had first reached it
+        self.live_peers: list[TrackedPeer] = []  # in the newest update
+        self._peers: dict[bytes, TrackedPeer] = {}
+        self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
         self._now = -math.inf
         self._last_report_time: float | None = None
-        self._read_any_metrics = False
-        # Set while the latest reports came from a single peer: which peer, after which step, and whether the peer
-        # skipped more than MAX_JUMP steps.
-        self._lone_witness: bytes | None = None
-        self._told_alone_after = -1
-        self._has_jumped = False
-        self._behind_since: float | None = None  # when the active peers were first found behind the reported step
+        self._is_doubtful = False  # the newest step was a jump that a single peer reported
+        self._outvoted_since: float | None = None  # when the newcomers were first found in the majority
 
     def update(
-        self,
-        now: float,
-        metrics: object = None,
-        history: object = None,
-        progress: object = None,
-        peers: object = None,
+        self, now: float, metrics: object = None, history: object = None, progress: object = None
     ) -> list[StepReport]:
         """Process a snapshot of the DHT and return the newly completed steps, in ascending order.
 
-        :param now: hivemind's DHT time in seconds; heartbeats are compared with it
+        :param now: hivemind's DHT time in seconds; the first heartbeat of a peer is compared with it
         :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it; None or {} if there is none
         :param history: the same for `{run_id}_history`
         :param progress: the same for `{run_id}_training_progress`
-        :param peers: the same for `{run_id}_peers`
         """
         self._now = max(now, self._now)
         self.refused = Counter()
-        steps = self._take_in(metrics, history, progress)
-        live_peers = self._live_peers()
-        self._learn_target(parse_target_batch_sizes(self._bounded(peers)), live_peers)
-        if self._go_back_if_outvoted(live_peers):
-            steps = []  # the histories were parsed from a later step on; the next update has them in full
-        vote = self._vote(live_peers)
-        self._keep_steps(steps, vote)
-        reports = self._take_complete(vote, live_peers)
-        self._forget_absent_peers()
+        self._read(metrics, history, progress)
+        self.live_peers = [peer for peer in self._peers.values() if self._is_alive(peer)]
+        self._go_back_if_outvoted()
+        reports = self._take_complete()
+        for key, peer in list(self._peers.items()):
+            if not self._is_alive(peer) and self._now - peer.present > 2 * self.alive_timeout:
+                del self._peers[key]
         return reports
 
     def flush(self, now: float) -> list[StepReport]:
-        """Return the steps that more than half of the voters have reached, without waiting for stragglers.
+        """Return the steps that more than half of the peers have reported, without waiting for stragglers.
 
         For the shutdown of the monitor.
         """
         self._now = max(now, self._now)
-        live_peers = self._live_peers()
-        return self._take_complete(self._vote(live_peers), live_peers, wait_for_stragglers=False)
+        return self._take_complete(wait_for_stragglers=False)
 
     # Records
 
-    def _take_in(self, metrics: object, history: object, progress: object) -> list[PeerStep]:
-        """Update the state of each peer and return all steps that the records contain."""
-        heartbeats, refused_progress = parse_progress(self._bounded(progress))
-        steps, refused_metrics = parse_metrics(self._bounded(metrics), self.schema)
-        old_steps, refused_history = parse_history(self._bounded(history), self.last_reported_step, self.schema)
-        self.refused += refused_progress + refused_metrics + refused_history
-        steps += old_steps
-
-        newcomers = {record.peer for record in (*heartbeats, *steps)} - self._peers.keys()
+    def _read(self, metrics: object, history: object, progress: object) -> None:
+        """Update the state of each peer."""
+        heartbeats, refused = parse_progress(self._bounded(progress))
+        self.refused += refused
+        newest, refused = parse_metrics(self._bounded(metrics), self.schema)
+        self.refused += refused
+        newcomers = {record.peer for record in (*heartbeats, *newest)} - self._peers.keys()
         if len(self._peers) + len(newcomers) > self.max_peers:
             self._peers = {key: peer for key, peer in self._peers.items() if self._is_alive(peer)}
         for heartbeat in heartbeats:
-            self._note_progress(heartbeat)
-        newest: dict[bytes, PeerStep] = {}
-        for record in steps:
-            if record.step > newest.setdefault(record.peer, record).step:
-                newest[record.peer] = record
-        # Metrics stay in the DHT for minutes after their peer has died. Metrics found at the start of a monitor are no
-        # sign of life where heartbeats are available.
-        is_news = self._read_any_metrics or not heartbeats
-        for record in newest.values():
-            self._note_newest(record, is_news)
-        self._read_any_metrics |= bool(newest)
-        return steps
+            self._record_heartbeat(heartbeat)
+        for record in newest:
+            # Metrics stay in the DHT for minutes after their peer has died: where heartbeats are available, metrics
+            # are a sign of life only when they change.
+            self._record_newest(record, is_life_sign=not heartbeats)
+        older, refused = parse_history(self._bounded(history), self._is_known, self.schema)
+        self.refused += refused
+        for record in (*older, *newest):
+            self._keep(record)
 
     def _bounded(self, raw: object) -> object:
         """Return at most `max_peers` of the records, records of known peers first."""
@@ -249,154 +197,120 @@ class MetricsAggregator:
         known_first = sorted(raw, key=lambda subkey: find_owner(subkey) not in self._peers)
         return {subkey: raw[subkey] for subkey in known_first[: self.max_peers]}
 
-    def _find_peer(self, key: bytes) -> _Peer | None:
+    def _find_peer(self, key: bytes) -> TrackedPeer | None:
         peer = self._peers.get(key)
         if peer is None:
             if len(self._peers) >= self.max_peers:
                 self.refused["too many peers"] += 1
                 return None
-            peer = self._peers[key] = _Peer(key, moved=self._now, present=self._now)
+            peer = self._peers[key] = TrackedPeer(key, moved=self._now, present=self._now)
         peer.present = self._now
         return peer
 
-    def _note_progress(self, heartbeat: Heartbeat) -> None:
+    def _record_heartbeat(self, heartbeat: Heartbeat) -> None:
         peer = self._find_peer(heartbeat.peer)
-        if peer is None or heartbeat == peer.progress:
+        if peer is None or heartbeat == peer.heartbeat:
             return
         if heartbeat.goodbye:
-            if peer.left is None:
-                peer.left = self._now
+            peer.left = self._now if peer.left is None else peer.left
             return
-        # A peer whose clock is ahead does not stay alive longer: its heartbeat counts from when it was first seen.
-        time = min(heartbeat.time, self._now)
-        if peer.left is not None and time > peer.left:
-            peer.left = None
-        peer.last_alive = max(peer.last_alive, time)
-        before, peer.progress = peer.progress, heartbeat
+        before, peer.heartbeat, peer.left = peer.heartbeat, heartbeat, None
+        # Without a previous heartbeat this one may be that of a peer that has died.
+        peer.last_alive = max(peer.last_alive, self._now if before else min(heartbeat.time, self._now))
         if before and (before.epoch, before.samples_accumulated) != (heartbeat.epoch, heartbeat.samples_accumulated):
             peer.moved = self._now
 
-    def _note_newest(self, record: PeerStep, is_news: bool) -> None:
+    def _record_newest(self, record: PeerStep, is_life_sign: bool) -> None:
         peer = self._find_peer(record.peer)
         if peer is None or record == peer.newest:
             return
-        if peer.newest is not None and record.step <= self.last_reported_step:
-            self.refused["late"] += 1
-        if peer.newest is not None and peer.newest.step < record.step <= peer.newest.step + MAX_SPREAD:
-            peer.num_steps_seen += 1
-        peer.newest, peer.moved = record, self._now
-        if is_news:
+        if record.step <= peer.reported_step:  # it restarted from an earlier state: it has another record of this step
+            peer.is_newcomer, peer.done = True, -1
+            peer.pending.clear()
+        if peer.newest or is_life_sign:
             peer.last_alive = self._now
+        if self._last_report_time is None and peer.newest is None:
+            # After a restart of the monitor: the steps before are in reports, unless the run goes back from now on.
+            peer.done = min(record.step - 1, self.last_reported_step)
+            peer.is_newcomer = record.step < self.last_reported_step
+        peer.newest, peer.moved = record, self._now
 
-    def _keep_steps(self, steps: list[PeerStep], vote: _Vote) -> None:
-        for record in steps:
-            peer = self._peers.get(record.peer)
-            if peer is None or record.step <= self.last_reported_step or record.step in peer.pending:
-                continue
-            # Drop steps beyond the ceiling. Genuine ones reappear in the peer's history.
-            if record.step > vote.ceiling:
-                self.refused["ahead of the run"] += 1
-            elif len(peer.pending) >= MAX_PENDING_STEPS:
-                self.refused["too many unreported steps"] += 1
-            else:
-                peer.pending[record.step] = record
+    def _is_known(self, key: bytes, step: int) -> bool:
+        peer = self._peers.get(key)
+        return peer is None or step <= peer.done or step in peer.pending
+
+    def _keep(self, record: PeerStep) -> None:
+        if self._is_known(record.peer, record.step):
+            return
+        pending = self._peers[record.peer].pending
+        pending[record.step] = record
+        if len(pending) > MAX_PENDING_STEPS:
+            del pending[min(pending)]
 
     # Live peers and votes
 
-    def _is_alive(self, peer: _Peer) -> bool:
+    def _is_alive(self, peer: TrackedPeer) -> bool:
         return peer.left is None and self._now - peer.last_alive <= self.alive_timeout
 
-    def _has_just_left(self, peer: _Peer) -> bool:
-        return peer.left is not None and self._now - peer.left <= self.alive_timeout
+    def _takes_part(self, peer: TrackedPeer) -> bool:
+        is_heard = peer.heartbeat is None or self._now - peer.last_alive <= MAX_SILENCE
+        return self._is_alive(peer) and is_heard and self._now - peer.moved <= 2 * self.alive_timeout
 
-    def _live_peers(self) -> list[_Peer]:
-        """Return each live peer once: of several keys with the same peer ID, the one with the newest sign of life."""
-        live: dict[bytes, _Peer] = {}
+    def _go_back_if_outvoted(self) -> None:
+        """Go back to the first step of the newcomers if they outnumber the others; see the module docstring."""
+        voters = [peer for peer in self.live_peers if peer.newest and self._takes_part(peer)]
+        first_steps = [
+            min(peer.pending)
+            for peer in voters
+            if peer.is_newcomer and peer.pending and min(peer.pending) <= self.last_reported_step
+        ]
+        if not first_steps or 2 * len(first_steps) < len(voters) + (0 if self._is_doubtful else 1):
+            self._outvoted_since = None
+            return
+        if self._outvoted_since is None:
+            self._outvoted_since = self._now
+        has_ended = len(first_steps) == len(voters) and self._last_report_time is not None
+        if not has_ended and self._now - self._outvoted_since < self.settle_time:
+            return
+        self.last_reported_step = statistics.median_low(first_steps) - 1
+        self._outvoted_since, self._is_doubtful = None, False
         for peer in self._peers.values():
-            rival = live.get(peer.identity)
-            if self._is_alive(peer) and (rival is None or peer.last_alive >= rival.last_alive):
-                live[peer.identity] = peer
-        return list(live.values())
+            if peer not in voters:
+                peer.pending.clear()
 
-    def _learn_target(self, told: dict[bytes, int], live_peers: list[_Peer]) -> None:
-        """Adopt the target batch size that more than half of the live peers publish; else keep the previous one."""
-        votes = Counter(told[peer.key] for peer in live_peers if peer.key in told)
-        for target, number in votes.most_common(1):
-            if 2 * number > len(live_peers):
-                self.target_batch_size = target
-
-    def _is_moving(self, peer: _Peer) -> bool:
-        return self._now - peer.moved <= 2 * self.alive_timeout
-
-    def _is_behind(self, peer: _Peer) -> bool:
-        return peer.step < self.last_reported_step - MAX_SPREAD
-
-    def _go_back_if_outvoted(self, live_peers: list[_Peer]) -> bool:
-        """Roll back to the step of the trainers if they are far behind; see "Rollback" in the module docstring.
-
-        :returns: whether the aggregator rolled back
-        """
-        moving = [peer for peer in live_peers if self._is_moving(peer)]
-        behind = [peer.step for peer in moving if self._is_behind(peer) and peer.num_steps_seen >= 2]
-        needed = len(moving) / 2 if self._lone_witness and self._has_jumped else (len(moving) + 1) / 2
-        if len(behind) < needed or not behind:
-            self._behind_since = None
-            return False
-        if self._behind_since is None:
-            self._behind_since = self._now
-        if self._now - self._behind_since < self.settle_time:
-            return False
-        stands = sorted(behind)[len(behind) // 2]
-        is_doubtful = self._lone_witness is not None and self._told_alone_after < stands
-        self.last_reported_step = self._told_alone_after if is_doubtful else stands - 1
-        self._last_report_time = self._behind_since = self._lone_witness = None
-        for peer in self._peers.values():
-            peer.pending.clear()
-        return True
-
-    def _voters(self, live_peers: list[_Peer]) -> list[_Peer]:
-        """Return the active peers, and the peers that have just left after a step that is not reported yet.
+    def _voters(self) -> list[TrackedPeer]:
+        """Return the peers that take part in the run, and those that left after a step that is not reported yet.
 
         Without any of these: all known peers with a step that is not reported yet.
         """
-        taking_part = [peer for peer in live_peers if not self._is_behind(peer) and self._is_moving(peer)]
+        nearby = self.last_reported_step - MAX_SPREAD
+        taking_part = [peer for peer in self.live_peers if peer.reported_step >= nearby and self._takes_part(peer)]
         unreported = [peer for peer in self._peers.values() if peer.reported_step > self.last_reported_step]
-        there = {peer.identity for peer in live_peers}  # a peer that left and came back has one vote
-        just_left = [peer for peer in unreported if self._has_just_left(peer) and peer.identity not in there]
+        just_left = [
+            peer for peer in unreported if peer.left is not None and self._now - peer.left <= self.alive_timeout
+        ]
         return taking_part + just_left or unreported
 
-    def _vote(self, live_peers: list[_Peer]) -> _Vote:
-        voters = self._voters(live_peers)
-        self.alive_peers = len(live_peers)
-        self.alive_clients = sum(peer.progress is not None and peer.progress.client_mode for peer in live_peers)
-        self.run_step = None
-        if not voters:
-            return _Vote(-1, -1, -1, -1)
-        stands = sorted((peer.step for peer in voters), reverse=True)
-        half, self.run_step = stands[(len(stands) - 1) // 2], stands[len(stands) // 2]
+    # Complete steps
+
+    def _take_complete(self, wait_for_stragglers: bool = True) -> list[StepReport]:
+        levels = sorted(peer.reported_step for peer in self._voters())
+        if not levels:
+            return []
+        agreed, half = levels[(len(levels) - 1) // 2], levels[len(levels) // 2]
         possible = math.inf
         if self._last_report_time is not None:
             elapsed = self._now - self._last_report_time
             possible = self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * elapsed
-        return _Vote(
-            all=min(peer.reported_step for peer in voters),
-            majority=self.run_step,
-            half=half,
-            ceiling=min(self.run_step + MAX_SPREAD, possible),
+        reached = min(half, agreed + MAX_SPREAD, possible)
+        pending = sorted(
+            {
+                step
+                for peer in self._peers.values()
+                for step in peer.pending
+                if self.last_reported_step < step <= reached
+            }
         )
-
-    def _forget_absent_peers(self) -> None:
-        for key, peer in list(self._peers.items()):
-            if not self._is_alive(peer) and self._now - peer.present > 2 * self.alive_timeout:
-                del self._peers[key]
-
-    # Complete steps
-
-    def _take_complete(
-        self, vote: _Vote, live_peers: list[_Peer], wait_for_stragglers: bool = True
-    ) -> list[StepReport]:
-        reached = min(vote.half, vote.ceiling)
-        pending = sorted({step for peer in self._peers.values() for step in peer.pending if step <= reached})
         self._reached = {step: self._reached.get(step, self._now) for step in pending}
         complete = self.last_reported_step
         for step in pending:
@@ -404,44 +318,44 @@ class MetricsAggregator:
             is_lone = not near and sum(step in peer.pending for peer in self._peers.values()) == 1
             patience = self.settle_time * (LONE_JUMP_FACTOR if is_lone else 1)
             settled = self._now - self._reached[step] >= patience
-            at_once = step <= vote.all or (step <= vote.majority and not wait_for_stragglers)
-            if settled or (near and at_once):
+            if settled or (near and (self._is_all_there(step) or (step <= agreed and not wait_for_stragglers))):
                 complete = step
-        reports = [self._report(step, live_peers) for step in pending if step <= complete]
-        if reports:
-            self._note_witnesses(reports)
-            self._mark_reported(complete)
+        reports = [self._report(step) for step in pending if step <= complete]
+        for peer in self._peers.values():
+            if reports and not peer.is_newcomer:
+                peer.done = max(peer.done, complete)
+                peer.pending = {step: record for step, record in peer.pending.items() if step > complete}
         return reports
 
-    def _note_witnesses(self, reports: list[StepReport]) -> None:
-        before = self.last_reported_step
-        for report in reports:
-            peers = {record.peer for record in report.contributions}
-            witness = peers.pop() if len(peers) == 1 else None
-            if witness is None or witness != self._lone_witness:
-                self._lone_witness, self._told_alone_after, self._has_jumped = witness, before, False
-            self._has_jumped |= report.step > before + MAX_JUMP
-            before = report.step
+    def _is_all_there(self, step: int) -> bool:
+        """Whether all peers that take part in the run have reported a step or a later one."""
+        nearby = self.last_reported_step - MAX_SPREAD
+        return all(
+            peer.reported_step >= step for peer in self.live_peers if peer.step >= nearby and self._takes_part(peer)
+        )
 
-    def _mark_reported(self, step: int) -> None:
-        self.last_reported_step = step
-        self._last_report_time = self._now
-        for peer in self._peers.values():
-            for old_step in [pending for pending in peer.pending if pending <= step]:
-                del peer.pending[old_step]
+    def _record_report(self, step: int, contributors: list[TrackedPeer]) -> None:
+        if len(contributors) > 1:
+            self._is_doubtful = False
+        elif step > self.last_reported_step + MAX_JUMP:
+            self._is_doubtful = True
+        self.last_reported_step, self._last_report_time = step, self._now
+        for peer in contributors:
+            peer.is_newcomer = False
 
-    def _report(self, step: int, live_peers: list[_Peer]) -> StepReport:
-        contributions = [peer.pending[step] for peer in self._peers.values() if step in peer.pending]
-        believed = [self._bound_samples(peer_step) for peer_step in contributions]
+    def _report(self, step: int) -> StepReport:
+        contributors = [peer for peer in self._peers.values() if step in peer.pending]
+        contributions = [self._bound_samples(peer.pending[step]) for peer in contributors]
+        self._record_report(step, contributors)
         values = {
-            metric.name: _combine(metric, believed, live_peers)
+            metric.name: _combine(metric, contributions, self.live_peers)
             for metric in describe_metrics(self.schema)
             if metric.combine is not None
         }
         return StepReport(
             step=step,
             loss=values.pop("loss"),
-            alive_peers=len(live_peers),
+            alive_peers=len(self.live_peers),
             samples=values.pop("samples_accumulated"),
             performance=values.pop("samples_per_second"),
             contributors=sum(peer_step.samples_accumulated > 0 for peer_step in contributions),
@@ -453,13 +367,13 @@ class MetricsAggregator:
 
     def _bound_samples(self, peer_step: PeerStep) -> PeerStep:
         """Clip the samples of a peer to `MAX_OVERSHOOT` target batches."""
-        bound = math.inf if self.target_batch_size is None else MAX_OVERSHOOT * self.target_batch_size
+        bound = MAX_OVERSHOOT * self.target_batch_size
         if peer_step.samples_accumulated <= bound:
             return peer_step
         return dataclasses.replace(peer_step, samples_accumulated=bound)
 
 
-def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequence[_Peer]) -> float | None:
+def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequence[TrackedPeer]) -> float | None:
     """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
     if metric.combine == "live sum":
         return math.fsum(peer.newest_value(metric) for peer in live_peers)

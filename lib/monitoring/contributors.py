@@ -70,7 +70,12 @@ class Contributors:
             :number
         ]
 
-    def note_names(self, names: Mapping[bytes, str]) -> None:
+    def find_name(self, public_key: bytes) -> str:
+        """Return the name of a peer and the beginning of its fingerprint."""
+        key = fingerprint(public_key)
+        return f"{self._names.get(key) or 'anonymous'} ({key[:8]})"
+
+    def record_names(self, names: Mapping[bytes, str]) -> None:
         """Update the names of peers, by public key. A name is kept after its record in the DHT expires."""
         if len(self._names) > MAX_CONTRIBUTORS:
             self._names.clear()

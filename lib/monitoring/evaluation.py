@@ -3,13 +3,14 @@ time."""
 
 import copy
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import datasets
 import torch
-from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils import get_logger
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -19,7 +20,8 @@ import utils
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
 from lib.common.objectives import OBJECTIVES
-from lib.monitoring.aggregation import MetricsAggregator
+from lib.monitoring.aggregation import MAX_SPREAD
+from lib.monitoring.parsing import parse_progress
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
 from utils import Evaluation
@@ -175,19 +177,24 @@ class EvaluationLoop:
         self.peer, self.run_id, self.averager, self.model, self.objective = peer, run_id, averager, model, objective
         self.evaluator, self.reporter = evaluator, reporter
         self.interval, self.step_interval, self.last_step = interval, step_interval, last_step
-        self.aggregator = MetricsAggregator()
         self.evaluated_step = 0  # the initial weights are not evaluated
         self._next_time = float("-inf")
         self._backoff = Backoff(first=refresh_period, longest=MAX_PAUSE)
 
     def refresh(self) -> None:
-        """Read the trainers' metrics, and evaluate if an evaluation is due."""
-        metrics, progress = (
-            utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}") for name in ("metrics", "training_progress")
-        )
-        self.aggregator.update(get_dht_time(), metrics, progress=progress)
-        if self._is_due(self.aggregator.run_step or 0) and self._backoff.is_over:
+        """Read the trainers' progress, and evaluate if an evaluation is due."""
+        if self._is_due(self._find_step()) and self._backoff.is_over:
             self._evaluate()
+
+    def _find_step(self) -> int:
+        """Return the step of the slower half of the trainers, 0 without trainers.
+
+        One false claim does not change it: those far behind the evaluated step, such as 0, do not count.
+        """
+        heartbeats, _ = parse_progress(utils.get_dictionary(self.peer.dht, f"{self.run_id}_training_progress"))
+        earliest = max(1, self.evaluated_step - MAX_SPREAD)
+        steps = [heartbeat.epoch for heartbeat in heartbeats if heartbeat.epoch >= earliest]
+        return statistics.median_low(steps) if steps else 0
 
     @property
     def is_done(self) -> bool:

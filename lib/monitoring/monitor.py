@@ -19,6 +19,7 @@ from lib.monitoring.parsing import (
     parse_share_of_complete_rounds,
     parse_usernames,
 )
+from lib.monitoring.progress_log import ProgressLog
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
 from lib.training import checkpoints
@@ -157,20 +158,22 @@ class TrainingMonitor:
         self.refresh_period, self.leaderboard_interval = refresh_period, leaderboard_interval
         self._refused_logged_at = float("-inf")
         self._client_mode_alarm = ClientModeAlarm()
+        self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
+        self._newest_step = aggregator.last_reported_step
         self._evaluated: dict[bytes, int] = {}  # an evaluator's public key -> its newest step that was reported
         self._leaders_shown_at = contributors.step
 
     def refresh(self) -> None:
         """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status."""
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
-        before = self.aggregator.last_reported_step
         peers = self._read("peers")
-        self.contributors.note_names(parse_usernames(peers))
-        self._report(self.aggregator.update(get_dht_time(), *views, peers))
-        if self.aggregator.last_reported_step < before:
-            logger.warning(f"Most trainers are far behind the last reported step #{before}: following them")
+        self.contributors.record_names(parse_usernames(peers))
+        self._report(self.aggregator.update(get_dht_time(), *views))
+        trainers = self.aggregator.live_peers
+        self._progress_log.update(time.monotonic(), trainers, -1 if self.keeper is None else self.keeper.saved_step)
         self._log_refused()
-        self._client_mode_alarm.check(self.aggregator.alive_peers, self.aggregator.alive_clients)
+        num_clients = sum(trainer.heartbeat is not None and trainer.heartbeat.client_mode for trainer in trainers)
+        self._client_mode_alarm.check(len(trainers), num_clients)
         self._report_evaluations()
         leaving = [info.value["leaving"] for info in peers.values()]
         if self.keeper is not None:
@@ -189,6 +192,11 @@ class TrainingMonitor:
     def _report(self, reports: list[StepReport]) -> None:
         rounds = self._read_rounds() if reports else {}
         for report in reports:
+            if report.step <= self._newest_step:
+                logger.warning(
+                    f"The trainers continue from an earlier state: reporting from step #{report.step} again"
+                )
+            self._newest_step = report.step
             loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
             logger.info(
                 f"Step #{report.step}\tloss = {loss}\talive peers = {report.alive_peers}\t"
@@ -197,6 +205,7 @@ class TrainingMonitor:
             self.contributors.add(report)
             self.reporter.report(report, rounds | self._leaderboard(report.step))
         if reports:
+            self._progress_log.record_step(time.monotonic())
             self.contributors.save()
 
     def _read_rounds(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -127,11 +127,13 @@ def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tup
 
 
 def parse_history(
-    raw: object, after_step: int = -1, schema: type[LocalMetrics] = LocalMetrics
+    raw: object,
+    is_known: Callable[[bytes, int], bool] = lambda peer, step: False,
+    schema: type[LocalMetrics] = LocalMetrics,
 ) -> tuple[list[PeerStep], Counter]:
     """Parse the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
 
-    :param after_step: entries up to this step, most of a history, are skipped unread
+    :param is_known: called with public key and step; known entries, most of a history, are skipped unread
     """
     steps, refused, peer_step = [], Counter(), peer_step_class(schema)
     for peer, entries in _records(raw, refused):
@@ -143,7 +145,7 @@ def parse_history(
             continue
         for entry in entries:
             try:
-                if isinstance(entry, list | tuple) and entry and type(entry[0]) is int and 0 <= entry[0] <= after_step:
+                if isinstance(entry, list | tuple) and entry and type(entry[0]) is int and is_known(peer, entry[0]):
                     continue
                 steps.append(peer_step(peer, *read_row(entry, schema)))
             except InvalidValue as refusal:
@@ -210,15 +212,4 @@ def parse_usernames(raw: object) -> dict[bytes, str]:
         peer: value["username"]
         for peer, value in _records(raw, Counter())
         if isinstance(value, Mapping) and isinstance(value.get("username"), str)
-    }
-
-
-def parse_target_batch_sizes(raw: object) -> dict[bytes, int]:
-    """Parse the target batch sizes under `{run_id}_peers`: public key -> samples per global step, as reported."""
-    return {
-        peer: value["target_batch_size"]
-        for peer, value in _records(raw, Counter())
-        if isinstance(value, Mapping)
-        and type(value.get("target_batch_size")) is int
-        and 1 <= value["target_batch_size"] <= MAX_COUNT
     }

@@ -282,7 +282,7 @@ class TrainingSession:
 
         :param leaving: whether this peer waits for a monitor to save the last step
         """
-        info = PeerInfo(username=self.name, leaving=leaving, target_batch_size=self.args.target_batch_size)
+        info = PeerInfo(username=self.name, leaving=leaving)
         key = f"{self.args.run_id}_peers"
         utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
         if self.relay is not None:

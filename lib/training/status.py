@@ -110,7 +110,7 @@ def _format_time(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
-def _plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -152,7 +152,7 @@ def describe_progress(status: TrainerStatus, loss: float | None) -> str:
     s, wait = status, "unknown" if status.seconds_to_next is None else f"{status.seconds_to_next:.0f} s"
     return (
         f"Accumulated {s.all_samples:,} of {s.target_batch_size:,} samples for step #{s.next_step} from "
-        f"{_plural(s.num_trainers, 'peer')}, {s.own_samples:,} of them yours; ETA {wait}"
+        f"{plural(s.num_trainers, 'peer')}, {s.own_samples:,} of them yours; ETA {wait}"
         + ("" if loss is None else f"; local loss {loss:.3f}")
     )
 
@@ -201,7 +201,7 @@ def describe_gift(status: TrainerStatus) -> str:
     """Return one line of thanks for a trainer that leaves."""
     hours = (status.time - status.started_at) / 3600
     return (
-        f"Thank you! You gave {_plural(status.applied, 'sample')} to {_plural(status.joined, 'global step')} "
+        f"Thank you! You gave {plural(status.applied, 'sample')} to {plural(status.joined, 'global step')} "
         f"in {hours:.1f} hours"
     )
 
@@ -228,8 +228,8 @@ def find_fault(status: TrainerStatus | None, folder: Path, now: float) -> str | 
     subject = f"The trainer in '{folder}'"
     if status.ended_at is not None:
         return (
-            f"{subject} ended at {_format_time(status.ended_at)}, after {_plural(status.applied, 'sample')} in "
-            f"{_plural(status.joined, 'global step')}."
+            f"{subject} ended at {_format_time(status.ended_at)}, after {plural(status.applied, 'sample')} in "
+            f"{plural(status.joined, 'global step')}."
         )
     if not _is_running(status):
         return f"{subject} was killed or lost at about {_format_time(status.time)}: its process {status.pid} is gone."

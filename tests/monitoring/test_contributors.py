@@ -24,7 +24,7 @@ def make_report(step: int, **samples: int) -> StepReport:
 
 def count(folder, *reports: StepReport, names: dict[bytes, str] | None = None) -> Contributors:
     counted = Contributors(folder, "run")
-    counted.note_names(names or {})
+    counted.record_names(names or {})
     for report in reports:
         counted.add(report)
     counted.save()
@@ -46,13 +46,13 @@ def test_restarted_monitor_counts_each_step_once(tmp_path):
     count(tmp_path, make_report(1, a=10), make_report(2, a=10), names={b"a": "alice"})
     restarted = count(tmp_path, make_report(2, a=10), make_report(3, a=5, b=7))
     assert table(restarted) == [("alice", 25, 3), ("anonymous", 7, 1)]
-    restarted.note_names({b"b": "bob", b"a": ""})
+    restarted.record_names({b"b": "bob", b"a": ""})
     assert table(restarted) == [("alice", 25, 3), ("bob", 7, 1)]
 
 
 def test_name_may_come_before_the_first_sample_and_vanish(tmp_path):
     counted = count(tmp_path, names={b"a": "alice"})
-    counted.note_names({})
+    counted.record_names({})
     counted.add(make_report(1, a=1))
     assert table(counted) == [("alice", 1, 1)]
 
@@ -78,7 +78,7 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
         tmp_path, make_report(1, honest=100), make_report(2, **flood), names={b"%d" % n: "x" for n in range(50)}
     )
     assert len(counted) == 10 and counted.top(1)[0].samples == 100
-    counted.note_names({})
+    counted.record_names({})
     assert len(counted._names) == 0
 
 

@@ -2,18 +2,21 @@
 
 import math
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+import utils
 from arguments import DatasetArguments
 from lib.common.objectives import OBJECTIVE_OF_MODEL
 from lib.data.loading import load_validation_data
 from lib.data.tokenizers import load_tokenizer
-from lib.monitoring.evaluation import Evaluator, MetricSums, _add, _summarize
+from lib.monitoring.evaluation import EvaluationLoop, Evaluator, MetricSums, _add, _summarize
 from lib.training.model import build_model, load_config
+from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
 
@@ -67,7 +70,9 @@ def evaluate(data):
 
 
 def test_the_same_each_time_whatever_the_batch_size(evaluate):
-    (one, model), (again, _) = evaluate(), evaluate()
+    one, model = evaluate()
+    torch.rand(1)  # a restarted evaluator has another random state
+    again, _ = evaluate()
     assert one == again
     for batch_size in (1, 7, 64):
         other, _ = evaluate(batch_size=batch_size)
@@ -78,6 +83,38 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
     assert one.sop_accuracy == pytest.approx(0.5, abs=0.2) and one.mlm_accuracy < 0.1
     assert evaluate(max_samples=10)[0].samples == 10
     assert evaluate(should_stop=lambda: True)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "epochs", "options", "is_due"),
+    [
+        (0, [], {}, False),
+        (0, [0, 0], {}, False),  # nobody has a trained state
+        (0, [1, 0], {}, True),
+        (7, [7], {}, False),
+        (7, [8], {}, True),
+        (7, [8, 7], {}, False),
+        (7, [7, 10**9], {}, False),  # lies of one peer
+        (7, [8, 0], {}, True),
+        (7, [8, 8, 0], {}, True),
+        (7, [None, 8], {}, True),  # a goodbye
+        (7, [9], {"step_interval": 3}, False),
+        (7, [10], {"step_interval": 3}, True),
+        (7, [9], {"step_interval": 3, "last_step": 9}, True),
+        (7, [8], {"interval": 3600.0}, False),
+        (7, [8], {"interval": 3600.0, "last_step": 8}, True),
+    ],
+)
+def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypatch):
+    records = {b"%d" % number: None if epoch is None else heartbeat(1.0, epoch) for number, epoch in enumerate(epochs)}
+    monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key: {"run_training_progress": records}[key])
+    options = {"interval": 0.0, "step_interval": None, "last_step": None, "refresh_period": 1.0} | options
+    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, "mlm", None, None, **options)
+    evaluations = []
+    loop._evaluate = lambda: evaluations.append(1)
+    loop.evaluated_step, loop._next_time = evaluated, time.monotonic() + options["interval"]
+    loop.refresh()
+    assert bool(evaluations) == is_due
 
 
 def test_evaluator_reports_to_the_monitor_and_delays_no_trainer(scripts):

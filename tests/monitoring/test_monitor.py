@@ -7,7 +7,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 import utils
-from lib.monitoring.aggregation import MAX_OVERSHOOT, MetricsAggregator
+from lib.monitoring.aggregation import MetricsAggregator
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
 from lib.monitoring.parsing import parse_share_of_applied_samples
@@ -70,24 +70,3 @@ def test_share_of_applied_samples_comes_from_the_sessions(tmp_path, stored):
     assert stored["run_rounds"][b"b"].value == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
     records = {key: record.value for key, record in stored["run_rounds"].items()}
     assert parse_share_of_applied_samples(records) == (64 + 48) / 128
-
-
-def test_monitor_bounds_a_peer_by_the_published_target_batch_size(tmp_path, stored):
-    """Each trainer calls `introduce`; in the records of a step one of three claims a billion samples."""
-    for name, samples in ((b"a", 50), (b"b", 50), (b"liar", 10**9)):
-        session = make_session(tmp_path / name.decode(), offered=None)
-        session.peer = SimpleNamespace(dht=None, public_key=name)
-        session.args.target_batch_size = 10**9 if name == b"liar" else 100
-        session.introduce(leaving=False)
-        session.publish(
-            utils.LocalMetrics(step=1, samples_per_second=1.0, samples_accumulated=samples, loss=2.0, mini_steps=1)
-        )
-        session.close()
-    reports = []
-    monitor = TrainingMonitor(
-        SimpleNamespace(dht=None, public_key=b"monitor"), "run", MetricsAggregator(),
-        SimpleNamespace(report=lambda report, extra: reports.append(report)), Contributors(tmp_path, "run"),
-        keeper=None, uploader=None,
-    )  # fmt: skip
-    monitor.refresh()
-    assert [(report.step, report.samples) for report in reports] == [(1, 100 + MAX_OVERSHOOT * 100)]

@@ -28,7 +28,9 @@ def test_reads_what_the_dht_returns():
 
     steps, refused = parse_history({tagged: entries(metric(1), metric(2))})
     assert steps_of(steps) == [1, 2] and not refused
-    assert steps_of(parse_history({tagged: entries(metric(1), metric(2))}, after_step=1)[0]) == [2]
+    unread = {b"ssh-rsa AAAA": 1}
+    steps, _ = parse_history({tagged: entries(metric(1), metric(2))}, lambda peer, step: unread[peer] == step)
+    assert steps_of(steps) == [2]
 
     heartbeats, refused = parse_progress({tagged: heartbeat(5.0, 3), b"gone": None})
     assert heartbeats == [

@@ -1,0 +1,84 @@
+"""Log lines of a monitor between two global steps: who joined, who left, and the progress towards the next step."""
+
+import statistics
+from collections.abc import Callable, Collection, Sequence
+
+from hivemind.utils import get_logger
+
+from lib.monitoring.aggregation import TrackedPeer
+from lib.training.status import format_duration, plural
+
+logger = get_logger(__name__)
+
+MAX_NAMED = 5  # trainers in one line
+
+
+class ProgressLog:
+    """Logs one line each for the trainers that join, those that leave, and the progress.
+
+    :param target_batch_size: samples per global step
+    :param find_name: returns the name of the trainer with a public key
+    :param period: least number of seconds between a line about progress and the one before, or the newest step
+    :param idle_period: the same while there is no progress
+    """
+
+    def __init__(
+        self,
+        target_batch_size: int,
+        find_name: Callable[[bytes], str],
+        period: float = 30.0,
+        idle_period: float = 300.0,
+    ):
+        self.target_batch_size, self.find_name = target_batch_size, find_name
+        self.period, self.idle_period = period, idle_period
+        self._present: set[bytes] = set()
+        self._logged_at = float("-inf")
+        self._logged: tuple[int, int] | None = None  # step and samples in the newest line
+
+    def record_step(self, now: float) -> None:
+        """Postpone the next line: the log has just shown a step."""
+        self._logged_at = now
+
+    def update(self, now: float, peers: Sequence[TrackedPeer], checkpoint_step: int = -1) -> None:
+        """Log what is due.
+
+        :param now: seconds
+        :param peers: the live trainers
+        :param checkpoint_step: step of the checkpoint that joining trainers get, -1 if there is none
+        """
+        present = {peer.key for peer in peers}
+        for keys, verb in ((present - self._present, "joined"), (self._present - present, "left")):
+            if keys:
+                logger.info(f"{self._name(keys)} {verb}; now {plural(len(present), 'trainer')}")
+        self._present = present
+        step = statistics.median_low(peer.step for peer in peers) if peers else -1
+        heartbeats = [peer.heartbeat for peer in peers if peer.heartbeat is not None and peer.step == step]
+        # A false claim of one trainer counts as one target batch at most.
+        samples = sum(min(heartbeat.samples_accumulated, self.target_batch_size) for heartbeat in heartbeats)
+        elapsed, is_idle = now - self._logged_at, (step, samples) == self._logged
+        if elapsed < (self.idle_period if is_idle else self.period):
+            return
+        self._logged_at, self._logged = now, (step, samples)
+        if not peers:
+            origin = (
+                "" if checkpoint_step < 0 else f"; the run continues from the checkpoint of step #{checkpoint_step}"
+            )
+            logger.info(f"Waiting for trainers{origin}")
+            return
+        rate = sum(heartbeat.samples_per_second for heartbeat in heartbeats)
+        missing = max(0, self.target_batch_size - samples)
+        if is_idle:
+            outlook = f"no new ones for {format_duration(elapsed)}"
+        elif missing == 0:
+            outlook = "averaging"
+        else:
+            outlook = f"ETA {format_duration(missing / rate)}" if rate else "ETA unknown"
+        logger.info(
+            f"Accumulated {samples:,} of {self.target_batch_size:,} samples for step #{step + 1} from "
+            f"{plural(len(peers), 'trainer')}; {outlook}"
+        )
+
+    def _name(self, keys: Collection[bytes]) -> str:
+        names = sorted(self.find_name(key) for key in keys)
+        rest = len(names) - MAX_NAMED
+        return ", ".join(names[:MAX_NAMED] + ([f"{rest:,} more"] if rest > 0 else []))
