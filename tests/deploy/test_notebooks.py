@@ -348,8 +348,7 @@ def test_join_notebook_says_what_is_missing(repository):
     assert "Traceback" not in str(raised.value)
 
 
-@pytest.mark.peers
-@pytest.mark.early
+@pytest.mark.long
 def test_deploy_notebook(account, tmp_path, launcher):
     """moto assigns addresses in 127/8, so that the notebook's probe can join a monitor at the elastic IP."""
     port = get_free_port()

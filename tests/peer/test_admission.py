@@ -296,7 +296,7 @@ def test_rounds_are_not_delayed_by_strangers(tmp_path, authority, launcher):
         assert set(re.findall("one lap of calls, answered: (.*)", strangers.output)) == {"[]"}
 
 
-@pytest.mark.early
+@pytest.mark.long
 def test_scripts_average_while_strangers_call(scripts, authority):
     """A monitor, its auxiliary peer, and two trainers, one in client mode; strangers call all services of two."""
     names = ("monitor", "assistant", "public", "client")

@@ -6,7 +6,7 @@ from tests.support.soak import play
 
 
 @pytest.mark.peers
-@pytest.mark.early
+@pytest.mark.long
 def test_short_run_under_fire(tmp_path, data, launcher):
     run, problems = play(
         tmp_path / "chaos", data, harm_every=8.0, seconds=400.0, launcher=launcher, num_steps=7, seed=1, max_faults=5,

@@ -53,8 +53,8 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     # the trainers may miss a step and catch up.
     assert sum(record["samples"] > LONG_STEPS[1] / 2 and record["contributors"] == 2 for record in records) >= 2
     assert records[-1]["alive peers"] == 2
-    assert 0 <= records[-1]["applied share"] <= 1
-    assert 0 <= records[-1]["complete rounds"] <= 1  # 1, unless one of the trainers has missed a step
+    # 1, unless one of the trainers has missed a step
+    assert records[-1]["complete rounds"] > 0 and records[-1]["applied share"] > 0.3
 
     # the last checkpoint can be loaded and equals the trainers' state
     newest = list_checkpoints(output_dir)[0]
@@ -81,8 +81,7 @@ def ask_for_status(folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_monitor_and_trainer_cleanly(scripts, number):
+def test_ctrl_c_ends_monitor_and_trainer_cleanly(scripts):
     monitor = scripts.monitor()
     trainer = scripts.trainer("trainer", "--initial_peers", monitor.address)
     trainer.wait_for(r"Step #1\b")
@@ -91,13 +90,13 @@ def test_signal_ends_monitor_and_trainer_cleanly(scripts, number):
     status = wait_until(lambda: (found := read_status(folder)) and found.joined and found, 30, "step 1 in status.json")
     assert (status.missed, status.num_trainers, status.applied_fraction) == (0, 1, 1.0)
     assert ask_for_status(folder).returncode == 0
-    assert trainer.stop(number) == 0, trainer.output
+    assert trainer.stop(signal.SIGINT) == 0, trainer.output
     trainer.assert_nothing_left()
     assert re.search(r"You gave [1-9]\d* samples to \d+ global step", trainer.output)
     answer = ask_for_status(folder)
     assert answer.returncode == 1 and " ended at 20" in answer.stdout
     assert list_checkpoints(scripts.folder / "trainer"), "no checkpoint was saved"
-    assert monitor.stop(number) == 0, monitor.output
+    assert monitor.stop(signal.SIGINT) == 0, monitor.output
     monitor.assert_nothing_left()
 
 
@@ -112,23 +111,3 @@ def test_trainer_resumes_its_own_checkpoint(scripts):
     state = torch.load(list_checkpoints(scripts.folder / "trainer")[0] / "optimizer.pt", weights_only=True)
     assert state["state"]["local_epoch"] == 4
     assert {entry["step"] for entry in state["state"].values() if isinstance(entry, dict)} == {4}
-
-
-def test_peer_id_and_address_outlive_a_restart(scripts):
-    first = scripts.monitor("--no_store_checkpoints")
-    address = first.address
-    assert first.stop() == 0
-    second = scripts.monitor("--no_store_checkpoints", "--host_maddrs", address.split("/p2p/")[0])
-    assert second.address == address
-    assert second.stop() == 0
-
-
-def test_trainer_in_client_mode_averages_with_one_that_is_not(scripts):
-    monitor = scripts.monitor("--no_store_checkpoints")
-    common = ("--initial_peers", monitor.address, "--max_global_steps", 3, "--leave_timeout", 0, *LONG_STEPS)
-    trainers = [scripts.trainer("public", *common), scripts.trainer("client", *common, "--client_mode")]
-    join_together(*trainers)
-    for trainer in trainers:
-        assert trainer.wait(240) == 0, trainer.output
-        assert "Averaged gradients with 2 peers" in trainer.output
-        assert "Traceback" not in trainer.output, trainer.output

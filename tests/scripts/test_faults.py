@@ -67,8 +67,7 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
     monitor.assert_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_in_the_middle_of_saving(scripts, number):
+def test_signal_in_the_middle_of_saving(scripts):
     """A signal to trainer and monitor during the write of a checkpoint leaves only complete checkpoints."""
     env = {"PAUSE": "1"}
     monitor = scripts.monitor("--save_checkpoint_step_interval", 1, env=env)
@@ -78,7 +77,7 @@ def test_signal_in_the_middle_of_saving(scripts, number):
         script.wait_for(IN_THE_MIDDLE)
         folder = scripts.folder / script.log.stem
         assert list(folder.glob(".checkpoint-*.new")) and not list_checkpoints(folder)
-        assert script.stop(number, timeout=15) == 0, script.output
+        assert script.stop(timeout=15) == 0, script.output
         script.assert_nothing_left()
         assert "Traceback" not in script.output
         assert not list(folder.glob(".checkpoint-*.new"))
@@ -88,8 +87,7 @@ def test_signal_in_the_middle_of_saving(scripts, number):
     assert find_checkpoint(str(scripts.folder / "trainer")) == str(list_checkpoints(scripts.folder / "trainer")[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts, number):
+def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):
     text = scripts.folder / "text.txt"
     text.write_text("\n".join(open_sample().rows["train"]()) * 20)  # so much that it is not done before the signal
     script = scripts.start(
@@ -98,7 +96,7 @@ def test_signal_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts, n
         "--cache_dir", scripts.folder / "cache", log="tokenize",
     )  # fmt: skip
     wait_until(lambda: list(scripts.folder.glob("cache/.work.*.new")), 120, "work in hand")
-    assert script.stop(number, timeout=15) in (128 + number, 130)
+    assert script.stop(signal.SIGINT, timeout=15) == 130
     script.assert_nothing_left()
     assert "Traceback" not in script.output
     assert not (scripts.folder / "dataset").exists() and not (scripts.folder / "tokenizer").exists()
@@ -126,7 +124,7 @@ def test_children_end_when_their_parent_is_killed(scripts):
         script.kill()
 
 
-@pytest.mark.parametrize("victim", ["DHT", "state averager", "round averager", "p2p daemon"])
+@pytest.mark.parametrize("victim", ["round averager", "p2p daemon"])
 def test_death_of_a_child_is_noticed(scripts, victim):
     trainer = scripts.trainer("trainer", *SLOW)
     trainer.wait_for("Local step 1:")
@@ -180,21 +178,3 @@ def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
     recorded = [record["step"] for record in scripts.metrics()]
     assert recorded == list(range(1, len(recorded) + 1)), "none lost, none repeated"
     assert "Traceback" not in trainer.output and trainer.process.poll() is None
-
-
-def test_monitor_hands_its_checkpoint_to_the_first_trainer_of_a_run_that_has_lost_all(scripts):
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 1)
-    address = monitor.address
-    first = scripts.trainer("first", "--initial_peers", address, "--max_global_steps", 3)
-    assert first.wait(240) == 0, first.output
-    assert monitor.stop() == 0
-    assert list_checkpoints(scripts.folder / "monitor")[0].name == "checkpoint-3"
-
-    monitor = scripts.monitor("--host_maddrs", address.split("/p2p/")[0])
-    monitor.wait_for("Offering the checkpoint of step #3")
-    second = scripts.trainer("second", "--initial_peers", monitor.address, "--max_global_steps", 5)
-    assert second.wait(240) == 0, second.output
-    assert "Joined the collaboration at step #3" in second.output
-    assert steps(second) == [4, 5]
-    monitor.wait_for(r"Saved \S+checkpoint-5", 120)
-    assert [record["step"] for record in scripts.metrics()] == [1, 2, 3, 4, 5]

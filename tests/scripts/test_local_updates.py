@@ -13,7 +13,7 @@ def newest_step(script: Script) -> int:
     return max(map(int, re.findall(r"\bStep #(\d+)", script.output)))
 
 
-@pytest.mark.early
+@pytest.mark.long
 def test_trainers_with_local_updates_outlive_kills_and_hand_over_through_the_monitor(scripts):
     """Both kinds of trainer and a client: one is killed and restarted. All leave later, and a new one continues."""
     monitor = scripts.monitor(
