@@ -43,7 +43,7 @@ def show(folder: Path, text: str, number: int) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from transformers.utils.logging import set_verbosity_error
 
-    from lib.monitoring.samples import check_text, continue_text, fill_masks, is_causal
+    from lib.monitoring.samples import build_pipeline, check_text, continue_text, fill_masks, is_causal
     from lib.training.pretrained import find_checkpoint, load_checkpoint
 
     set_verbosity_error()  # of the weights that pretraining has in addition
@@ -52,14 +52,15 @@ def show(folder: Path, text: str, number: int) -> None:
         print(f"Checkpoint: {checkpoint}")
     model, tokenizer = load_checkpoint(checkpoint)
     check_text(text, tokenizer, model.config, "TEXT")
+    completer = build_pipeline(model, tokenizer)
     if is_causal(model.config):
-        print(f"{text} … {continue_text(model, tokenizer, text)}")
+        print(f"{text} … {continue_text(completer, text)}")
         return
-    masks = fill_masks(model, tokenizer, text, min(number, model.config.vocab_size))
+    masks = fill_masks(completer, text, min(number, model.config.vocab_size))
     for place, fillings in enumerate(masks, 1):
         print(f"Mask {place} of {len(masks)}:" if len(masks) > 1 else text)
-        for filling in fillings:
-            print(f"{filling.probability:8.2%}  {filling.token}")
+        for token, probability in fillings:
+            print(f"{probability:8.2%}  {token}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Loading of the prepared data in trainers and evaluators: datasets and collators."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,11 +122,16 @@ def _load_manifest(
     return manifest
 
 
+def max_tokens(config: PretrainedConfig) -> int:
+    """Return the length of the longest sequence that a model takes."""
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", sys.maxsize)
+    # RoBERTa's positions begin after that of the padding.
+    return positions - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
+
+
 def check_sequence_length(config: PretrainedConfig, length: int) -> None:
     """Raise UserError if the model has fewer positions than `length` tokens."""
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", length)
-    if config.model_type == "roberta":
-        positions -= 2  # RoBERTa reserves its first positions for padding
+    positions = max_tokens(config)
     if length > positions:
         raise UserError(
             f"the sequences have {length} tokens, but the model has {positions} positions: prepare the data with "

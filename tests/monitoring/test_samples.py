@@ -1,4 +1,4 @@
-"""What a model makes of a sentence, and fill_mask.py, which shows it."""
+"""Completion of texts by a model, in the monitor and by fill_mask.py."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import fill_mask
 from lib.common.errors import UserError, run_script
-from lib.monitoring.samples import SampleReporter, check_text, complete, continue_text, fill_masks
+from lib.monitoring.samples import SampleReporter, build_pipeline, check_text, complete, continue_text, fill_masks
 from lib.training.model import build_model
 from tests.support.peers import TINY_CONFIGS
 
@@ -54,46 +54,57 @@ MASKED = [family for family in TINY_CONFIGS if family != "gpt2"]
 @pytest.mark.parametrize("mask", ["[MASK]", "<mask>"])
 @pytest.mark.parametrize("family", MASKED)
 def test_fillings_are_the_most_likely_ones(family, mask, tokenizer):
-    model = make_model(family).eval()
-    (fillings,) = fill_masks(model, tokenizer, TEXT.replace("[MASK]", mask))
-    assert len(fillings) == 5 and fillings[0].token == "france" and fillings[0].probability > 0.99
-    probabilities = [filling.probability for filling in fillings]
+    completer = build_pipeline(make_model(family), tokenizer)
+    (fillings,) = fill_masks(completer, TEXT.replace("[MASK]", mask))
+    assert len(fillings) == 5 and fillings[0][0] == "france" and fillings[0][1] > 0.99
+    probabilities = [probability for _, probability in fillings]
     assert probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1.0001
 
 
 def test_each_mask_is_filled(tokenizer):
-    masks = fill_masks(make_model("bert").eval(), tokenizer, "[MASK] capital <mask> france", number=2)
+    masks = fill_masks(build_pipeline(make_model("bert"), tokenizer), "[MASK] capital <mask> france", number=2)
     assert [len(fillings) for fillings in masks] == [2, 2]
 
 
 def test_causal_model_continues_the_text(tokenizer):
-    model = make_model("gpt2").eval()
-    assert continue_text(model, tokenizer, "the capital of") == " ".join(["france"] * 20)
+    completer = build_pipeline(make_model("gpt2"), tokenizer)
+    assert continue_text(completer, "the capital of") == " ".join(["france"] * 20)
 
 
 @pytest.mark.parametrize("family", ["albert", "gpt2"])
 def test_one_line_for_the_log(family, tokenizer):
-    """A tokenizer may contain anything; the model may be in training mode, with dropout."""
-    model = make_model(family, likely="\x1b[31mred").train()
-    line = complete(model, tokenizer, TEXT)
-    assert model.training and line.isprintable() and "[31mred" in line
-    assert line == complete(model, tokenizer, TEXT)
+    """A tokenizer may contain anything; the model is in training mode, with dropout."""
+    completer = build_pipeline(make_model(family, likely="\x1b[31mred").train(), tokenizer)
+    text = complete(completer, TEXT)
+    assert text.isprintable() and "[31mred" in text and text == complete(completer, TEXT)
+
+
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_completions_follow_the_parameters(family, tokenizer):
+    """The monitor loads later states into the same model."""
+    model, later = make_model(family), make_model(family, likely="paris")
+    completer = build_pipeline(model, tokenizer)
+    assert "france" in complete(completer, TEXT)
+    model.load_state_dict(later.state_dict())
+    assert complete(completer, TEXT) == complete(build_pipeline(later, tokenizer), TEXT) and "paris" in complete(
+        completer, TEXT
+    )
 
 
 def test_token_without_text_is_shown_by_its_name(tokenizer):
     """SentencePiece's "▁" is a space, and among the likely fillings of a model that has just begun."""
     tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
-    assert complete(make_model("albert", likely="▁"), tokenizer, TEXT).startswith("▁ 100.0%, ")
+    assert complete(build_pipeline(make_model("albert", likely="▁"), tokenizer), TEXT).startswith("▁ 100.0%, ")
 
 
 @pytest.mark.parametrize("family", ["albert", "roberta", "gpt2"])
 def test_length_is_bounded_by_the_model(family, tokenizer):
     """TINY_CONFIGS have 64 positions, RoBERTa's 66, of which padding takes one; 20 are for the continuation."""
-    model = make_model(family).eval()
+    model = make_model(family)
     longest = {"albert": 64, "roberta": 65, "gpt2": 44}[family] - 2  # [CLS] and [SEP]
     text = " ".join(["[MASK]", *["the"] * (longest - 1)])
     check_text(text, tokenizer, model.config, "TEXT")
-    complete(model, tokenizer, text)
+    complete(build_pipeline(model, tokenizer), text)
     with pytest.raises(UserError, match="TEXT: the sentence has [0-9]+ tokens"):
         check_text(f"{text} the", tokenizer, model.config, "TEXT")
 
@@ -123,7 +134,7 @@ def test_monitor_reports_samples(tokenizer, caplog):
 
 def test_failure_is_one_warning(tokenizer, caplog):
     reporters = FakeReporters()
-    SampleReporter(None, tokenizer, [TEXT, TEXT], reporters).report(7)
+    SampleReporter(make_model("albert"), tokenizer, [TEXT, 7], reporters).report(7)
     assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING and not reporters.tables
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AlbertForPreTraining, AutoTokenizer
 
-from lib.monitoring.samples import fill_masks
+from lib.monitoring.samples import build_pipeline, fill_masks
 from lib.training.checkpoints import list_checkpoints
 from lib.training.pretrained import find_checkpoint, load_checkpoint
 from lib.training.status import read_status
@@ -66,8 +66,8 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
     saved, *trained = (flatten(load_file(checkpoint / "model.safetensors")) for checkpoint in (newest, *own))
     differences = sorted(((weights - saved).norm() / saved.norm()).item() for weights in trained)
     for folder in (output_dir, scripts.folder / "alice"):
-        model, tokenizer = load_checkpoint(find_checkpoint(folder))
-        assert len(fill_masks(model, tokenizer, text)[0]) == 5
+        completer = build_pipeline(*load_checkpoint(find_checkpoint(folder)))
+        assert len(fill_masks(completer, text)[0]) == 5
     # The state is that of one trainer. A trainer that averaged the last step alone differs by 0.03.
     assert differences[0] < 2e-3 and differences[1] < 0.1, differences
 
