@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,18 +35,6 @@ FINAL_RATE = 0.1  # of the peak learning rate, at the end
 NUM_EVALUATIONS = 4  # evenly spread over the samples
 
 Tensors = Sequence[torch.Tensor]
-
-
-class Task(Protocol):
-    """Model and data. Only `make_batch` may be random; it uses torch's generator."""
-
-    num_samples: int
-
-    def build_model(self, seed: int) -> torch.nn.Module: ...
-
-    def make_batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]: ...
-
-    def evaluate(self, model: torch.nn.Module) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -283,10 +270,11 @@ class LocalUpdatePeers:
 class Simulation:
     """Interleaves the local steps of peers by their speeds, and takes a global step when one is due.
 
+    :param task: model and data, see low_communication.TextTask
     :param seed: of the initial weights, the order of each peer's samples, and the missed rounds
     """
 
-    def __init__(self, task: Task, variant: Variant, args: HyperparameterArguments, budget: Budget, seed: int):
+    def __init__(self, task, variant: Variant, args: HyperparameterArguments, budget: Budget, seed: int):
         torch.manual_seed(seed)
         self.task, self.variant, self.budget = task, variant, budget
         kind = LocalUpdatePeers if variant.local_updates else DataParallelPeers

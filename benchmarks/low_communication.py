@@ -15,7 +15,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -99,7 +98,7 @@ class Run:
 
 
 class TextTask:
-    """A small language model and the prepared text, see simulation.Task."""
+    """A small language model and the prepared text. Only `make_batch` may be random; it uses torch's generator."""
 
     def __init__(self, folder: Path):
         dataset, tokenizer_path = folder / "dataset", folder / "tokenizer"
@@ -177,21 +176,11 @@ class Results:
         key = (run.setup, run.point, run.peers)
         return [other for other in self.lines if (other.setup, other.point, other.peers) == key]
 
-    def mean_seconds(self, setup: str) -> float:
-        """Return the mean duration of a run; 0 if there is none."""
-        seconds = [line["seconds"] for run, line in self.lines.items() if run.setup == setup]
-        return statistics.mean(seconds) if seconds else 0.0
-
 
 def plan_runs(args: argparse.Namespace, setup: str, budget: Budget) -> list[Run]:
-    """Return the runs of a session, most important first: by seed, then with few peers, then special points."""
+    """Return the runs of a session: by seed, the special points last."""
     special_peers = SPECIAL_PEERS if SPECIAL_PEERS in args.peers else args.peers[0]
-    few, many = [n for n in args.peers if n <= SPECIAL_PEERS], [n for n in args.peers if n > SPECIAL_PEERS]
-    grid = [
-        *product(few, POINTS),
-        *product([special_peers], SPECIAL_POINTS),
-        *product(many, POINTS),
-    ]
+    grid = [*product(args.peers, POINTS), *product([special_peers], SPECIAL_POINTS)]
     runs = []
     for seed, (peers, point) in product(args.seeds, grid):
         if args.points is None or point in args.points:
@@ -223,35 +212,19 @@ def build_arguments(run: Run, budget: Budget, optimizer: str) -> HyperparameterA
     )
 
 
-def play(
-    runs: list[Run], task: TextTask, budget: Budget, optimizer: str, results: Results, max_seconds: float
-) -> None:
-    """Compute the runs that have no result yet.
-
-    :param max_seconds: begin no run that would end later
-    """
+def play(runs: list[Run], task: TextTask, budget: Budget, optimizer: str, results: Results) -> None:
+    """Compute the runs that have no result yet."""
     left = [run for run in runs if run not in results.lines]
-    deadline = time.monotonic() + max_seconds
     with tqdm(total=len(left) * budget.local_steps, unit=" steps", mininterval=5, smoothing=0.05) as progress:
-        for number, run in enumerate(left):
-            if time.monotonic() + results.mean_seconds(run.setup) > deadline:
-                tqdm.write(f"Time is up: {len(left) - number} runs are left")
-                break
-            began = time.monotonic()
+        for run in left:
             progress.set_description(f"{run.point}, {run.peers} peers, seed {run.seed}")
-            arguments = build_arguments(run, budget, optimizer)
-            simulation = Simulation(task, run.variant, arguments, budget, run.seed)
+            simulation = Simulation(task, run.variant, build_arguments(run, budget, optimizer), budget, run.seed)
             try:
                 simulation.run(progress.update)
             except FloatingPointError:
                 simulation.result.evaluations[budget.samples] = math.nan
-            seconds = round(time.monotonic() - began, 1)
-            results.add(run, {**asdict(simulation.result), "seconds": seconds})
-            minutes = (len(left) - number - 1) * results.mean_seconds(run.setup) / 60
-            tqdm.write(
-                f"{run.point}, {run.peers} peers, seed {run.seed}, rates {describe_rates(run)}: "
-                f"loss {results.loss(run):.4f}; about {minutes:.0f} minutes left"
-            )
+            results.add(run, asdict(simulation.result))
+            tqdm.write(f"{progress.desc}, rates {describe_rates(run)}: loss {results.loss(run):.4f}")
 
 
 def describe_rates(run: Run) -> str:
@@ -305,7 +278,6 @@ def parse_arguments() -> argparse.Namespace:
         help="peak of the inner optimizer; data parallel: times the root of the batch in micro-batches, at most 4",
     )  # fmt: skip
     parser.add_argument("--tune", action="store_true", help="sweep the learning rates with the first seed")
-    parser.add_argument("--max_minutes", type=float, default=math.inf, help="begin no run that would end later")
     args = parser.parse_args()
     if unknown := set(args.points or ()) - set(names):
         parser.error(f"--points: unknown: {', '.join(sorted(unknown))}")
@@ -334,7 +306,7 @@ def main() -> None:
     else:
         runs = [results.tuned(run) for run in runs]
     try:
-        play(runs, task, budget, args.optimizer, results, 60 * args.max_minutes)
+        play(runs, task, budget, args.optimizer, results)
     except KeyboardInterrupt:
         print("Interrupted: the finished runs are kept")
     chosen = dict.fromkeys(results.tuned(run) for run in runs)

@@ -60,12 +60,8 @@ def build_pairs(batch: dict, tokenizer, max_seq_length: int) -> dict[str, list]:
                 middle = generator.randint(1, len(segments) - 1)
                 pair = [" ".join(segments[:middle]), " ".join(segments[middle:])]
                 is_swapped = generator.random() < 0.5
-                sample = tokenizer(
-                    *(reversed(pair) if is_swapped else pair),
-                    truncation="longest_first",
-                    max_length=max_seq_length,
-                    return_special_tokens_mask=True,
-                )
+                pair = pair[::-1] if is_swapped else pair
+                sample = tokenizer(*pair, truncation=True, max_length=max_seq_length, return_special_tokens_mask=True)
                 for name, values in sample.items():
                     samples.setdefault(name, []).append(values)
                 samples["sentence_order_label"].append(int(is_swapped))

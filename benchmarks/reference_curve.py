@@ -175,17 +175,6 @@ def write_results(folder: Path, points: list[Point], title: str) -> None:
     figure.savefig(folder / "curve.svg", metadata={"Date": None})
 
 
-def describe(points: list[Point]) -> str:
-    """Return a table of the validation losses at the evaluated steps."""
-    rows = {(point.peers, point.step): point.validation_loss for point in points if point.validation_loss is not None}
-    curves, steps = sorted({peers for peers, _ in rows}), sorted({step for _, step in rows})
-    lines = [f"{'step':>6}" + "".join(f"{'one process' if n == 0 else f'{n} peers':>14}" for n in curves)]
-    for step in steps:
-        cells = (rows.get((peers, step)) for peers in curves)
-        lines.append(f"{step:>6}" + "".join(f"{'':>14}" if loss is None else f"{loss:>14.4f}" for loss in cells))
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for data, checkpoints and results")
@@ -226,7 +215,8 @@ def main() -> None:
             point for number in curves for point in (read_together(args, number) if number else read_plain(args))
         ]
         write_results(args.folder, thin_out(points, args.steps), title)
-    print(describe(points))
+    evaluated = [point for point in points if point.validation_loss is not None]
+    print("\n".join(f"{point.peers} peers, step {point.step}: {point.validation_loss:.4f}" for point in evaluated))
 
 
 if __name__ == "__main__":
