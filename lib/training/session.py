@@ -21,14 +21,13 @@ from lib.common.metrics_schema import history_length
 from lib.common.names import derive_name
 from lib.common.processes import Watchdog
 from lib.peer.addresses import peer_id_in
-from lib.peer.connections import ConnectionWatcher
+from lib.peer.connections import count_connections
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay
 from lib.training import checkpoints
 from lib.training.backup import BackupWriter
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm, open_panel
-from lib.training.contribution import SampleWindow
 from lib.training.loss_meter import LossMeter
 from lib.training.status import describe_gift
 from lib.training.status_keeper import StatusKeeper
@@ -72,17 +71,15 @@ class TrainingSession:
         self.status = StatusKeeper(
             folder,
             optimizer,
-            args.run_id,
+            args,
             self.name,
             peer_id,
-            args.longest_wait,
-            open_panel(disable_tqdm),
-            should_stop,
-            ConnectionWatcher(peer.dht, self._find_peers),
             self.loss_meter,
-            args.page,
+            should_stop,
+            open_panel(disable_tqdm),
+            lambda: count_connections(peer.dht, self._find_peers()),
         )
-        optimizer.round_log = build_round_log(folder, on_entry=self.status.tally.note_round)
+        optimizer.round_log = build_round_log(folder, on_entry=self.status.record_round)
         self.should_stop = should_stop
         self.relay = relay
         self.watchdog = watchdog or Watchdog({})
@@ -91,7 +88,6 @@ class TrainingSession:
         self.last_reported_step = 0  # the newest global step that was reported, joined at or restored
         self.total_samples_processed = 0
         self.num_recoveries = 0
-        self.sample_window = SampleWindow()
         self.client_mode_alarm = ClientModeAlarm()
 
     def join(self) -> None:
@@ -115,7 +111,7 @@ class TrainingSession:
             logger.info("No peer offers a trained state: starting with the initial weights")
         optimizer.pop_steps()
         self.last_reported_step = optimizer.local_epoch
-        self.status.tally.begin_at(optimizer.local_epoch)
+        self.status.begin_at(optimizer.local_epoch)
         self.introduce(leaving=False)
 
     def _load_newest_state(self) -> bool:
@@ -165,7 +161,7 @@ class TrainingSession:
         :returns: whether training continues
         :raises UserError: if the parameters are NaN or Inf and there is no state to return to
         """
-        if self.status.note_local_step():
+        if self.status.record_local_step():
             self.watchdog.record_work()
         if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
             self.recover()
@@ -188,13 +184,11 @@ class TrainingSession:
                 self.num_recoveries = 0
                 if step % self.args.backup_every_steps == 0:
                     self.backup.write(*self.optimizer.state_averager.snapshot())
-        if self.status.panel is None and (line := self.status.pop_line()) is not None:
-            logger.info(line)
 
     def _catch_up(self, step: int) -> None:
         logger.info(f"Caught up with the collaboration at step #{step}")
         self.last_reported_step = step
-        self.status.tally.note_step(step)
+        self.status.record_catch_up(step)
         if self.optimizer.accumulator.num_samples == 0:
             self.loss_meter.pop()  # the losses of dropped samples
 
@@ -209,13 +203,13 @@ class TrainingSession:
         self.last_reported_step = step
         self.total_samples_processed += samples
         loss, mini_steps = self.loss_meter.pop()
-        self.status.note_loss(loss, mini_steps)
         samples_per_second = float(self.optimizer.local_progress.samples_per_second)
         logger.info(f"Step #{step}")
         logger.info(f"Your current contribution: {self.total_samples_processed} samples")
         logger.info(f"Performance: {samples_per_second:.3f} samples/sec")
         if mini_steps:
             logger.info(f"Local loss: {loss / mini_steps:.5f}")
+            self.status.record_loss(loss / mini_steps)
         if self.optimizer.is_synchronized_with_peers():
             self.publish(
                 LocalMetrics(
@@ -240,8 +234,7 @@ class TrainingSession:
     def publish_rounds(self) -> None:
         """Publish how many of this peer's newest rounds were complete, and how many of its samples were applied."""
         rounds, key = list(self.optimizer.recent_rounds), f"{self.args.run_id}_rounds"
-        status = self.status.compute()
-        computed, applied = self.sample_window.add(status.computed, status.applied)
+        computed, applied = self.status.record_samples()
         value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied).dict()
         utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
@@ -275,7 +268,7 @@ class TrainingSession:
             except StateLoadError as error:
                 raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
         self.last_reported_step = self.optimizer.local_epoch
-        self.status.tally.begin_at(self.optimizer.local_epoch)
+        self.status.begin_at(self.optimizer.local_epoch)
 
     def introduce(self, leaving: bool) -> None:
         """Publish this peer's PeerInfo record.

@@ -1,186 +1,197 @@
-"""Computes the status of a trainer now and then, and writes it to its output folder."""
+"""Keeps the status of a trainer, writes it to its output folder, and shows it."""
 
-import math
+import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 from hivemind.utils import get_logger
 
+from arguments import CollaborationArguments
+from lib.averaging.coordinator import Outcome
 from lib.averaging.optimizer import CollaborativeOptimizer
-from lib.common.json_file import JsonFile
+from lib.common.json_file import write_json
+from lib.common.metrics_schema import MAX_COUNT, MAX_ROUNDS
 from lib.common.threads import PeriodicThread
-from lib.peer.connections import Connections, ConnectionWatcher
 from lib.training.console import StatusPanel
-from lib.training.contribution import LossHistory, RoundTally
 from lib.training.loss_meter import LossMeter
-from lib.training.status import (
-    FILE_NAME,
-    MAX_NAMED,
-    MAX_SECONDS_TO_STEP,
-    WRITE_SECONDS,
-    TrainerStatus,
-    describe_part,
-    describe_progress,
-    to_json,
-)
+from lib.training.status import FILE_NAME, TrainerStatus, describe_progress
 
 logger = get_logger(__name__)
 
-DRAW_SECONDS = 1.0  # between two updates of the panel
+WRITE_SECONDS, DRAW_SECONDS = 5.0, 1.0  # between two writes of the file, and two updates of the panel
 LOG_SECONDS = 30.0  # between two lines about the progress, without a panel
+CONNECTION_SECONDS = 30.0  # between two reads of the connections
+MAX_SECONDS_TO_STEP = 30 * 86400.0  # longer estimates are those of trainers without a known speed
+MAX_REASON = 100  # characters
+REASONS = {
+    Outcome.AVERAGED: "an update before it was missed, too: the gradient was too old",
+    Outcome.FAILED: "no group in time",
+    Outcome.MISSED: "the other trainers averaged without this one",
+}
 
 
 class StatusKeeper(PeriodicThread):
-    """Thread that writes the status. The training thread only counts; neither of them reads the DHT.
+    """Thread that writes the status, and shows it in a panel or logs the progress. The training thread only counts.
 
     :param folder: the output folder
     :param name: the peer's name
     :param peer_id: in base58
-    :param longest_wait: seconds without a local step after which the trainer hangs
-    :param panel: shows the status, if there is a terminal
-    :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
-    :param connections: runs while this thread does
     :param loss_meter: has the losses since the previous global step
-    :param page: address of the run's curves
+    :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
+    :param panel: shows the status, if there is a terminal
+    :param count_connections: returns the connected peers of the run, direct and through a relay
     """
 
     def __init__(
         self,
         folder: Path,
         optimizer: CollaborativeOptimizer,
-        run_id: str,
+        args: CollaborationArguments,
         name: str,
         peer_id: str,
-        longest_wait: float,
-        panel: StatusPanel | None = None,
+        loss_meter: LossMeter,
         should_stop: Callable[[], bool] = bool,
-        connections: ConnectionWatcher | None = None,
-        loss_meter: LossMeter | None = None,
-        page: str | None = None,
+        panel: StatusPanel | None = None,
+        count_connections: Callable[[], tuple[int, int] | None] = lambda: None,
     ):
         super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
-        self.panel, self.should_stop, self.connections, self.page = panel, should_stop, connections, page
-        self.optimizer, self.run_id, self.name_of_peer, self.longest_wait = optimizer, run_id, name, longest_wait
-        self.loss_meter = loss_meter or LossMeter()
-        self.tally = RoundTally(peer_id, optimizer.target_batch_size)
-        self.losses = LossHistory()
-        self._file = JsonFile(folder / FILE_NAME)
+        self.path, self.optimizer, self.args, self.name_of_peer = folder / FILE_NAME, optimizer, args, name
+        self.peer_id, self.loss_meter, self.panel, self.should_stop = peer_id, loss_meter, panel, should_stop
+        self.count_connections, self.connections = count_connections, None
+        self.joined = self.applied = 0  # global steps, and samples that counted in them
+        self.last_miss: tuple[int, str] | None = None  # step and reason
+        self._begun_at = 0  # step after which each one is joined or missed
+        self.loss = self.first_loss = None
         self._process_started_at = psutil.Process().create_time()
         self._started_at, self._worked_at = time.time(), None
         self._computed = 0
-        self._write_at = 0.0  # time.monotonic
-        self._log_at = float("inf")  # the same
+        self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
+        self._write_at = self._count_at = float("-inf")  # time.monotonic
+        self._log_at = time.monotonic() + LOG_SECONDS
 
     def start(self) -> None:
-        self._log_at = time.monotonic() + LOG_SECONDS
-        self.work()  # the status of an earlier trainer in this folder is over
-        if self.connections is not None:
-            self.connections.start()
+        self.write()  # the status of an earlier trainer in this folder is over
         super().start()
 
-    def note_local_step(self) -> bool:
+    def begin_at(self, step: int) -> None:
+        """Count the global steps after this one, which the peer has downloaded or gone back to."""
+        self._begun_at = step - self.joined
+
+    def record_round(self, entry: dict) -> None:
+        """Count the round of a global step.
+
+        :param entry: its entry in the round log
+        """
+        outcome, samples = Outcome(entry["outcome"]), entry["samples"]
+        own_weight = entry["weights"].get(self.peer_id, samples)
+        if outcome == Outcome.ALONE or (outcome == Outcome.AVERAGED and own_weight >= 1):
+            self.joined += 1
+            self.applied += samples
+        elif outcome != Outcome.STOPPED:
+            error = " ".join(entry["error"].split())[:MAX_REASON] if outcome == Outcome.FAILED else ""
+            self.last_miss = entry["step"], error or REASONS[outcome]
+
+    def record_catch_up(self, step: int) -> None:
+        """Record a global step that this peer has downloaded. It may have an entry in the round log, too."""
+        if self.last_miss is None or step > self.last_miss[0]:
+            self.last_miss = step, "this trainer was too far behind"
+
+    def record_local_step(self) -> bool:
         """Count a local step unless its gradient was dropped or GradScaler skipped it; return whether it counts."""
         counts = self.optimizer.num_computed != self._computed
         if counts:
             self._computed, self._worked_at = self.optimizer.num_computed, time.time()
         return counts
 
-    def note_loss(self, loss: float, number: int) -> None:
-        """Note the sum of the losses of a number of micro-batches."""
-        self.losses.add(loss, number, time.monotonic())
+    def record_loss(self, loss: float) -> None:
+        """Keep the mean local loss of a global step."""
+        self.loss = loss
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+
+    def record_samples(self) -> tuple[int, int]:
+        """Add the samples of a global step, and return those computed and applied for the newest MAX_ROUNDS steps.
+
+        No more of them are applied than computed, although the two are not counted at the same moment.
+        """
+        status = self.compute()
+        self._totals.append((status.computed, status.applied))
+        computed, applied = (newest - first for newest, first in zip(self._totals[-1], self._totals[0], strict=True))
+        computed = min(max(0, computed), MAX_COUNT)
+        return computed, min(max(0, applied), computed)
 
     def work(self) -> None:
-        status = self.compute()
+        now = time.monotonic()
+        if now >= self._count_at:
+            self._count_at, self.connections = now + CONNECTION_SECONDS, self.count_connections()
         if self.panel is not None:
-            self._draw(status)
-        elif time.monotonic() >= self._log_at and not self.should_stop():
-            self._log_at = time.monotonic() + LOG_SECONDS
-            logger.info(describe_progress(status, self.loss_meter.mean()))
-        if time.monotonic() >= self._write_at:
-            self._write_at = time.monotonic() + WRITE_SECONDS
-            self.write(status)
+            self._draw()
+        elif now >= self._log_at and not self.should_stop():
+            self._log_at = now + LOG_SECONDS
+            logger.info(describe_progress(self.compute(), self.loss_meter.mean()))
+        if now >= self._write_at:
+            self._write_at = now + WRITE_SECONDS
+            self.write()
 
-    def _draw(self, status: TrainerStatus) -> None:
+    def _draw(self) -> None:
         if self.should_stop():
             self.panel.close()
             self.panel = None
             logger.info("Stopping. A second Ctrl-C ends the trainer at once")
             return
         try:
-            self.panel.show(status)
+            self.panel.show(self.compute())
         except OSError:  # the terminal is gone
             self.panel = None
 
-    def write(self, status: TrainerStatus) -> None:
-        self._file.save(to_json(status))
+    def write(self, has_ended: bool = False) -> None:
+        with contextlib.suppress(OSError):  # on a full disk the file grows old, which `--status` says
+            write_json(self.path, asdict(self.compute(has_ended)))
 
     def compute(self, has_ended: bool = False) -> TrainerStatus:
         """Return the current status. It takes some ten microseconds for each peer of the run."""
-        tracker, tally, now = self.optimizer.tracker, self.tally, time.time()
+        tracker, now = self.optimizer.tracker, time.time()
         own, others = tracker.local_progress, tracker.alive(tracker.other_trainers)
         in_round = own.contributed if own.epoch > own.completed else 0
         rate, seconds = own.samples_per_second, tracker.seconds_to_step
-        earlier_loss, earlier_seconds = self.losses.earlier(time.monotonic())
-        connections = self.connections and self.connections.newest
         return TrainerStatus(
             time=now,
             pid=os.getpid(),
             process_started_at=self._process_started_at,
-            run_id=self.run_id,
-            page=self.page,
+            run_id=self.args.run_id,
+            page=self.args.page,
             name=self.name_of_peer,
             started_at=self._started_at,
             worked_at=self._worked_at,
-            longest_wait=self.longest_wait,
             ended_at=now if has_ended else None,
             step=own.completed,
             next_step=own.epoch + 1,
-            seconds_to_next=seconds if math.isfinite(seconds) and seconds < MAX_SECONDS_TO_STEP else None,
+            seconds_to_next=seconds if seconds < MAX_SECONDS_TO_STEP else None,
             own_samples=own.samples_accumulated,
             all_samples=tracker.global_progress.samples_accumulated,
             target_batch_size=self.optimizer.target_batch_size,
             computed=max(0, self._computed - own.samples_accumulated - in_round),
-            applied=tally.applied,
-            joined=tally.joined,
-            missed=tally.missed,
-            last_miss=tally.last_miss,
+            applied=self.applied,
+            joined=self.joined,
+            missed=max(0, own.completed - self._begun_at - self.joined),
+            last_miss=self.last_miss,
             num_trainers=1 + len(others),
             rank=1 + sum(peer.samples_per_second > rate for peer in others) if rate else None,
             samples_per_second=rate,
-            loss=self.losses.newest(),
-            earlier_loss=earlier_loss,
-            earlier_seconds=earlier_seconds,
-            **({} if connections is None else _summarize(connections)),
+            loss=self.loss,
+            first_loss=self.first_loss,
+            connections=self.connections,
         )
 
-    def pop_line(self) -> str | None:
-        """Return one line about the newest global step; None if it was returned before."""
-        if not self.tally.has_news:
-            return None
-        self.tally.has_news = False
-        return describe_part(self.compute(), self.tally.step, self.tally.fraction)
-
     def close(self) -> None:
-        """End the thread and note in the file that the trainer has ended."""
+        """End the thread and write that the trainer has ended."""
         self.stop()
-        if self.connections is not None:
-            self.connections.stop()
         if self.ident is not None:
             self.join()
             if self.panel is not None:
                 self.panel.close()
-            self.write(self.compute(has_ended=True))
-
-
-def _summarize(connections: Connections) -> dict[str, object]:
-    """Return the fields of the status about connections. Relayed peers, which are few, are named first."""
-    relayed = connections.relayed[:MAX_NAMED]
-    return {
-        "num_direct": len(connections.direct),
-        "num_relayed": len(connections.relayed),
-        "direct": connections.direct[: MAX_NAMED - len(relayed)],
-        "relayed": relayed,
-    }
+            self.write(has_ended=True)

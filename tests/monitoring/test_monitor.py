@@ -57,10 +57,10 @@ def test_share_of_applied_samples_comes_from_the_sessions(tmp_path, stored):
         session.peer = SimpleNamespace(dht=None, public_key=key)
         session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
         session.optimizer.is_synchronized_with_peers = lambda: True
-        session.status.tally.begin_at(0)
+        session.status.begin_at(0)
         for step in range(1, 101):
             session.optimizer.num_computed += 4
-            session.status.note_local_step()
+            session.status.record_local_step()
             outcome = "failed" if step > 100 - num_missed else "alone"
             session.optimizer.round_log.write(
                 {"step": step, "outcome": outcome, "samples": 4, "error": "", "weights": {}}

@@ -1,10 +1,11 @@
-"""How connections are classified, and when they are read. tests/peer/test_nat.py has real relays."""
+"""How connections are counted. tests/peer/test_nat.py has real relays."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
-from lib.common.names import derive_name
-from lib.peer.address_book import _list_addresses
-from lib.peer.connections import READ_SECONDS, Connections, ConnectionWatcher, classify
+import pytest
+
+from lib.peer.connections import count_connections
 
 NEAR, FAR, BOTH, STRANGER = "QmNear", "QmFar", "QmBoth", "QmStranger"
 RELAY = "/ip4/1.2.3.1/tcp/31337/p2p/QmRelay"
@@ -18,30 +19,16 @@ ADDRESSES = [
 ]
 
 
-def test_connections_of_the_peers_of_the_run():
-    found = classify(ADDRESSES, {NEAR, FAR, BOTH, "QmAway"})
-    assert found.relayed == [derive_name(FAR)]
-    assert found.direct == sorted(map(derive_name, (NEAR, BOTH)))
-    assert classify(ADDRESSES[::-1], {BOTH}) == Connections(direct=[derive_name(BOTH)], relayed=[])
+@pytest.mark.parametrize(
+    ("peers", "counts"), [({NEAR, FAR, BOTH, "QmAway"}, (2, 1)), ({BOTH}, (1, 0)), ({FAR}, (0, 1)), (set(), (0, 0))]
+)
+def test_connections_of_the_peers_of_the_run(peers, counts):
+    future = Future()
+    future.set_result(ADDRESSES)
+    dht = SimpleNamespace(run_coroutine=lambda _coroutine, return_future: future)
+    assert count_connections(dht, peers) == counts
 
 
-def test_watcher_reads_seldom_and_never_waits_without_a_bound():
-    answers, calls = iter([TimeoutError(), ADDRESSES, RuntimeError()]), []
-
-    def answer(timeout: float) -> list[str]:
-        calls.append(timeout)
-        if isinstance(found := next(answers), Exception):
-            raise found
-        return found
-
-    def run_coroutine(coroutine, return_future: bool) -> SimpleNamespace:
-        assert coroutine is _list_addresses and return_future
-        return SimpleNamespace(result=answer)
-
-    watcher = ConnectionWatcher(SimpleNamespace(run_coroutine=run_coroutine), lambda: {NEAR})
-    seen = []
-    for _ in range(3):
-        watcher.work()
-        seen.append(watcher.newest)
-    assert seen == [None, Connections([derive_name(NEAR)], []), None]
-    assert watcher.period == READ_SECONDS and max(calls) <= 10
+def test_connections_are_unknown_if_the_dht_does_not_answer():
+    dht = SimpleNamespace(run_coroutine=lambda _coroutine, return_future: Future())
+    assert count_connections(dht, {NEAR}, timeout=0.01) is None

@@ -14,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hivemind.utils import get_logger
 
+from arguments import CollaborationArguments
 from lib.common.logs import setup_logging
 from lib.training.console import open_panel
+from lib.training.loss_meter import LossMeter
 from lib.training.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker
 
@@ -42,7 +44,8 @@ def main() -> None:
     folder, num_lines = Path(sys.argv[1]), int(sys.argv[2])
     optimizer = SimpleNamespace(tracker=FakeTracker(epoch=7), target_batch_size=256, num_computed=0)
     panel, stop = open_panel(disable=False), threading.Event()
-    keeper = StatusKeeper(folder, optimizer, "run", "quick-otter-3f2a", "me", 900.0, panel, stop.is_set)
+    args = CollaborationArguments(run_id="run")
+    keeper = StatusKeeper(folder, optimizer, args, "quick-otter-3f2a", "me", LossMeter(), stop.is_set, panel)
     keeper.period = 0.02
     children = [start_child("early child", num_lines)]
     keeper.start()

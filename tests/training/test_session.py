@@ -148,8 +148,8 @@ def test_leaving_trainer_logs_what_it_gave(tmp_path, caplog):
     caplog.set_level("INFO")
     session = make_session(tmp_path, offered=None)
     session.optimizer.finish_pending_update = session.optimizer.stop_averaging = lambda: None
-    session.status.tally.begin_at(8)
+    session.status.begin_at(8)
     session.optimizer.round_log.write({"step": 9, "samples": 64, "outcome": "alone", "error": "", "weights": {}})
     session.leave()
-    assert "You gave 64 samples to 1 global step in 0.0 hours" in caplog.text
+    assert "You contributed 64 samples to 1 global step in 0.0 hours" in caplog.text
     session.close()

@@ -15,24 +15,19 @@ import pytest
 import torch
 from hivemind.p2p import PeerID
 
-from lib.peer.connections import Connections
+from arguments import CollaborationArguments
+from lib.common.metrics_schema import MAX_ROUNDS
 from lib.training import status_keeper
-from lib.training.contribution import LossHistory, RoundTally
 from lib.training.loss_meter import LossMeter
 from lib.training.status import (
     FILE_NAME,
-    MAX_NAMED,
     TrainerStatus,
-    describe_connections,
     describe_gift,
-    describe_part,
     describe_progress,
     describe_status,
     find_fault,
-    format_fraction,
     read_status,
     show_status,
-    to_json,
 )
 from lib.training.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker, make_session
@@ -47,11 +42,10 @@ def make_status(**fields) -> TrainerStatus:
     """Build the status of this process as a trainer at step 39, with one missed step."""
     status = TrainerStatus(
         time=time.time(), pid=os.getpid(), process_started_at=psutil.Process().create_time(), run_id="run",
-        name="quick-otter-3f2a", started_at=time.time() - 7300, worked_at=time.time(), longest_wait=900.0,
-        ended_at=None, step=39, next_step=40, seconds_to_next=31.0, own_samples=96, all_samples=800,
-        target_batch_size=4096, computed=1000, applied=980, joined=38, missed=1, last_miss=(12, "no group in time"),
-        num_trainers=5, rank=2, samples_per_second=12.34, loss=6.5, earlier_loss=8.25, earlier_seconds=3600.0,
-        num_direct=2, num_relayed=1, direct=["bold-newt-0b7e", "wise-dove-5e18"], relayed=["calm-heron-91c0"],
+        name="quick-otter-3f2a", started_at=time.time() - 7300, worked_at=time.time(), ended_at=None, step=39,
+        next_step=40, seconds_to_next=31.0, own_samples=96, all_samples=800, target_batch_size=4096, computed=1000,
+        applied=980, joined=38, missed=1, last_miss=(12, "no group in time"), num_trainers=5, rank=2,
+        samples_per_second=12.34, loss=6.5, first_loss=8.25, connections=(2, 1), page=None,
     )  # fmt: skip
     return dataclasses.replace(status, **fields)
 
@@ -60,25 +54,26 @@ def round_entry(step: int, outcome: str, samples: int = 64, error: str = "", **w
     return {"step": step, "outcome": outcome, "samples": samples, "error": error, "weights": weights}
 
 
-def tally_of(*entries: dict) -> RoundTally:
-    tally = RoundTally("me", target_batch_size=256)
-    tally.begin_at(entries[0]["step"] - 1)
+def make_keeper(folder: Path, tracker: FakeTracker | None = None, **options) -> StatusKeeper:
+    optimizer = SimpleNamespace(tracker=tracker or FakeTracker(), target_batch_size=256, num_computed=0)
+    args = CollaborationArguments(run_id="run")
+    return StatusKeeper(folder, optimizer, args, "quick-otter-3f2a", "me", LossMeter(), **options)
+
+
+def record(keeper: StatusKeeper, *entries: dict) -> TrainerStatus:
+    """Record rounds, as the optimizer does, and return the status after the last of them."""
+    keeper.begin_at(entries[0]["step"] - 1)
     for entry in entries:
-        tally.note_round(entry)
-    return tally
+        keeper.record_round(entry)
+        keeper.optimizer.tracker.local_progress.completed = entry["step"]
+    return keeper.compute()
 
 
-def test_samples_of_rounds_with_others_and_alone_are_applied():
-    tally = tally_of(round_entry(5, "averaged", me=64.0, other=192.0), round_entry(6, "alone", samples=256))
-    assert (tally.joined, tally.missed, tally.applied, tally.last_miss) == (2, 0, 320, None)
-    assert tally.fraction == 1.0
-
-
-@pytest.mark.parametrize(
-    ("weights", "fraction"), [({"me": 64.0, "other": 192.0}, 0.25), ({}, 0.25)], ids=["known", "in client mode"]
-)
-def test_part_of_a_step_is_that_of_the_weights(weights, fraction):
-    assert tally_of(round_entry(5, "averaged", **weights)).fraction == fraction
+def test_samples_of_rounds_with_others_and_alone_are_applied(tmp_path):
+    status = record(
+        make_keeper(tmp_path), round_entry(5, "averaged", me=64.0, other=192.0), round_entry(6, "alone", samples=256)
+    )
+    assert (status.joined, status.missed, status.applied, status.last_miss) == (2, 0, 320, None)
 
 
 @pytest.mark.parametrize(
@@ -91,76 +86,72 @@ def test_part_of_a_step_is_that_of_the_weights(weights, fraction):
     ],
     ids=["missed", "failed", "failed with an error", "without weight"],
 )
-def test_miss_has_a_reason_and_its_samples_are_not_applied(entry, reason):
-    tally = tally_of(entry)
-    assert (tally.joined, tally.missed, tally.applied, tally.fraction) == (0, 1, 0, None)
-    assert tally.last_miss[0] == 5 and tally.last_miss[1].endswith(reason)
+def test_miss_has_a_reason_and_its_samples_are_not_applied(tmp_path, entry, reason):
+    status = record(make_keeper(tmp_path), entry)
+    assert (status.joined, status.missed, status.applied) == (0, 1, 0)
+    assert status.last_miss[0] == 5 and status.last_miss[1].endswith(reason)
 
 
-@pytest.mark.parametrize("session_is_first", [False, True])
-def test_missed_round_counts_once_whether_its_log_entry_or_the_session_comes_first(session_is_first):
-    tally = tally_of(round_entry(4, "alone"))
-    notes = [lambda: tally.note_round(round_entry(5, "missed")), lambda: tally.note_step(5)]
-    for note in notes[::-1] if session_is_first else notes:
-        note()
-    assert (tally.missed, tally.step) == (1, 5)
-    assert tally.last_miss == (5, "the other trainers averaged without this one")
+def test_steps_without_a_round_are_missed(tmp_path):
+    """The round log and the session report the same step in any order."""
+    keeper = make_keeper(tmp_path)
+    record(keeper, round_entry(4, "alone"))
+    keeper.record_catch_up(9)
+    keeper.optimizer.tracker.local_progress.completed = 9
+    assert keeper.compute().last_miss == (9, "this trainer was too far behind")
+    keeper.record_round(round_entry(10, "missed"))
+    keeper.record_catch_up(10)
+    keeper.record_round(round_entry(11, "averaged", me=1.0))
+    keeper.optimizer.tracker.local_progress.completed = 11
+    status = keeper.compute()
+    assert (status.joined, status.missed) == (2, 6)
+    assert status.last_miss == (10, "the other trainers averaged without this one")
 
 
-def test_steps_during_a_download_are_missed():
-    tally = tally_of(round_entry(4, "alone"))
-    tally.note_step(9)
-    tally.note_round(round_entry(10, "averaged", me=1.0))
-    assert (tally.joined, tally.missed) == (2, 5)
-    assert tally.last_miss == (9, "this trainer was too far behind")
+def test_steps_before_joining_are_not_missed_nor_those_before_a_rollback(tmp_path):
+    keeper = make_keeper(tmp_path, FakeTracker(epoch=1000))
+    keeper.begin_at(1000)
+    assert keeper.compute().missed == 0
+    status = record(keeper, round_entry(1001, "alone"), round_entry(1002, "alone"))
+    assert (status.joined, status.missed) == (2, 0)
+    status = record(keeper, round_entry(1001, "alone"), round_entry(1002, "missed"))
+    assert (status.joined, status.missed) == (3, 1)
 
 
-def test_steps_before_joining_are_not_missed():
-    tally = RoundTally("me", 256)
-    tally.note_step(1000)
-    tally.begin_at(1000)
-    tally.note_round(round_entry(1001, "alone"))
-    assert (tally.joined, tally.missed) == (1, 0)
+def test_samples_of_the_newest_steps(tmp_path):
+    """No more samples are applied than computed, although they are counted at different moments."""
+    keeper = make_keeper(tmp_path)
+    for step in range(1, 101):
+        keeper.optimizer.num_computed = 16 * step
+        keeper.record_local_step()
+        keeper.record_round(round_entry(step, "alone" if step % 2 else "failed", samples=16))
+        computed, applied = keeper.record_samples()
+    assert (computed, applied) == (16 * MAX_ROUNDS, 8 * MAX_ROUNDS)
+    keeper.applied += 10**6
+    assert keeper.record_samples() == (16 * (MAX_ROUNDS - 1), 16 * (MAX_ROUNDS - 1))
 
 
-def test_loss_is_compared_with_the_minute_an_hour_ago():
-    history = LossHistory()
-    assert history.newest() is None and history.earlier(0.0) == (None, 0.0)
-    for second in range(0, 7201, 20):
-        history.add(2.0 * (10.0 - second / 1000), 2, float(second))
-        history.add(0.0, 0, float(second))
-    assert history.newest() == pytest.approx(10.0 - 7200 / 1000)
-    loss, seconds = history.earlier(7200.0)
-    assert seconds == 3600.0 and loss == pytest.approx(10.0 - 3620 / 1000)
-
-
-def test_loss_is_compared_with_the_first_minute_in_the_first_hour():
-    history = LossHistory()
-    history.add(8.0, 1, 100.0)
-    history.add(6.0, 1, 130.0)
-    assert history.newest() == 7.0 and history.earlier(130.0)[0] is None
-    history.add(5.0, 1, 165.0)
-    assert history.newest() == 5.0 and history.earlier(170.0) == (7.0, 70.0)
-
-
-def make_keeper(folder: Path, tracker: FakeTracker) -> StatusKeeper:
-    optimizer = SimpleNamespace(tracker=tracker, target_batch_size=256, num_computed=0)
-    return StatusKeeper(folder, optimizer, "run", "quick-otter-3f2a", "me", longest_wait=900.0)
+def test_loss_is_compared_with_the_first_one(tmp_path):
+    keeper = make_keeper(tmp_path)
+    assert keeper.compute().loss is None
+    for loss in (8.0, 7.0, 6.0):
+        keeper.record_loss(loss)
+    assert (keeper.compute().loss, keeper.compute().first_loss) == (6.0, 8.0)
 
 
 def test_keeper_combines_what_tracker_and_rounds_know(tmp_path):
-    tracker = FakeTracker(epoch=7, others=[(7, 3.0), (6, 1.0)])
+    tracker = FakeTracker(epoch=7, others=[(7, 3.0), (6, 1.0), (7, 0.5)])
     own, tracker.seconds_to_step, tracker.global_progress.samples_accumulated = tracker.local_progress, 12.0, 100
     own.samples_per_second, own.samples_accumulated, own.contributed, own.completed = 2.0, 16, 32, 6
     keeper = make_keeper(tmp_path, tracker)
-    keeper.tally.begin_at(5)
-    keeper.tally.note_round(round_entry(6, "alone", samples=48))
+    keeper.begin_at(5)
+    keeper.record_round(round_entry(6, "alone", samples=48))
     for num_computed in range(0, 129, 16):
         keeper.optimizer.num_computed = num_computed
-        keeper.note_local_step()
+        keeper.record_local_step()
     status = keeper.compute()
     assert (status.step, status.next_step, status.seconds_to_next) == (6, 8, 12.0)
-    assert (status.own_samples, status.all_samples, status.num_trainers, status.rank) == (16, 100, 3, 2)
+    assert (status.own_samples, status.all_samples, status.num_trainers, status.rank) == (16, 100, 4, 2)
     assert status.computed == 8 * 16 - 16 - 32, "without those for the running round and the next step"
     assert status.applied_fraction == 48 / 80
     own.samples_per_second, tracker.seconds_to_step = 0.0, 1e23
@@ -175,44 +166,22 @@ def test_file_exists_from_the_start_and_says_when_the_trainer_ended(tmp_path):
     assert "ended at" in find_fault(read_status(tmp_path), tmp_path, time.time())
 
 
-def test_file_names_a_bounded_number_of_connected_peers(tmp_path):
-    keeper = make_keeper(tmp_path, FakeTracker())
-    watcher = keeper.connections = SimpleNamespace(newest=None)
-    assert keeper.compute().num_direct is None
-    watcher.newest = Connections(direct=[f"direct-{n}" for n in range(1000)], relayed=["a", "b"])
-    keeper.work()
-    status = read_status(tmp_path)
-    assert (status.num_direct, status.num_relayed, status.relayed) == (1000, 2, ["a", "b"])
-    assert len(status.direct) == MAX_NAMED - 2
-    watcher.newest = Connections(direct=["a"], relayed=[f"relayed-{n}" for n in range(1000)])
-    status = keeper.compute()
-    assert (status.num_relayed, len(status.relayed), status.num_direct, status.direct) == (1000, MAX_NAMED, 1, [])
-
-
-def test_file_of_an_earlier_version_is_read(tmp_path):
-    content = to_json(make_status())
-    for name in ("num_direct", "num_relayed", "direct", "relayed"):
-        del content[name]
-    (tmp_path / FILE_NAME).write_text(json.dumps(content))
-    assert dict(describe_status(read_status(tmp_path)))["Connections"] == "not known yet"
-
-
 def test_session_looks_for_trainers_and_initial_peers(tmp_path):
     session = make_session(tmp_path, offered=None)
     initial, trainer = map(PeerID.from_base58, PEERS)
     session.args.initial_peers = [f"/ip4/192.0.2.1/tcp/31337/p2p/{initial}"]
     session.optimizer.tracker.others = [SimpleNamespace(peer_id=trainer.to_bytes())]
-    assert session.status.connections.find_peers() == {str(initial), str(trainer)}
+    assert session._find_peers() == {str(initial), str(trainer)}
     session.close()
 
 
 def test_step_without_a_gradient_is_no_work(tmp_path):
     """A trainer whose gradients all overflow hangs."""
     keeper = make_keeper(tmp_path, FakeTracker())
-    keeper.note_local_step()
+    keeper.record_local_step()
     assert keeper.compute().worked_at is None
     keeper.optimizer.num_computed = 16
-    keeper.note_local_step()
+    keeper.record_local_step()
     assert keeper.compute().worked_at is not None
 
 
@@ -228,7 +197,7 @@ def test_progress_is_logged_without_a_terminal(tmp_path, caplog, monkeypatch):
         meter = LossMeter()
         meter.add(torch.tensor(6.5))
         keeper = StatusKeeper(
-            tmp_path, first.optimizer, "run", "otter", first.name, longest_wait=900.0, loss_meter=meter
+            tmp_path, first.optimizer, CollaborationArguments(run_id="run"), "otter", first.name, meter
         )
         stack.callback(keeper.close)
         keeper.period = 0.1
@@ -247,28 +216,21 @@ def test_status_is_written_although_the_terminal_is_gone(tmp_path):
     assert read_status(tmp_path) is not None and keeper.panel is None
 
 
-def test_session_notes_local_steps_losses_and_rounds(tmp_path, monkeypatch, caplog):
-    """It logs one line for each global step, which must not look like the line `Step #10`."""
-    caplog.set_level("INFO")
+def test_session_records_local_steps_losses_and_rounds(tmp_path, monkeypatch):
     session = make_session(tmp_path, offered=None)
-    monkeypatch.setattr(session, "publish", lambda metrics: None)
-    monkeypatch.setattr(session, "introduce", lambda leaving: None)
-    monkeypatch.setattr(session, "publish_rounds", lambda: None)
+    for name in ("publish", "introduce", "publish_rounds"):
+        monkeypatch.setattr(session, name, lambda *_args, **_options: None)
     session.optimizer.is_synchronized_with_peers = lambda: True
     session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
-    session.status.tally.begin_at(9)
+    session.status.begin_at(9)
     session.optimizer.round_log.write(round_entry(10, "alone", samples=4))
     session.optimizer.pop_steps = iter([[(10, 4)], []]).__next__
     session.loss_meter.add(torch.tensor(2.0))
     session.optimizer.num_computed = 4
-    assert session.after_local_step()
-    lines = [record.message for record in caplog.records if record.message.startswith("Your part in step #10: 100%")]
-    assert len(lines) == 1 and "Step #" not in lines[0]
-    assert session.after_local_step() and caplog.text.count("Your part") == 1
+    assert session.after_local_step() and session.after_local_step()
     status = session.status.compute()
     # The second local step had a gradient that was dropped, or that GradScaler has skipped.
     assert (status.computed, status.applied, status.joined, status.loss) == (4, 4, 1, 2.0)
-    assert status.worked_at is not None
     session.close()
 
 
@@ -277,7 +239,7 @@ def test_status_costs_little(tmp_path):
     keeper = make_keeper(tmp_path, FakeTracker(others=[(0, 1.0)] * 100))
     begun_at = time.process_time()
     for _ in range(100):
-        keeper.note_local_step()
+        keeper.record_local_step()
         keeper.compute()
     assert (time.process_time() - begun_at) / 100 < 1e-3
 
@@ -286,78 +248,51 @@ def test_status_costs_little(tmp_path):
 
 
 def test_description_has_every_answer():
-    rows = dict(describe_status(make_status()))
-    assert rows == {
+    assert dict(describe_status(make_status())) == {
         "Peer": "quick-otter-3f2a in run run, for 2 hours",
         "State": "training, at step #39",
-        "Next step": "#40 in 31 s: 800 of 4,096 samples, 96 of them (12%) yours",
-        "Your samples": "1,000 computed, 98% of them applied",
+        "Next step": "#40 in 31 s: 800 of 4,096 samples, 96 of them (12.0%) yours",
+        "Your samples": "1,000 computed, 98.0% of them applied",
         "Global steps": "38 joined, 1 missed",
         "Last miss": "#12: no group in time",
         "Trainers": "5, rank 2 by speed, 12.3 samples/s",
-        "Connections": "1 through a relay: calm-heron-91c0; 2 direct: bold-newt-0b7e, wise-dove-5e18",
-        "Local loss": "6.500, 8.250 60 min ago",
+        "Connections": "2 direct, 1 by relay",
+        "Local loss": "6.500, 8.250 at first",
     }
 
 
 def test_description_of_a_trainer_that_joins():
     status = make_status(
         worked_at=None, seconds_to_next=None, own_samples=0, all_samples=0, computed=0, applied=0, rank=None,
-        loss=None, earlier_loss=None, last_miss=None, num_direct=None, num_relayed=None, direct=(), relayed=(),
+        loss=None, first_loss=None, last_miss=None, connections=None, page="https://example.org/curves",
     )  # fmt: skip
     rows = dict(describe_status(status))
+    assert rows.pop("Curves") == "https://example.org/curves"
     assert rows["State"] == "joining: no local step yet, at step #39" and rows["Last miss"] == "none"
     assert list(rows) == list(dict(describe_status(make_status()))), "the height of the panel is constant"
-    assert rows["Connections"] == "not known yet"
+    assert rows["Connections"] == rows["Local loss"] == "not known yet"
     assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"num_direct": 0, "direct": []}, "1 through a relay: calm-heron-91c0"),
-        ({"num_relayed": 0, "relayed": []}, "2 direct: bold-newt-0b7e, wise-dove-5e18"),
-        ({"num_direct": 1002, "num_relayed": 0}, "1,002 direct: bold-newt-0b7e, wise-dove-5e18, 1,000 more"),
-        ({"num_direct": 0, "num_relayed": 0}, "to no other peer of the run"),
-    ],
-)
-def test_connections(fields, text):
-    assert describe_connections(make_status(**fields)) == text
 
 
 def test_line_of_progress():
     assert describe_progress(make_status(), 6.54321) == (
-        "Accumulated 800 of 4,096 samples for step #40 from 5 peers, 96 of them yours; ETA 31 s; local loss 6.543"
+        "Accumulated 800 of 4,096 samples for step #40 from 5 peers, 96 of them yours; ETA 31 s; local loss 6.543; "
+        "98.0% of your past samples applied; rank 2 by speed"
     )
-    alone = describe_progress(make_status(num_trainers=1, seconds_to_next=None), None)
-    assert alone.endswith("from 1 peer, 96 of them yours; ETA unknown")
-
-
-def test_line_of_a_step():
-    assert describe_part(make_status(), 39, 0.12) == (
-        "Your part in step #39: 12% of it yours, 98% of your samples applied, rank 2 of 5, next step in 31 s"
-    )
-    missed = describe_part(make_status(last_miss=(39, "no group in time"), seconds_to_next=None), 39, None)
-    assert missed.startswith("Your part in step #39: missed (no group in time), 98% of your samples applied")
+    alone = make_status(num_trainers=1, seconds_to_next=None, computed=0, rank=None)
+    assert describe_progress(alone, None).endswith("from 1 peer, 96 of them yours; ETA unknown")
 
 
 def test_line_of_thanks():
-    assert describe_gift(make_status()) == "Thank you! You gave 980 samples to 38 global steps in 2.0 hours"
+    assert describe_gift(make_status()) == "Thank you! You contributed 980 samples to 38 global steps in 2.0 hours"
     assert "1 sample to 1 global step in" in describe_gift(make_status(applied=1, joined=1))
-
-
-@pytest.mark.parametrize(
-    ("fraction", "text"), [(0.0, "0%"), (1.0, "100%"), (0.123, "12%"), (0.001, "less than 1%"), (0.999, "99%")]
-)
-def test_only_all_and_nothing_are_rounded_to_all_and_nothing(fraction, text):
-    assert format_fraction(fraction) == text
 
 
 # Whether a trainer runs
 
 
 def save(folder: Path, status: TrainerStatus) -> None:
-    (folder / FILE_NAME).write_text(json.dumps(to_json(status)))
+    (folder / FILE_NAME).write_text(json.dumps(dataclasses.asdict(status)))
 
 
 def test_running_trainer_is_shown_and_the_exit_code_is_0(tmp_path, capsys):
@@ -381,9 +316,6 @@ def test_folder_without_a_status(tmp_path, content, capsys):
         ({"process_started_at": 1.0}, "was killed or lost at about 20"),
         ({"pid": 2**22 + 1}, "was killed or lost at about 20"),
         ({"time": NOW - 100}, "is frozen, or the disk is full"),
-        ({"worked_at": NOW - 901, "started_at": NOW - 2000}, "has been hanging since 20"),
-        ({"worked_at": NOW - 901, "started_at": NOW - 2000}, "takes no local step"),
-        ({"worked_at": None, "started_at": NOW - 901}, "takes no local step"),
     ],
 )
 def test_trainer_that_does_not_run(tmp_path, fields, words):
@@ -391,7 +323,8 @@ def test_trainer_that_does_not_run(tmp_path, fields, words):
     assert words in fault and fault.endswith(".") and "\n" not in fault
 
 
-def test_trainer_that_waits_for_long_does_not_hang(tmp_path):
+def test_trainer_that_waits_for_long_runs(tmp_path):
+    """If it hangs, it ends itself."""
     status = make_status(time=NOW, started_at=NOW - 2000, worked_at=NOW - 800)
     assert find_fault(status, tmp_path, NOW) is None
     assert dict(describe_status(status))["State"] == "no local step for 13 min, at step #39"
@@ -418,5 +351,5 @@ def test_script_prints_the_status_without_torch(tmp_path, script):
         command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert (result.returncode, result.stderr.split()) == (0, ["False", "False"])
-    assert "98% of them applied" in result.stdout
+    assert "98.0% of them applied" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
