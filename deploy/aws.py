@@ -4,7 +4,9 @@ No state is kept on the organiser's machine. All resources of a deployment have 
 the existing resources first, so all calls are idempotent.
 
 The coordinator is an on-demand instance with an elastic IP and an identity stored as an encrypted parameter. Its
-address is known before it boots, and does not change when it is replaced. Trainers receive the address and no secret.
+address is known before it boots, and does not change when it is replaced. The trainers form an Auto Scaling group,
+which replaces interrupted instances. They receive the address and no secret; the settings of the run come from the
+coordinator.
 """
 
 import base64
@@ -41,9 +43,6 @@ METADATA = "http://169.254.169.254/latest"  # the same on every instance
 PUBLIC_IP_PRICE = 0.005  # USD per hour and public IPv4 address
 DISK_PRICE = 0.08 / 730  # USD per hour and GiB of gp3
 
-# AWS cannot serve this offer now; `top_up` tries the next one. Any other error ends the search.
-_NO_CAPACITY = {"InsufficientInstanceCapacity", "InsufficientHostCapacity", "SpotMaxPriceTooLow", "Unsupported"}
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -52,8 +51,7 @@ class Settings:
     :param name: tag of all resources of this deployment, which identifies it
     :param dataset_url: archive written by `tokenize_wikitext103.py --archive`
     :param revision: branch or tag of the project
-    :param common_flags: flags of every peer, e.g. "--target_batch_size 2048"; `monitor_flags` and `trainer_flags` are
-        those of the monitor and of the trainers
+    :param monitor_flags: flags of the monitor, including the settings of the run, e.g. "--target_batch_size 2048"
     :param coordinator_price: on-demand price, for the estimate of costs
     :param coordinator_image: an AMI, or the public parameter that names the newest one; Amazon Linux 2023. The same
         holds for `trainer_image`, which includes NVIDIA's driver
@@ -67,7 +65,6 @@ class Settings:
     revision: str = "main"
     region: str = "us-east-1"
     port: int = 31337
-    common_flags: str = ""
     monitor_flags: str = ""
     trainer_flags: str = ""
     coordinator_type: str = "t3.medium"
@@ -120,13 +117,6 @@ class Instance:
         return (datetime.now(UTC) - self.launched).total_seconds() / 3600
 
 
-@dataclass(frozen=True)
-class SpotOffer:
-    price: float
-    type: str
-    zone: str
-
-
 @contextlib.contextmanager
 def readable_errors() -> Iterator[None]:
     """Convert exceptions of boto3 into UserError with a message of one line."""
@@ -162,7 +152,8 @@ class Deployment:
             read_timeout=60,
             retries={"max_attempts": 5, "mode": "standard"},
         )
-        self.ec2, self.ssm, self.iam = (boto3.client(service, config=config) for service in ("ec2", "ssm", "iam"))
+        services = ("ec2", "ssm", "iam", "autoscaling")
+        self.ec2, self.ssm, self.iam, self.scaling = (boto3.client(service, config=config) for service in services)
 
     # --- existing resources ------------------------------------------------------------------------------------------
 
@@ -198,20 +189,35 @@ class Deployment:
             raise UserError(f"'{self.settings.name}' has no coordinator yet: start it first")
         return f"/ip4/{elastic_ip['PublicIp']}/tcp/{self.settings.port}/p2p/{_peer_id(key)}"
 
+    @readable_errors()
     def status(self) -> str:
-        """Return a table of the instances, and the address."""
+        """Return a table of the instances, the address, and why trainers are missing."""
         rows = [("role", "instance", "type", "zone", "state", "address", "hours")]
         rows += [(x.role, x.id, x.type, x.zone, x.state, x.ip, f"{x.hours:.1f}") for x in self.instances()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if len(rows) == 1:
             return f"No instance is running in '{self.settings.name}'"
+        group = self._find_group()
+        running = len(self.instances(TRAINER))
+        if group is not None and running < group["DesiredCapacity"]:
+            activities = self.scaling.describe_scaling_activities(AutoScalingGroupName=self._trainers)["Activities"]
+            reasons = [x["StatusMessage"] for x in activities if x["StatusCode"] == "Failed"]
+            lines += [f"{running} of {group['DesiredCapacity']} trainers", *reasons[:1]]
         return "\n".join([*lines, "", f"--initial_peers {self.address()}"])
 
     @readable_errors()
     def costs(self) -> str:
         """Return an estimate of the current costs per hour and per day, at current spot prices, without traffic."""
-        prices = {(offer.type, offer.zone): offer.price for offer in self._spot_prices()}
+        now = datetime.now(UTC)
+        pages = self.ec2.get_paginator("describe_spot_price_history").paginate(
+            InstanceTypes=list(self.settings.trainer_types),
+            ProductDescriptions=["Linux/UNIX"],
+            StartTime=now,
+            EndTime=now,
+        )
+        history = [entry for page in pages for entry in page["SpotPriceHistory"]]
+        prices = {(entry["InstanceType"], entry["AvailabilityZone"]): float(entry["SpotPrice"]) for entry in history}
         lines, total = [], 0.0
         for x in self.instances():
             price = self.settings.coordinator_price if x.role == COORDINATOR else prices.get((x.type, x.zone), 0.0)
@@ -249,14 +255,7 @@ class Deployment:
                 self.ec2.start_instances(InstanceIds=[coordinator.id])
             instance_id = coordinator.id
         else:
-            profile = self._make_instance_profile()
-            (instance_id,) = self._launch(
-                COORDINATOR,
-                self.settings.coordinator_image,
-                self.coordinator_user_data(elastic_ip["PublicIp"]),
-                InstanceType=self.settings.coordinator_type,
-                IamInstanceProfile={"Name": profile},
-            )
+            instance_id = self._launch_coordinator(elastic_ip["PublicIp"])
             print(f"Started the coordinator {instance_id}")
         self._wait("instance_running", [instance_id])
         self.ec2.associate_address(
@@ -287,87 +286,97 @@ class Deployment:
 
     def coordinator_user_data(self, public_ip: str) -> str:
         s = self.settings
+        digest = ["--dataset_sha256", s.dataset_sha256] if s.dataset_sha256 else []
         return self._user_data(
             COORDINATOR,
             "run_training_monitor.py",
-            ["--run_id", s.run_id, *shlex.split(s.common_flags), *shlex.split(s.monitor_flags)],
+            ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)],
             PUBLIC_IP=public_ip,
             DATASET_URL=s.dataset_url,
             DATASET_SHA256=s.dataset_sha256.lower(),
             IDENTITY_PARAMETER=self._identity_parameter,
-            REGION=s.region,
         )
+
+    def _launch_coordinator(self, public_ip: str) -> str:
+        identity = self.ssm.get_parameter(Name=self._identity_parameter)["Parameter"]["ARN"]
+        request = {
+            **self._machine(COORDINATOR, self.settings.coordinator_image, self.coordinator_user_data(public_ip)),
+            "InstanceType": self.settings.coordinator_type,
+            "IamInstanceProfile": {"Name": self._make_instance_profile(COORDINATOR, "ssm:GetParameter", identity)},
+        }
+        for attempt in range(12):
+            try:
+                reply = self.ec2.run_instances(**request, MinCount=1, MaxCount=1)
+                break
+            except ClientError as error:  # a new instance profile takes some seconds to propagate
+                if "iamInstanceProfile" not in error.response["Error"]["Message"] or attempt == 11:
+                    raise
+                time.sleep(5)
+        instance_id = reply["Instances"][0]["InstanceId"]
+        self._wait("instance_exists", [instance_id])  # otherwise the next query may miss it
+        return instance_id
 
     # --- the trainers ------------------------------------------------------------------------------------------------
 
     @readable_errors()
-    def top_up(self, wanted: int) -> int:
-        """Start the missing spot trainers, the cheapest offers first; return the number of started instances.
+    def set_trainers(self, wanted: int) -> None:
+        """Keep this many spot trainers running, where they are cheapest, and replace interrupted ones.
 
-        :raises UserError: if not enough spot instances are available
+        A trainer that completes the run, or cannot start, is not replaced. A lower number terminates trainers.
         """
-        user_data = self.trainer_user_data()
-        running = len(self.instances(TRAINER))
-        started: list[str] = []
-        for offer in self.spot_offers():
-            missing = wanted - running - len(started)
-            if missing <= 0:
-                break
-            with ignoring(*_NO_CAPACITY):
-                new = self._launch(
-                    TRAINER,
-                    self.settings.trainer_image,
-                    user_data,
-                    number=missing,
-                    InstanceType=offer.type,
-                    Placement={"AvailabilityZone": offer.zone},
-                    InstanceInitiatedShutdownBehavior="terminate",
-                    InstanceMarketOptions={
-                        "MarketType": "spot",
-                        "SpotOptions": {
-                            "MaxPrice": str(self.settings.max_spot_price),
-                            "SpotInstanceType": "one-time",
-                            "InstanceInterruptionBehavior": "terminate",
-                        },
-                    },
-                )
-                print(f"Started {len(new)} x {offer.type} in {offer.zone} at ${offer.price:.3f} an hour")
-                started += new
-        print(f"{running + len(started)} of {wanted} trainers")
-        if running + len(started) < wanted:
-            raise UserError(
-                f"no more spot instances for at most ${self.settings.max_spot_price} an hour: try later, with other "
-                f"types, or in another region"
-            )
-        return len(started)
-
-    def spot_offers(self) -> list[SpotOffer]:
-        """Return the current offers of all zones up to `max_spot_price`, the cheapest first."""
-        offers = [offer for offer in self._spot_prices() if offer.price <= self.settings.max_spot_price]
-        return sorted(offers, key=lambda offer: offer.price)
+        s, user_data = self.settings, self.trainer_user_data()
+        machine = self._machine(TRAINER, s.trainer_image, base64.b64encode(user_data.encode()).decode())
+        group_arn = f"arn:*:autoscaling:{s.region}:*:autoScalingGroup:*:autoScalingGroupName/{self._trainers}"
+        action = "autoscaling:TerminateInstanceInAutoScalingGroup"
+        machine["IamInstanceProfile"] = {"Name": self._make_instance_profile(TRAINER, action, group_arn)}
+        self._delete_template()  # of an earlier call, which may have had other settings
+        self.ec2.create_launch_template(
+            LaunchTemplateName=self._trainers,
+            LaunchTemplateData=machine,
+            TagSpecifications=[{"ResourceType": "launch-template", "Tags": self._tags(TRAINER)}],
+        )
+        subnets = self.ec2.describe_subnets(Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
+        group = {
+            "AutoScalingGroupName": self._trainers,
+            "MinSize": 0,
+            "MaxSize": wanted,
+            "DesiredCapacity": wanted,
+            "VPCZoneIdentifier": ",".join(subnet["SubnetId"] for subnet in subnets),
+            "MixedInstancesPolicy": {
+                "LaunchTemplate": {
+                    "LaunchTemplateSpecification": {"LaunchTemplateName": self._trainers},
+                    "Overrides": [{"InstanceType": name} for name in s.trainer_types],
+                },
+                "InstancesDistribution": {
+                    "OnDemandPercentageAboveBaseCapacity": 0,
+                    "SpotAllocationStrategy": "price-capacity-optimized",
+                    "SpotMaxPrice": str(s.max_spot_price),
+                },
+            },
+        }
+        if self._find_group() is None:
+            tags = [{**tag, "PropagateAtLaunch": True} for tag in self._tags(TRAINER)]
+            self.scaling.create_auto_scaling_group(**group, Tags=tags)
+        else:
+            self.scaling.update_auto_scaling_group(**group)
+        print(f"AWS keeps {wanted} trainers running")
 
     def trainer_user_data(self) -> str:
         s = self.settings
-        flags = ["--run_id", s.run_id, "--initial_peers", self.address(), "--dataset_url", s.dataset_url]
-        if s.dataset_sha256:
-            flags += ["--dataset_sha256", s.dataset_sha256]
-        flags += ["--username", f"{s.name}-aws", "--disable_tqdm"]
-        flags += [*shlex.split(s.common_flags), *shlex.split(s.trainer_flags)]
-        return self._user_data(TRAINER, "run_trainer.py", flags, PUBLIC_IP="")
+        flags = ["--initial_peers", self.address(), "--username", f"{s.name}-aws", "--disable_tqdm"]
+        return self._user_data(TRAINER, "run_trainer.py", [*flags, *shlex.split(s.trainer_flags)], PUBLIC_IP="")
 
-    def _spot_prices(self) -> list[SpotOffer]:
-        now = datetime.now(UTC)
-        pages = self.ec2.get_paginator("describe_spot_price_history").paginate(
-            InstanceTypes=list(self.settings.trainer_types),
-            ProductDescriptions=["Linux/UNIX"],
-            StartTime=now,
-            EndTime=now,
-        )
-        return [
-            SpotOffer(float(entry["SpotPrice"]), entry["InstanceType"], entry["AvailabilityZone"])
-            for page in pages
-            for entry in page["SpotPriceHistory"]
-        ]
+    @property
+    def _trainers(self) -> str:
+        return f"{self.settings.name}-trainers"
+
+    def _delete_template(self) -> None:
+        for template in self.ec2.describe_launch_templates(Filters=self._ours())["LaunchTemplates"]:
+            self.ec2.delete_launch_template(LaunchTemplateId=template["LaunchTemplateId"])
+
+    def _find_group(self) -> dict | None:
+        reply = self.scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self._trainers])
+        return next(iter(reply["AutoScalingGroups"]), None)
 
     # --- cleanup -----------------------------------------------------------------------------------------------------
 
@@ -378,22 +387,18 @@ class Deployment:
         :param keep_address: keep the elastic IP, which costs money, and the identity, so that a new coordinator has
             the same address
         """
-        requests = self.ec2.describe_spot_instance_requests(
-            Filters=[*self._ours(), {"Name": "state", "Values": ["open", "active"]}]
-        )["SpotInstanceRequests"]
-        if requests:
-            ids = [request["SpotInstanceRequestId"] for request in requests]
-            self.ec2.cancel_spot_instance_requests(SpotInstanceRequestIds=ids)
-            print(f"Cancelled {len(ids)} spot requests")
+        if self._find_group() is not None:
+            self.scaling.delete_auto_scaling_group(AutoScalingGroupName=self._trainers, ForceDelete=True)
+        self._delete_template()
         instances = [instance.id for instance in self.instances()]
         if instances:
             self.ec2.terminate_instances(InstanceIds=instances)
             print(f"Terminating {len(instances)} instances: this takes some minutes")
             self._wait("instance_terminated", instances, seconds=900)
-        groups = self.ec2.describe_security_groups(Filters=self._ours())["SecurityGroups"]
-        for group in groups:
-            self._delete_security_group(group["GroupId"])
-        self._delete_instance_profile()
+        if (group := self._find_security_group()) is not None:
+            self._delete_security_group(group)
+        for role in (COORDINATOR, TRAINER):
+            self._delete_instance_profile(role)
         if not keep_address:
             for address in self.ec2.describe_addresses(Filters=self._ours())["Addresses"]:
                 self.ec2.release_address(AllocationId=address["AllocationId"])
@@ -418,36 +423,17 @@ class Deployment:
             InstanceIds=instances, WaiterConfig={"Delay": 5, "MaxAttempts": max(1, seconds // 5)}
         )
 
-    def _launch(self, role: str, image: str, user_data: str, number: int = 1, **options) -> list[str]:
-        """Start up to `number` instances, and wait until AWS lists them: otherwise the next query may miss them.
-
-        :returns: instance IDs
-        """
+    def _machine(self, role: str, image: str, user_data: str) -> dict:
+        """Return what the coordinator's instance and the template of the trainers have in common."""
         image_id = self._find_image(image)
-        kinds = ["instance", "volume"] + ["spot-instances-request"] * ("InstanceMarketOptions" in options)
-        request = {
+        return {
             "ImageId": image_id,
-            "MinCount": 1,
-            "MaxCount": number,
             "UserData": user_data,
             "SecurityGroupIds": [self._find_security_group() or self._make_security_group()],
             "BlockDeviceMappings": [self._root_disk(image_id)],
             "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
-            "TagSpecifications": [{"ResourceType": kind, "Tags": self._tags(role)} for kind in kinds],
-            **options,
+            "TagSpecifications": [{"ResourceType": kind, "Tags": self._tags(role)} for kind in ("instance", "volume")],
         }
-        for attempt in range(12):
-            try:
-                reply = self.ec2.run_instances(**request)
-                break
-            except ClientError as error:  # a new instance profile takes some seconds to propagate
-                is_new = "IamInstanceProfile" in options and "iamInstanceProfile" in error.response["Error"]["Message"]
-                if not is_new or attempt == 11:
-                    raise
-                time.sleep(5)
-        ids = [instance["InstanceId"] for instance in reply["Instances"]]
-        self._wait("instance_exists", ids)
-        return ids
 
     def _find_image(self, image: str) -> str:
         return self.ssm.get_parameter(Name=image)["Parameter"]["Value"] if image.startswith("/") else image
@@ -470,6 +456,7 @@ class Deployment:
             "REPO_URL": s.repo_url,
             "REVISION": s.revision,
             "PORT": str(s.port),
+            "REGION": s.region,
             "SCRIPT": script,
             **more,
         }
@@ -552,39 +539,35 @@ class Deployment:
                     Tags=self._tags("identity"),
                 )
 
-    # the role that may read the identity
+    # roles: the coordinator reads the identity, and a trainer gives its machine back. They are global, not per region
 
-    @property
-    def _profile(self) -> str:
-        return f"{self.settings.name}-{self.settings.region}-coordinator"
+    def _profile(self, role: str) -> str:
+        return f"{self.settings.name}-{self.settings.region}-{role}"
 
-    def _make_instance_profile(self) -> str:
-        """Create a role that may read the identity's parameter and nothing else. Roles are global, not per region."""
-        name = self._profile
-        parameter = self.ssm.get_parameter(Name=self._identity_parameter)["Parameter"]["ARN"]
+    def _make_instance_profile(self, role: str, action: str, resource: str) -> str:
+        """Create a role that may do this one thing, and return its name."""
+        name, tags = self._profile(role), self._tags(role)
         trust = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
-        allow = {"Effect": "Allow", "Action": "ssm:GetParameter", "Resource": parameter}
-        tags = self._tags(COORDINATOR)
+        allow = {"Effect": "Allow", "Action": action, "Resource": resource}
         with ignoring("EntityAlreadyExists"):
             self.iam.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(trust), Tags=tags)
-        self.iam.put_role_policy(RoleName=name, PolicyName="identity", PolicyDocument=_policy(allow))
+        self.iam.put_role_policy(RoleName=name, PolicyName=role, PolicyDocument=_policy(allow))
         with ignoring("EntityAlreadyExists"):
             self.iam.create_instance_profile(InstanceProfileName=name, Tags=tags)
         with ignoring("LimitExceeded"):  # the profile already has its role
             self.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
         return name
 
-    def _delete_instance_profile(self) -> None:
-        name = self._profile
-        with ignoring("NoSuchEntity"):
-            self.iam.remove_role_from_instance_profile(InstanceProfileName=name, RoleName=name)
-        with ignoring("NoSuchEntity"):
-            self.iam.delete_instance_profile(InstanceProfileName=name)
-        with ignoring("NoSuchEntity"):
-            self.iam.delete_role_policy(RoleName=name, PolicyName="identity")
-        with ignoring("NoSuchEntity"):
-            self.iam.delete_role(RoleName=name)
-            print("Deleted the coordinator's role")
+    def _delete_instance_profile(self, role: str) -> None:
+        name = self._profile(role)
+        for delete, arguments in (
+            (self.iam.remove_role_from_instance_profile, {"InstanceProfileName": name, "RoleName": name}),
+            (self.iam.delete_instance_profile, {"InstanceProfileName": name}),
+            (self.iam.delete_role_policy, {"RoleName": name, "PolicyName": role}),
+            (self.iam.delete_role, {"RoleName": name}),
+        ):
+            with ignoring("NoSuchEntity"):
+                delete(**arguments)
 
 
 def _policy(statement: dict) -> str:

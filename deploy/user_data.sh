@@ -10,7 +10,8 @@
 #   REPO_URL, REVISION  the project, and its branch or tag
 #   SCRIPT, FLAGS       what the service runs
 #   PORT, PUBLIC_IP     where others reach this peer; an empty address is looked up
-#   DATASET_URL, DATASET_SHA256, IDENTITY_PARAMETER, REGION  for a coordinator
+#   REGION              AWS's region
+#   DATASET_URL, DATASET_SHA256, IDENTITY_PARAMETER  for a coordinator
 # shellcheck disable=SC2154
 set -euo pipefail
 trap give_up EXIT
@@ -19,8 +20,13 @@ give_up() {
     [[ $? == 0 ]] && return
     echo "This machine could not be set up: see the lines above"
     if [[ $ROLE == trainer ]]; then
-        systemctl poweroff # which terminates it: one that does nothing should not cost anything
+        give_back # do not pay for an idle instance
     fi
+}
+
+give_back() { # terminate this trainer's instance, without a replacement
+    retry aws autoscaling terminate-instance-in-auto-scaling-group --region "$REGION" \
+        --instance-id "$(retry metadata instance-id)" --should-decrement-desired-capacity
 }
 
 metadata() { # PATH: one of the machine's metadata. IMDSv2 wants a token first
@@ -29,7 +35,7 @@ metadata() { # PATH: one of the machine's metadata. IMDSv2 wants a token first
     curl -fsS -m 5 -H "X-aws-ec2-metadata-token: $token" "$METADATA/meta-data/$1"
 }
 
-retry() { # COMMAND…: the network may not be there yet, and hosts have bad moments
+retry() { # COMMAND…: the network may not be up yet, and some errors are transient
     local attempt
     for attempt in 1 2 4 8 16; do
         "$@" && return
@@ -90,22 +96,22 @@ exec ${FOLDER@Q}/venv/bin/python -u ${command[@]@Q}
 EOF
     chmod 755 "$FOLDER/start.sh"
 
-    # Only the main process gets SIGTERM (mixed): it sees to the others. A script that has done its part ends with 0,
-    # with 2 if its flags are wrong: it is not started again then, and a trainer's machine is given back.
+    # Only the main process gets SIGTERM (mixed): it ends the others. Exit code 0 means that the run is complete, 1 and
+    # 2 are errors that another start does not cure: the machine of a trainer is then given back.
     cat >"$UNITS/collaboration.service" <<EOF
 [Unit]
 Description=Collaborative training: $ROLE
 Wants=network-online.target
 After=network-online.target
 StartLimitIntervalSec=0
-$([[ $ROLE == coordinator ]] || printf "SuccessAction=poweroff\nFailureAction=poweroff")
+$([[ $ROLE == coordinator ]] || printf "OnSuccess=give-back.service\nOnFailure=give-back.service")
 
 [Service]
 User=collaboration
 ExecStart=$FOLDER/start.sh
 Restart=on-failure
 RestartSec=10
-RestartPreventExitStatus=2
+RestartPreventExitStatus=1 2
 KillMode=mixed
 TimeoutStopSec=30
 LimitNOFILE=65536
@@ -117,33 +123,26 @@ WantedBy=multi-user.target
 EOF
 }
 
-write_spot_watch() { # AWS takes a spot instance back with two minutes' notice
-    cat >"$FOLDER/spot_watch.sh" <<EOF
+# AWS interrupts a spot instance by shutting it down: systemd then stops the trainer, which leaves the run, and starts
+# no other service.
+write_give_back() {
+    cat >"$FOLDER/give_back.sh" <<EOF
 #!/bin/bash
-METADATA=$METADATA
-$(declare -f metadata)
-until metadata spot/instance-action 2>/dev/null; do
-    sleep 5
-done
-echo "AWS takes this machine back: stopping the trainer"
-systemctl stop collaboration
+METADATA=$METADATA REGION=$REGION
+$(declare -f metadata retry give_back)
+give_back
 EOF
-    chmod 755 "$FOLDER/spot_watch.sh"
-    cat >"$UNITS/spot-watch.service" <<EOF
+    chmod 755 "$FOLDER/give_back.sh"
+    cat >"$UNITS/give-back.service" <<EOF
 [Unit]
-Description=Stop the trainer before the machine is taken back
+Description=Terminate the machine of a trainer that has ended
 
 [Service]
-ExecStart=$FOLDER/spot_watch.sh
-Restart=on-failure
+ExecStart=$FOLDER/give_back.sh
 StandardOutput=journal+console
-
-[Install]
-WantedBy=multi-user.target
 EOF
 }
 
-services=(collaboration.service)
 if [[ $ROLE == coordinator ]]; then
     wait_for_address
     install_project requirements-organiser.txt # its flags may ask for a dashboard
@@ -155,9 +154,8 @@ else
     install_project requirements.txt
     batch_size=$(cd "$FOLDER/project" && as_user "$FOLDER/venv/bin/python" -m deploy.join)
     write_service --per_device_train_batch_size "$batch_size"
-    write_spot_watch
-    services+=(spot-watch.service)
+    write_give_back
 fi
 systemctl daemon-reload
-systemctl enable --now "${services[@]}"
+systemctl enable --now collaboration.service
 echo "This machine is set up as a $ROLE"

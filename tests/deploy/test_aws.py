@@ -7,7 +7,7 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 
 from deploy import aws
-from deploy.aws import Deployment, Instance, SpotOffer
+from deploy.aws import Deployment, Instance
 from lib.common.errors import UserError
 from tests.support.aws import make_settings, read_user_data
 
@@ -111,15 +111,18 @@ class TestCoordinator:
         name = "/collaborative-training/test/identity"
         parameter = started.ssm.get_parameter(Name=name)["Parameter"]
         assert parameter["Type"] == "SecureString"
-        policy = started.iam.get_role_policy(RoleName="test-us-east-1-coordinator", PolicyName="identity")
+        policy = started.iam.get_role_policy(RoleName="test-us-east-1-coordinator", PolicyName="coordinator")
         (statement,) = policy["PolicyDocument"]["Statement"]
         assert (statement["Action"], statement["Resource"]) == ("ssm:GetParameter", parameter["ARN"])
         assert "test-us-east-1-coordinator" in describe(started, started.instances()[0])["IamInstanceProfile"]["Arn"]
-        started.top_up(1)
-        assert "IamInstanceProfile" not in describe(started, started.instances("trainer")[0])
+        started.set_trainers(1)
+        policy = started.iam.get_role_policy(RoleName="test-us-east-1-trainer", PolicyName="trainer")
+        (statement,) = policy["PolicyDocument"]["Statement"]
+        assert statement["Action"] == "autoscaling:TerminateInstanceInAutoScalingGroup"
+        assert statement["Resource"].endswith("autoScalingGroupName/test-trainers")
 
     def test_no_secret_in_user_data(self, started):
-        started.top_up(1)
+        started.set_trainers(1)
         key = started.ssm.get_parameter(Name="/collaborative-training/test/identity", WithDecryption=True)
         secret = key["Parameter"]["Value"]
         for instance in started.instances():
@@ -169,61 +172,74 @@ class TestCoordinator:
 
 
 class TestTrainers:
-    def test_missing_trainers_are_started(self, started):
-        assert [started.top_up(number) for number in (2, 2, 3, 1)] == [2, 0, 1, 0]
+    def test_number_is_kept_until_a_trainer_gives_its_machine_back(self, started):
+        started.set_trainers(2)
+        first, second = started.instances("trainer")
+        started.ec2.terminate_instances(InstanceIds=[first.id])  # as an interruption
         trainers = started.instances("trainer")
-        assert len(trainers) == 3
-        assert describe(started, trainers[0])["InstanceLifecycle"] == "spot"
-        started.ec2.terminate_instances(InstanceIds=[trainers[0].id])
-        assert started.top_up(3) == 1
+        assert len(trainers) == 2 and first.id not in {trainer.id for trainer in trainers}
+        started.scaling.terminate_instance_in_auto_scaling_group(
+            InstanceId=second.id, ShouldDecrementDesiredCapacity=True
+        )
+        assert len(started.instances("trainer")) == 1 and second.id not in started.status()
+        for number in (3, 3, 1):
+            started.set_trainers(number)
+            assert len(started.instances("trainer")) == number
 
     def test_the_coordinator_comes_first(self, deployment):
         with pytest.raises(UserError, match="'test' has no coordinator yet"):
-            deployment.top_up(1)
+            deployment.set_trainers(1)
         assert deployment.instances() == []
 
-    def test_next_offer_where_there_is_no_capacity(self, started, monkeypatch):
-        offers = [SpotOffer(0.3, "g5.xlarge", "us-east-1a"), SpotOffer(0.2, "g4dn.xlarge", "us-east-1b")]
-        offers.append(SpotOffer(0.9, "g6.xlarge", "us-east-1c"))
-        monkeypatch.setattr(started, "_spot_prices", lambda: offers)
-        real, asked = started.ec2.run_instances, []
-
-        def run_instances(**request):
-            asked.append((request["InstanceType"], request["Placement"]["AvailabilityZone"], request["MaxCount"]))
-            if request["InstanceType"] == "g4dn.xlarge":
-                raise refusal("InsufficientInstanceCapacity")
-            return real(**request)
-
-        monkeypatch.setattr(started.ec2, "run_instances", run_instances)
-        with pytest.raises(UserError, match=r"no more spot instances for at most \$0.6"):
-            started.top_up(2)
-        assert asked == [("g4dn.xlarge", "us-east-1b", 2), ("g5.xlarge", "us-east-1a", 2)], "the cheapest first"
-        assert [x.type for x in started.instances("trainer")] == ["g5.xlarge"]
-
-    def test_request(self, started, monkeypatch):
-        requests = []
-        real = started.ec2.run_instances
-        monkeypatch.setattr(
-            started.ec2, "run_instances", lambda **request: requests.append(request) or real(**request)
-        )
-        started.top_up(1)
-        (request,) = requests
-        assert request["InstanceMarketOptions"]["SpotOptions"]["MaxPrice"] == "0.6"
-        assert request["InstanceInitiatedShutdownBehavior"] == "terminate"
-        kinds = {tag["ResourceType"] for tag in request["TagSpecifications"]}
-        assert kinds == {"instance", "volume", "spot-instances-request"}
+    def test_group(self, started):
+        """Other settings in a later call replace those of the group."""
+        Deployment(make_settings(max_spot_price=0.1, trainer_types=("g5.xlarge",))).set_trainers(1)
+        started.set_trainers(1)
+        policy = started._find_group()["MixedInstancesPolicy"]
+        distribution = policy["InstancesDistribution"]
+        assert (distribution["SpotMaxPrice"], distribution["OnDemandPercentageAboveBaseCapacity"]) == ("0.6", 0)
+        types = [override["InstanceType"] for override in policy["LaunchTemplate"]["Overrides"]]
+        assert types == list(make_settings().trainer_types)
+        (version, *_) = started.ec2.describe_launch_template_versions(
+            LaunchTemplateName="test-trainers", Versions=["$Latest"]
+        )["LaunchTemplateVersions"]
+        machine = version["LaunchTemplateData"]
+        assert machine["MetadataOptions"]["HttpTokens"] == "required"
+        assert machine["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == 40
+        assert {tag["ResourceType"] for tag in machine["TagSpecifications"]} >= {"instance", "volume"}
 
     def test_status_and_costs(self, started, monkeypatch):
-        started.top_up(1)
+        started.set_trainers(1)
         (trainer,) = started.instances("trainer")
-        monkeypatch.setattr(started, "_spot_prices", lambda: [SpotOffer(0.2, trainer.type, trainer.zone)])
+        price = {"InstanceType": trainer.type, "AvailabilityZone": trainer.zone, "SpotPrice": "0.2"}
+        monkeypatch.setattr(
+            started.ec2, "get_paginator",
+            lambda name, real=started.ec2.get_paginator: PricePages(price) if "spot" in name else real(name),
+        )  # fmt: skip
         status, costs = started.status(), started.costs()
         assert len(status.splitlines()) == 5
         assert trainer.id in status and status.endswith(f"--initial_peers {started.address()}")
-        # 0.0416 + 0.2, two addresses at 0.005, two disks of 40 GiB
-        assert "Together $0.26 an hour, $6.25 a day, without traffic" in costs
+        # 0.0416 + 0.2, two addresses at 0.005, a disk of 40 GiB: moto's groups ignore the disk of the template
+        assert "Together $0.26 an hour, $6.14 a day, without traffic" in costs
         assert re.search(r"trainer .* \$0\.205 an hour", costs)
         assert "Linux version" in started.console(trainer.id, lines=1000)
+
+    def test_status_says_why_trainers_are_missing(self, started, monkeypatch):
+        started.set_trainers(2)
+        monkeypatch.setattr(started, "_find_group", lambda: {"DesiredCapacity": 3})
+        failed = {"StatusCode": "Failed", "StatusMessage": "Max spot instance count exceeded"}
+        monkeypatch.setattr(started.scaling, "describe_scaling_activities", lambda **_: {"Activities": [failed] * 2})
+        assert "2 of 3 trainers\nMax spot instance count exceeded\n\n" in started.status()
+
+
+class PricePages:
+    """Paginator of spot prices."""
+
+    def __init__(self, price: dict):
+        self.price = price
+
+    def paginate(self, **_) -> list[dict]:
+        return [{"SpotPriceHistory": [self.price]}]
 
 
 # --- cleanup ---------------------------------------------------------------------------------------------------------
@@ -232,10 +248,10 @@ class TestTrainers:
 class TestCleanUp:
     def left(self, deployment: Deployment) -> dict[str, int]:
         ec2, ssm, iam, ours = deployment.ec2, deployment.ssm, deployment.iam, deployment._ours()
-        requests = ec2.describe_spot_instance_requests()["SpotInstanceRequests"]
         return {
             "instances": len(deployment.instances()),
-            "spot requests": len([x for x in requests if x["State"] in ("open", "active")]),
+            "groups": len(deployment.scaling.describe_auto_scaling_groups()["AutoScalingGroups"]),
+            "templates": len(ec2.describe_launch_templates()["LaunchTemplates"]),
             "security groups": len(ec2.describe_security_groups(Filters=ours)["SecurityGroups"]),
             "addresses": len(ec2.describe_addresses()["Addresses"]),
             "volumes": len(ec2.describe_volumes(Filters=ours)["Volumes"]),
@@ -247,11 +263,7 @@ class TestCleanUp:
         }
 
     def test_clean_up_removes_all_resources(self, started):
-        started.top_up(1)
-        tags = [{"ResourceType": "spot-instances-request", "Tags": [{"Key": aws.TAG, "Value": "test"}]}]
-        started.ec2.request_spot_instances(
-            LaunchSpecification={"ImageId": "ami-12c6146b", "InstanceType": "g5.xlarge"}, TagSpecifications=tags
-        )
+        started.set_trainers(1)
         assert all(self.left(started).values())
         started.clean_up()
         assert not any(self.left(started).values()), self.left(started)

@@ -22,15 +22,15 @@ from deploy import aws
 from deploy.aws import Deployment
 from lib.common.cli import parse_arguments, parse_command_line
 from lib.common.errors import UserError
-from lib.data.archive import write_archive
+from lib.data.archive import file_sha256
 from tests.deploy.test_notebooks import ADDRESS, make_repository, write_program
-from tests.support.aws import DATA, make_settings, read_user_data
-from tests.support.peers import ROOT, wait_until
+from tests.support.aws import make_settings, read_user_data
+from tests.support.peers import ROOT
 
 
 @pytest.fixture
 def user_data(started) -> dict[str, str]:
-    started.top_up(1)
+    started.set_trainers(1)
     return {instance.role: read_user_data(started, instance) for instance in started.instances()}
 
 
@@ -148,37 +148,34 @@ class TestFirstBoot:
         settings = make_settings(repo_url=f"file://{repository}", trainer_flags="--bandwidth 500 --username 'a b%c$d'")
         result = machine.boot(Deployment(settings).trainer_user_data())
         assert result.returncode == 0, result.stdout + result.stderr
-        training, dataset, peer, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", machine.service_arguments())
-        assert peer.initial_peers == [started.address()] and peer.run_id == "r" and not peer.client_mode
+        training, _, peer, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", machine.service_arguments())
+        assert peer.initial_peers == [started.address()] and not peer.client_mode
         assert (peer.host_maddrs, peer.announce_maddrs) == (
             ["/ip4/0.0.0.0/tcp/31337"],
             ["/ip4/203.0.113.7/tcp/31337"],
         )
         assert training.per_device_train_batch_size == 8, "by the GPU's memory"
-        assert dataset.dataset_url == DATA
         assert (peer.bandwidth, peer.username) == (500, "a b%c$d")
         log = machine.log.read_text()
         assert f"-r {machine.folder}/project/requirements.txt" in log
-        assert "systemctl enable --now collaboration.service spot-watch.service" in log
+        assert "systemctl enable --now collaboration.service" in log
 
-    def test_coordinator(self, started, repository, machine, metadata, data, tmp_path):
+    def test_coordinator(self, started, repository, machine, metadata, dataset_url, tmp_path):
         ip = started.instances()[0].ip
         metadata.values["public-ipv4"] = ["198.51.100.1", "198.51.100.1", ip]  # the elastic IP is associated later
         key = started.ssm.get_parameter(Name="/collaborative-training/test/identity", WithDecryption=True)
         machine.install("aws", f"echo {key['Parameter']['Value']}")
-        folders = {"data/albert_tokenized_wikitext": data / "dataset", "data/tokenizer": data / "tokenizer"}
-        digest = write_archive(tmp_path / "data.tar.gz", folders)
+        digest = file_sha256(tmp_path / "www" / "data.tar.gz")
         settings = make_settings(
-            repo_url=f"file://{repository}",
-            dataset_url=f"file://{tmp_path}/data.tar.gz",
-            dataset_sha256=digest.upper(),
+            repo_url=f"file://{repository}", dataset_url=dataset_url, dataset_sha256=digest.upper()
         )
         user_data = Deployment(settings).coordinator_user_data(ip)
         result = machine.boot(user_data)
         assert result.returncode == 0, result.stdout + result.stderr
 
-        _, _, peer, *_ = parse_arguments(run_training_monitor.ARGUMENTS, "-", machine.service_arguments())
+        _, run, peer, *_ = parse_arguments(run_training_monitor.ARGUMENTS, "-", machine.service_arguments())
         assert (peer.announce_maddrs, peer.run_id) == ([f"/ip4/{ip}/tcp/31337"], "r")
+        assert run.dataset_url == dataset_url, "the trainers take it from the coordinator"
         identity = machine.folder / "identity.key"
         assert peer.identity_path == str(identity)
         assert base64.b64encode(identity.read_bytes()).decode() == key["Parameter"]["Value"]
@@ -191,7 +188,7 @@ class TestFirstBoot:
 
         result = machine.boot(user_data.replace(digest, "0" * 64))
         assert result.returncode != 0 and "could not be set up" in result.stdout
-        assert "poweroff" not in machine.log.read_text(), "a coordinator waits for its organiser"
+        assert "aws autoscaling" not in machine.log.read_text(), "a coordinator waits for its organiser"
 
     def test_units_are_valid(self, started, repository, machine):
         assert (
@@ -199,35 +196,29 @@ class TestFirstBoot:
             == 0
         )
         units = sorted(machine.units.iterdir())
-        assert [unit.name for unit in units] == ["collaboration.service", "spot-watch.service"]
+        assert [unit.name for unit in units] == ["collaboration.service", "give-back.service"]
         text = units[0].read_text()
-        for line in ("Restart=on-failure", "KillMode=mixed", "SuccessAction=poweroff", "User=collaboration"):
+        for line in ("Restart=on-failure", "KillMode=mixed", "OnSuccess=give-back.service", "User=collaboration"):
             assert f"\n{line}\n" in text
         if shutil.which("systemd-analyze"):
             result = machine.run("systemd-analyze", "verify", *units)
             assert result.returncode == 0, result.stderr
 
-    def test_failed_setup_terminates_the_instance(self, started, machine, tmp_path):
-        settings = make_settings(repo_url=f"file://{tmp_path}/nothing")
+    @pytest.mark.parametrize("set_up", [True, False])
+    def test_a_trainer_gives_its_machine_back(self, started, repository, machine, metadata, tmp_path, set_up):
+        metadata.values["instance-id"] = ["i-0123"]
+        machine.install("aws", "")
+        settings = make_settings(repo_url=f"file://{repository if set_up else tmp_path / 'nothing'}")
         result = machine.boot(Deployment(settings).trainer_user_data())
-        assert result.returncode != 0
-        assert "This machine could not be set up" in result.stdout
-        assert "systemctl poweroff" in machine.log.read_text()
-
-    def test_trainer_stops_before_a_spot_interruption(self, started, repository, machine, metadata):
+        assert (result.returncode == 0) == set_up
+        assert ("This machine could not be set up" in result.stdout) == (not set_up)
+        if set_up:
+            assert "aws autoscaling" not in machine.log.read_text()
+            assert machine.run(machine.folder / "give_back.sh").returncode == 0
         assert (
-            machine.boot(Deployment(make_settings(repo_url=f"file://{repository}")).trainer_user_data()).returncode
-            == 0
+            "aws autoscaling terminate-instance-in-auto-scaling-group --region us-east-1 --instance-id i-0123 "
+            "--should-decrement-desired-capacity\n" in machine.log.read_text()
         )
-        path, results = "/latest/meta-data/spot/instance-action", []
-        watch = threading.Thread(target=lambda: results.append(machine.run(machine.folder / "spot_watch.sh")))
-        watch.start()
-        wait_until(lambda: metadata.paths.count(path) >= 2, 120, "two questions")
-        assert "systemctl stop" not in machine.log.read_text()
-        metadata.values["spot/instance-action"] = ['{"action": "terminate", "time": "2030-01-01T00:00:00Z"}']
-        watch.join(20)
-        assert results and results[0].returncode == 0
-        assert machine.log.read_text().splitlines()[-1] == "systemctl stop collaboration"
 
 
 # --- a machine of a volunteer ----------------------------------------------------------------------------------------
