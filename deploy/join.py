@@ -1,18 +1,23 @@
-"""Functions of join_collaboration.ipynb: detect the GPU, choose the batch size, install packages, run the trainer.
+"""Functions of the notebooks for Colab and Kaggle: join a run, or host one behind ngrok.
 
 `python -m deploy.join` prints the batch size for this machine's GPU.
 """
 
+import contextlib
+import getpass
+import json
 import math
+import os
 import re
 import resource
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from lib.common.errors import UserError
 from lib.common.processes import leave_with_parent
@@ -60,8 +65,8 @@ def choose_batch_size(gpus: list[Gpu]) -> int:
 # --- installation ----------------------------------------------------------------------------------------------------
 
 
-def install(project: Path) -> None:
-    """Install the requirements of the trainer.
+def install(project: Path, tunnel: str = "none") -> None:
+    """Install the requirements of the trainer, and the SDK of the tunnel.
 
     An installed torch that works with this GPU is kept: the torch of Colab and Kaggle matches their driver, while the
     newest one may require a newer driver or GPU.
@@ -74,6 +79,8 @@ def install(project: Path) -> None:
         for line in (project / "requirements.txt").read_text().splitlines()
         if (package := line.split("#")[0].strip()) and not (keep_torch and package.startswith("torch=="))
     ]
+    if tunnel == "ngrok":
+        packages.append(re.search(r"ngrok==[\d.]+", (project / "lib" / "peer" / "tunnel.py").read_text())[0])
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
     if subprocess.run(pip, timeout=3600).returncode != 0:
         raise UserError("pip could not install the requirements; see its last lines above")
@@ -97,24 +104,71 @@ def torch_works() -> bool:
         return False
 
 
-# --- the trainer -----------------------------------------------------------------------------------------------------
+def find_ngrok_token() -> None:
+    """Put ngrok's authtoken into the environment: from Colab's secrets, or by asking. Notebooks are shared, and must
+    not contain it."""
+    if os.environ.get("NGROK_AUTHTOKEN"):
+        return
+    try:
+        from google.colab import userdata
+
+        token = userdata.get("NGROK_AUTHTOKEN")
+    except Exception:  # not in Colab, no such secret, or no access to it
+        token = getpass.getpass("ngrok's authtoken, from https://dashboard.ngrok.com/get-started/your-authtoken: ")
+    os.environ["NGROK_AUTHTOKEN"] = token.strip()
 
 
-def trainer_command(initial_peers: str, username: str, batch_size: int, more_flags: str = "") -> list[str]:
-    """Return the command line of a trainer in client mode. The settings of the run come from its other peers.
+# --- the peers -------------------------------------------------------------------------------------------------------
+
+
+def trainer_command(
+    initial_peers: str, username: str, batch_size: int, more_flags: str = "", tunnel: str = "none"
+) -> list[str]:
+    """Return the command line of a trainer. The settings of the run come from its other peers.
 
     White space around the values of the form is removed. `more_flags` come last and take precedence.
 
+    :param tunnel: "ngrok" if others are to join through this trainer; "none" for client mode
     :raises UserError: if the required field is empty
     """
     peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
     if not peers:
         raise UserError("INITIAL_PEERS is empty: paste the address that the organiser of the run gave you")
-    command = [sys.executable, "run_trainer.py", "--client_mode", "--disable_tqdm"]
-    command += ["--per_device_train_batch_size", str(batch_size)]
+    command = [sys.executable, "run_trainer.py", "--disable_tqdm", "--per_device_train_batch_size", str(batch_size)]
+    command += ["--client_mode"] if tunnel == "none" else ["--tunnel", tunnel]
     if username.strip():
         command += ["--username", username.strip()]
     return [*command, "--initial_peers", *peers, *shlex.split(more_flags)]
+
+
+@contextlib.contextmanager
+def open_monitor(project: Path, settings: str, log: Path = Path("monitor.log")) -> Iterator[str]:
+    """Run a monitor that publishes the settings of the run to this machine, while the context is open.
+
+    Yields its address. Others join through the trainer, which passes the settings on: one tunnel is enough. The
+    trainer keeps the checkpoints.
+
+    :param settings: flags of the monitor
+    :raises UserError: if the monitor does not start
+    """
+    peer_file = project / "monitor_outputs" / "peer.json"
+    peer_file.unlink(missing_ok=True)
+    command = [sys.executable, "run_training_monitor.py", "--no_store_checkpoints", "--host_maddrs",
+               "/ip4/127.0.0.1/tcp/0", *shlex.split(settings)]  # fmt: skip
+    with open(log, "wb") as file:
+        process = _start(command, project, file)
+    try:
+        while not peer_file.exists():
+            if process.poll() is not None:
+                raise UserError(f"the monitor: {log.read_text(errors='replace').strip().splitlines()[-1]}")
+            time.sleep(0.5)
+        yield " ".join(json.loads(peer_file.read_text())["initial_peers"])
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT)
+        process.kill()
+        process.wait()
 
 
 def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> None:
@@ -128,10 +182,7 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
     _allow_open_files(4096)
     interrupted = False
     with open(log, "wb") as file, open(log, errors="replace") as output:
-        # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
-        process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=leave_with_parent
-        )
+        process = _start(command, folder, file)
         try:
             try:
                 _show(process, output)
@@ -149,6 +200,13 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
     if code != 0 and not interrupted:
         raise UserError(f"the trainer ended with exit code {code}; see its last lines above")
     print("The trainer has ended. Run this cell again to rejoin")
+
+
+def _start(command: list[str], folder: Path, log: BinaryIO) -> subprocess.Popen:
+    # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
+    return subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=leave_with_parent
+    )
 
 
 def _allow_open_files(number: int) -> None:

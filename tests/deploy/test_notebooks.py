@@ -26,9 +26,11 @@ from lib.common.errors import UserError
 from lib.peer.addresses import get_free_port
 from tests.support.aws import DATA, IMAGE, make_settings
 from tests.support.peers import LOCAL, ROOT, Script, wait_until
+from tests.support.tunnels import FakeNgrok
 
 NOTEBOOKS = sorted((ROOT / "deploy").glob("*.ipynb"))
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"
+TOKEN = "2abcdefghijklmnopqrstuvwxyz_SECRET"  # of ngrok
 SECRETS = r"\bhf_\w{20}|\bAKIA[0-9A-Z]{12}|\bgh[a-z]_\w{20}|\bsk-\w{20}|PRIVATE KEY|aws_secret|\b[0-9a-f]{40}\b"
 
 
@@ -208,60 +210,6 @@ def write_torch(folder: Path, number: str) -> None:
     )
 
 
-def test_real_trainer_joins_another_and_stops_when_interrupted(scripts, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    public = scripts.trainer("public", "--target_batch_size", 512)
-    flags = {
-        "tokenizer_path": scripts.data / "tokenizer", "dataset_path": scripts.data / "dataset", "learning_rate": 0.03,
-        "model_name_or_path": scripts.data / "config.json", "output_dir": tmp_path / "client", "host_maddrs": LOCAL,
-        "target_batch_size": 512, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0,
-        "warmup_steps": 0, "target_group_size": 2, "averaging_timeout": 8,
-    }  # fmt: skip
-    more_flags = " ".join(f"--{name} {value}" for name, value in flags.items())
-    command = trainer_command(public.address, "volunteer", 16, more_flags)
-    children = []
-
-    ended = threading.Event()
-
-    def interrupt() -> None:
-        log = tmp_path / "trainer.log"
-
-        def is_time() -> bool:
-            return ended.is_set() or (log.exists() and "Your current contribution" in log.read_text())
-
-        try:
-            wait_until(is_time, 240, "a step")
-            family = psutil.Process().children(recursive=True)
-            children.extend(child for child in family if str(tmp_path / "client") in child.cmdline())
-        finally:
-            if not ended.is_set():
-                os.kill(os.getpid(), signal.SIGINT)
-
-    def raise_if_running(number: int, frame) -> None:
-        if not ended.is_set():  # otherwise the exception would end pytest
-            raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGINT, raise_if_running)
-    watcher = threading.Thread(target=interrupt)
-    watcher.start()
-    try:
-        join.run(command, ROOT)
-        ended.set()
-    except KeyboardInterrupt:
-        pytest.fail("interrupted when the trainer had ended by itself")
-    finally:
-        ended.set()
-        watcher.join()
-        signal.signal(signal.SIGINT, previous)
-    printed = capsys.readouterr().out
-    assert re.search(r"Joined the collaboration at step #\d+", printed)
-    assert "Stopping: the trainer saves a checkpoint" in printed and "The trainer has ended" in printed
-    assert list((tmp_path / "client").glob("checkpoint-*")), printed
-    assert children
-    wait_until(lambda: not any(child.is_running() for child in children), 15, "the end of its processes")
-
-
 def test_a_failure_of_the_trainer_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="the trainer ended with exit code 2"):
@@ -296,8 +244,8 @@ def repository(tmp_path, monkeypatch, nvidia_smi) -> Path:
 
 
 def make_repository(folder: Path, trainer: str) -> Path:
-    for name in ("lib/__init__.py", "lib/common/__init__.py", "lib/common/diagnosis.py", "lib/common/errors.py",
-                 "lib/common/processes.py", "lib/common/threads.py", "deploy/join.py"):  # fmt: skip
+    shutil.copytree(ROOT / "lib" / "common", folder / "lib" / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("lib/__init__.py", "lib/peer/tunnel.py", "deploy/join.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "run_trainer.py").write_text(trainer)
@@ -348,6 +296,105 @@ def test_join_notebook_says_what_is_missing(repository):
     assert "Traceback" not in str(raised.value)
 
 
+# A real trainer in a project of a notebook: paced, and with fake servers of ngrok.
+PACED_TRAINER = """
+import os, sys
+with open("notebook.pid", "w") as file:
+    file.write(str(os.getppid()))
+sys.path[:] = [{root!r}, *(folder for folder in sys.path if folder != {site!r})]
+from tests.support import ngrok_peer, paced
+os.environ["PACE"] = {pace!r}
+sys.argv[:1] = ["paced.py", "run_trainer.py"]
+paced.main()
+"""
+MONITOR = """
+import os, sys
+del os.environ["PYTHONPATH"]
+os.execv(sys.executable, [sys.executable, {script!r}, *sys.argv[1:]])
+"""
+
+
+class RunningNotebook(threading.Thread):
+    """A notebook that runs in the background, in a project with real scripts.
+
+    :param pace: seconds of a micro-batch
+    """
+
+    def __init__(self, project: Path, name: str, pace: str, site: Path, **values: object):
+        super().__init__(daemon=True)
+        self.project, self.printed = project, ""
+        self.notebook = fill_in(nbformat.read(ROOT / "deploy" / name, nbformat.NO_CONVERT), **values)
+        make_repository(project, PACED_TRAINER.format(root=str(ROOT), site=str(site), pace=pace))
+        (project / "run_training_monitor.py").write_text(MONITOR.format(script=str(ROOT / "run_training_monitor.py")))
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.printed = execute(self.notebook, self.project, timeout=300)
+        except CellExecutionError as error:
+            self.printed = str(error)
+
+    def wait_for(self, pattern: str, log: str = "trainer.log") -> str:
+        def find() -> re.Match | None:
+            assert self.is_alive(), self.printed
+            path = self.project / log
+            return re.search(pattern, path.read_text()) if path.exists() else None
+
+        return wait_until(find, 240, pattern)[0]
+
+    def processes(self) -> list[psutil.Process]:
+        kernel = psutil.Process(int((self.project / "notebook.pid").read_text()))
+        return kernel.children(recursive=True)
+
+    def interrupt(self) -> str:
+        """Interrupt the cell, as Jupyter does, and return the output of the notebook."""
+        os.killpg(os.getpgid(int((self.project / "notebook.pid").read_text())), signal.SIGINT)
+        self.join(60)
+        return self.printed
+
+
+@pytest.mark.peers
+@pytest.mark.early
+def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monkeypatch, nvidia_smi):
+    """The friend is in client mode, comes later and has half of the speed."""
+    nvidia_smi(("Tesla T4", 15360))
+    site = tmp_path / "site"
+    site.mkdir()
+    write_torch(site, "2.8.0+cu126")
+    for name, value in {"PYTHONPATH": site, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": "", "NGROK_AUTHTOKEN": TOKEN,
+                        "FAKE_NGROK_CERTIFICATE": tmp_path / "certificate.pem"}.items():  # fmt: skip
+        monkeypatch.setenv(name, str(value))
+    local = f"--host_maddrs {LOCAL} --no_use_relay --dataloader_num_workers 0 --gradient_accumulation_steps 1"
+    settings = "--model_name_or_path albert-tiny --target_batch_size 96 --learning_rate 0.01 --warmup_steps 0"
+    with FakeNgrok() as servers:
+        monkeypatch.setenv("FAKE_NGROK", str(servers.port))
+        (tmp_path / "certificate.pem").write_bytes(servers.certificate)
+        host = RunningNotebook(
+            tmp_path / "host", "host_collaboration.ipynb", "0.25", site, DATASET_URL=dataset_url, SETTINGS=settings,
+            MORE_FLAGS=local,
+        )  # fmt: skip
+        address = host.wait_for(r"--initial_peers /dns4/localhost/tcp/\d+/p2p/\w+")
+        host.wait_for("Your current contribution")
+        address = address.replace("/dns4/localhost", "/ip4/127.0.0.1")  # data in this machine is for its peers only
+        friend = RunningNotebook(
+            tmp_path / "friend", "join_collaboration.ipynb", "0.5", site, INITIAL_PEERS=address, USERNAME="friend",
+            MORE_FLAGS=local,
+        )  # fmt: skip
+        friend.wait_for(r"Joined the collaboration at step #\d+")
+        friend.wait_for("Averaged gradients with 2 peers")
+        host.wait_for(r"Step #\d+\tloss = .*\talive peers = 2", "monitor.log")
+        processes = [*host.processes(), *friend.processes()]
+        assert not any(TOKEN in word for process in processes for word in process.cmdline())
+        printed = {name: notebook.interrupt() for name, notebook in {"friend": friend, "host": host}.items()}
+    assert servers.tokens == [TOKEN] and servers.bytes_passed > 0
+    for name, text in printed.items():
+        assert "Stopping: the trainer saves a checkpoint" in text and "The trainer has ended" in text, text
+        assert list((tmp_path / name / "outputs").glob("checkpoint-*")), text
+    for file in (*tmp_path.glob("*/*.log"), *tmp_path.glob("*/*outputs/*.json*")):
+        assert TOKEN not in file.read_text(), file
+    wait_until(lambda: not any(process.is_running() for process in processes), 15, "the end of its processes")
+
+
 @pytest.mark.long
 def test_deploy_notebook(account, tmp_path, launcher):
     """moto assigns addresses in 127/8, so that the notebook's probe can join a monitor at the elastic IP."""
@@ -382,7 +429,7 @@ def test_deploy_notebook(account, tmp_path, launcher):
         address = re.search(r"^--initial_peers (\S+)$", printed, re.MULTILINE)[1]
         assert address == monitors[0].address
         assert printed.count("Joined the run 'r': 0 trainers reported") == 2
-        assert "2 of 2 trainers" in printed and "Together $" in printed
+        assert "AWS keeps 2 trainers running" in printed and "Together $" in printed
         assert printed.rstrip().endswith("Removed all resources of 'nb'")
         assert deployment.instances() == []
         assert monitors[0].stop(signal.SIGTERM) == 0
