@@ -67,7 +67,7 @@ def _format_time(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
-def _plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -107,7 +107,7 @@ def describe_progress(status: TrainerStatus, loss: float | None) -> str:
     s, wait = status, "unknown" if status.seconds_to_next is None else f"{status.seconds_to_next:.0f} s"
     parts = [
         f"Accumulated {s.all_samples:,} of {s.target_batch_size:,} samples for step #{s.next_step} from "
-        f"{_plural(s.num_trainers, 'peer')}, {s.own_samples:,} of them yours",
+        f"{plural(s.num_trainers, 'peer')}, {s.own_samples:,} of them yours",
         f"ETA {wait}",
         None if loss is None else f"local loss {loss:.3f}",
         None if s.applied_fraction is None else f"{s.applied_fraction:.1%} of your past samples applied",
@@ -118,7 +118,7 @@ def describe_progress(status: TrainerStatus, loss: float | None) -> str:
 
 def describe_gift(status: TrainerStatus) -> str:
     """Return one line of thanks for a trainer that leaves."""
-    given = f"{_plural(status.applied, 'sample')} to {_plural(status.joined, 'global step')}"
+    given = f"{plural(status.applied, 'sample')} to {plural(status.joined, 'global step')}"
     return f"Thank you! You contributed {given} in {(status.time - status.started_at) / 3600:.1f} hours"
 
 
@@ -136,7 +136,7 @@ def find_fault(status: TrainerStatus | None, folder: Path, now: float) -> str | 
         return f"No trainer has started in '{folder}' yet."
     subject = f"The trainer in '{folder}'"
     if status.ended_at is not None:
-        given = f"{_plural(status.applied, 'sample')} in {_plural(status.joined, 'global step')}"
+        given = f"{plural(status.applied, 'sample')} in {plural(status.joined, 'global step')}"
         return f"{subject} ended at {_format_time(status.ended_at)}, after {given}."
     if not _is_running(status):
         return f"{subject} was killed or lost at about {_format_time(status.time)}: its process {status.pid} is gone."
