@@ -345,7 +345,7 @@ def save_real_checkpoint(folder: Path, data: Path) -> Path:
 def test_monitor_uploads_a_checkpoint_that_loads(hub, monitor_scripts, data, tmp_path):
     save_real_checkpoint(tmp_path / "monitor", data)
     contributors = Contributors(tmp_path / "monitor", "up")
-    contributors.note_names({b"key": "<b>alice</b>"})
+    contributors.record_names({b"key": "<b>alice</b>"})
     contributors.add(StepReport(3, 5.0, 1, 64, 1.0, 1, 1, 0.0, (PeerStep(b"key", 3, 1.0, 64, 5.0, 1),)))
     contributors.save()
     flags = ("--run_id", "up", "--repo_id", "me/model", "--license", "mit", "--announce_maddrs", "/dns4/x.org/tcp/99")

@@ -43,7 +43,7 @@ HOSTILE_NAMES = [
 
 def contributed(folder: Path, names: list[str]) -> Contributors:
     contributors = Contributors(folder, "run")
-    contributors.note_names({b"%d" % number: name for number, name in enumerate(names)})
+    contributors.record_names({b"%d" % number: name for number, name in enumerate(names)})
     steps = tuple(PeerStep(b"%d" % number, 1, 1.0, 1000 - number, 1.0, 1) for number in range(len(names)))
     contributors.add(StepReport(1, 1.0, 1, 1, 1.0, 1, 1, 0.0, steps))
     return contributors
