@@ -9,12 +9,12 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import socket
 from collections.abc import Iterator
 from ipaddress import ip_address
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 from hivemind.utils import get_logger
@@ -29,25 +29,7 @@ logger = get_logger(__name__)
 
 NGROK_INSTALL = "pip install ngrok==1.4.0"  # the version that was tested
 NGROK_TIMEOUT = 30.0  # seconds for opening a tunnel; the SDK itself sets no limit
-_TOKEN_PAGE = "https://dashboard.ngrok.com/get-started/your-authtoken"
 _ANOTHER = "or run another tunnel and pass --announce_tunnel HOST:PORT"
-_WRONG_TOKEN = f"does not accept the authtoken in {{source}}: copy it again from {_TOKEN_PAGE}"
-# Error messages for ngrok's error codes. For other codes, ngrok's message is shown.
-_NGROK_ERRORS = {
-    "ERR_NGROK_102": "has suspended this account for a failed payment: see https://dashboard.ngrok.com/billing",
-    "ERR_NGROK_103": "has suspended this account: write to support@ngrok.com",
-    "ERR_NGROK_105": _WRONG_TOKEN,
-    "ERR_NGROK_106": _WRONG_TOKEN,
-    "ERR_NGROK_107": _WRONG_TOKEN,
-    "ERR_NGROK_108": "allows no further session for this account: end another one "
-    f"(https://dashboard.ngrok.com/agents), {_ANOTHER}",
-    "ERR_NGROK_120": "no longer supports this version of its SDK: pip install --upgrade ngrok",
-    "ERR_NGROK_121": "no longer supports this version of its SDK: pip install --upgrade ngrok",
-    "ERR_NGROK_123": "requires a verified e-mail address for this account: https://dashboard.ngrok.com/user/settings",
-    "ERR_NGROK_4018": _WRONG_TOKEN,
-    "ERR_NGROK_8013": "opens TCP tunnels only to accounts with a payment card, which it does not charge: add one at "
-    f"https://dashboard.ngrok.com/settings#id-verification, {_ANOTHER}",
-}
 
 
 @contextlib.contextmanager
@@ -68,10 +50,7 @@ def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
                 remedy = "ngrok reconnects after a short interruption; after a longer one restart this peer"
             else:
                 endpoint = args.announce_tunnel
-                remedy = (
-                    f"check that your tunnel is running and leads to {local} (some routers do not answer "
-                    f"requests from inside)"
-                )
+                remedy = f"check that it is running and leads to {local} (some routers do not answer from inside)"
             # hivemind announces these addresses only: include those that a peer without a tunnel would announce.
             args.announce_maddrs = [
                 *endpoint_to_maddrs("--announce_tunnel", endpoint),
@@ -122,10 +101,10 @@ def ngrok_tunnel(local: str) -> Iterator[str]:
 
     :raises UserError: if ngrok is not installed, has no token, refuses, or does not answer in NGROK_TIMEOUT
     """
-    token, source = find_ngrok_token()
+    token = find_ngrok_token()
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
-    process = fork.Process(target=_hold_ngrok_tunnel, args=(token, source, local, theirs), name="ngrok", daemon=True)
+    process = fork.Process(target=_hold_ngrok_tunnel, args=(token, local, theirs), name="ngrok", daemon=True)
     process.start()
     theirs.close()
     try:
@@ -154,64 +133,48 @@ def _receive_url(connection: Connection) -> str:
     return url
 
 
-def _hold_ngrok_tunnel(token: str, source: str, local: str, parent: Connection) -> None:
+def _hold_ngrok_tunnel(token: str, local: str, parent: Connection) -> None:
     """Open a tunnel, send (URL, error message) to the parent, and close the tunnel when the parent asks.
 
     Runs in a separate process.
     """
     try:
-        ngrok = _import_ngrok()
+        import ngrok
+
+        logging.getLogger("ngrok").setLevel(logging.WARNING)
         session, listener = asyncio.run(_connect(ngrok, token, local))
-    except UserError as error:
-        return parent.send(("", str(error)))
+    except (ImportError, AttributeError):  # not installed, or too old
+        return parent.send(("", f"--tunnel ngrok needs ngrok's SDK: {NGROK_INSTALL}"))
     except ValueError as error:  # the only type that the SDK raises: (what failed, ngrok's message[, code])
-        return parent.send(("", _explain_refusal(error, token, source)))
+        return parent.send(("", _explain(error, token)))
     parent.send((listener.url(), ""))
     with contextlib.suppress(EOFError):
         parent.recv()
     asyncio.run(_disconnect(session, listener))
 
 
-def _import_ngrok() -> ModuleType:
-    try:
-        import ngrok
-    except ImportError:
-        raise UserError(f"--tunnel ngrok needs ngrok's SDK: {NGROK_INSTALL}") from None
-    if not hasattr(ngrok, "SessionBuilder"):
-        raise UserError(f"--tunnel ngrok needs a newer version of ngrok's SDK than the installed one: {NGROK_INSTALL}")
-    logging.getLogger("ngrok").setLevel(logging.WARNING)
-    return ngrok
+def find_ngrok_token() -> str:
+    """Return the account's token: NGROK_AUTHTOKEN, or that in a file of `ngrok config add-authtoken`.
 
-
-def find_ngrok_token() -> tuple[str, str]:
-    """Return the account's token and its source: NGROK_AUTHTOKEN, or a file of `ngrok config add-authtoken`.
-
-    :raises UserError: if there is no token, or the file cannot be read
+    :raises UserError: if there is no token
     """
-    import yaml
-
     if token := os.environ.get("NGROK_AUTHTOKEN", "").strip():
-        return token, "NGROK_AUTHTOKEN"
+        return token
     home = Path.home()
     config_home = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     for path in (config_home / "ngrok" / "ngrok.yml", home / ".ngrok2" / "ngrok.yml"):
-        try:
-            config = yaml.safe_load(path.read_text()) if path.is_file() else None
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            # Without the parser's message: it quotes the line, which may contain the token.
-            raise UserError(f"--tunnel ngrok: '{path}' cannot be read; fix it, or set NGROK_AUTHTOKEN") from None
-        agent = config.get("agent") if isinstance(config, dict) else None
-        for section in (agent, config):  # version 3 of the file, and earlier versions
-            token = section.get("authtoken") if isinstance(section, dict) else None
-            if isinstance(token, str) and token.strip():
-                return token.strip(), f"'{path}'"
+        # Not parsed as YAML, whose error messages quote the line with the token.
+        text = path.read_text(errors="replace") if path.is_file() else ""
+        if match := re.search(r"^\s*authtoken:\s*[\"']?(\w+)[\"']?\s*$", text, re.MULTILINE):
+            return match[1]
     raise UserError(
-        f"--tunnel ngrok needs the authtoken of an ngrok account: copy it from {_TOKEN_PAGE} and `export "
-        "NGROK_AUTHTOKEN=...`, or save it with `ngrok config add-authtoken`"
+        "--tunnel ngrok needs the authtoken of an ngrok account: copy it from "
+        "https://dashboard.ngrok.com/get-started/your-authtoken and `export NGROK_AUTHTOKEN=...`, or save it with "
+        "`ngrok config add-authtoken`"
     )
 
 
-async def _connect(ngrok: ModuleType, token: str, local: str) -> tuple:
+async def _connect(ngrok, token: str, local: str) -> tuple:
     session = await ngrok.SessionBuilder().authtoken(token).connect()
     return session, await session.tcp_endpoint().listen_and_forward(f"tcp://{local}")
 
@@ -223,22 +186,20 @@ async def _disconnect(session, listener) -> None:
             await asyncio.wait_for(part.close(), 2.0)
 
 
+def _explain(error: ValueError, token: str) -> str:
+    """Return ngrok's message, which says what to do, and its code; without a code ngrok has not answered."""
+    _, text, code = (*map(str, error.args), "", "")[:3]
+    if not code:
+        return _unreachable(text or str(error))
+    text = " ".join(text.split()).replace(token, "...")  # ngrok quotes a token that it rejects
+    return f"--tunnel ngrok: {text} (see https://ngrok.com/docs/errors/{code.lower()}), {_ANOTHER}"
+
+
 def _unreachable(reason: str) -> str:
     return (
         f"--tunnel ngrok: ngrok is not reachable ({reason}). Check that this machine may connect to "
         f"connect.ngrok-agent.com:443, {_ANOTHER}"
     )
-
-
-def _explain_refusal(error: ValueError, token: str, source: str) -> str:
-    text = str(error.args[1] if len(error.args) > 1 else error)
-    code = error.args[2] if len(error.args) > 2 else ""
-    if not code:
-        return _unreachable(text)
-    if code in _NGROK_ERRORS:
-        return f"--tunnel ngrok: ngrok {_NGROK_ERRORS[code].format(source=source)} ({code})"
-    text = " ".join(text.split()).replace(token, "...")  # ngrok quotes a token that it rejects
-    return f"--tunnel ngrok: ngrok refused: {text} ({code}, see https://ngrok.com/docs/errors/{code.lower()})"
 
 
 # Supervision
