@@ -4,14 +4,12 @@ import contextlib
 import math
 import multiprocessing
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from arguments import BaseTrainingArguments
 from lib.common.atomic_files import lock_folder, remove_leftovers
 from lib.common.errors import TEMPORARY, TemporaryError, UserError
 from lib.common.processes import StopSignal, Watchdog, exit_after
-from lib.peer.address_book import AddressBook, find_reachable
 from lib.peer.peer import Peer, start_peer
 from lib.peer.redial import BootstrapRedialer
 from lib.peer.tunnel import open_tunnel
@@ -31,16 +29,13 @@ def open_peer(
         remove_leftovers(output_dir)
         stop.defer()
         identity_path = Path(args.identity_path or output_dir / "identity.key")
-        find_known_peers = partial(find_reachable, output_dir)
-        peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone, find_known_peers)
-        threads = (BootstrapRedialer(peer.dht, args.initial_peers), AddressBook(peer.dht, output_dir))
-        for thread in threads:
-            thread.start()
+        peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone)
+        redialer = BootstrapRedialer(peer.dht, args.initial_peers)
+        redialer.start()
         try:
             yield peer
         finally:
-            for thread in threads:
-                thread.stop()
+            redialer.stop()
             peer.dht.shutdown()
 
 

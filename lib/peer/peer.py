@@ -1,7 +1,7 @@
 """Start of a DHT peer: identity, validators, and connection to the other peers."""
 
+import re
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from hivemind.dht import DHT
 from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from arguments import BaseTrainingArguments
 from lib.averaging.patches import apply_patches
@@ -61,13 +62,11 @@ def start_peer(
     client_mode: bool,
     should_stop: threading.Event,
     may_start_alone: bool = False,
-    find_known_peers: Callable[[], list[str]] = list,
 ) -> Peer:
     """Start a DHT peer and join the other peers, with retries for `args.bootstrap_timeout` seconds.
 
     :param should_stop: cancels the retries when set
     :param may_start_alone: start without the other peers if none of them answers in this time
-    :param find_known_peers: returns addresses of other peers to try if no initial peer answers
     :raises TemporaryError: if no initial peer can be reached
     :raises UserError: if an address cannot be listened on
     :raises SystemExit: if `should_stop` is set
@@ -131,9 +130,6 @@ def start_peer(
             if not has_warned:
                 logger.warning(f"{_why_outside(error, args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
-            if args.initial_peers and (known := find_known_peers()):
-                logger.info(f"Trying {len(known)} addresses of peers that this peer has met before")
-                initial_peers = [*args.initial_peers, *known]
             should_stop.wait(3)
 
 
@@ -163,11 +159,26 @@ def _end(dht: DHT) -> None:
         MPFuture.reset_backend()
 
 
+def explain_clock(text: str) -> str | None:
+    """Return an error message of one line for hivemind's complaint about a clock; None for another text."""
+    clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", text)
+    if clocks is None:
+        return None
+    difference = float(clocks[1]) - float(clocks[2])
+    return (
+        f"this machine's clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} the clock of "
+        f"the peer that was asked; at most {MAX_DHT_TIME_DISCREPANCY_SECONDS} s are allowed. Set it, for example with "
+        "`sudo timedatectl set-ntp true`; if it is right, tell the organiser"
+    )
+
+
 def _why_outside(error: Exception, args: BaseTrainingArguments) -> str:
     """Return an error message of one line for a failure that may pass."""
     text = " ".join(str(error).split())
     if "already taken" in text:
         return text
+    if (fault := explain_clock(text)) is not None:
+        return fault
     if not args.initial_peers:
         return f"no peer could be started within --bootstrap_timeout {args.bootstrap_timeout:.0f} seconds; raise it"
     return (

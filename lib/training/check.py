@@ -33,7 +33,7 @@ from lib.data.loading import load_training_data
 from lib.data.tokenizers import load_tokenizer
 from lib.peer.addresses import find_tcp_endpoint, peer_id_in
 from lib.peer.lifecycle import open_peer
-from lib.peer.peer import Peer
+from lib.peer.peer import Peer, explain_clock
 from lib.peer.run_config import RunConfigRelay, adopt_run_config
 from lib.peer.upload import UploadError, measure_upload
 from lib.training.hf_trainer import autocast_dtype, choose_devices
@@ -276,7 +276,7 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
     try:
         found = await node.protocol.call_ping(peer_id, validate=True)
     except Exception as error:
-        return str(error)
+        return explain_clock(str(error)) or str(error)
     return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
 
 

@@ -6,10 +6,10 @@ models.
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
@@ -19,11 +19,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from arguments import ModelArguments
 from lib.common.errors import UserError, first_line
+from lib.common.model_config import is_inline, read_fields
 from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
 
 disable_progress_bar()  # reading and writing weights takes only a second
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def derive_seed(*parts: object) -> int:
@@ -33,36 +32,19 @@ def derive_seed(*parts: object) -> int:
 
 
 def read_config(name: str, flag: str = "--model_name_or_path", cache_dir: str | None = None) -> PretrainedConfig:
-    """Read a model configuration.
-
-    :param name: path of a config.json or of a folder that has one, or a name in configs/ or on the Hugging Face Hub
-    :param flag: the flag that `name` comes from, for the error message
-    :raises UserError: if there is no configuration of this name, or the model family is not supported
-    """
-    path = CONFIGS / f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else Path(name)
+    """Read a model configuration; arguments and errors as for `read_fields`."""
+    fields = read_fields(name, flag, cache_dir)
     try:
-        if path.is_file():
-            fields = json.loads(path.read_text())
-            config = AutoConfig.for_model(**fields)
-        else:
-            config = AutoConfig.from_pretrained(name, cache_dir=cache_dir)
+        return AutoConfig.for_model(**fields)
     except Exception as error:
-        raise UserError(
-            f"{flag}: no model configuration at '{name}' ({first_line(error)}); pass a config.json, a "
-            f"folder that has one, or one of {', '.join(sorted(p.stem for p in CONFIGS.glob('*.json')))}"
-        ) from None
-    if config.model_type not in OBJECTIVE_OF_MODEL:
-        raise UserError(
-            f"{flag}: '{name}' is a {config.model_type} model; supported are {', '.join(OBJECTIVE_OF_MODEL)}"
-        )
-    return config
+        raise UserError(f"{flag}: the model configuration is not valid: {' '.join(str(error).split())}") from None
 
 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Load the model configuration and set the tokenizer's vocabulary size and special tokens in it.
 
     :raises UserError: if there is no configuration at `args.model_name_or_path`, the model family is not supported,
-        or pretrained weights have a smaller vocabulary than the tokenizer
+        pretrained weights have a smaller vocabulary than the tokenizer, or the weights do not fit into memory
     """
     config = read_config(args.model_name_or_path, cache_dir=args.cache_dir)
     if not args.from_pretrained:
@@ -75,7 +57,22 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
         )
     for token in ("pad", "bos", "eos"):
         setattr(config, f"{token}_token_id", getattr(tokenizer, f"{token}_token_id"))
+    check_size(config)
     return config
+
+
+def check_size(config: PretrainedConfig) -> None:
+    """Build the model without weights first: a stranger may have chosen it.
+
+    :raises UserError: if it cannot be built, or the weights alone exceed this machine's memory
+    """
+    try:
+        with torch.device("meta"):
+            weights, memory = 4e-9 * _build(config).num_parameters(), 1e-9 * psutil.virtual_memory().total
+    except Exception as error:
+        raise UserError(f"--model_name_or_path: the model cannot be built: {error!r:.200}") from None
+    if weights > memory:
+        raise UserError(f"the weights of the model need {weights:.0f} GB; this machine has {memory:.0f} GB of memory")
 
 
 def get_objective(config: PretrainedConfig) -> str:
@@ -99,9 +96,13 @@ def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
     The loss of the model is a mean over the micro-batch.
     """
     with _seeded_by(run_id):
-        model_class = get_model_class(config)
-        build = getattr(model_class, "from_config", model_class)  # Auto classes are built by `from_config`
-        return _prepare(build(config))
+        return _prepare(_build(config))
+
+
+def _build(config: PretrainedConfig) -> PreTrainedModel:
+    model_class = get_model_class(config)
+    build = getattr(model_class, "from_config", model_class)  # Auto classes are built by `from_config`
+    return build(config)
 
 
 def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
@@ -110,9 +111,9 @@ def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id
     :raises UserError: if there are no weights, or they do not fit the configuration
     """
     name = args.model_name_or_path
-    if Path(name).is_file():
+    if is_inline(name) or Path(name).is_file():
         raise UserError(
-            f"--from_pretrained: '{name}' is a configuration; pass a folder that also contains the weights"
+            f"--from_pretrained: '{name:.200}' is a configuration; pass a folder that also contains the weights"
         )
     try:
         with _seeded_by(run_id):

@@ -6,9 +6,16 @@ Checkpoints may come from strangers: weights are read from safetensors only, and
 import json
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lib.common.errors import UserError, first_line
+from lib.common.model_config import read_fields
 from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
 from lib.data.tokenizers import load_tokenizer
 from lib.training.checkpoints import list_checkpoints
@@ -49,16 +56,17 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         raise UserError(f"CHECKPOINT: '{folder}' cannot be read ({first_line(error)}); {_REMEDY}") from None
     if has_code:
         raise UserError(f"CHECKPOINT: '{folder}' has code with it, which is never run; pass another checkpoint")
-    if model_type not in OBJECTIVE_OF_MODEL:
-        raise UserError(
-            f"CHECKPOINT: '{folder}' is a {model_type} model; supported are {', '.join(OBJECTIVE_OF_MODEL)}"
-        )
+    fields = read_fields(str(folder), flag="CHECKPOINT")
     is_causal = OBJECTIVES[OBJECTIVE_OF_MODEL[model_type]].is_causal
     tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
     auto_class = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
     try:
         model, info = auto_class.from_pretrained(
-            folder, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+            folder,
+            config=AutoConfig.for_model(**fields),
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:
         reason = first_line(error)

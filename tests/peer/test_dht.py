@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hivemind.dht import protocol
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
@@ -166,3 +167,14 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
         wait_until(lambda: get_dictionary(reader.dht, "run_peers"), 30, "the record")
         for _ in range(5):
             assert get_dictionary(reader.dht, "run_peers")[writer.public_key].value == info
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(("seconds", "direction"), [(5.0, "ahead of"), (-4000.0, "behind")])
+def test_wrong_clock_is_named_with_the_difference(tmp_path, monkeypatch, caplog, seconds, direction):
+    with local_peer(tmp_path / "one", "run") as one:
+        address = str(one.dht.get_visible_maddrs()[0])
+        monkeypatch.setattr(protocol, "get_dht_time", lambda: time.time() + seconds)  # in the next DHT process
+        stopped = pytest.raises(TemporaryError, match=rf"clock is {abs(seconds):.0f}\.\d s {direction} the clock of")
+        with stopped, local_peer(tmp_path / "two", "run", (address,), bootstrap_timeout=1.0):
+            pass

@@ -1,22 +1,37 @@
 """Tests of the settings that an organiser publishes, without peers."""
 
+import contextlib
+import dataclasses
 import json
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
-from arguments import TRAINER_ARGUMENTS
+from arguments import (
+    TRAINER_ARGUMENTS,
+    AveragerArguments,
+    BaseTrainingArguments,
+    DataSourceArguments,
+    HyperparameterArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SampleArguments,
+)
 from lib.averaging.rounds import PROTOCOL
 from lib.common.argument_parser import ArgumentParser
 from lib.common.errors import UserError
+from lib.common.flags import find_settings
 from lib.common.processes import StopSignal
 from lib.peer import run_config
 from lib.peer.invitations import peer_id_of
-from lib.peer.run_config import RunConfig, RunConfigError, check_protocol, choose, refuse_differences
+from lib.peer.run_config import RunConfig, RunConfigError, check_protocol, check_safe, choose, refuse_differences
+from lib.training.model import check_size, read_config
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
 
@@ -42,31 +57,44 @@ def parse(*words: str):
     return ArgumentParser(TRAINER_ARGUMENTS, "test").parse_line(words)
 
 
+def signed(key: RSAPrivateKey, settings: object) -> dict[str, object]:
+    text = json.dumps({"protocol": PROTOCOL, "time": 0.0, "settings": settings})
+    public_key = key.get_public_key().to_bytes()
+    return {"text": text, "public_key": public_key, "signature": key.sign(text.encode())}
+
+
 def test_signed_settings_are_read_as_they_were_stated(keys):
-    config = RunConfig.parse(RunConfig.sign({**SETTINGS, "output_dir": "x", "refresh_period": 3}, keys[0]).record)
-    assert config.settings == SETTINGS and config.protocol == PROTOCOL and config.organiser == id_of(keys[0])
+    record = RunConfig.sign({**SETTINGS, "output_dir": "x", "refresh_period": 3}, keys[0]).record
+    config = RunConfig.parse(record, id_of(keys[1]))
+    assert config.settings == SETTINGS and config.protocol == PROTOCOL
+    assert (config.organiser, config.publisher) == (id_of(keys[0]), id_of(keys[1]))
 
 
-def test_a_model_in_a_file_is_not_published(keys):
-    for path in ("../config.json", "/etc/passwd", "my models/x", "~/config.json"):
-        assert RunConfig.sign({**SETTINGS, "model_name_or_path": path}, keys[0]).settings["model_name_or_path"] is None
+def test_a_model_is_published_by_its_name_or_as_its_configuration(keys, tmp_path, monkeypatch):
+    def publish(model: str, **settings) -> str | None:
+        config = RunConfig.sign({**SETTINGS, **settings, "model_name_or_path": model}, keys[0])
+        return config.settings["model_name_or_path"]
+
+    monkeypatch.chdir(tmp_path)
     for name in ("albert-tiny", "name/model.v2"):
-        assert RunConfig.sign({**SETTINGS, "model_name_or_path": name}, keys[0]).settings["model_name_or_path"] == name
+        assert publish(name) == name
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "gpt2", "n_layer": 3, "auto_map": {}}')
+    for path in ("model", "./model/config.json", str(tmp_path / "model")):
+        assert publish(path) == '{"model_type":"gpt2","n_layer":3}'
+        assert publish(path, from_pretrained=True) is None, "the weights are in the folder"
+    for path in ("/etc/passwd", "../no such file"):
+        with pytest.raises(UserError, match="no model configuration"):
+            publish(path)
 
 
-def test_altered_settings_are_refused(keys):
+def test_altered_records_are_refused(keys):
     record = RunConfig.sign(SETTINGS, keys[0]).record
-    for change in (
-        {"text": record["text"].replace("0.01", "0.02")},
-        {"public_key": keys[1].get_public_key().to_bytes()},
-        {"signature": b"x"},
-        {"signature": None},
-    ):
+    changes = ({"text": record["text"].replace("0.01", "0.02")}, {"public_key": keys[1].get_public_key().to_bytes()},
+               {"signature": b"x"}, {"signature": None}, {"text": record["text"] + " " * 9000})  # fmt: skip
+    for altered in (*({**record, **change} for change in changes), None, [], {}, {"text": 1}, b"\xc1"):
         with pytest.raises(RunConfigError):
-            RunConfig.parse({**record, **change})
-    for record in (None, [], {}, {"text": 1}, b"\xc1"):
-        with pytest.raises(RunConfigError):
-            RunConfig.parse(record)
+            RunConfig.parse(altered, id_of(keys[0]))
 
 
 @pytest.mark.parametrize(
@@ -77,44 +105,45 @@ def test_altered_settings_are_refused(keys):
         {**SETTINGS, "initial_peers": LOOPBACK},
         {**SETTINGS, "dataset_url": "--debug"},
         {**SETTINGS, "dataset_url": "http://a\nb"},
+        {**SETTINGS, "dataset_url": "http://" + "a" * 1000},
         {**SETTINGS, "optimizer": ["lamb", "--debug"]},
         {**SETTINGS, "optimizer": {"a": 1}},
         [],
     ],
 )
 def test_signed_text_with_anything_but_settings_is_refused(keys, settings):
-    text = json.dumps({"protocol": PROTOCOL, "time": 0.0, "settings": settings})
-    public_key = keys[0].get_public_key().to_bytes()
     with pytest.raises(RunConfigError):
-        RunConfig.parse({"text": text, "public_key": public_key, "signature": keys[0].sign(text.encode())})
+        RunConfig.parse(signed(keys[0], settings), id_of(keys[0]))
 
 
 def test_the_organisers_peer_id_is_believed_before_what_a_trainer_relays(keys):
     organiser, trainer, stranger = keys
     true, false = RunConfig.sign(SETTINGS, organiser), RunConfig.sign({**SETTINGS, "learning_rate": 9.0}, stranger)
+
+    def believed(records: dict, *trusted: RSAPrivateKey) -> dict | None:
+        config = choose(records, set(map(id_of, trusted)))
+        return config and config.record
+
     records = published(true, trainer) | published(false, stranger)
-    assert choose(records, {id_of(organiser)}) == (true, id_of(trainer))
-    assert choose(records, {id_of(trainer)}) == (true, id_of(trainer))
-    assert choose(records, set()) is None
+    assert believed(records, organiser) == believed(records, trainer) == true.record
+    assert believed(records) is None
     # A trainer that is asked may vouch for another organiser, but not against the one whose address is given.
     records = published(true, organiser) | published(false, trainer)
-    assert choose(records, {id_of(organiser), id_of(trainer)})[0] == true
-    assert choose(records, {id_of(trainer)})[0] == false
+    assert believed(records, organiser, trainer) == true.record
+    assert believed(records, trainer) == false.record
+    # A damaged record hides no other.
+    records = {b"no owner": true.record, b"[owner:x]": true.record, "text": 1} | published(true, trainer)
+    assert believed(records, trainer) == true.record
 
 
-def test_the_newest_settings_of_an_organiser_are_believed(keys, monkeypatch):
-    monkeypatch.setattr(run_config.time, "time", lambda: 1.0)
-    old = RunConfig.sign({**SETTINGS, "learning_rate": 9.0}, keys[0])
-    monkeypatch.setattr(run_config.time, "time", lambda: 2.0)
-    new = RunConfig.sign(SETTINGS, keys[0])
-    records = published(old, keys[1]) | published(new, keys[0])
-    assert choose(records, {id_of(keys[0]), id_of(keys[1])})[0] == new
-
-
-def test_a_damaged_record_hides_no_other(keys):
-    good = RunConfig.sign(SETTINGS, keys[0])
-    records = {b"no owner": good.record, b"[owner:x]": good.record, "text": 1} | published(good, keys[1])
-    assert choose(records, {id_of(keys[1])})[0] == good
+def test_the_newest_settings_and_those_of_the_stated_run_are_believed(keys, monkeypatch):
+    records = {}
+    for number, run_id in enumerate(("a", "b", "a")):
+        monkeypatch.setattr(run_config.time, "time", lambda now=float(number): now)
+        records |= published(RunConfig.sign({"run_id": run_id, "seq_length": number}, keys[0]), keys[number])
+    trusted = set(map(id_of, keys))
+    for run_id, newest in (("a", 2), ("b", 1), (None, 2), ("c", 2)):
+        assert choose(records, trusted, run_id).settings["seq_length"] == newest
 
 
 @pytest.mark.parametrize(
@@ -134,22 +163,15 @@ def test_a_damaged_record_hides_no_other(keys):
         ("localhost", PUBLIC, False),
     ],
 )
-def test_data_is_not_fetched_from_a_private_network_of_the_volunteer(keys, host, initial_peer, is_safe):
-    config = RunConfig.sign({**SETTINGS, "dataset_url": f"http://{host}/data.tar.gz"}, keys[0])
-    if is_safe:
-        config.check_safe([initial_peer])
-    else:
-        with pytest.raises(UserError, match="not on the internet"):
-            config.check_safe([initial_peer])
+def test_data_is_not_fetched_from_a_private_network_of_the_volunteer(host, initial_peer, is_safe):
+    with contextlib.nullcontext() if is_safe else pytest.raises(UserError, match="not on the internet"):
+        check_safe({"dataset_url": f"http://{host}/data.tar.gz"}, [initial_peer])
 
 
 @pytest.mark.parametrize("setting", [{"dataset_url": "file:///etc/passwd"}, {"model_name_or_path": "/etc/x"}])
-def test_other_addresses_and_paths_are_refused(keys, setting):
-    text = json.dumps({"protocol": PROTOCOL, "time": 0.0, "settings": {**SETTINGS, **setting}})
-    public_key = keys[0].get_public_key().to_bytes()
-    config = RunConfig.parse({"text": text, "public_key": public_key, "signature": keys[0].sign(text.encode())})
+def test_other_addresses_and_paths_are_refused(setting):
     with pytest.raises((UserError, ValueError)):
-        config.check_safe([PUBLIC])
+        check_safe(setting, [PUBLIC])
 
 
 def test_settings_become_checked_arguments():
@@ -174,11 +196,9 @@ def test_wrong_settings_are_named_as_those_of_the_run(capsys, setting):
 
 def test_a_flag_that_differs_is_refused_with_both_values(keys):
     config = RunConfig.sign({**SETTINGS, "dataset_url": "https://example.org/x", "matchmaking_time": 9.0}, keys[0])
-    refuse_differences(
-        config, parse("--run_id", "tree").with_settings(SETTINGS)
-    )  # data that is there needs no address
-    with pytest.raises(UserError, match=r"--learning_rate is 0\.02 here and 0\.01 in run tree"):
-        refuse_differences(config, parse("--run_id", "tree", "--learning_rate", "0.02").arguments)
+    refuse_differences(config, parse().with_settings(SETTINGS))  # data that is there needs no address
+    with pytest.raises(UserError, match=r"--learning_rate is 0\.02 here and 0\.01 in run tree: drop the flag"):
+        refuse_differences(config, parse().with_settings({**SETTINGS, "learning_rate": 0.02}))
 
 
 def test_page_is_adopted_and_may_differ(keys, capsys):
@@ -208,7 +228,7 @@ def test_another_protocol_is_refused(keys):
     config = RunConfig.sign(SETTINGS, keys[0])
     check_protocol(config)
     with pytest.raises(UserError, match="this checkout is older"):
-        check_protocol(RunConfig(config.settings, PROTOCOL + 1, config.organiser, 0.0, {}))
+        check_protocol(dataclasses.replace(config, protocol=PROTOCOL + 1))
 
 
 def test_file_of_settings(tmp_path, capsys):
@@ -229,10 +249,59 @@ def test_file_of_settings(tmp_path, capsys):
     assert "none.yaml" in capsys.readouterr().err
 
 
-def test_example_file_is_valid_and_fits_into_a_record(keys):
+def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
+    """The flags of these groups are equal on all peers, but for those that are named here."""
     line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse_line(["--run_config", "configs/run.yaml"])
     everything = {name: getattr(args, name) for args in line.arguments for name in run_config.SETTINGS
                   if hasattr(args, name)}  # fmt: skip
     assert everything.keys() == set(run_config.SETTINGS)
-    config = RunConfig.sign({**everything, "dataset_url": "https://example.org/" + "x" * 200}, keys[0])
-    assert sum(map(len, config.record.values())) < 3500
+    of_the_run = (HyperparameterArguments, SampleArguments, ModelArguments, DataSourceArguments, OptimizerArguments,
+                  AveragerArguments)  # fmt: skip
+    local = {"tokenizer_path", "cache_dir", "client_mode", "batch_size_lead", "bandwidth", "load_state_compression",
+             "load_state_timeout", "delay_grad_averaging", "delay_optimizer_step"}  # fmt: skip
+    flags = {option.name for dataclass_type in of_the_run for option in dataclasses.fields(dataclass_type)}
+    assert flags == (run_config.SETTINGS - find_settings([BaseTrainingArguments])) | local
+    large = {"dataset_url": "https://example.org/" + "x" * 200, "model_name_or_path": "configs/albert-large-v2.json"}
+    config = RunConfig.sign({**everything, **large}, keys[0])
+    assert sum(map(len, config.record.values())) < 3000  # the subkey of 500 bytes comes on top
+
+
+FIELDS = {"model_type": "albert"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"hidden_act": "me/kernel"}, "'hidden_act' is 'me/kernel'"),
+        ({"hidden_size": 10**7}, "out of bounds"),
+        ({"hidden_size": -1}, "out of bounds"),
+        ({"initializer_range": float("nan")}, "out of bounds"),
+        ({"hidden_size": {"x": 1}}, "out of bounds"),
+        ({"num_hidden_groups": 100, "inner_group_num": 100, "num_hidden_layers": 1}, "10000 layers"),
+        ({"hidden_size": "64"}, "expected int"),
+        ({"model_type": "llama"}, "a llama model; supported are"),
+        ({"model_type": None}, "supported are"),
+    ],
+)
+def test_hostile_model_configurations_are_refused(fields, fault):
+    with pytest.raises(UserError, match=re.escape(fault)) as error:
+        read_config(json.dumps({**FIELDS, **fields}))
+    assert "\n" not in str(error.value)
+
+
+def test_fields_that_load_code_are_ignored(caplog):
+    config = read_config(json.dumps({**FIELDS, "auto_map": {"AutoModel": "x--y.Z"}, "attn_implementation": "me/k"}))
+    assert not hasattr(config, "auto_map") and config._attn_implementation != "me/k"
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"hidden_size": 10**6, "num_attention_heads": 1}, r"need \d+ GB; this machine has"),
+        ({"hidden_size": 7}, "cannot be built"),
+        ({"hidden_act": "no_such_function"}, "cannot be built"),
+    ],
+)
+def test_models_that_cannot_be_built_here_are_refused(fields, fault):
+    with pytest.raises(UserError, match=fault):
+        check_size(read_config(json.dumps({**FIELDS, **fields})))

@@ -1,0 +1,155 @@
+"""Each command that joins a run, in any document or program, is accepted by a run with settings of its own."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from arguments import TRAINER_ARGUMENTS
+from deploy import join
+from deploy.aws import Deployment
+from lib.common.argument_parser import ArgumentParser, CommandLine
+from lib.common.errors import UserError
+from lib.common.processes import StopSignal
+from lib.monitoring.contributors import Contributors
+from lib.monitoring.model_card import CardMetadata, build_card
+from lib.peer import run_config
+from lib.peer.run_config import SETTINGS, RunConfig, RunConfigRelay, adopt_run_config
+from lib.training.model import read_config
+from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
+from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
+from tests.scripts.test_readme import ADDRESS, PEER_ID, read_script_calls
+from tests.support.aws import make_settings
+from tests.support.peers import ROOT, TINY_ALBERT, local_peer, wait_until
+
+JOINING = {
+    "run_trainer.py": TRAINER_ARGUMENTS,
+    "run_custom_trainer.py": TRAINER_ARGUMENTS,
+    "run_evaluator.py": EVALUATOR_ARGUMENTS,
+}
+VALUES = {"RUN_ID": "my-albert", "INITIAL_PEERS": ADDRESS}  # of the variables in the service and the container
+# No default, nor a value that a command in the documents states
+RUN = {"run_id": "my-albert", "target_batch_size": 2048, "learning_rate": 0.0123, "local_updates": True,
+       "mlm_probability": 0.25, "averaging_timeout": 77.0, "state_compression": "none"}  # fmt: skip
+
+
+def read_documents() -> Iterator[tuple[str, str, list[str]]]:
+    for page, script, words in read_script_calls():
+        if script in JOINING and "--initial_peers" in words:
+            yield page, script, words
+    for path in [*ROOT.glob("*.py"), ROOT / "deploy/trainer.service", ROOT / "deploy/compose.yaml"]:
+        text = re.sub(r"\\\n|\n +(?=--)", " ", path.read_text().replace("/p2p/XXXX", f"/p2p/{PEER_ID}"))
+        text = re.sub(r'\\"|"$', "", re.sub(r"\$+\{?(\w+)\}?", lambda name: VALUES.get(name[1], ""), text), flags=re.M)
+        for script, words in re.findall(r"(run_\w+\.py) +(--.*--initial_peers .*|--initial_peers /.*)", text):
+            yield path.name, script, shlex.split(words)
+
+
+def read_programs() -> Iterator[tuple[str, str, list[str]]]:
+    metadata = CardMetadata("me/model", "my-albert", "albert", "AlbertForPreTraining", "mlm_sop", None, None)
+    card = build_card(metadata, 1, [], Contributors(Path("."), "my-albert"), [ADDRESS])
+    _, *words = shlex.split(re.search(r"\./run_trainer.py .*", card.text)[0])
+    yield "model card", "run_trainer.py", words
+    _, script, *words = join.trainer_command(f"--initial_peers {ADDRESS}", "alice", 4, "--seed 7")
+    yield "notebook", script, words
+    yield "the trainer's log", "run_trainer.py", ["--initial_peers", ADDRESS, ADDRESS]
+
+
+COMMANDS = [*read_documents(), *read_programs()]
+
+
+@pytest.fixture(scope="module")
+def publish(tmp_path_factory) -> Iterator[Callable[[dict], str]]:
+    """Publish settings at a real peer, and return its address. One visitor reads them for all commands."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "visitor").mkdir()
+    with ExitStack() as stack:
+        organiser = stack.enter_context(local_peer(folder, "run"))
+        address = str(organiser.dht.get_visible_maddrs()[0])
+        visitor = stack.enter_context(local_peer(folder / "visitor", "visitor", (address,)))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(
+            run_config,
+            "_visit",
+            lambda args, organiser_id, run_id, _stop: run_config._find(
+                visitor.dht, args.initial_peers, organiser_id, run_id
+            ),
+        )
+
+        def publish_settings(settings: dict) -> str:
+            config = RunConfig.sign(settings, organiser.private_key)
+            RunConfigRelay(organiser, config, 60.0).publish()
+            wait_until(lambda: run_config._find(visitor.dht, [address], None, None) == config, 10, "the settings")
+            return address
+
+        yield publish_settings
+
+
+def adopt(script: str, words: list[str], folder: Path, address: str) -> tuple:
+    """Return the arguments that a command leads to."""
+    words = [address if word.endswith(f"/p2p/{PEER_ID}") else word for word in words]
+    with StopSignal(grace=1e6) as stop:
+        return adopt_run_config(parse(script, [*words, "--output_dir", str(folder)]), stop)
+
+
+def parse(script: str, words: list[str]) -> CommandLine:
+    return ArgumentParser(JOINING[script], "test").parse_line(words)
+
+
+def settings_in(arguments: tuple) -> dict[str, object]:
+    return {name: getattr(args, name) for args in arguments for name in SETTINGS if hasattr(args, name)}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(("place", "script", "words"), COMMANDS, ids=[place for place, _, _ in COMMANDS])
+def test_command_takes_the_settings_of_the_run(publish, tmp_path, monkeypatch, place, script, words):
+    monkeypatch.chdir(tmp_path)
+    stated = {name: value for name, value in parse(script, words).values.items() if name in SETTINGS}
+    run = {**RUN, **stated}
+    taken = settings_in(adopt(script, words, tmp_path, publish(run)))
+    assert "learning_rate" in taken
+    assert {name: taken[name] for name in taken.keys() & run} == {name: run[name] for name in taken.keys() & run}
+
+
+def test_all_kinds_of_commands_are_found():
+    places = {place for place, _, _ in COMMANDS}
+    assert {"trainer.service", "compose.yaml", "model card", "notebook", "README.md", "running.md"} <= places
+
+
+@pytest.mark.peers
+def test_aws_trainers_take_the_settings_in_the_monitors_flags(publish, tmp_path, monkeypatch):
+    flags = "--target_batch_size 2048 --learning_rate 0.0123"
+    deployment = Deployment(make_settings(run_id="my-albert", monitor_flags=flags))
+    monkeypatch.setattr(deployment, "address", lambda: ADDRESS)
+    monitor_flags, trainer_flags = (
+        shlex.split(re.search(r"^FLAGS=\((.*)\)$", text, re.MULTILINE)[1])
+        for text in (deployment.coordinator_user_data("203.0.113.1"), deployment.trainer_user_data())
+    )
+    address = publish(ArgumentParser(MONITOR_ARGUMENTS, "test").parse_line(monitor_flags).values)
+    taken = settings_in(adopt("run_trainer.py", trainer_flags, tmp_path, address))
+    assert (taken["run_id"], taken["target_batch_size"], taken["learning_rate"]) == ("my-albert", 2048, 0.0123)
+
+
+@pytest.mark.peers
+def test_model_in_a_file_travels_with_the_settings(publish, tmp_path):
+    path, other = tmp_path / "config.json", tmp_path / "other.json"
+    path.write_text(json.dumps({**TINY_ALBERT, "auto_map": {"AutoModel": "me/code--x.Y"}}))
+    other.write_text(json.dumps({**TINY_ALBERT, "hidden_size": 48}))
+    address = publish({**RUN, "model_name_or_path": str(path)})
+    joining = ["--initial_peers", address]
+    _, dataset_args, *_ = adopt("run_trainer.py", joining, tmp_path, address)
+    config = read_config(dataset_args.model_name_or_path)
+    assert config.hidden_size == TINY_ALBERT["hidden_size"] and not hasattr(config, "auto_map")
+    adopt("run_trainer.py", [*joining, "--model_name_or_path", str(path)], tmp_path, address)  # the same file
+    with pytest.raises(UserError, match=r"--model_name_or_path is .*other\.json here and .*: drop the flag"):
+        adopt("run_trainer.py", [*joining, "--model_name_or_path", str(other)], tmp_path, address)
+
+
+@pytest.mark.peers
+def test_a_run_id_selects_a_run_and_no_other_is_joined(publish, tmp_path):
+    address = publish(RUN)
+    with pytest.raises(UserError, match="--run_id is other here and my-albert in run my-albert"):
+        adopt("run_trainer.py", ["--run_id", "other", "--initial_peers", address], tmp_path, address)
