@@ -5,6 +5,7 @@ older examples are translated in lib/common/argument_parser.py.
 """
 
 import re
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ from lib.common.checks import (
     check_page,
     check_peer,
     check_web_address,
+    parse_end,
     require,
     require_apart,
     require_not_negative,
@@ -105,6 +107,11 @@ class BaseTrainingArguments:
         setting=True,
         optional=True,
     )
+    ends_at: str | None = flag(
+        None,
+        "End of the run in UTC, such as 2027-04-28T23:59: trainers and the monitor save a last checkpoint and exit",
+        setting=True,
+    )
     debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 
     def __post_init__(self):
@@ -134,7 +141,13 @@ class BaseTrainingArguments:
                     require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
         self._check_tunnel()
         check_page("--page", self.page)
+        require(self.end_time > time.time(), f"--ends_at: the run has ended at {self.ends_at}")
         require_positive(self, "bootstrap_timeout")
+
+    @property
+    def end_time(self) -> float:
+        """End of the run (`time.time`); infinity if there is none."""
+        return parse_end("--ends_at", self.ends_at)
 
     def _check_tunnel(self) -> None:
         require(

@@ -8,6 +8,7 @@ Run it on a machine that others can reach; it needs no GPU:
 It prints the --initial_peers with which trainers join, and tells them the settings of the run.
 """
 
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -315,7 +316,8 @@ def monitor(
             leaderboard_interval=args.save_checkpoint_step_interval,
         )
         relay = RunConfigRelay(peer, None, lifetime=longest_wait)
-        while not stop.is_set():
+        end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
+        while not stop.is_set() and time.time() < end_time:
             page = peer_args.page or reporter.page  # wandb's is known after its start
             if relay.config is None or relay.config.settings.get("page") != page:
                 published = {"run_id": run_id, **stated, **({} if page is None else {"page": page})}

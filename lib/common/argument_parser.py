@@ -5,6 +5,7 @@ A usage error is one line on stderr.
 
 import difflib
 import ipaddress
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -47,8 +48,12 @@ _IGNORED_NAMES = {
 }
 _REFUSED_NAMES = {
     "--max_steps": "pass --max_global_steps (when to leave) or --total_steps (the learning-rate schedule)",
+    "--num_train_epochs": "peers draw samples in a random order, without epochs: pass --max_global_steps (when to "
+    "leave) or --total_steps (the learning-rate schedule)",
     "--repo_path": "pass --output_dir (where the checkpoints are kept)",
 }
+# Configurations that transformers hosted before 2020
+_OLD_CONFIG = re.compile(r"https://s3\.amazonaws\.com/models\.huggingface\.co/bert/(.+)-config\.json")
 _OLD_VALUES = {
     "--gradient_compression": {"FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
                                "UNIFORM_8BIT": "uniform8", "QUANTILE_8BIT": "quantile8"},
@@ -98,6 +103,8 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
                 warnings.append(f"{arg} is now {_OLD_NAMES[arg]}")
                 arg = _OLD_NAMES[arg]
         values = [_OLD_VALUES.get(arg, {}).get(value, value) for value in values]
+        if arg == "--model_name_or_path":
+            values = [_OLD_CONFIG.sub(r"\1", value) for value in values]
         translated += [arg, *values]
     return translated, warnings
 

@@ -1,7 +1,9 @@
 """Checks of flag values. Each raises ArgumentsError with one line that names the flag, the fault and the remedy."""
 
 import ipaddress
+import math
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -64,6 +66,17 @@ def check_page(flag: str, url: str | None) -> None:
         f"{flag} must be an address like https://huggingface.co/spaces/NAME/SPACE, without a password, of at most "
         f"{_MAX_PAGE_LENGTH} letters, digits and ./?&=%~#+:,@-",
     )
+
+
+def parse_end(flag: str, value: str | None) -> float:
+    """Return the time (`time.time`) of a date in ISO 8601, by default in UTC; infinity without a date."""
+    if value is None:
+        return math.inf
+    try:
+        end = datetime.fromisoformat(value)
+    except ValueError:
+        raise ArgumentsError(f"{flag}: '{value}' is not a date; pass one like 2027-04-28T23:59") from None
+    return (end if end.tzinfo else end.replace(tzinfo=UTC)).timestamp()
 
 
 # A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.

@@ -29,7 +29,7 @@ from lib.training.backup import BackupWriter
 from lib.training.checkpoints import TrainingState
 from lib.training.console import ClientModeAlarm, open_panel
 from lib.training.loss_meter import LossMeter
-from lib.training.status import describe_gift
+from lib.training.status import describe_end, describe_gift
 from lib.training.status_keeper import StatusKeeper
 from utils import LocalMetrics, PeerInfo, RoundStatistics
 
@@ -101,6 +101,8 @@ class TrainingSession:
         logger.info(f"This peer is {self.name}")
         if self.args.page is not None:
             logger.info(f"Curves of the run: {self.args.page}")
+        if self.args.ends_at is not None:
+            logger.info(f"The run ends {describe_end(self.args.end_time)}")
         if own_step > 0:
             optimizer.begin_at(own_step)
             optimizer.share_state()
@@ -173,7 +175,12 @@ class TrainingSession:
             self.optimizer.say_goodbye()
             self.optimizer.stop_averaging()  # a round may outlast the shutdown grace period
             return False
-        return self.args.max_global_steps is None or self.optimizer.local_epoch < self.args.max_global_steps
+        return not self._is_over()
+
+    def _is_over(self) -> bool:
+        """Whether the run has reached its last step or its end date."""
+        last_step = self.args.max_global_steps
+        return (last_step is not None and self.optimizer.local_epoch >= last_step) or time.time() >= self.args.end_time
 
     def _report_steps(self) -> None:
         for step, samples in self.optimizer.pop_steps():
@@ -292,7 +299,7 @@ class TrainingSession:
         self._report_steps()
         logger.info(describe_gift(self.status.compute()))
         step = self.optimizer.local_epoch
-        if self.args.max_global_steps is None or step < self.args.max_global_steps:
+        if not self._is_over():
             return
         deadline = time.monotonic() + self.args.leave_timeout
         self.introduce(leaving=True)

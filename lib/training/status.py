@@ -44,6 +44,7 @@ class TrainerStatus:
     first_loss: float | None  # the same of the first one
     connections: tuple[int, int] | None  # connected peers of the run, direct and through a relay; None: not known
     page: str | None  # address of the run's curves
+    end_time: float | None  # end of the run; None if there is none
 
     @property
     def applied_fraction(self) -> float | None:
@@ -61,6 +62,12 @@ def _format_wait(seconds: float | None) -> str:
     if seconds is None:
         return "at an unknown time"
     return f"in {format_duration(seconds)}" if seconds >= 1 else "now"
+
+
+def describe_end(end_time: float) -> str:
+    """Return when the run ends, such as "2027-04-28 23:59 UTC, in 3 days"."""
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(end_time))
+    return f"{when}, {_format_wait(end_time - time.time())}"
 
 
 def _format_time(moment: float) -> str:
@@ -96,6 +103,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         ("Connections", "not known yet" if s.connections is None else "{} direct, {} by relay".format(*s.connections)),
         ("Local loss", "not known yet" if s.loss is None else f"{s.loss:.3f}, {s.first_loss:.3f} at first"),
         *([] if s.page is None else [("Curves", s.page)]),
+        *([] if s.end_time is None else [("Run ends", describe_end(s.end_time))]),
     ]
 
 

@@ -164,6 +164,7 @@ class StatusKeeper(PeriodicThread):
             process_started_at=self._process_started_at,
             run_id=self.args.run_id,
             page=self.args.page,
+            end_time=None if self.args.ends_at is None else self.args.end_time,
             name=self.name_of_peer,
             started_at=self._started_at,
             worked_at=self._worked_at,

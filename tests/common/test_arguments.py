@@ -1,5 +1,6 @@
 """Command lines: older examples, invalid ones, and --help."""
 
+import math
 import subprocess
 import sys
 
@@ -97,6 +98,7 @@ def test_command_lines_of_older_documents_parse(script, command):
         ("--initial_peers ONE_OR_MORE_PEERS", "not a multiaddress"),
         ("--initial_peers /dns4/x.tcp.ngrok.io/tcp/12345/p2p/ABCDE", "not a peer ID"),
         ("--max_steps 100", "--max_global_steps"),
+        ("--num_train_epochs 3", "--max_global_steps"),
     ],
 )
 def test_old_values_that_cannot_be_translated_are_refused_with_what_to_write(command, remedy, capsys):
@@ -137,6 +139,12 @@ def test_compressions_of_gradients_and_parameters_are_apart(command, gradient, s
         else ""
     )
     assert capsys.readouterr().err == warning
+
+
+def test_configurations_by_their_old_address_are_built_in():
+    url = "https://s3.amazonaws.com/models.huggingface.co/bert/albert-large-v2-config.json"
+    _, dataset_args, *_ = parse("run_trainer.py", f"--model_config_path {url}")
+    assert dataset_args.model_name_or_path == "albert-large-v2"
 
 
 def test_validation_fraction_keeps_its_old_name_as_well(capsys):
@@ -182,6 +190,8 @@ def test_what_is_no_endpoint_is_refused(endpoint):
     ("script", "command", "culprit"),
     [
         ("run_trainer.py", "--nonsense", "--nonsense"),
+        ("run_trainer.py", "--ends_at tomorrow", "2027-04-28T23:59"),
+        ("run_trainer.py", "--ends_at 2020-04-28", "has ended at 2020-04-28"),
         ("run_trainer.py", "--learning_rat 1", "did you mean --learning_rate"),
         ("run_trainer.py", "--run_id a.b", "--run_id"),
         ("run_trainer.py", "--run_id ", "--run_id"),
@@ -281,6 +291,15 @@ def test_wrong_use_gets_one_line_that_names_the_culprit(script, command, culprit
     message = capsys.readouterr().err.strip()
     assert culprit in message and "error:" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("2100-01-02", 0), ("2100-01-02T12:30", 45000), ("2100-01-02T12:30+02:00", 37800)]
+)
+def test_end_of_the_run_is_in_utc_unless_it_names_a_zone(value, seconds):
+    _, _, collaboration, *_ = parse("run_trainer.py", f"--ends_at {value}")
+    assert collaboration.end_time == 4102531200 + seconds
+    assert parse("run_trainer.py", "")[2].end_time == math.inf
 
 
 def test_checksums_are_compared_in_lower_case():

@@ -153,3 +153,20 @@ def test_leaving_trainer_logs_what_it_gave(tmp_path, caplog):
     session.leave()
     assert "You contributed 64 samples to 1 global step in 0.0 hours" in caplog.text
     session.close()
+
+
+def test_trainer_ends_with_the_run_and_waits_for_the_last_checkpoint(tmp_path, monkeypatch):
+    session, asked = make_session(tmp_path, offered=None), []
+    monkeypatch.setattr(session, "introduce", lambda leaving: asked.append(leaving))
+    monkeypatch.setattr(utils, "get_dictionary", lambda dht, key: asked.append(key) or {})
+    session.optimizer.finish_pending_update = session.optimizer.stop_averaging = lambda: None
+    session.args.ends_at = "2100-01-02T12:30"
+    assert session.after_local_step()
+    session.leave()
+    assert asked == [], "it was stopped before the end"
+    now = session.args.end_time
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: 0.0, time=lambda: now))
+    assert not session.after_local_step()
+    session.leave()
+    assert asked == [True, "run_monitor"]
+    session.close()
