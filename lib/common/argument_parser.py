@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import NoReturn
 
@@ -185,7 +186,7 @@ class ArgumentParser(HfArgumentParser):
         require(isinstance(settings, dict), f"--run_config: '{path}' must have lines such as 'run_id: my-albert'")
         for name, value in settings.items():
             require(f"--{name}" in self.known_flags, f"--run_config: '{path}' has '{name}', which is no flag")
-            is_plain = isinstance(value, str | int | float | list) and not str(value).startswith("-")
+            is_plain = isinstance(value, str | int | float | list | date) and not str(value).startswith("-")
             require(is_plain, f"--run_config: '{path}' has no usable value for '{name}'")
         return self.to_words(settings)
 

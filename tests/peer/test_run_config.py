@@ -233,7 +233,7 @@ def test_another_protocol_is_refused(keys):
 
 def test_file_of_settings(tmp_path, capsys):
     path = tmp_path / "run.yaml"
-    path.write_text("run_id: tree\nlocal_updates: true\nlearning_rate: 0.5\n")
+    path.write_text("run_id: tree\nlocal_updates: true\nlearning_rate: 0.5\nends_at: 2100-01-02\n")
     parser = ArgumentParser(MONITOR_ARGUMENTS, "test")
     line = parser.parse_line(["--run_config", str(path), "--learning_rate", "0.25"])
     assert line.values["run_id"] == "tree" and line.values["local_updates"] is True
