@@ -45,7 +45,7 @@ def make_status(**fields) -> TrainerStatus:
         name="quick-otter-3f2a", started_at=time.time() - 7300, worked_at=time.time(), ended_at=None, step=39,
         next_step=40, seconds_to_next=31.0, own_samples=96, all_samples=800, target_batch_size=4096, computed=1000,
         applied=980, joined=38, missed=1, last_miss=(12, "no group in time"), num_trainers=5, rank=2,
-        samples_per_second=12.34, loss=6.5, first_loss=8.25, connections=(2, 1), page=None,
+        samples_per_second=12.34, loss=6.5, first_loss=8.25, connections=(2, 1), page=None, end_time=None,
     )  # fmt: skip
     return dataclasses.replace(status, **fields)
 
@@ -265,9 +265,11 @@ def test_description_of_a_trainer_that_joins():
     status = make_status(
         worked_at=None, seconds_to_next=None, own_samples=0, all_samples=0, computed=0, applied=0, rank=None,
         loss=None, first_loss=None, last_miss=None, connections=None, page="https://example.org/curves",
+        end_time=4102576200.0,
     )  # fmt: skip
     rows = dict(describe_status(status))
     assert rows.pop("Curves") == "https://example.org/curves"
+    assert rows.pop("Run ends").startswith("2100-01-02 12:30 UTC, in ")
     assert rows["State"] == "joining: no local step yet, at step #39" and rows["Last miss"] == "none"
     assert list(rows) == list(dict(describe_status(make_status()))), "the height of the panel is constant"
     assert rows["Connections"] == rows["Local loss"] == "not known yet"
