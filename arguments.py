@@ -566,11 +566,10 @@ class ReportingArguments:
 
     _argument_group_name = "Reporting"
 
-    report_to: Literal["none", "wandb", "trackio", "tensorboard", "mlflow", "dvclive"] = flag(
+    report_to: Literal["none", "wandb", "trackio", "tensorboard"] = flag(
         "none",
         "Dashboard for the training curves, in addition to metrics.jsonl: wandb (records offline "
-        "without an account), trackio (local, no account), or tensorboard, mlflow or dvclive (in the "
-        "output folder; install the package first)",
+        "without an account), trackio (local, no account), or tensorboard (install the package first)",
     )
     wandb_project: str | None = flag(None, "Name of the Weights & Biases project; implies --report_to wandb")
 

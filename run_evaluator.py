@@ -116,7 +116,7 @@ def evaluate(
             open_observer(model, peer, peer_args.run_id, hyperparameter_args, evaluator_args.load_state_timeout)
         )
         reporter = build_reporters(
-            output_dir, peer_args.run_id, evaluator_args.report_to, evaluator_args.wandb_project
+            output_dir, peer_args.run_id, evaluator_args.report_to, wandb_project=evaluator_args.wandb_project
         )
         stack.callback(reporter.close)
         loop = EvaluationLoop(

@@ -69,7 +69,6 @@ class DemoArguments:
     )
     trainers: int = flag(2, "Number of trainers. Each keeps one core busy")
     max_global_steps: int = flag(10, "Stop after this many global steps")
-    dashboard: bool = flag(False, "Show the curves on a web page of this machine while the demo runs")
     output_dir: str = flag("demo", "Folder for all output. The output of a previous demo in it is removed")
     debug: bool = flag(False, "Show the traceback of a fatal error")
 
@@ -117,10 +116,6 @@ def train_together(args: DemoArguments, workers: Workers, console: Console) -> N
     monitor = workers.start("monitor", monitor_command(args))
     peer_file = Path(args.output_dir) / "monitor" / "peer.json"
     address = workers.wait_for(lambda: read_address(peer_file), STALL_TIMEOUT, "the address of the monitor")
-
-    if args.dashboard:
-        page = workers.wait_for(lambda: read_dashboard(monitor.read_log()), STALL_TIMEOUT, "the dashboard")
-        console.print(f"Look at the curves at {page}\n", markup=False)
 
     console.print(f"[bold]3. {args.trainers} trainers[/bold], which join through its address")
     trainers = [
@@ -224,8 +219,8 @@ def peer_flags(args: DemoArguments, name: str) -> dict[str, object]:
 
 
 def monitor_command(args: DemoArguments) -> Command:
-    curves = {"dashboard": True} if args.dashboard else {"report_to": "trackio"}
-    return Command("run_training_monitor.py", {**peer_flags(args, "monitor"), "refresh_period": 1, **curves})
+    flags = {**peer_flags(args, "monitor"), "refresh_period": 1, "report_to": "trackio"}
+    return Command("run_training_monitor.py", flags)
 
 
 def trainer_command(args: DemoArguments, number: int, address: str) -> Command:
@@ -360,17 +355,6 @@ class Workers:
 def read_address(peer_file: Path) -> str | None:
     """Read the monitor's address for --initial_peers; None before the monitor has started."""
     return json.loads(peer_file.read_text())["initial_peers"][0] if peer_file.exists() else None
-
-
-def read_dashboard(log: str) -> str | None:
-    """Return the address of the dashboard from the monitor's log; None before it has started.
-
-    :raises UserError: if it has failed
-    """
-    if failure := re.search(r"The dashboard has ended.*", log):
-        raise UserError(failure[0])
-    found = re.search(r"Dashboard: (http\S+)", log)
-    return found[1] if found else None
 
 
 # --- view ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ Run it on a machine that others can reach; it needs no GPU:
 It prints the --initial_peers with which trainers join, and tells them the settings of the run.
 """
 
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -51,15 +52,6 @@ class TrainingMonitorArguments(ReportingArguments):
     )
     save_checkpoint_step_interval: int = flag(5, "Global steps between two checkpoints")
     save_total_limit: int = flag(2, "Keep this many checkpoints")
-    dashboard: bool = flag(
-        False, "Show the curves on a web page of this machine with trackio; implies --report_to trackio"
-    )
-    dashboard_host: str = flag(
-        "127.0.0.1",
-        "Address that --dashboard listens on. By default only this machine sees the page; with 0.0.0.0 "
-        "everybody does who reaches the port",
-    )
-    dashboard_port: int | None = flag(None, "Port of --dashboard. Default: the first free one from 7860")
     space_id: str | None = flag(
         None,
         "Show the curves in public with trackio in this Hugging Face Space, which is created if it does not exist: "
@@ -104,16 +96,6 @@ class TrainingMonitorArguments(ReportingArguments):
     def __post_init__(self):
         super().__post_init__()
         require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
-        if self.dashboard:
-            require(
-                self.report_to in ("none", "trackio"),
-                f"--dashboard shows trackio's curves: drop it, or drop --report_to {self.report_to}",
-            )
-            self.report_to = "trackio"
-        require(
-            self.dashboard_port is None or 0 < self.dashboard_port <= 65535,
-            f"--dashboard_port must be from 1 to 65535, got {self.dashboard_port}",
-        )
         if self.space_id is not None:
             self.space_id = parse_repo_id("--space_id", self.space_id.replace("/spaces/", "/"))
             require(
@@ -188,8 +170,8 @@ def monitor(
     from lib.monitoring.aggregation import MetricsAggregator
     from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
-    from lib.monitoring.dashboard_server import DashboardServer
-    from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo, require_token
+    from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
+    from lib.monitoring.model_card import build_card_metadata
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
     from lib.monitoring.samples import SampleReporter, check_text
     from lib.monitoring.trackers import build_reporters
@@ -292,10 +274,10 @@ def monitor(
                 args.upload_training_state,
             )
             stack.callback(uploader.close)
-        reporter = build_reporters(output_dir, run_id, args.report_to, args.wandb_project, args.space_id)
+        reporter = build_reporters(
+            output_dir, run_id, args.report_to, wandb_project=args.wandb_project, space_id=args.space_id
+        )
         stack.callback(reporter.close)
-        if args.dashboard:
-            stack.callback(DashboardServer(run_id, args.dashboard_host, args.dashboard_port).close)
         if args.sample_text:
             keeper.on_saved = SampleReporter(model, tokenizer, args.sample_text, reporter).report
         aggregator = MetricsAggregator(
@@ -330,6 +312,8 @@ def monitor(
             stop.event.wait(args.refresh_period)
         training_monitor.flush()
     logger.info("The monitor has stopped")
+    if uploader is not None and uploader.is_running:
+        os._exit(0)  # Python would wait for the threads of huggingface_hub
 
 
 def check_flags(

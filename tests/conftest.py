@@ -19,7 +19,7 @@ from tests.support.peers import Scripts, prepare_data
 # CPU second. Others are marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
 MODULES_WITH_PROGRAMS = (
-    "test_aws", "test_console", "test_dashboard_server", "test_first_boot", "test_hub_upload",
+    "test_aws", "test_console", "test_first_boot", "test_hub_upload",
     "test_notebooks", "test_requirements", "test_tokenize_script",
 )  # fmt: skip
 LAST_LINES = 30

@@ -52,6 +52,10 @@ _REFUSED_NAMES = {
     "--num_train_epochs": "peers draw samples in a random order, without epochs: pass --max_global_steps (when to "
     "leave) or --total_steps (the learning-rate schedule)",
     "--repo_path": "pass --output_dir (where the checkpoints are kept)",
+    **dict.fromkeys(
+        ("--dashboard", "--dashboard_host", "--dashboard_port"),
+        "pass --report_to trackio, which logs the command that shows the page, or --space_id",
+    ),
 }
 # Configurations that transformers hosted before 2020
 _OLD_CONFIG = re.compile(r"https://s3\.amazonaws\.com/models\.huggingface\.co/bert/(.+)-config\.json")

@@ -19,14 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.state import PartialState
-from accelerate.tracking import (
-    DVCLiveTracker,
-    GeneralTracker,
-    MLflowTracker,
-    TensorBoardTracker,
-    TrackioTracker,
-    WandBTracker,
-)
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from lib.common.checks import is_page
 from lib.common.errors import describe
@@ -36,7 +29,6 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
 FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
 CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
-MAX_WAITING_STEPS = 100_000  # some 30 MB; a run has 125 000 steps
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,7 @@ class Dashboard:
         PartialState(cpu=True)  # without it, the trackers' log messages raise
         tracker.main_process_only = False  # the monitor has a single process
         self.tracker, self.record = tracker, record
-        self._waiting: queue.Queue[tuple[dict | Table, int] | None] = queue.Queue(MAX_WAITING_STEPS)
+        self._waiting = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
         self._has_started = self._has_warned = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
@@ -78,24 +70,18 @@ class Dashboard:
         :param values: curve name -> value; or a table, which only some trackers draw
         """
         if self._thread.is_alive():
-            self._put((values, step))
+            self._waiting.put((values, step))
 
     def close(self) -> None:
         """Finish the upload within CLOSE_TIMEOUT seconds. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._put(None)
+        self._waiting.put(None)
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
             verb = "finish" if self._has_started else "start"
             self._warn(f"did not {verb}, {self._waiting.qsize() - 1} steps are missing there")
-
-    def _put(self, item: tuple[dict, int] | None) -> None:
-        try:
-            self._waiting.put_nowait(item)
-        except queue.Full:
-            self._warn(f"does not keep up, {MAX_WAITING_STEPS} steps are waiting; newer ones are dropped")
 
     def _run(self) -> None:
         try:
@@ -129,25 +115,15 @@ class Dashboard:
 
 
 def build_tracker(
-    name: str, output_dir: Path, run_id: str, wandb_project: str | None, space_id: str | None
+    name: str, output_dir: Path, run_id: str, wandb_project: str | None = None, space_id: str | None = None
 ) -> GeneralTracker:
     """Build the tracker for a value of --report_to."""
     output_dir = output_dir.resolve()
     if name == "wandb":
         return OfflineCapableWandbTracker(output_dir, wandb_project or run_id, run_id)
     if name == "trackio":
-        return LocalTrackioTracker(output_dir / name, run_id, space_id)
-    return LOCAL_TRACKERS[name](output_dir / name, run_id)
-
-
-def _load_id(path: Path) -> str | None:
-    """Return the dashboard's ID of the run in this folder, None if there is none."""
-    return (path.exists() and path.read_text().strip()) or None
-
-
-def _save_id(path: Path, value: str) -> str:
-    path.write_text(f"{value}\n")
-    return value
+        return ProjectTrackioTracker(output_dir / name, run_id, space_id)
+    return LocalTensorBoardTracker(output_dir / name, run_id)
 
 
 class OfflineCapableWandbTracker(WandBTracker):
@@ -167,7 +143,9 @@ class OfflineCapableWandbTracker(WandBTracker):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        self.init_kwargs["id"] = _load_id(self._id_path) or _save_id(self._id_path, secrets.token_hex(4))
+        if not self._id_path.exists():
+            self._id_path.write_text(f"{secrets.token_hex(4)}\n")
+        self.init_kwargs["id"] = self._id_path.read_text().strip()
         self.init_kwargs["settings"] = wandb.Settings(
             silent=True,
             console="off",
@@ -218,8 +196,8 @@ class OfflineCapableWandbTracker(WandBTracker):
             wandb.teardown()  # ends wandb's service process
 
 
-class LocalTrackioTracker(TrackioTracker):
-    """trackio's dashboard: local, without an account and a server until `trackio show`, or in a Hugging Face Space.
+class ProjectTrackioTracker(TrackioTracker):
+    """trackio, in a local folder without an account and a server, or in a Hugging Face Space.
 
     If a token is present, trackio requests the user's name from the Hugging Face Hub, without a timeout. While a Space
     cannot be reached, trackio keeps the values in the folder and sends them later.
@@ -261,24 +239,6 @@ class LocalTrackioTracker(TrackioTracker):
         self.log({table_name: trackio.Table(columns=columns, data=data)}, step=step)
 
 
-class LocalMLflowTracker(MLflowTracker):
-    """MLflow with a database in the output folder, or on the server named by MLFLOW_TRACKING_URI."""
-
-    def __init__(self, folder: Path, run_name: str):
-        folder.mkdir(parents=True, exist_ok=True)
-        self._id_path = folder / "run_id"
-        super().__init__(run_name, run_name=run_name, run_id=_load_id(self._id_path))
-        self._local_uri = f"sqlite:///{folder}/mlflow.db"
-
-    def start(self) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        is_local = os.environ.setdefault("MLFLOW_TRACKING_URI", self._local_uri) == self._local_uri
-        super().start()
-        if is_local:  # another URI is the user's and may contain a password
-            logger.info(f"Curves: mlflow ui --backend-store-uri {shlex.quote(self._local_uri)}")
-        _save_id(self._id_path, self.tracker.info.run_id)
-
-
 class LocalTensorBoardTracker(TensorBoardTracker):
     """TensorBoard event files in the output folder. Each start adds a file, and TensorBoard merges them."""
 
@@ -288,21 +248,3 @@ class LocalTensorBoardTracker(TensorBoardTracker):
     def start(self) -> None:
         super().start()
         logger.info(f"Curves: tensorboard --logdir {shlex.quote(str(self.logging_dir_param))}")
-
-
-class LocalDVCLiveTracker(DVCLiveTracker):
-    """DVCLive tables in the output folder, without commits to a repository."""
-
-    def __init__(self, folder: Path, run_name: str):
-        super().__init__(run_name, dir=str(folder), resume=True, save_dvc_exp=False, dvcyaml=False)
-
-    def start(self) -> None:
-        super().start()
-        logger.info(f"Curves: {self.live.dir}")
-
-
-LOCAL_TRACKERS: dict[str, type[GeneralTracker]] = {
-    "tensorboard": LocalTensorBoardTracker,
-    "mlflow": LocalMLflowTracker,
-    "dvclive": LocalDVCLiveTracker,
-}

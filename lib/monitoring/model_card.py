@@ -4,20 +4,21 @@ Names and numbers come from untrusted peers and are escaped: they appear as plai
 """
 
 import itertools
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
+from transformers import PretrainedConfig
 
 from lib.common.objectives import OBJECTIVES
-from lib.monitoring.contributors import Contributor, Contributors
+from lib.monitoring.contributors import Contributors
+from lib.monitoring.trackers import read_records
+from lib.training.model import get_model_class, get_objective
 
 CURVE_ROWS = 12
 TABLE_ROWS = 100
-_BAR_LENGTH = 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,14 @@ class CurvePoint:
     first_step: int
     last_step: int
     loss: float
+
+
+def build_card_metadata(
+    repo_id: str, run_id: str, config: PretrainedConfig, license: str | None = None, language: str | None = None
+) -> CardMetadata:
+    """What the model card says of a run's model."""
+    model_class = get_model_class(config).__name__
+    return CardMetadata(repo_id, run_id, config.model_type, model_class, get_objective(config), license, language)
 
 
 def build_card_data(metadata: CardMetadata) -> ModelCardData:
@@ -75,7 +84,7 @@ def build_card(
         _usage(metadata, step),
         _curve_table(curve),
         _contributor_table(contributors),
-        _join(metadata, initial_peers),
+        _join(initial_peers),
     ]
     body = "\n\n".join(section for section in sections if section)
     return ModelCard(f"---\n{build_card_data(metadata).to_yaml()}\n---\n\n{body}\n")
@@ -90,21 +99,9 @@ def escape_markdown(text: str) -> str:
 
 
 def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[CurvePoint]:
-    """Read the losses up to `last_step` from metrics.jsonl, as means over at most `rows` ranges of steps.
-
-    Invalid lines are skipped.
-    """
-    losses: dict[int, float] = {}
-    if path.exists():
-        with open(path, "rb") as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                    step, loss = record["step"], record["loss"]
-                except (ValueError, KeyError, TypeError):
-                    continue
-                if type(step) is int and type(loss) in (int, float) and step <= last_step:
-                    losses[step] = loss
+    """Read the losses up to `last_step` from metrics.jsonl, as means over at most `rows` ranges of steps."""
+    records = [record for record in read_records(path) if record["step"] <= last_step]
+    losses = {record["step"]: record["loss"] for record in records if isinstance(record.get("loss"), float)}
     steps = sorted(losses)
     bounds = [round(row * len(steps) / rows) for row in range(rows + 1)]
     groups = [steps[start:end] for start, end in itertools.pairwise(bounds) if start < end]
@@ -134,18 +131,8 @@ def _usage(metadata: CardMetadata, step: int) -> str:
 
 
 def _curve_table(curve: list[CurvePoint]) -> str:
-    if not curve:
-        return ""
-    lowest, highest = min(point.loss for point in curve), max(point.loss for point in curve)
-    rows = ["## Loss\n", "| steps | mean loss | |", "|---|---|---|"]
-    for point in curve:
-        steps = f"{point.first_step:,}" if point.first_step == point.last_step else (
-            f"{point.first_step:,} to {point.last_step:,}"
-        )  # fmt: skip
-        # Bars range from the lowest to the highest loss: a loss that falls from 11 to 2 is near 2 for most of the run
-        length = 1 + round((_BAR_LENGTH - 1) * (point.loss - lowest) / (highest - lowest or 1.0))
-        rows.append(f"| {steps} | {point.loss:.4f} | {'█' * length} |")
-    return "\n".join(rows)
+    rows = [f"| {point.first_step:,} to {point.last_step:,} | {point.loss:.4f} |" for point in curve]
+    return "\n".join(["## Loss\n", "| steps | mean loss |", "|---|---|", *rows]) if rows else ""
 
 
 def _contributor_table(contributors: Contributors) -> str:
@@ -153,27 +140,22 @@ def _contributor_table(contributors: Contributors) -> str:
     if not leaders:
         return ""
     number = f"{len(contributors):,} contributor{'' if len(contributors) == 1 else 's'}"
-    counted = f"{contributors.total_samples:,} samples came from {number}"
     shown = "" if len(leaders) == len(contributors) else f"; the first {len(leaders)} are"
-    rows = ["## Contributors\n", f"{counted}{shown}:\n", "| | name | key | samples | steps |", "|---|---|---|---|---|"]
-    rows += [_contributor_row(place, leader) for place, leader in enumerate(leaders, 1)]
+    rows = [f"## Contributors\n\n{contributors.total_samples:,} samples came from {number}{shown}:\n"]
+    rows += ["| | name | key | samples | steps |", "|---|---|---|---|---|"]
+    for place, leader in enumerate(leaders, 1):
+        name, key = escape_markdown(leader.name), escape_markdown(leader.key[:8])
+        rows.append(f"| {place} | {name} | {key} | {leader.samples:,} | {leader.steps:,} |")
     return "\n".join(rows)
 
 
-def _contributor_row(place: int, leader: Contributor) -> str:
-    return (
-        f"| {place} | {escape_markdown(leader.name)} | {escape_markdown(leader.key[:8])} | {leader.samples:,} "
-        f"| {leader.steps:,} |"
-    )
-
-
-def _join(metadata: CardMetadata, initial_peers: Sequence[str]) -> str:
+def _join(initial_peers: Sequence[str]) -> str:
     if not initial_peers:
         return ""
-    command = shlex.join(["./run_trainer.py", "--run_id", metadata.run_id, "--initial_peers", *initial_peers])
+    command = shlex.join(["./run_trainer.py", "--initial_peers", *initial_peers])
     return (
         "## How to join\n\n"
-        "With the software and the prepared data of this run, and any GPU:\n\n"
+        "With the software of this run, any GPU, and the prepared data if the run does not publish its address:\n\n"
         f"```bash\n{command}\n```\n\n"
         "Add `--username YOUR_NAME` to be listed above under that name."
     )

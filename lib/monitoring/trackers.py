@@ -5,14 +5,13 @@ metrics.jsonl is the durable record: no step is lost from it, and a restarted mo
 dashboard is for display only: its failure causes one warning, and the monitor continues.
 """
 
-import contextlib
+import errno
 import json
 import logging
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,42 +24,34 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_LINES = 100_000  # about 20 MB; a run has 125 000 steps
 # A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
 TABLE_GROWTH = 1.05
-_BLOCK = 64 * 1024
 
 
-def build_reporters(
-    output_dir: Path,
-    run_id: str,
-    report_to: str = "none",
-    wandb_project: str | None = None,
-    space_id: str | None = None,
-) -> "Reporters":
-    """The files in the output folder, and the dashboard that --report_to asks for.
+def build_reporters(output_dir: Path, run_id: str, report_to: str = "none", **options: str | None) -> "Reporters":
+    """Open the files in the output folder, and the dashboard that --report_to asks for.
 
+    :param options: for `dashboards.build_tracker`
     :raises OSError: if the output folder or a file there is not writable
     """
-    metrics_file = MetricsFile(output_dir)
+    metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
     dashboard = None
     if report_to != "none":
         try:
             from lib.monitoring.dashboards import Dashboard, build_tracker
 
-            tracker = build_tracker(report_to, output_dir, run_id, wandb_project, space_id)
-            dashboard = Dashboard(tracker, metrics_file.path)
+            dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options), metrics_file.path)
         except Exception as error:
             message = f"Could not start {report_to}: {describe(error)}; see {metrics_file.path} instead"
             logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
-    return Reporters(metrics_file, MetricsFile(output_dir, "evaluations.jsonl"), dashboard)
+    return Reporters(metrics_file, JsonLinesFile(output_dir / "evaluations.jsonl"), dashboard)
 
 
 class Reporters:
     """The files and at most one dashboard. Steps arrive in ascending order, an evaluation after its step."""
 
     def __init__(
-        self, metrics_file: "MetricsFile", evaluations_file: "MetricsFile", dashboard: "Dashboard | None" = None
+        self, metrics_file: "JsonLinesFile", evaluations_file: "JsonLinesFile", dashboard: "Dashboard | None" = None
     ):
         self.metrics_file, self.evaluations_file, self.dashboard = metrics_file, evaluations_file, dashboard
         self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
@@ -72,15 +63,16 @@ class Reporters:
 
     def last_step(self) -> int:
         """Return the newest step in metrics.jsonl, -1 if there is none."""
-        return self.metrics_file.last_step()
+        return next((record["step"] for record in reversed(read_records(self.metrics_file.path))), -1)
 
-    def report(self, step_report: StepReport, extra: dict | None = None) -> None:
+    def report(self, report: StepReport, extra: dict | None = None) -> None:
         """:param extra: more values of this step by name"""
-        self.metrics_file.report(step_report, extra)
+        record = to_record(report, extra)
+        more = {"contributors": report.contributors, "mini_steps": report.mini_steps, "time": round(report.time, 3)}
+        self.metrics_file.write(record | more)
         if self.dashboard is not None:
-            record = to_record(step_report, extra)
             values = {name: value for name, value in record.items() if value is not None and name != "step"}
-            self.dashboard.log(values, step_report.step)
+            self.dashboard.log(values, report.step)
 
     def report_evaluation(self, step: int, values: dict[str, float]) -> None:
         """:param values: what was found for the parameters of a step, by name, such as "validation loss\""""
@@ -110,19 +102,11 @@ class Reporters:
             self.dashboard.close()
 
 
-def _plain(value: object) -> object:
-    """Convert to a value that JSON and dashboards support; None for a non-finite number."""
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return str(value)
-    return number if math.isfinite(number) else None
-
-
 def to_record(step_report: StepReport, extra: dict | None = None) -> dict:
-    """Return the values of a step, named as in hivemind's example, then those of `extra` that have other names."""
+    """Return the values of a step, named as in hivemind's example, then those of `extra` that have other names.
+
+    NaN and Inf become None.
+    """
     record = {
         "step": step_report.step,
         "loss": step_report.loss,
@@ -131,7 +115,11 @@ def to_record(step_report: StepReport, extra: dict | None = None) -> dict:
         "performance": step_report.performance,
         **step_report.metrics,
     }
-    return {str(name): _plain(value) for name, value in (record | (extra or {}) | record).items()}
+    values = record | (extra or {}) | record
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
 
 
 def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
@@ -150,46 +138,41 @@ def describe_evaluation(step: int, values: dict[str, float]) -> str:
     return f"Step #{step}\t" + "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
 
 
-class MetricsFile:
-    """metrics.jsonl: one JSON object per line and step, on disk (fsync) when `report` returns.
+def read_records(path: Path) -> list[dict]:
+    """Return the records of a JSON Lines file that have a step. Damaged lines are skipped."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:  # also raised for invalid UTF-8
+            continue
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            records.append(record)
+    return records
 
-    If a write fails (a full disk), lines are kept in memory and written first at the next report.
+
+class JsonLinesFile:
+    """A file with one JSON object per line, which is on disk (fsync) when `write` returns.
+
+    If a write fails (a full disk), lines are kept in memory and written first at the next one. The lines of the
+    125 000 steps of a run are 25 MB.
 
     :raises OSError: if the folder cannot be created or an existing file cannot be repaired
     """
 
-    def __init__(self, output_dir: Path, name: str = "metrics.jsonl"):
-        self.path = Path(output_dir) / name
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING_LINES)
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._waiting: list[bytes] = []
         self._is_failing = False
-        self._remove_torn_line()
-
-    def last_step(self) -> int:
-        """Return the newest step in the file, -1 if there is none. Reads the end of the file only."""
-        for line in self._lines_from_end():
-            try:
-                record = json.loads(line)
-            except ValueError:  # also raised for invalid UTF-8
-                continue
-            if isinstance(record, dict) and type(record.get("step")) is int:
-                return record["step"]
-        return -1
-
-    def report(self, step_report: StepReport, extra: dict | None = None) -> None:
-        record = to_record(step_report, extra) | {
-            "contributors": step_report.contributors,
-            "mini_steps": step_report.mini_steps,
-            "time": round(step_report.time, 3),
-        }
-        self.write(record)
+        content = path.read_bytes() if path.exists() else b""
+        end = content.rfind(b"\n") + 1
+        if end < len(content):  # a process died in a write; the next line would follow the incomplete one
+            logger.warning(f"{path} ends with an incomplete line: removed its {len(content) - end} bytes")
+            os.truncate(path, end)
 
     def write(self, record: dict) -> None:
         """:param record: plain values by name, of one step"""
-        if len(self._waiting) == MAX_WAITING_LINES:
-            logger.error(
-                f"{self.path}: {MAX_WAITING_LINES} steps are waiting to be written, the oldest of them is lost"
-            )
         self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._write_waiting()
 
@@ -201,11 +184,16 @@ class MetricsFile:
 
     def _write_waiting(self) -> None:
         try:
-            if self._is_failing:
-                self._remove_torn_line()
             # Opened for each write: a file that was moved or a disk that was remounted needs no special handling.
             with open(self.path, "ab", buffering=0) as file:
-                _append(file.fileno(), b"".join(self._waiting))
+                size, data = file.tell(), b"".join(self._waiting)
+                try:
+                    if file.write(data) < len(data):  # a disk that fills up accepts a part first
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(size)
+                    raise
         except OSError as error:
             if not self._is_failing:
                 logger.warning(
@@ -217,52 +205,3 @@ class MetricsFile:
             logger.info(f"{self.path} can be written again: wrote {len(self._waiting)} waiting steps")
         self._is_failing = False
         self._waiting.clear()
-
-    def _remove_torn_line(self) -> None:
-        """Truncate an incomplete last line, left by a process that died in a write; the next line would follow it."""
-        if not self.path.exists():
-            return
-        with open(self.path, "r+b") as file:
-            size = end = file.seek(0, os.SEEK_END)
-            while end > 0:
-                start = max(0, end - _BLOCK)
-                file.seek(start)
-                newline = file.read(end - start).rfind(b"\n")
-                if newline >= 0:
-                    end = start + newline + 1
-                    break
-                end = start
-            if end < size:
-                logger.warning(f"{self.path} ends with an incomplete line: removed its {size - end} bytes")
-                file.truncate(end)
-                os.fsync(file.fileno())
-
-    def _lines_from_end(self) -> Iterator[bytes]:
-        if not self.path.exists():
-            return
-        with open(self.path, "rb") as file:
-            start, rest = file.seek(0, os.SEEK_END), b""
-            while start > 0:
-                start, end = max(0, start - _BLOCK), start
-                file.seek(start)
-                first, *lines = (file.read(end - start) + rest).split(b"\n")
-                yield from reversed(lines)
-                rest = first
-            yield rest
-
-
-def _append(descriptor: int, data: bytes) -> None:
-    """Append all of `data` to an open file and sync it. On failure, truncate the file to its previous size.
-
-    :raises OSError: if a write or the sync fails
-    """
-    size = os.fstat(descriptor).st_size
-    try:
-        written = 0
-        while written < len(data):  # a disk that fills up accepts a part first and refuses the next
-            written += os.write(descriptor, data[written:])
-        os.fsync(descriptor)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, size)
-        raise

@@ -1,13 +1,12 @@
 """Uploads to a fake Hub: uploaded files, failures, and a monitor that never waits for an upload."""
 
-import json
 import logging
 import os
 import shutil
-import signal
+import time
 from pathlib import Path
 
-import psutil
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -17,7 +16,8 @@ from lib.common.errors import UserError
 from lib.monitoring import hub_upload as upload
 from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributors
-from lib.monitoring.hub_upload import HubUploader, build_card_metadata, check_repo
+from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
+from lib.monitoring.model_card import build_card_metadata
 from lib.monitoring.parsing import PeerStep
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
@@ -30,18 +30,21 @@ CONFIG = AutoConfig.for_model(**TINY_ALBERT, vocab_size=500)
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path) -> FakeHub:
-    """Return the fake Hub, which new processes use as the endpoint."""
+    """Return the fake Hub, which this process and new ones use as the endpoint."""
     with fake_hub() as hub:
-        for name, value in {
-            "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_OFFLINE": "0",
-        }.items():  # fmt: skip
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        for name, value in {**environment, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "hf")}.items():
             monkeypatch.setenv(name, value)
+        constants = {"ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}
+        for name, value in {**constants, "HF_TOKEN_PATH": str(tmp_path / "hf" / "token")}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setattr(upload, "FIRST_PAUSE", 0.2)
         yield hub
+    huggingface_hub.close_session()
 
 
 @pytest.fixture
-def make_uploader(tmp_path):
+def make_uploader(tmp_path, hub):
     """Return a function that builds uploaders, which are closed at the end of the test."""
     uploaders = []
 
@@ -53,8 +56,9 @@ def make_uploader(tmp_path):
         return uploader
 
     yield make_uploader
+    hub.ended.set()
     for uploader in uploaders:
-        uploader.close()
+        wait_until(lambda uploader=uploader: not uploader.is_running, 60, "the end of the upload")
 
 
 def save(uploader: HubUploader, step: int, size: int = 10_000) -> Path:
@@ -67,25 +71,18 @@ def save(uploader: HubUploader, step: int, size: int = 10_000) -> Path:
     return folder
 
 
-def run_until(uploader: HubUploader, condition, what: str, **options):
-    def updated():
-        uploader.update(**options)
-        return condition()
-
-    return wait_until(updated, 240, what)  # each try starts a process that imports huggingface_hub
-
-
 def upload_newest(uploader: HubUploader, **options) -> None:
     newest = checkpoints.list_checkpoints(uploader.folder)[0].name
-    run_until(uploader, lambda: uploader.uploaded == newest, f"the upload of {newest}", **options)
+
+    def is_uploaded() -> bool:
+        uploader.update(**options)
+        return uploader.uploaded == newest and not uploader.is_running
+
+    wait_until(is_uploaded, 60, f"the upload of {newest}")
 
 
 def leftovers(uploader: HubUploader) -> list[str]:
     return [path.name for path in uploader.folder.iterdir() if path.name.startswith(".")]
-
-
-def child_processes() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children() if "hub_worker" in " ".join(process.cmdline())]
 
 
 # Uploaded files
@@ -93,12 +90,14 @@ def child_processes() -> list[psutil.Process]:
 
 def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, caplog):
     uploader = make_uploader()
+    uploader.page = "https://huggingface.co/spaces/me/curves"
     checkpoint = save(uploader, 7)
     with caplog.at_level("INFO"):
         upload_newest(uploader)
     assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
     assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
-    assert b"step 7 " in hub.files["README.md"] and b"/dns4/x.org/tcp/1/p2p/Qm" in hub.files["README.md"]
+    for words in (b"step 7 ", b"/dns4/x.org/tcp/1/p2p/Qm", b"(https://huggingface.co/spaces/me/curves)"):
+        assert words in hub.files["README.md"]
     assert [commit.message for commit in hub.commits] == ["Step 7 of my run"]
     assert hub.tags == {"step-7": hub.commits[0].oid}
     assert hub.repos == {"me/model": False}
@@ -131,44 +130,28 @@ def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make
     upload_newest(uploader)
     save(uploader, 2)
     uploader.update()
-    assert child_processes() == []
+    assert not uploader.is_running
     upload_newest(uploader, run_is_over=True)
     uploader.update(run_is_over=True)
-    assert child_processes() == [], "once is enough"
+    assert not uploader.is_running, "once is enough"
     assert [commit.message for commit in hub.commits] == ["Step 1 of my run", "Step 2 of my run"]
 
 
-def test_checkpoint_may_be_removed_while_it_is_uploaded(hub, make_uploader):
+@pytest.mark.parametrize("has_hard_links", [True, False])
+def test_checkpoint_may_be_removed_while_it_is_uploaded(hub, make_uploader, monkeypatch, has_hard_links):
+    if not has_hard_links:
+
+        def refuse(source, _target):
+            raise PermissionError(1, "Operation not permitted", source)
+
+        monkeypatch.setattr(os, "link", refuse)
     uploader = make_uploader()
     content = (save(uploader, 7) / "model.safetensors").read_bytes()
     uploader.update()
+    wait_until(lambda: hub.requests, 30, "the first request, for which the files are linked")
     checkpoints.remove_old_checkpoints(uploader.folder, keep=0)
-    run_until(uploader, lambda: uploader.uploaded == "checkpoint-7", "the upload")
+    wait_until(lambda: uploader.uploaded == "checkpoint-7", 30, "the upload")
     assert hub.files["model.safetensors"] == content
-
-
-def test_checkpoint_removed_before_the_upload_is_no_failure(hub, make_uploader, monkeypatch, caplog):
-    uploader = make_uploader()
-    checkpoint = save(uploader, 7)
-    newer = save(uploader, 8)
-    shutil.rmtree(checkpoint)
-    with monkeypatch.context() as patched:
-        patched.setattr(upload, "list_checkpoints", lambda _folder: [checkpoint])
-        uploader.update()
-    assert caplog.records == [] and child_processes() == [] and leftovers(uploader) == []
-    upload_newest(uploader)
-    assert uploader.uploaded == newer.name
-
-
-def test_file_system_without_hard_links(hub, make_uploader, monkeypatch):
-    def refuse(source, target):
-        raise PermissionError(1, "Operation not permitted", str(source))
-
-    monkeypatch.setattr(os, "link", refuse)
-    uploader = make_uploader()
-    save(uploader, 7)
-    upload_newest(uploader)
-    assert "model.safetensors" in hub.files
 
 
 # Failures
@@ -183,29 +166,31 @@ def test_file_system_without_hard_links(hub, make_uploader, monkeypatch):
         ({"/repos/create": [401], "/api/models/": [401]}, "hf auth login"),
         ({"/preupload/": [404]}, "no repository 'me/model'"),
         ({"/commit/": [413]}, "refused (413)"),
+        (OSError(28, "No space left on device", "out"), "the disk is full"),
     ],
 )
 def test_failure_is_one_line_and_is_tried_again(hub, make_uploader, monkeypatch, caplog, refusals, words):
-    monkeypatch.setattr(upload, "FIRST_PAUSE", 0.2)
-    hub.refusals = refusals
     uploader = make_uploader()
     save(uploader, 7)
+    if isinstance(refusals, OSError):
+        with monkeypatch.context() as patch:
+            patch.setattr(upload, "read_curve", lambda *_args: (_ for _ in ()).throw(refusals))
+            uploader.update()
+    else:
+        hub.refusals = refusals
     upload_newest(uploader)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and words in record.message and "trying again in" in record.message
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert words in record.message and "trying again in" in record.message
     assert "\n" not in record.message and TOKEN not in record.message
-    assert len(hub.commits) == 1
+    assert len(hub.commits) == 1 and leftovers(uploader) == []
 
 
-def test_pauses_grow_and_are_reset_by_a_success(hub, make_uploader, monkeypatch):
-    monkeypatch.setattr(upload, "FIRST_PAUSE", 0.2)
+def test_pauses_grow_and_are_reset_by_a_success(hub, make_uploader, monkeypatch, caplog):
     monkeypatch.setattr(upload, "LONGEST_PAUSE", 0.4)
     hub.refusals = {"/commit/": [500, 500, 500]}
     uploader = make_uploader(interval=0)
-    pauses = []
-    monkeypatch.setattr(
-        uploader, "_fail", lambda reason, fail=uploader._fail: (pauses.append(uploader._backoff.pause), fail(reason))
-    )
+    fail, pauses = uploader._fail, []
+    monkeypatch.setattr(uploader, "_fail", lambda reason: (pauses.append(uploader._backoff.pause), fail(reason)))
     save(uploader, 7)
     upload_newest(uploader)
     assert pauses == [0.2, 0.4, 0.4]
@@ -220,109 +205,80 @@ def test_silent_hub_delays_neither_the_monitor_nor_its_shutdown(hub, make_upload
     hub.silent.set()
     uploader = make_uploader()
     save(uploader, 7)
-    run_until(uploader, lambda: hub.requests, "a request")
-    (process,) = child_processes()
+    started = time.monotonic()
     uploader.update()
-    assert process.is_running(), "nobody has waited for its end"
-    ended = uploader._upload.process
+    wait_until(lambda: hub.requests, 30, "a request")
+    uploader.update()
+    assert uploader.is_running
     uploader.close()
-    assert ended.returncode == -signal.SIGKILL
-    assert child_processes() == [] and leftovers(uploader) == []
-    assert "next start repeats it" in caplog.text
-
-
-def test_upload_that_takes_too_long_is_ended(hub, make_uploader, monkeypatch, caplog):
-    hub.silent.set()
-    uploader = make_uploader()
-    save(uploader, 7)
-    run_until(uploader, lambda: hub.requests, "a request")
-    monkeypatch.setattr(upload, "UPLOAD_TIMEOUT", 0.0)
-    uploader.update()
-    assert "not done after" in caplog.text and child_processes() == [] and leftovers(uploader) == []
-
-
-def test_full_disk_is_one_line(hub, make_uploader, monkeypatch, caplog):
-    def fail(*_args):
-        raise OSError(28, os.strerror(28), "out")
-
-    monkeypatch.setattr(upload, "read_curve", fail)
-    uploader = make_uploader()
-    save(uploader, 7)
-    uploader.update()
-    assert ["the disk is full" in record.message for record in caplog.records] == [True]
-    assert leftovers(uploader) == []
+    assert time.monotonic() - started < 10 and "next start repeats it" in caplog.text
 
 
 # Checks at the start
 
 
-def check(repo_id: str = "me/model", private: bool = False, **options) -> None:
-    check_repo(build_card_metadata(repo_id, "run", CONFIG, **options), private)
+def check(**options) -> None:
+    private = options.pop("private", False)
+    check_repo(build_card_metadata("me/model", "run", CONFIG, **options), private)
 
 
-def test_check_creates_the_repository(hub, tmp_path):
+def test_check_creates_the_repository(hub):
     check(private=True, license="apache-2.0", language="en")
     assert hub.repos == {"me/model": True} and hub.commits == []
     check()  # it is there already
 
 
-def test_missing_token_is_reported_at_the_start(hub, tmp_path, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(UserError, match="--repo_id: no token .*hf auth login"):
-        check()
-
-
 def test_stored_token_is_found(hub, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match="--space_id: no token .*hf auth login"):
+        require_token("--space_id")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text(TOKEN)
     check()
+    require_token("--space_id")
     assert hub.repos
 
 
-def test_wrong_token_is_reported_at_the_start(hub, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_Wrong")
-    with pytest.raises(UserError, match="does not accept the token") as caught:
-        check()
-    assert "hf_Wrong" not in str(caught.value)
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_read_only_token_is_reported_at_the_start(hub, tmp_path, exists):
-    hub.writable = False
-    if exists:
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("no token", "--repo_id: no token .*hf auth login"),
+        ("wrong token", "does not accept the token"),
+        ("read-only token", "may not write to 'me/model'"),
+        ("repository of another user", "may not write to 'me/model'"),
+        ("unknown license", "--license or --language.*must be one of"),
+        ("offline mode", "HF_HUB_OFFLINE"),
+    ],
+)
+def test_trouble_that_does_not_pass_is_reported_at_the_start(hub, monkeypatch, trouble, words):
+    if trouble == "no token":
+        monkeypatch.delenv("HF_TOKEN")
+    elif trouble == "wrong token":
+        monkeypatch.setenv("HF_TOKEN", "hf_Wrong")
+    elif trouble == "offline mode":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub.writable = trouble not in ("read-only token", "repository of another user")
+    if trouble == "repository of another user":
         hub.repos["me/model"] = False
-    else:
+    elif trouble == "read-only token":
         hub.refusals = {"/api/models/": [404]}
-    with pytest.raises(UserError, match="may not write to 'me/model'"):
-        check()
-
-
-def test_unknown_license_is_reported_at_the_start(hub, tmp_path):
-    with pytest.raises(UserError, match="--license or --language.*must be one of") as caught:
-        check(license="my-own")
-    assert "\n" not in str(caught.value)
-
-
-def test_offline_mode_is_reported_at_the_start(hub, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
-        check()
+    with pytest.raises(UserError, match=words) as caught:
+        check(license="my-own" if trouble == "unknown license" else None)
+    assert "\n" not in str(caught.value) and "hf_Wrong" not in str(caught.value)
 
 
 @pytest.mark.parametrize("trouble", ["closed", "silent", "broken"])
-def test_hub_that_cannot_be_reached_is_a_warning(hub, tmp_path, monkeypatch, caplog, trouble):
+def test_hub_that_cannot_be_reached_is_a_warning(hub, monkeypatch, caplog, trouble):
     if trouble == "closed":
-        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     elif trouble == "silent":
         hub.silent.set()
-        monkeypatch.setattr(upload, "CHECK_TIMEOUT", 5.0)
+        monkeypatch.setattr(upload, "TIMEOUTS", (1.0, 1.0, 1.0, None))
     else:
         hub.refusals = {"/repos/create": [503]}
     check()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING and "Uploads will be tried" in record.message
-    assert child_processes() == []
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "Uploads will be tried" in record.message
 
 
 # The monitor
@@ -330,7 +286,7 @@ def test_hub_that_cannot_be_reached_is_a_warning(hub, tmp_path, monkeypatch, cap
 
 @pytest.fixture
 def monitor_scripts(hub, scripts) -> Scripts:
-    """Return the scripts whose uploads go to the fake Hub: the monitor passes the variables on to hub_worker.py."""
+    """Return the scripts whose uploads go to the fake Hub."""
     scripts.late |= {name for name in os.environ if name.startswith("HF_")}
     return scripts
 
@@ -349,14 +305,15 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, monitor_scripts, data, tmp
     contributors.add(StepReport(3, 5.0, 1, 64, 1.0, 1, 1, 0.0, (PeerStep(b"key", 3, 1.0, 64, 5.0, 1),)))
     contributors.save()
     flags = ("--run_id", "up", "--repo_id", "me/model", "--license", "mit", "--announce_maddrs", "/dns4/x.org/tcp/99")
-    monitor = monitor_scripts.monitor(*flags)
+    monitor = monitor_scripts.monitor(*flags, "--page", "https://example.org/curves")
     monitor.wait_for("Uploaded checkpoint-3 to me/model")
     (tmp_path / "fetched").mkdir()
     for name, content in hub.files.items():
         (tmp_path / "fetched" / name).write_bytes(content)
     card = ModelCard.load(tmp_path / "fetched" / "README.md")
     assert card.data.license == "mit" and card.data.library_name == "transformers"
-    assert "--initial_peers /dns4/x.org/tcp/99/p2p/" in card.text
+    assert "./run_trainer.py --initial_peers /dns4/x.org/tcp/99/p2p/" in card.text
+    assert "(https://example.org/curves)" in card.text
     assert "alice" in card.text and "<b>alice" not in card.text
     namespace: dict = {}
     snippet = card.text.split("```python\n")[1].split("```")[0]
@@ -365,36 +322,18 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, monitor_scripts, data, tmp
     assert monitor.stop(timeout=60) == 0 and TOKEN not in monitor.output
     monitor.assert_nothing_left()
 
-    # Second start, with a Hub that stops responding
-    monitor = monitor_scripts.monitor(*flags, "--upload_interval", "0")
+    # Second start, with a Hub that stops responding in the middle of an upload of several files
+    monitor = monitor_scripts.monitor(*flags, "--upload_interval", "0", "--upload_training_state")
     monitor.wait_for("Uploaded checkpoint-3")
-    hub.silent.set()
     shutil.copytree(tmp_path / "monitor" / "checkpoint-3", tmp_path / "monitor" / "checkpoint-4")
+    for path in (tmp_path / "monitor" / "checkpoint-4").glob("*.[sp]*t*"):
+        path.write_bytes(os.urandom(1000))
+    hub.silent_paths = ("/storage/",)
     hub.requests.clear()
-    wait_until(lambda: hub.requests, 120, "the next upload")
+    wait_until(lambda: sum("/storage/" in request for request in hub.requests) >= 2, 120, "the next upload")
+    stopped = time.monotonic()
     assert monitor.stop(timeout=60) == 0
+    assert time.monotonic() - stopped < 10, monitor.output
     assert "The monitor has stopped" in monitor.output and "ending now" not in monitor.output, "without a last resort"
     monitor.assert_nothing_left()
     assert "Traceback" not in monitor.output
-
-
-def test_upload_ends_with_a_killed_monitor(hub, monitor_scripts, data, tmp_path):
-    monitor = monitor_scripts.monitor("--run_id", "up", "--repo_id", "me/model")
-    monitor.wait_for("visible multiaddresses")  # the check of the Hub is done by then
-    hub.silent.set()
-    hub.requests.clear()
-    save_real_checkpoint(tmp_path / "monitor", data)
-    wait_until(lambda: hub.requests, 120, "an upload")
-    assert any("hub_worker" in " ".join(process.cmdline()) for process in monitor.family()) and not hub.files
-    monitor.process.kill()
-    monitor.assert_nothing_left()
-
-
-def test_leftover_of_a_killed_monitor_is_removed(tmp_path):
-    from lib.common.atomic_files import remove_leftovers
-
-    folder = tmp_path / f".upload.{'0' * 12}.new"
-    folder.mkdir()
-    (folder / "README.md").write_text(json.dumps({}))
-    remove_leftovers(tmp_path)
-    assert not folder.exists()

@@ -1,6 +1,7 @@
 """The model card: metadata, rendered page, and escaping of untrusted names."""
 
 import json
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,14 +10,23 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import AutoConfig, AutoTokenizer
 
+import run_trainer
+from lib.common.cli import parse_arguments
 from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributor, Contributors
-from lib.monitoring.hub_upload import build_card_metadata
-from lib.monitoring.model_card import CardMetadata, CurvePoint, build_card, escape_markdown, read_curve
+from lib.monitoring.model_card import (
+    CardMetadata,
+    CurvePoint,
+    build_card,
+    build_card_metadata,
+    escape_markdown,
+    read_curve,
+)
 from lib.monitoring.parsing import PeerStep
 from lib.training.model import build_model
 from tests.support.peers import TINY_ALBERT
 
+PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 METADATA = CardMetadata("me/model", "my run", "albert", "AlbertForPreTraining", "mlm_sop", "apache-2.0", "en")
 SMALL = {
     "albert": TINY_ALBERT,
@@ -104,7 +114,8 @@ def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
     peers, curves = ["/ip4/1.1.1.1/tcp/1/p2p/Qm"], "https://huggingface.co/spaces/me/my_albert?x=1"
     card = build_card(METADATA, 1, [CurvePoint(1, 1, 9.0)], contributors, peers, curves)
     page = render(card)
-    rows = [page.cells[start : start + 5] for start in range(3, len(page.cells), 5)]
+    assert page.cells[:2] == ["1 to 1", "9.0000"]
+    rows = [page.cells[start : start + 5] for start in range(2, len(page.cells), 5)]
     assert [row[1] for row in rows] == [leader.name for leader in contributors.top(100)]
     assert page.tags == {"h1", "h2", "p", "b", "a", "table", "thead", "tbody", "tr", "th", "td", "pre", "code"}
     assert page.links == ["https://github.com/learning-at-home/hivemind", curves]
@@ -113,11 +124,14 @@ def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
     assert not any(text in table for text in ("://", "www.", "@", "<", "`", "$", "{{")), "nothing that links by itself"
 
 
-def test_run_id_is_quoted_for_markdown_and_for_the_shell(tmp_path):
+def test_join_command_needs_the_addresses_only(tmp_path):
     metadata = CardMetadata("me/model", "my <i>run</i>; rm -rf", "albert", "AlbertForPreTraining", "mlm_sop")
-    card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), ["/ip4/1.1.1.1/tcp/1/p2p/Qm", "/p2p/Qn"])
-    assert "--run_id 'my <i>run</i>; rm -rf' --initial_peers /ip4/1.1.1.1/tcp/1/p2p/Qm /p2p/Qn\n" in card.text
+    peers = [f"/ip4/1.1.1.1/tcp/1/p2p/{PEER_ID}", f"/dns4/x.org/tcp/2/p2p/{PEER_ID}"]
+    card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), peers)
     assert "i" not in render(card).tags
+    script, *words = shlex.split(card.text.split("```bash\n")[1].split("\n```")[0])
+    arguments = parse_arguments(run_trainer.TRAINER_ARGUMENTS, "-", words)
+    assert script == "./run_trainer.py" and arguments[2].initial_peers == peers
 
 
 def test_table_is_cut_but_counts_all(tmp_path):
@@ -158,14 +172,6 @@ def test_lines_that_cannot_be_read_are_skipped(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
     assert read_curve(tmp_path / "metrics.jsonl", 10) == [CurvePoint(3, 3, 4.5)]
     assert read_curve(tmp_path / "none.jsonl", 10) == []
-
-
-@pytest.mark.parametrize("losses", [[9.0, 4.5], [0.0, 0.0], [-1.0, -2.0], [1e9, 1.0]])
-def test_bars_of_any_losses_can_be_drawn(tmp_path, losses):
-    curve = [CurvePoint(step, step, loss) for step, loss in enumerate(losses)]
-    page = render(build_card(METADATA, 1, curve, Contributors(tmp_path, "run"), []))
-    assert page.cells[1::3] == [f"{loss:.4f}" for loss in losses]
-    assert page.cells[2::3] == ["█" * (20 if loss == max(losses) > min(losses) else 1) for loss in losses]
 
 
 # Loading

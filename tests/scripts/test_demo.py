@@ -35,7 +35,6 @@ from run_local_demo import (
     monitor_command,
     new_demo_folder,
     read_address,
-    read_dashboard,
     read_jsonl,
     tokenize_command,
     trainer_command,
@@ -63,17 +62,6 @@ class TestCommands:
     def test_scripts_in_the_current_folder(self, monkeypatch):
         monkeypatch.chdir(ROOT)
         assert Command("a.py", {"sample": True}).as_typed() == "./a.py --sample"
-
-    def test_dashboard_is_the_monitors(self):
-        for dashboard in (False, True):
-            command = monitor_command(DemoArguments(dashboard=dashboard))
-            (monitor_args, *_) = parse_arguments(run_training_monitor.ARGUMENTS, "-", command.arguments)
-            assert (monitor_args.dashboard, monitor_args.report_to) == (dashboard, "trackio")
-        assert read_dashboard("12:00 [INFO] Step #1\n") is None
-        log = "12:00 [INFO] Dashboard: http://127.0.0.1:7860/?project=demo (read-only)\n"
-        assert read_dashboard(log) == "http://127.0.0.1:7860/?project=demo"
-        with pytest.raises(UserError, match="ended with exit code 1: cannot listen"):
-            read_dashboard("12:00 [WARN] The dashboard has ended with exit code 1: cannot listen\n")
 
     def test_monitor_and_trainers_agree(self):
         args = DemoArguments(trainers=3, max_global_steps=5, output_dir="somewhere")

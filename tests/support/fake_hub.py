@@ -30,6 +30,7 @@ class FakeHub:
     :param refusals: part of a path -> HTTP status codes for the next requests with it, in order
     :param licenses: valid values for the license of a model card
     :param silent: while set, requests are not answered
+    :param silent_paths: parts of the paths that are not answered
     """
 
     endpoint: str = ""
@@ -42,6 +43,7 @@ class FakeHub:
     refusals: dict[str, list[int]] = field(default_factory=dict)
     licenses: tuple[str, ...] = ("apache-2.0", "mit")
     silent: threading.Event = field(default_factory=threading.Event)
+    silent_paths: tuple[str, ...] = ()
     ended: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -63,8 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.hub.requests.append(f"{self.command} {self.path}")
-        if self.hub.silent.is_set():
+        if self.hub.silent.is_set() or any(part in self.path for part in self.hub.silent_paths):
             self.hub.ended.wait(60)
+            self.close_connection = True
             return
         status, answer = self.answer(body)
         content = json.dumps(answer).encode()
