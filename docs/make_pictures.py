@@ -3,8 +3,8 @@
 
     python docs/make_pictures.py monitor_outputs --project my-albert
 
-The monitor must have run with --report_to trackio, and the page needs Chromium (apt install chromium). Both commands
-print the captions' figures.
+The monitor must have run with --report_to trackio, and the page needs Chromium (apt install chromium). It prints the figures of the
+caption.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def take_picture(folder: Path, project: str, target: Path) -> None:
             subprocess.run(
                 ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
                  "--disable-background-networking", "--disable-component-update", "--disable-sync",
-                 "--window-size=1280,520", "--virtual-time-budget=20000", f"--user-data-dir={temporary}/browser",
+                 "--window-size=1280,472", "--virtual-time-budget=20000", f"--user-data-dir={temporary}/browser",
                  f"--screenshot={screenshot}", f"{address}/media?project={project}"],
                 check=True, stderr=subprocess.DEVNULL, timeout=120,
             )  # fmt: skip

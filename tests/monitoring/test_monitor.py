@@ -70,3 +70,18 @@ def test_share_of_applied_samples_comes_from_the_sessions(tmp_path, stored):
     assert stored["run_rounds"][b"b"].value == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
     records = {key: record.value for key, record in stored["run_rounds"].items()}
     assert parse_share_of_applied_samples(records) == (64 + 48) / 128
+
+
+@pytest.mark.parametrize(("leaving", "run_is_over"), [([], False), ([True, False], False), ([True, True], True)])
+def test_last_checkpoint_is_uploaded_when_all_trainers_leave(tmp_path, stored, leaving, run_is_over):
+    for number, leaves in enumerate(leaving):
+        session = make_session(tmp_path / str(number), offered=None)
+        session.peer = SimpleNamespace(dht=None, public_key=b"%d" % number)
+        session.introduce(leaving=leaves)
+        session.close()
+    updates, peer = [], SimpleNamespace(dht=None, public_key=b"monitor")
+    uploader = SimpleNamespace(update=lambda run_is_over: updates.append(run_is_over))
+    reporter, contributors = SimpleNamespace(), Contributors(tmp_path, "run")
+    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, contributors, None, uploader)
+    monitor.refresh()
+    assert updates == [run_is_over]
