@@ -3,8 +3,8 @@
 
     python docs/make_pictures.py monitor_outputs --project my-albert
 
-The monitor must have run with --report_to trackio, and the page needs Chromium (apt install chromium). It prints the figures of the
-caption.
+The monitor must have run with --report_to trackio, and the page needs Chromium (apt install chromium). Prints the
+figures of the caption.
 """
 
 import argparse
