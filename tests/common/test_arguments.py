@@ -268,7 +268,6 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_training_monitor.py", "--wandb_project x --report_to trackio", "--wandb_project"),
         ("run_training_monitor.py", "--report_to mlflow", "--report_to"),
         ("run_training_monitor.py", "--dashboard", "--report_to trackio"),
-        ("run_local_demo.py", "--dashboard_port 7860", "--report_to trackio"),
         ("run_training_monitor.py", "--space_id my-albert", "--space_id"),
         ("run_training_monitor.py", "--space_id me/my-albert --report_to tensorboard", "--report_to tensorboard"),
         ("run_training_monitor.py", "--page javascript:alert(1)", "--page"),
