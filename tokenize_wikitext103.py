@@ -10,39 +10,29 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import hashlib
-import json
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lib.common.checks import require, require_apart, require_not_negative, require_positive
 from lib.common.cli import parse_arguments
-from lib.common.errors import UserError, run_script
+from lib.common.errors import run_script
 from lib.common.flags import flag
 from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 
-# The rest is imported where it is used: torch and transformers take seconds, which --help and a text file that cannot
-# be read need not wait for.
+# The rest is imported where it is used: transformers takes seconds, and --help and a text file that cannot be read
+# need not wait for it.
 if TYPE_CHECKING:
-    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
     from lib.data.corpus import Documents, Source
-    from lib.data.encoding import TextEncoder
     from lib.data.manifest import Manifest
-    from lib.data.packing import PackingConfig, PackingStats
 
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("dataset_dict.json",)
@@ -137,11 +127,18 @@ def main() -> None:
     (args,) = parse_arguments([TokenizationArguments], __doc__)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
     with termination_as_exit():
+        from lib.data.archive import DATASET, TOKENIZER, write_archive
+        from lib.data.preparation import summarize
+
         started = time.perf_counter()
-        manifest = prepare(args)
-        print(summarize(args, manifest))
+        print(summarize(prepare(args)))
+        for path in (args.output_path, args.tokenizer_path):
+            size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+            print(f"{path}: {size / 1e6:,.1f} MB")
         if args.archive is not None:
-            print(f"Archive {args.archive}, SHA-256 {pack(args)}")
+            # With these names trainers find the folders if the archive is unpacked in the project's folder.
+            folders = {DATASET: Path(args.output_path), TOKENIZER: Path(args.tokenizer_path)}
+            print(f"Archive {args.archive}, SHA-256 {write_archive(Path(args.archive), folders)}")
         print(f"Done in {time.perf_counter() - started:.0f} s")
 
 
@@ -160,7 +157,7 @@ def termination_as_exit() -> Iterator[None]:
         yield
     except Exception:
         if is_ending.is_set():
-            sys.exit(code)  # an import in progress has made an ImportError of it
+            sys.exit(code)  # an import that was interrupted raises ImportError
         raise
 
 
@@ -169,9 +166,10 @@ def prepare(args: TokenizationArguments) -> Manifest:
     from lib.common.atomic_files import check_target, new_folder, temporary_folder
     from lib.data.corpus import read_corpus
     from lib.data.packing import PackingConfig
+    from lib.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
     from lib.data.schema import SPLITS
 
-    # What cannot be written is found out first, then what cannot be read, then the rest.
+    # Fail early: check outputs first, then inputs.
     if args.archive is not None:
         check_target(Path(args.archive), "--archive", args.overwrite)
     if args.train_tokenizer:
@@ -193,13 +191,13 @@ def prepare(args: TokenizationArguments) -> Manifest:
                 split: tokenize_split(split, corpus[split], tokenizer_folder, config, map_tasks, arrow_files[split])
                 for split in SPLITS
             }
-        manifest = build_manifest(args, source.name, tokenizer, stats)
+        manifest = build_manifest(args, source.name, tokenizer, {split: asdict(stats[split]) for split in SPLITS})
         save_dataset(arrow_files, manifest, dataset_folder)
     return manifest
 
 
 def open_source(args: TokenizationArguments) -> Source:
-    """The source of the text that the flags ask for."""
+    """Open the source of the text that the flags name."""
     from lib.data.corpus import open_files, open_hub_dataset, open_sample
 
     if args.sample:
@@ -207,20 +205,6 @@ def open_source(args: TokenizationArguments) -> Source:
     if args.train_file is not None:
         return open_files(args.train_file, args.validation_file)
     return open_hub_dataset(args.dataset_name, args.dataset_config_name, args.dataset_revision, args.cache_dir)
-
-
-def find_tokenizer(name: str, cache_dir: str | None) -> PreTrainedTokenizerBase:
-    """A tokenizer from a local folder or from the Hugging Face Hub.
-
-    :raises UserError: if there is none of this name
-    """
-    from lib.data.corpus import go_offline_if_needed
-    from lib.data.tokenizers import load_tokenizer
-
-    if not Path(name).is_dir():
-        go_offline_if_needed()
-    remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
-    return load_tokenizer(name, "--tokenizer", remedy, use_hub=True, cache_dir=cache_dir)
 
 
 def build_tokenizer(
@@ -235,7 +219,7 @@ def build_tokenizer(
     from tqdm.auto import tqdm
 
     from lib.common.atomic_files import new_folder
-    from lib.data.tokenizers import check_special_tokens, is_same_tokenizer
+    from lib.data.tokenizers import check_special_tokens, is_same_tokenizer, load_tokenizer
 
     path = Path(args.tokenizer_path)
     if args.train_tokenizer:
@@ -245,7 +229,8 @@ def build_tokenizer(
         sample = tqdm(sample, desc=f"Training a {args.tokenizer_type} tokenizer", unit=" documents", delay=1)
         tokenizer = train_tokenizer(sample, args.tokenizer_type, args.objective, args.vocab_size, args.max_seq_length)
     else:
-        tokenizer = find_tokenizer(args.tokenizer, args.cache_dir)
+        remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
+        tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", remedy, use_hub=True, cache_dir=args.cache_dir)
     check_special_tokens(tokenizer, args.objective)
     if not args.train_tokenizer and is_same_tokenizer(tokenizer, path):
         return tokenizer, path
@@ -254,96 +239,12 @@ def build_tokenizer(
     return tokenizer, folder
 
 
-def tokenize_split(
-    split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, map_tasks: Callable, path: Path
-) -> PackingStats:
-    """Tokenize and pack the documents of a split into an Arrow file.
-
-    :param map_tasks: like `map`
-    :raises UserError: if that gives no sample at all
-    """
-    import pyarrow as pa
-    from tqdm.auto import tqdm
-
-    from lib.data.packing import SCHEMAS, PackingStats, group_documents
-
-    groups = group_documents(documents.lengths)
-    tasks = [(start, documents.rows[start:stop].tolist()) for start, stop in groups]
-    function = partial(tokenize_group, documents.path, split, str(tokenizer_folder), config)
-    stats = PackingStats()
-    results = map_tasks(function, tasks)
-    import datasets  # noqa: F401  takes a second, in which the workers begin
-
-    with (
-        pa.OSFile(str(path), "wb") as file,
-        pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
-        tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as progress,
-    ):
-        for (start, stop), (samples, group_stats) in zip(groups, results, strict=True):
-            writer.write_table(samples)
-            stats += group_stats
-            progress.update(int(documents.lengths[start:stop].sum()))
-    if not stats.instances:
-        raise UserError(
-            f"the {split} text ({stats.documents} documents) is too short for one sample; pass a longer text"
-        )
-    return stats
-
-
-def tokenize_group(
-    documents_path: str, split: str, tokenizer_folder: str, config: PackingConfig, task: tuple[int, list[int]]
-) -> tuple[pa.Table, PackingStats]:
-    """One task of a worker. `task`: number of the first document within the split; rows of the file."""
-    from lib.data.corpus import read_documents
-    from lib.data.packing import build_samples
-
-    start, rows = task
-    documents = read_documents(documents_path, rows)
-    return build_samples(documents, range(start, start + len(rows)), split, open_encoder(tokenizer_folder), config)
-
-
-@lru_cache(maxsize=1)
-def open_encoder(folder: str) -> TextEncoder:
-    from lib.data.encoding import build_encoder
-    from lib.data.tokenizers import load_tokenizer
-
-    return build_encoder(load_tokenizer(folder))
-
-
-@contextlib.contextmanager
-def open_workers(num_proc: int) -> Iterator[Callable]:
-    """Yield a function like `map` that computes in several processes."""
-    if num_proc == 1:
-        yield map
-        return
-    pool = ProcessPoolExecutor(num_proc, initializer=begin_worker)
-    try:
-        yield pool.map
-    except BrokenProcessPool:
-        raise UserError("a worker process has died (out of memory?); pass a lower --num_proc") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def begin_worker() -> None:
-    """In a worker: leave Ctrl-C to the parent process, and end when it ends, even if it is killed."""
-    gc.disable()  # a tenth of the time; a task leaves no reference cycles
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_exit_after_parent, daemon=True).start()
-
-
-def _exit_after_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
 def build_manifest(
-    args: TokenizationArguments, source: str, tokenizer: PreTrainedTokenizerBase, stats: dict[str, PackingStats]
+    args: TokenizationArguments, source: str, tokenizer: PreTrainedTokenizerBase, splits: dict[str, dict[str, int]]
 ) -> Manifest:
     from lib.data.manifest import Manifest, tokenizer_sha256
 
-    # The manifest is published, and a folder of this machine is nobody else's business.
+    # The manifest is published: no local path.
     name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
     return Manifest(
         source=source,
@@ -355,62 +256,8 @@ def build_manifest(
         tokenizer_class=type(tokenizer).__name__,
         vocab_size=len(tokenizer),
         tokenizer_sha256=tokenizer_sha256(tokenizer),
-        splits={split: asdict(split_stats) for split, split_stats in stats.items()},
+        splits=splits,
     )
-
-
-def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path) -> None:
-    """Write a DatasetDict and its manifest, byte for byte the same for the same samples."""
-    from datasets import Dataset, DatasetDict
-    from datasets.table import MemoryMappedTable
-
-    # `datasets` would name them after the time at which the files were written.
-    fingerprint = hashlib.sha256(json.dumps(asdict(manifest)).encode()).hexdigest()[:12]
-    splits = {
-        split: Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=f"{fingerprint}-{split}")
-        for split, path in arrow_files.items()
-    }
-    DatasetDict(splits).save_to_disk(str(folder))
-    manifest.save(folder)
-
-
-def pack(args: TokenizationArguments) -> str:
-    """Write the archive; return its SHA-256. Unpacked in the project's folder, it lies where trainers look for it."""
-    from lib.data.archive import write_archive
-
-    defaults = TokenizationArguments()
-    folders = {defaults.output_path: Path(args.output_path), defaults.tokenizer_path: Path(args.tokenizer_path)}
-    return write_archive(Path(args.archive), folders)
-
-
-def summarize(args: TokenizationArguments, manifest: Manifest) -> str:
-    """What was made, for a person to read."""
-    from lib.data.packing import PackingStats
-
-    splits = [PackingStats(**numbers) for numbers in manifest.splits.values()]
-    with_pairs = OBJECTIVES[args.objective].has_sentence_order
-    rows = [
-        ("", list(manifest.splits)),
-        ("documents", [f"{split.documents:,}" for split in splits]),
-        ("sentences", [f"{split.sentences:,}" for split in splits if with_pairs]),
-        ("samples", [f"{split.instances:,}" for split in splits]),
-        ("tokens", [f"{split.tokens:,}" for split in splits]),
-        ("mean fill", [f"{split.packing_efficiency(args.max_seq_length):.1%}" for split in splits]),
-        ("swapped", [f"{split.swapped_instances / split.instances:.1%}" for split in splits if with_pairs]),
-        ("unknown tokens", [f"{split.unknown_tokens / split.tokens:.2%}" for split in splits]),
-        ("dropped tokens", [f"{split.dropped_tokens:,}" for split in splits]),
-    ]
-    lines = [f"{name:<16}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows if cells]
-    if num_dropped := sum(split.dropped_documents for split in splits):
-        lines.append(f"Dropped {num_dropped:,} documents that are too short (at most one token)")
-    if splits[0].packing_efficiency(args.max_seq_length) < 0.8:
-        lines.append(
-            "Warning: most documents are short. If blank lines separate paragraphs rather than documents, remove them"
-        )
-    for path in (args.output_path, args.tokenizer_path):
-        size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-        lines.append(f"{path}: {size / 1e6:,.1f} MB")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,14 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from lib.common.errors import UserError, first_line
-from lib.data.packing import hold_out, split_documents
 from lib.data.schema import SPLITS
 
+# Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
+# sentencex is quadratic in the length of a line: 5 ms for 20,000 characters, 12 s for 1,000,000. The longest articles
+# of WikiText have about 150,000 characters. Books are split, which leaves the last sample of each part half full,
+# 1 in 200.
+MAX_LINE_CHARS = 20_000
+MAX_DOCUMENT_CHARS = 250_000
 READ_CHARS = 1_000_000  # read from a text file at a time
 WRITE_CHARS = 10_000_000  # per record batch; Arrow's limit is 2 GiB of strings per batch
 
@@ -70,21 +75,14 @@ def _open(path: str) -> pa.ChunkedArray:
 
 def read_documents(path: str, rows: list[int]) -> list[str]:
     texts = _open(path)
-    return [texts[row].as_py() for row in rows]  # `take` would import pyarrow.compute: 0.2 s
-
-
-def _record_batch(documents: list[str]) -> pa.RecordBatch:
-    # pa.array(documents) would import pandas: half a second
-    encoded = [document.encode() for document in documents]
-    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-    array = pa.StringArray.from_buffers(len(encoded), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded)))
-    return pa.record_batch([array], names=["text"])
+    return texts.take(rows).to_pylist()
 
 
 def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
     """Group rows of text into documents and write the documents to an Arrow file."""
     lengths: list[int] = []
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _record_batch([]).schema) as writer:
+    schema = pa.schema({"text": pa.string()})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         batch, size = [], 0
         with tqdm(desc=desc, unit=" chars", unit_scale=True, delay=1) as progress:  # seconds; no bar for a small file
             for document in split_documents(rows):
@@ -93,9 +91,9 @@ def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
                 size += len(document)
                 progress.update(len(document))
                 if size >= WRITE_CHARS:
-                    writer.write_batch(_record_batch(batch))
+                    writer.write_table(pa.table({"text": batch}, schema=schema))
                     batch, size = [], 0
-        writer.write_batch(_record_batch(batch))
+        writer.write_table(pa.table({"text": batch}, schema=schema))
     return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
 
 
@@ -139,6 +137,94 @@ def open_files(train_file: str, validation_file: str | None) -> Source:
         ", ".join(Path(path).name for path in files.values()),
         {split: partial(read_text_file, path) for split, path in files.items()},
     )
+
+
+# --- rows -> documents -----------------------------------------------------------------------------------------------
+
+_TITLE = re.compile(r"= [^=](?:.*[^=])? =")  # "= Title =", but not "= = Section = ="
+
+
+def _is_title(previous: str, row: str, following: str) -> bool:
+    """Whether a row of WikiText is the title of an article.
+
+    Titles are between blank rows. Formulas are not: the test split has "= 1 henry and capacitance C =".
+    """
+    return row.startswith("= ") and not previous and not following and _TITLE.fullmatch(row) is not None
+
+
+def _with_neighbours(rows: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    previous, row = "", None
+    for following in itertools.chain(rows, [""]):
+        if row is not None:
+            yield previous, row, following
+            previous = row
+        row = following
+
+
+def _cut_row(row: str) -> Iterable[str]:
+    """Return the lines of a row, those that are too long in pieces."""
+    if len(row) <= MAX_LINE_CHARS and "\n" not in row:
+        return (row,)
+    return itertools.chain.from_iterable(map(_cut_line, row.split("\n")))
+
+
+def _cut_line(line: str) -> Iterator[str]:
+    """Split a line into pieces of at most MAX_LINE_CHARS characters, at spaces if possible."""
+    while len(line) > MAX_LINE_CHARS:
+        cut = line.rfind(" ", 1, MAX_LINE_CHARS) + 1 or MAX_LINE_CHARS
+        yield line[:cut].strip()
+        line = line[cut:]
+    yield line.strip()
+
+
+def split_documents(rows: Iterable[str]) -> Iterator[str]:
+    """Group rows of text into documents.
+
+    A row is a line, or a whole document of several lines. Lines are grouped into documents
+    - by article, if the first line is a title of WikiText (" = Title = " between blank lines),
+    - otherwise up to the next blank line,
+    - in any case up to MAX_DOCUMENT_CHARS: BookCorpus has one sentence per row and no separators between books.
+
+    :returns: non-empty documents: stripped non-blank lines joined by newlines
+    """
+    lines: list[str] = []
+    size = 0
+    is_wikitext = None  # not known before the first line
+    for previous, row, following in _with_neighbours(row.strip() for row in rows):
+        is_title = _is_title(previous, row, following)
+        if is_wikitext is None and row:
+            is_wikitext = is_title
+        is_document = "\n" in row
+        if lines and (is_document or (is_title if is_wikitext else not row)):
+            yield "\n".join(lines)
+            lines, size = [], 0
+        for line in _cut_row(row):
+            if lines and size + len(line) > MAX_DOCUMENT_CHARS:
+                yield "\n".join(lines)
+                lines, size = [], 0
+            if line:
+                lines.append(line)
+                size += len(line)
+        if lines and is_document:
+            yield "\n".join(lines)
+            lines, size = [], 0
+    if lines:
+        yield "\n".join(lines)
+
+
+def hold_out(num_documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Select documents for validation if the source has no validation split.
+
+    :param fraction: fraction of the documents to select; at least one document is selected
+    :returns: numbers of the documents for training and for validation, each in ascending order
+    :raises ValueError: if there are fewer than two documents
+    """
+    if num_documents < 2:
+        raise ValueError("at least two documents are needed to hold one out")
+    num_held_out = min(max(1, round(fraction * num_documents)), num_documents - 1)
+    generator = np.random.default_rng([seed, num_documents])
+    held_out = np.sort(generator.choice(num_documents, size=num_held_out, replace=False))
+    return np.setdiff1d(np.arange(num_documents), held_out), held_out
 
 
 # --- embedded text ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Packing of text into samples: rows -> documents -> sentences -> token ids -> samples.
+"""Packing of documents into samples: documents -> sentences -> token ids -> samples.
 
 All functions are pure: no files, no processes, no global random state. Random choices depend on the seed, the split
 and the document's number, so the result does not depend on how the work is divided among processes.
@@ -7,7 +7,6 @@ and the document's number, so the result does not depend on how the work is divi
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -16,15 +15,8 @@ import pyarrow as pa
 import sentencex
 
 from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
-from lib.data.encoding import TextEncoder, divide
+from lib.data.encoding import TextEncoder
 from lib.data.schema import SPLITS
-
-# Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
-# sentencex is quadratic in the length of a line: 5 ms for 20,000 characters, 12 s for 1,000,000. The longest articles
-# of WikiText have about 150,000 characters. Books are split, which leaves the last sample of each part half full,
-# 1 in 200.
-MAX_LINE_CHARS = 20_000
-MAX_DOCUMENT_CHARS = 250_000
 
 # Token ids need 16 to 18 bits; masks and labels fit into a byte.
 _IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.int8())
@@ -40,6 +32,7 @@ SCHEMAS = {
     for objective in OBJECTIVES.values()
 }
 
+_EMPTY = np.zeros(0, dtype=np.int32)
 Sample = dict[str, np.ndarray | int]
 
 
@@ -77,94 +70,6 @@ class PackingStats:
         return self.tokens / (max_seq_length * self.instances) if self.instances else 0.0
 
 
-# --- rows -> documents -----------------------------------------------------------------------------------------------
-
-_TITLE = re.compile(r"= [^=](?:.*[^=])? =")  # "= Title =", but not "= = Section = ="
-
-
-def _is_title(previous: str, row: str, following: str) -> bool:
-    """Whether a row of WikiText is the title of an article.
-
-    Titles are between blank rows. Formulas are not: the test split has "= 1 henry and capacitance C =".
-    """
-    return row.startswith("= ") and not previous and not following and _TITLE.fullmatch(row) is not None
-
-
-def _with_neighbours(rows: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    previous, row = "", None
-    for following in itertools.chain(rows, [""]):
-        if row is not None:
-            yield previous, row, following
-            previous = row
-        row = following
-
-
-def _cut_row(row: str) -> Iterable[str]:
-    """Return the lines of a row, those that are too long in pieces."""
-    if len(row) <= MAX_LINE_CHARS and "\n" not in row:
-        return (row,)
-    return itertools.chain.from_iterable(map(_cut_line, row.split("\n")))
-
-
-def _cut_line(line: str) -> Iterator[str]:
-    """Split a line into pieces of at most MAX_LINE_CHARS characters, at spaces if possible."""
-    while len(line) > MAX_LINE_CHARS:
-        cut = line.rfind(" ", 1, MAX_LINE_CHARS) + 1 or MAX_LINE_CHARS
-        yield line[:cut].strip()
-        line = line[cut:]
-    yield line.strip()
-
-
-def split_documents(rows: Iterable[str]) -> Iterator[str]:
-    """Group rows of text into documents.
-
-    A row is a line, or a whole document of several lines. Lines are grouped into documents
-    - by article, if the first line is a title of WikiText (" = Title = " between blank lines),
-    - otherwise up to the next blank line,
-    - in any case up to MAX_DOCUMENT_CHARS: BookCorpus has one sentence per row and no separators between books.
-
-    :returns: non-empty documents: stripped non-blank lines joined by newlines
-    """
-    lines: list[str] = []
-    size = 0
-    is_wikitext = None  # not known before the first line
-    for previous, row, following in _with_neighbours(row.strip() for row in rows):
-        is_title = _is_title(previous, row, following)
-        if is_wikitext is None and row:
-            is_wikitext = is_title
-        is_document = "\n" in row
-        if lines and (is_document or (is_title if is_wikitext else not row)):
-            yield "\n".join(lines)
-            lines, size = [], 0
-        for line in _cut_row(row):
-            if lines and size + len(line) > MAX_DOCUMENT_CHARS:
-                yield "\n".join(lines)
-                lines, size = [], 0
-            if line:
-                lines.append(line)
-                size += len(line)
-        if lines and is_document:
-            yield "\n".join(lines)
-            lines, size = [], 0
-    if lines:
-        yield "\n".join(lines)
-
-
-def hold_out(num_documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Select documents for validation if the source has no validation split.
-
-    :param fraction: fraction of the documents to select; at least one document is selected
-    :returns: numbers of the documents for training and for validation, each in ascending order
-    :raises ValueError: if there are fewer than two documents
-    """
-    if num_documents < 2:
-        raise ValueError("at least two documents are needed to hold one out")
-    num_held_out = min(max(1, round(fraction * num_documents)), num_documents - 1)
-    generator = np.random.default_rng([seed, num_documents])
-    held_out = np.sort(generator.choice(num_documents, size=num_held_out, replace=False))
-    return np.setdiff1d(np.arange(num_documents), held_out), held_out
-
-
 def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[tuple[int, int]]:
     """Divide documents into groups of about `group_chars` characters, each of which is tokenized and packed at once.
 
@@ -182,9 +87,6 @@ def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[
             groups.append((start, stop))
             start, size = stop, 0
     return groups
-
-
-# --- documents -> sentences ------------------------------------------------------------------------------------------
 
 
 def split_sentences(document: str, language: str = "en") -> list[str]:
@@ -205,9 +107,6 @@ def split_sentences(document: str, language: str = "en") -> list[str]:
     return [stripped for sentence in sentences if (stripped := sentence.strip())]
 
 
-# --- token ids -> samples --------------------------------------------------------------------------------------------
-
-
 def _cut_points(num_tokens: int, capacity: int) -> list[int]:
     """Return where to split `num_tokens` into as few chunks of at most `capacity` as possible, both ends included.
 
@@ -221,12 +120,7 @@ def _cut_points(num_tokens: int, capacity: int) -> list[int]:
 
 
 def pack_pairs(
-    document: np.ndarray,
-    sentence_lengths: np.ndarray,
-    max_seq_length: int,
-    cls_id: int,
-    sep_id: int,
-    generator: np.random.Generator,
+    sentences: Sequence[np.ndarray], max_seq_length: int, cls_id: int, sep_id: int, generator: np.random.Generator
 ) -> Iterator[Sample]:
     """Pack one document into [CLS] A [SEP] B [SEP] for masked LM and sentence-order prediction, as ALBERT does.
 
@@ -235,14 +129,14 @@ def pack_pairs(
     truncates samples that are too long. Here nothing is truncated: the rest of a sentence that does not fit begins the
     next sample. So the number of samples is minimal, and the concatenated unswapped samples are the document.
 
-    :param document: token ids of the document
-    :param sentence_lengths: tokens in each of its sentences
+    :param sentences: token ids of each sentence of the document
     :returns: samples with the columns of the objective mlm_sop; `sentence_order_label` is 1 if A and B are swapped,
         as in AlbertForPreTraining. No sample if the document has fewer than two tokens
     """
+    document = np.concatenate([_EMPTY, *sentences])
     if len(document) < 2:
         return
-    starts = np.cumsum(sentence_lengths)  # positions of the second sentence, the third, ...
+    starts = np.cumsum([len(sentence) for sentence in sentences])  # positions of the second sentence, the third, ...
     for begin, end in itertools.pairwise(_cut_points(len(document), capacity=max_seq_length - 3)):
         first, last = np.searchsorted(starts, [begin + 1, end])
         # A chunk within one long sentence is split at any token.
@@ -265,16 +159,10 @@ def pack_pairs(
         }
 
 
-def _join(documents: Sequence[np.ndarray], separator: int) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate the documents that have tokens, with a separator after each.
-
-    :returns: the tokens, and whether each is a separator
-    """
-    parts = [(document, [separator]) for document in documents if len(document)]
-    text = np.concatenate([[], *itertools.chain.from_iterable(parts)]).astype(np.int32)
-    is_separator = np.zeros(len(text), dtype=np.int8)
-    is_separator[np.cumsum([len(document) + 1 for document, _ in parts], dtype=np.int64) - 1] = 1
-    return text, is_separator
+def _join(documents: Iterable[np.ndarray], separator: int) -> np.ndarray:
+    """Concatenate documents, with a separator after each."""
+    parts = ((document, [separator]) for document in documents)
+    return np.concatenate([_EMPTY, *itertools.chain.from_iterable(parts)], dtype=np.int32)
 
 
 def pack_full_sequences(
@@ -288,7 +176,10 @@ def pack_full_sequences(
     :param documents: token ids of each document
     :returns: samples with the columns of the objective mlm
     """
-    text, is_separator = _join(documents, sep_id)
+    documents = [document for document in documents if len(document)]
+    text = _join(documents, sep_id)
+    is_separator = np.zeros(len(text), dtype=np.int8)
+    is_separator[np.cumsum([len(document) + 1 for document in documents], dtype=np.int64) - 1] = 1
     begin, stop = 0, len(text) - 1  # the last [SEP] is not text: each sample gets one
     while begin < stop:
         begin += int(is_separator[begin])  # no separator at the start of a sample
@@ -309,7 +200,7 @@ def pack_contiguous(documents: Sequence[np.ndarray], max_seq_length: int, eos_id
     :returns: samples with the columns of the objective clm. All but the last are full. A last sample of a single
         token, which predicts nothing, is dropped
     """
-    text, _ = _join(documents, eos_id)
+    text = _join([document for document in documents if len(document)], eos_id)
     for begin in range(0, len(text) - 1, max_seq_length):
         input_ids = text[begin : begin + max_seq_length]
         yield {"input_ids": input_ids, "attention_mask": np.ones(len(input_ids), dtype=np.int8)}
@@ -329,55 +220,32 @@ def build_samples(
     if OBJECTIVES[config.objective].has_sentence_order:
         sentences = [split_sentences(document, config.language) for document in documents]
         stats.sentences = sum(map(len, sentences))
-        encoded = encoder.encode(list(itertools.chain.from_iterable(sentences)))
-        lengths = divide(encoded.lengths, [len(document) for document in sentences])
-        ids = divide(encoded.ids, [int(document.sum()) for document in lengths])
+        ids = iter(encoder.encode(list(itertools.chain.from_iterable(sentences))))
         samples = []
-        for number, document, sentence_lengths in zip(numbers, ids, lengths, strict=True):
+        for number, document in zip(numbers, sentences, strict=True):
+            encoded = list(itertools.islice(ids, len(document)))
             generator = np.random.default_rng([config.seed, SPLITS.index(split), number])
-            packed = list(pack_pairs(document, sentence_lengths, capacity, cls_id, sep_id, generator))
+            packed = list(pack_pairs(encoded, capacity, cls_id, sep_id, generator))
             if not packed:
                 stats.dropped_documents += 1
-                stats.dropped_tokens += len(document)
+                stats.dropped_tokens += sum(map(len, encoded))
             samples += packed
         stats.swapped_instances = sum(sample["sentence_order_label"] for sample in samples)
     else:
-        encoded = encoder.encode(documents)
-        ids = encoded.split()
+        ids = encoder.encode(documents)
+        stats.dropped_documents = sum(not len(document) for document in ids)
         if OBJECTIVES[config.objective].is_causal:
             samples = list(pack_contiguous(ids, capacity, tokenizer.eos_token_id))
-            num_tokens = len(encoded.ids) + np.count_nonzero(encoded.lengths)
-            stats.dropped_tokens = int(num_tokens) - sum(len(sample["input_ids"]) for sample in samples)
+            num_tokens = sum(len(document) + 1 for document in ids if len(document))
+            stats.dropped_tokens = num_tokens - sum(len(sample["input_ids"]) for sample in samples)
         else:
             samples = list(pack_full_sequences(ids, capacity, cls_id, sep_id))
-        stats.dropped_documents = int(np.count_nonzero(encoded.lengths == 0))
 
-    table = _build_table(samples, SCHEMAS[config.objective])
-    # `to_numpy` would import pandas
-    tokens = np.frombuffer(table["input_ids"].chunk(0).values.buffers()[1], dtype=np.int32)
-    stats.instances, stats.tokens = len(samples), len(tokens)
+    stats.instances = len(samples)
+    stats.tokens = sum(len(sample["input_ids"]) for sample in samples)
     # GPT-2 has no unknown tokens; its `unk_token` is the end-of-text token.
     if tokenizer.unk_token_id != tokenizer.eos_token_id:
-        stats.unknown_tokens = int(np.count_nonzero(tokens == tokenizer.unk_token_id))
-    return table, stats
-
-
-def _build_table(samples: Sequence[Sample], schema: pa.Schema) -> pa.Table:
-    columns = []
-    for field in schema:
-        values = [sample[field.name] for sample in samples]
-        if pa.types.is_list(field.type):
-            # 100 times as fast as pa.array(values)
-            offsets = pa.py_buffer(np.cumsum([0, *map(len, values)], dtype=np.int32))
-            empty = np.zeros(0, dtype=field.type.value_type.to_pandas_dtype())
-            flat = _build_array(np.concatenate([empty, *values]), field.type.value_type)
-            columns.append(pa.Array.from_buffers(field.type, len(values), [None, offsets], children=[flat]))
-        else:
-            columns.append(_build_array(np.array(values), field.type))
-    return pa.table(columns, schema=schema)
-
-
-def _build_array(values: np.ndarray, type_: pa.DataType) -> pa.Array:
-    # pa.array(values) would import pandas: half a second
-    values = values.astype(type_.to_pandas_dtype(), copy=False)
-    return pa.Array.from_buffers(type_, len(values), [None, pa.py_buffer(values)])
+        unknown = (np.count_nonzero(sample["input_ids"] == tokenizer.unk_token_id) for sample in samples)
+        stats.unknown_tokens = int(sum(unknown))
+    schema = SCHEMAS[config.objective]
+    return pa.table({name: [sample[name] for sample in samples] for name in schema.names}, schema=schema), stats

@@ -24,13 +24,13 @@ import tokenize_wikitext103
 from arguments import DatasetArguments, LocalTrainingArguments
 from lib.common.atomic_files import new_file, new_folder, temporary_folder
 from lib.common.errors import UserError, describe
-from lib.data import corpus
-from lib.data import packing as preprocessing
+from lib.data import corpus, preparation
 from lib.data.archive import write_archive
+from lib.data.corpus import split_documents
 from lib.data.encoding import TextEncoder
 from lib.data.loading import build_collator, load_datasets, load_training_data
 from lib.data.manifest import Manifest, tokenizer_sha256
-from lib.data.packing import SCHEMAS
+from lib.data.packing import SCHEMAS, group_documents, split_sentences
 from lib.data.tokenizer_training import train_tokenizer
 from tests.support.peers import ROOT
 from tokenize_wikitext103 import TokenizationArguments
@@ -119,9 +119,9 @@ def test_all_text_arrives(prepared):
     splits = load_datasets(prepared / "dataset")
     special = {tokenizer.cls_token_id, tokenizer.sep_token_id}
     num_tokens = sum(len(ids) for split in splits.values() for ids in split["input_ids"])
-    documents = list(preprocessing.split_documents(corpus._sample_rows()))
+    documents = list(split_documents(corpus.open_sample().rows["train"]()))
     encoder = TextEncoder(tokenizer)
-    expected = sum(len(encoder.encode(preprocessing.split_sentences(document)).ids) for document in documents)
+    expected = sum(len(ids) for document in documents for ids in encoder.encode(split_sentences(document)))
     assert num_tokens - 3 * sum(map(len, splits.values())) == expected
     assert sum(
         token in special for split in splits.values() for ids in split["input_ids"] for token in ids
@@ -130,7 +130,7 @@ def test_all_text_arrives(prepared):
 
 def test_only_the_seed_decides(tmp_path, monkeypatch):
     # Several groups of documents even in this small text, so that the work is divided.
-    monkeypatch.setattr(preprocessing, "group_documents", partial(preprocessing.group_documents, group_chars=40_000))
+    monkeypatch.setattr(preparation, "group_documents", partial(group_documents, group_chars=40_000))
     for name, flags in {"one": {"num_proc": 1}, "two": {"num_proc": 2}, "other": {"seed": 1}}.items():
         tokenize_wikitext103.prepare(arguments(tmp_path / name, **flags))
     one, two, other = (contents(tmp_path / name) for name in ("one", "two", "other"))
@@ -152,7 +152,7 @@ def test_hub_datasets_with_and_without_blank_rows(tmp_path, monkeypatch, blank_r
     path.parent.mkdir(parents=True)
     datasets.Dataset.from_dict({"text": rows}).to_parquet(path)
     monkeypatch.setattr(corpus, "go_offline_if_needed", lambda: None)
-    monkeypatch.setattr(preprocessing, "MAX_DOCUMENT_CHARS", 5000)
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_CHARS", 5000)
     manifest = tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name=str(tmp_path / "books"), vocab_size=60))
     assert sum(split["documents"] for split in manifest.splits.values()) == num_documents
     assert sum(split["sentences"] for split in manifest.splits.values()) == 1400
@@ -186,7 +186,7 @@ def test_a_validation_file_is_used_whole(tmp_path, small_text):
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
 def test_the_same_text_gives_the_same_tokenizer(kind):
-    documents = list(preprocessing.split_documents(corpus._sample_rows()))[:30]
+    documents = list(split_documents(corpus.open_sample().rows["train"]()))[:30]
     sha256 = {tokenizer_sha256(train_tokenizer(iter(documents), kind, "mlm", 1000, 64)) for _ in range(3)}
     assert len(sha256) == 1
 
@@ -205,7 +205,7 @@ def test_signal_in_the_middle_of_training_a_tokenizer_is_no_error_of_the_text(ki
 @pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
 @pytest.mark.parametrize(("size", "message"), [(100_000, "too large.* at most"), (8, "too small.* or more")])
 def test_impossible_vocabulary_size_names_a_possible_one(kind, size, message):
-    documents = list(preprocessing.split_documents(corpus._sample_rows()))[:10]
+    documents = list(split_documents(corpus.open_sample().rows["train"]()))[:10]
     with pytest.raises(UserError, match=message) as error:
         train_tokenizer(documents, kind, "mlm", size, 64)
     possible = next(int(word) for word in str(error.value).split("pass ")[1].split() if word.isdigit())
@@ -527,14 +527,18 @@ def test_an_unreachable_hub_is_explained(tmp_path, monkeypatch, flags, message):
     assert not (tmp_path / "o").exists()
 
 
-def test_missing_tokenizer_is_explained(tmp_path, monkeypatch):
+def test_missing_tokenizer_is_explained(tmp_path, monkeypatch, small_text):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def prepare(**flags):
+        tokenize_wikitext103.prepare(arguments(tmp_path, train_file=small_text, **flags))
+
     with pytest.raises(UserError, match=r"--tokenizer: 'no-such' is neither a folder here nor on the Hub .*go online"):
-        tokenize_wikitext103.find_tokenizer("no-such", cache_dir=str(tmp_path))
+        prepare(tokenizer="no-such")
     with pytest.raises(UserError, match=r"--tokenizer: there is no folder '\./missing'"):
-        tokenize_wikitext103.find_tokenizer("./missing", cache_dir=None)
+        prepare(tokenizer="./missing")
     with pytest.raises(UserError, match=r"holds no tokenizer that can be read .*--train_tokenizer"):
-        tokenize_wikitext103.find_tokenizer(str(tmp_path), cache_dir=None)
+        prepare(tokenizer=str(tmp_path))
 
 
 def test_help_is_fast():
@@ -550,19 +554,20 @@ def test_help_is_fast():
     assert "--train_tokenizer" in result.stdout
 
 
-def test_workers_import_neither_pandas_nor_datasets(prepared, tmp_path):
-    """Each import would take a worker half a second."""
+def test_workers_import_neither_torch_nor_datasets(prepared, tmp_path):
+    """Each import would take a worker a second."""
     code = (
-        "import sys, tokenize_wikitext103\n"
+        "import sys\n"
         "from pathlib import Path\n"
         "from lib.data.corpus import open_sample, write_documents\n"
         "from lib.data.packing import PackingConfig\n"
+        "from lib.data.preparation import tokenize_group\n"
         "rows = (row for row, _ in zip(open_sample().rows['train'](), range(300)))\n"
         "documents = write_documents(rows, Path(sys.argv[2]), 'Reading')\n"
         "task = 0, documents.rows.tolist()\n"
-        "samples, _ = tokenize_wikitext103.tokenize_group(sys.argv[2], 'train', sys.argv[1], PackingConfig(), task)\n"
+        "samples, _ = tokenize_group(sys.argv[2], 'train', sys.argv[1], PackingConfig(), task)\n"
         "assert len(samples)\n"
-        "print('LOADED', sorted({'torch', 'datasets', 'pandas', 'pyarrow.compute'} & set(sys.modules)))"
+        "print('LOADED', sorted({'torch', 'datasets'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code, str(prepared / "tokenizer"), str(tmp_path / "documents.arrow")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
