@@ -1,17 +1,15 @@
 """Download of the prepared data from a web server: download, verify, and unpack the archive.
 
-An interrupted transfer resumes where it stopped, also after the script was stopped or killed. The partial archive is
-kept under a hidden name beside the dataset until it is unpacked.
+If the archive's SHA-256 is known, an interrupted transfer resumes where it stopped, also after the script was stopped
+or killed. The partial archive is kept under a hidden name beside the dataset until it is unpacked.
 """
 
 import contextlib
 import http.client
-import json
 import logging
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +23,7 @@ from urllib3.exceptions import InvalidHeader, MaxRetryError
 from urllib3.util import Retry
 
 from arguments import DatasetArguments
-from lib.common.atomic_files import check_target, make_parent, new_file, new_folder
+from lib.common.atomic_files import check_target, make_parent, new_folder
 from lib.common.errors import TemporaryError, UserError
 from lib.common.hosts import is_on_internet
 from lib.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
@@ -35,7 +33,6 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
-LOCK_TIMEOUT = 6 * 3600.0
 BLOCK = 2**20
 # Six attempts in a row without new bytes, with pauses of 0, 2, 4, 8 and 16 seconds, or the pause the server requests.
 RETRY_POLICY = Retry(total=5, backoff_factor=1, backoff_jitter=1, retry_after_max=60)
@@ -71,7 +68,7 @@ def fetch_data(args: DatasetArguments, disable_tqdm: bool = False) -> None:
     make_parent(dataset_path)
     lock_path = _beside(dataset_path, "lock")
     try:
-        with _one_at_a_time(lock_path):
+        with _one_at_a_time(FileLock(lock_path)):
             if missing := _find_missing(args):
                 _fetch(args, missing, _beside(dataset_path, "download"), disable_tqdm)
             lock_path.unlink(missing_ok=True)  # later processes find the data
@@ -107,20 +104,13 @@ def _find_missing(args: DatasetArguments) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(lock_path: Path) -> Iterator[None]:
+def _one_at_a_time(lock: FileLock) -> Iterator[None]:
     """Hold a lock that lets one process of this machine download at a time. The lock ends with its process."""
-    lock = FileLock(lock_path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
         logger.info("Another process is downloading the data; waiting for it")
-        try:
-            lock.acquire(timeout=LOCK_TIMEOUT, poll_interval=0.5)
-        except Timeout:
-            raise UserError(
-                f"--dataset_url: another process has been downloading for {LOCK_TIMEOUT / 3600:.0f} hours (it "
-                f"holds the lock '{lock_path}'); end that process"
-            ) from None
+        lock.acquire(poll_interval=0.5)
     try:
         yield
     finally:
@@ -134,8 +124,7 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
         session.max_redirects = 10
         session.hooks["response"].append(partial(_check_redirect, session))
         expected = args.dataset_sha256 or _fetch_checksum(session, args.dataset_url)
-        download = Download(session, args.dataset_url, path, disable_tqdm)
-        digest = download.complete(expected)
+        digest = Download(session, args.dataset_url, path, expected, disable_tqdm).complete()
     if expected is None:
         logger.warning(
             f"Could not verify the archive: there is no .sha256 file next to {address}. Compare its SHA-256 "
@@ -144,12 +133,12 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
     try:
         _unpack(path, missing, digest)
     except ArchiveError as error:
-        download.discard()
+        path.unlink()
         raise UserError(
             f"--dataset_url: {address} is not an archive from tokenize_wikitext103.py --archive: {error}; "
             "ask the organiser for the address of that archive"
         ) from None
-    download.discard()
+    path.unlink()
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
 
 
@@ -276,115 +265,72 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
             retries.sleep(error.response)
         except InvalidHeader:
             retries.sleep()
-    raise TemporaryError(
-        f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later, the "
-        "download resumes where it stopped"
-    )
-
-
-@dataclass
-class Origin:
-    """Identity of the remote file that a partial download belongs to, stored beside it.
-
-    A download is resumed only from the same file. `address`: without credentials, which may change from day to day;
-    `validator`: ETag or modification date, empty if the server sends no reliable one; `size`: bytes of the whole file,
-    None if the server does not send it.
-    """
-
-    address: str
-    validator: str
-    size: int | None
+    raise TemporaryError(f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later")
 
 
 class Download:
-    """Resumable download of an archive to a file.
+    """Download of an archive to a file, which is resumed if its SHA-256 is known.
 
-    :param path: the target file; it exists from the first bytes until `discard`
+    :param path: the target file; a partial one stays there
+    :param expected: SHA-256; None: any
     """
 
-    def __init__(self, session: requests.Session, url: str, path: Path, disable_tqdm: bool = False):
-        self.session, self.url, self.path = session, url, path
-        self.origin_path = path.with_name(f"{path.name}.json")
+    def __init__(
+        self, session: requests.Session, url: str, path: Path, expected: str | None, disable_tqdm: bool = False
+    ):
+        self.session, self.url, self.path, self.expected = session, url, path, expected
         self.disable_tqdm = disable_tqdm or None  # None: disabled unless the output is a terminal
+        self.is_resumed = False
 
-    def complete(self, expected: str | None) -> str:
+    def complete(self) -> str:
         """Download the remaining bytes and verify the checksum.
 
-        :param expected: SHA-256; None: any
         :returns: SHA-256 of the archive
-        :raises UserError: if the SHA-256 differs from `expected`, or the server does not provide the file
+        :raises UserError: if the SHA-256 differs from the expected one, or the server does not provide the file
         """
-        address = public_address(self.url)
-        is_resumed = self._load()[1] > 0
-        self._receive_all()
-        digest = file_sha256(self.path)
-        if is_resumed and expected not in (None, digest):
-            logger.warning(
-                "The partial download of an earlier run does not match the SHA-256; downloading the "
-                "whole archive again"
-            )
-            self.discard()
-            self._receive_all()
-            digest = file_sha256(self.path)
-        if expected not in (None, digest):
-            self.discard()
+        digest = self._receive_all()
+        if self.is_resumed and digest != self.expected:
+            logger.warning("The resumed download does not match the SHA-256; downloading the whole archive again")
+            self.path.unlink()
+            digest = self._receive_all()
+        if self.expected not in (None, digest):
+            self.path.unlink()
             raise UserError(
-                f"--dataset_url: {address} has SHA-256 {digest}, but --dataset_sha256 or the .sha256 file beside it "
-                f"says {expected}; ask the organiser which is right"
+                f"--dataset_url: {public_address(self.url)} has SHA-256 {digest}, but --dataset_sha256 or the .sha256 "
+                f"file beside it says {self.expected}; ask the organiser which is right"
             )
         return digest
 
-    def discard(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.origin_path.unlink(missing_ok=True)
+    def _receive_all(self) -> str:
+        _retry(self.url, self._receive, received=self._count)
+        return file_sha256(self.path)
 
-    def _load(self) -> tuple[Origin | None, int]:
-        """Return the origin of the partial file and its size in bytes; None and 0 if it cannot be resumed."""
-        try:
-            origin = Origin(**json.loads(self.origin_path.read_text()))
-            size = self.path.stat().st_size
-        except (FileNotFoundError, ValueError, TypeError):
-            return None, 0
-        if origin.address != public_address(self.url) or not origin.validator:
-            return None, 0
-        return (origin, size) if origin.size is None or size <= origin.size else (None, 0)
-
-    def _receive_all(self) -> None:
-        _retry(self.url, self._receive, received=lambda: self._load()[1])
+    def _count(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def _receive(self) -> None:
         """Try once to receive the remaining bytes.
 
         :raises TransientError: if bytes are still missing
         """
-        origin, start = self._load()
-        if origin is not None and start == origin.size:
-            return
-        # If-Range: the server sends the whole file if it has changed.
-        headers = {"Range": f"bytes={start}-", "If-Range": origin.validator} if start else {}
-        with _get(self.session, self.url, headers) as response:
-            if start and response.status_code in (206, 416) and not _continues(response, origin, start):
-                self.discard()
-                raise TransientError("the file on the server has changed", response.raw)
+        start = self._count() if self.expected is not None else 0
+        with _get(self.session, self.url, {"Range": f"bytes={start}-"} if start else {}) as response:
+            self.is_resumed = bool(start) and response.status_code in (206, 416)
+            if self.is_resumed and response.status_code == 416:
+                return  # nothing is missing, or it is another file: the SHA-256 shows which
             _check_status(response, self.url, {200, 206} if start else {200})
-            if response.status_code == 200:
-                start = 0
-                origin = Origin(public_address(self.url), _validator(response), response.raw.length_remaining)
-                self.discard()
-                with new_file(self.origin_path) as temporary:
-                    temporary.write_text(json.dumps(asdict(origin)))
-            self._log_start(start, origin.size)
-            check_space(self.path.parent, (origin.size or start) - start)
-            self._write(response.raw, start, origin.size)
+            start = start if self.is_resumed else 0
+            missing = response.raw.length_remaining
+            verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
+            size = "" if missing is None else f", {(start + missing) / 1e6:,.1f} MB"
+            logger.info(f"{verb} {public_address(self.url)}{size}")
+            check_space(self.path.parent, missing or 0)
+            self._write(response.raw, start, missing)
 
-    def _log_start(self, start: int, size: int | None) -> None:
-        verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
-        total = "" if size is None else f", {size / 1e6:,.1f} MB"
-        logger.info(f"{verb} {public_address(self.url)}{total}")
-
-    def _write(self, body: urllib3.BaseHTTPResponse, start: int, size: int | None) -> None:
+    def _write(self, body: urllib3.BaseHTTPResponse, start: int, missing: int | None) -> None:
+        size = None if missing is None else start + missing
         with (
-            open(self.path, "ab") as file,
+            open(self.path, "ab" if start else "wb") as file,
             tqdm(
                 desc="Downloading the data", initial=start, total=size, unit="B", unit_scale=True,
                 disable=self.disable_tqdm,
@@ -403,24 +349,3 @@ class Download:
                     if progress.disable:
                         logger.info(f"Downloaded {file.tell() / 1e6:,.0f} MB")
                     since, received = now, 0
-            end = file.tell()
-        if size is not None and end != size:
-            raise TransientError("the connection was lost")
-
-
-def _validator(response: requests.Response) -> str:
-    """Return the header that identifies a version of the file. A weak ETag does not guarantee identical bytes."""
-    etag = response.headers.get("ETag", "")
-    return etag if etag and not etag.startswith("W/") else response.headers.get("Last-Modified", "")
-
-
-def _continues(response: requests.Response, origin: Origin, start: int) -> bool:
-    """Whether a response to a Range request is the requested part of the same file.
-
-    Some servers that support Range ignore If-Range.
-    """
-    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
-    if response.status_code != 206 or match is None or int(match[1]) != start:
-        return False
-    is_same = _validator(response) in ("", origin.validator)
-    return is_same and (origin.size is None or match[2] in ("*", str(origin.size)))

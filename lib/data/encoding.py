@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # the import takes seconds, and unreadable text should be rep
 MAX_WORDS = 500_000
 # Their tokens never cross a space: transformers builds the normalizer and the pre-tokenizer from the class alone.
 _WORD_TOKENIZERS = {"AlbertTokenizer", "BertTokenizer", "GPT2Tokenizer", "RobertaTokenizer"}
-_WORD = re.compile(" ?[^ ]+")  # with the space before it, which byte-level BPE encodes together with the word
+# Byte-level BPE encodes a word together with the space before it.
+_BYTE_TOKENIZERS = {"GPT2Tokenizer", "RobertaTokenizer"}
+_WORD = re.compile(" ?[^ ]+")
 
 
 class TextEncoder:
@@ -35,6 +37,7 @@ class TextEncoder:
         self._reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         added = set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens)  # may contain spaces
         self.is_by_word = type(tokenizer).__name__ in _WORD_TOKENIZERS and not added
+        self._has_bytes = type(tokenizer).__name__ in _BYTE_TOKENIZERS
         if self.is_by_word:
             tokenizer.backend_tokenizer.no_truncation()
         self._words = _Words(self._encode_whole)
@@ -46,7 +49,7 @@ class TextEncoder:
         return list(map(self._encode_words if self.is_by_word else self._encode_whole, texts))
 
     def _encode_words(self, text: str) -> np.ndarray:
-        words = _WORD.findall(text)
+        words = _WORD.findall(text) if self._has_bytes else text.split(" ")
         ids = b"".join(map(self._words.__getitem__, words))
         if "  " in text or text[-1:] == " " or not self._words.dependent.isdisjoint(words):
             return self._encode_whole(text)
@@ -85,7 +88,7 @@ class _Words(dict[str, bytes]):
 
 def _is_dependent(word: str) -> bool:
     """Whether a word may be encoded in another way alone than in its text."""
-    if word[0].isspace() or word[-1].isspace():
+    if not word or word[0].isspace() or word[-1].isspace():
         return True  # several characters of white space may be one token
     category = unicodedata.category(word[0])
     return category == "Cf" or category.startswith("M")  # such a character joins the space before it

@@ -43,7 +43,7 @@ class Host(ThreadingHTTPServer):
 
     def __init__(self, content: bytes, digest: str | None):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.content, self.digest, self.etag = content, digest, '"1"'
+        self.content, self.digest = content, digest
         self.script: list[Callable[[Answer], None]] = []
         self.requests: list[SimpleNamespace] = []
         self.closing = threading.Event()
@@ -100,12 +100,11 @@ class Answer(BaseHTTPRequestHandler):
         self.close_connection = True
         self.connection.shutdown(socket.SHUT_RDWR)
 
-    def start(self, if_range: bool = True, length_error: int = 0, etag: bool = True, ranges: bool = True) -> bytes:
+    def start(self, length_error: int = 0, ranges: bool = True, offset_error: int = 0) -> bytes:
         """Send the headers; return the body to send next."""
         content, position = self.server.content, 0
-        is_same = not if_range or self.headers.get("If-Range") == self.server.etag
-        if ranges and self.headers.get("Range") and is_same:
-            position = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+        if ranges and self.headers.get("Range"):
+            position = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) + offset_error
             if position >= len(content):
                 self.reply(416)
                 return b""
@@ -114,8 +113,6 @@ class Answer(BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("Content-Length", str(len(content) - position + length_error))
-        if etag:
-            self.send_header("ETag", self.server.etag)
         self.end_headers()
         return content[position:]
 
@@ -132,10 +129,6 @@ class Answer(BaseHTTPRequestHandler):
         self.send(self.start(**options)[:num_bytes])
         self.break_off()
 
-    def lie_about_length(self, error: int) -> None:
-        self.send(self.start(length_error=error))
-        self.break_off()
-
     def stall_after(self, num_bytes: int) -> None:
         self.send(self.start()[:num_bytes])
         self.server.closing.wait(60)
@@ -150,7 +143,6 @@ class Answer(BaseHTTPRequestHandler):
     def serve_chunked(self, keep: int | None = None) -> None:
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
-        self.send_header("ETag", self.server.etag)
         self.end_headers()
         content = self.server.content[:keep]
         self.wfile.write(f"{len(content):x}\r\n".encode() + content + b"\r\n")
@@ -224,8 +216,7 @@ def names(args: DatasetArguments) -> set[str]:
     return set(os.listdir(Path(args.dataset_path).parent)) - {".dataset.lock"}
 
 
-# Files of an interrupted transfer, which the next run resumes.
-PARTIAL = {".dataset.download", ".dataset.download.json"}
+PARTIAL = {".dataset.download"}  # of an interrupted transfer, which the next run resumes
 
 
 def fail(args: DatasetArguments) -> str:
@@ -260,111 +251,91 @@ def test_without_the_flag_nothing_is_done(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_transfer_that_breaks_off_goes_on(args, host, folders):
-    host.script = [partial(Answer.break_after, num_bytes=100_000)] * 2
+BREAK = partial(Answer.break_after, num_bytes=100_000)
+UNAVAILABLE = partial(Answer.reply, status=503)
+REST = "bytes=100000-"
+
+
+@pytest.mark.parametrize(
+    ("script", "asked"),
+    [
+        ([BREAK] * 2, [None, REST, "bytes=200000-"]),
+        ([partial(Answer.break_after, num_bytes=60_000)] * 4, [None, *(f"bytes={n}0000-" for n in (6, 12, 18, 24))]),
+        ([BREAK, partial(Answer.serve, ranges=False)], [None, REST]),
+        ([BREAK, partial(Answer.serve, offset_error=1)], [None, REST, None]),  # another part than that requested
+        ([BREAK, partial(Answer.reply, status=416)], [None, REST, None]),
+        ([BREAK, partial(Answer.reply, status=302, Location="/data.tar.gz")], [None, REST, REST]),
+        ([partial(Answer.serve_chunked, keep=100_000), Answer.serve_chunked], [None, REST]),  # of unknown length
+        ([partial(Answer.reply, status=429)] * 2, [None] * 3),
+        ([partial(Answer.reply, status=503, Retry_After="nonsense")], [None] * 2),
+    ],
+)
+def test_transfers_that_succeed_in_the_end(args, host, folders, script, asked):
+    host.script = list(script)
     fetch_data(args)
     assert_fetched(args, folders)
-    assert host.asked == [None, "bytes=100000-", "bytes=200000-"]
-    assert host.sent == len(host.content)
+    assert host.asked == asked
+
+
+def test_retry_after_is_respected(args, host, caplog):
+    host.script = [partial(Answer.reply, status=503, Retry_After="1")]
+    started = time.monotonic()
+    fetch_data(args)
+    assert time.monotonic() - started > 1
+    assert "status 503; trying again" in caplog.text
 
 
 def test_a_transfer_goes_on_in_the_next_run(args, host, folders):
-    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
+    host.script = [BREAK, *[UNAVAILABLE] * 3]
     message = fail(args)
-    assert "503" in message and "--dataset_url" in message and "resumes where it stopped" in message
+    assert "503" in message and "--dataset_url" in message
     assert names(args) == PARTIAL
     fetch_data(args)
     assert_fetched(args, folders)
-    assert host.asked[-1] == "bytes=100000-" and host.sent == len(host.content)
+    assert host.asked[-1] == REST and host.sent == len(host.content)
 
 
-def test_many_breaks_are_no_failure_as_long_as_something_comes(args, host, folders):
-    host.script = [partial(Answer.break_after, num_bytes=20_000)] * 12
-    fetch_data(args)
-    assert_fetched(args, folders)
-    assert len(host.asked) == 13 and host.sent == len(host.content)
-
-
-def test_tries_are_limited_even_if_each_brings_something(args, host, monkeypatch):
-    monkeypatch.setattr(fetch, "MAX_TRIES", 5)
-    host.script = [partial(Answer.break_after, num_bytes=1000)] * 9
-    assert "was lost" in fail(args)
-    assert len(host.asked) == 5
-
-
-def test_breaking_at_the_same_place_is_a_failure(args, host):
-    host.script = [partial(Answer.break_after, num_bytes=1000, ranges=False)] * 9
-    assert "was lost" in fail(args)
-    assert len(host.asked) == 3  # one attempt with new bytes, and two without
-    assert names(args) == PARTIAL
-
-
-def test_a_host_that_ignores_ranges(args, host, folders):
-    host.script = [partial(Answer.break_after, num_bytes=100_000), partial(Answer.serve, ranges=False)]
-    fetch_data(args)
-    assert_fetched(args, folders)
-    assert host.asked == [None, "bytes=100000-"]
-
-
-def test_without_etag_or_date_a_transfer_begins_again(args, host, folders):
-    host.script = [partial(Answer.break_after, num_bytes=100_000, etag=False)]
-    fetch_data(args)
-    assert_fetched(args, folders)
-    assert host.asked == [None, None]
-
-
-def test_a_weak_etag_is_not_relied_on(args, host, folders):
-    host.etag = 'W/"1"'
-    host.script = [partial(Answer.break_after, num_bytes=100_000)]
-    fetch_data(args)
-    assert_fetched(args, folders)
-    assert host.asked == [None, None]
-
-
-@pytest.mark.parametrize("if_range", [True, False])
 @pytest.mark.parametrize("has_checksum", [True, False])
-def test_a_file_that_changes_is_not_glued_together(args, host, folders, tmp_path, if_range, has_checksum):
-    """Also for a server that supports Range but not If-Range: it sends the rest of another file."""
+def test_a_file_that_changes_is_not_glued_together(args, host, folders, has_checksum):
     good, host.content = host.content, b"x" * len(host.content)
-    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
-    fail(args)
-    host.content, host.etag = good, '"2"'
     host.digest = host.digest if has_checksum else None
-    host.script = [partial(Answer.serve, if_range=if_range)]
-    fetch_data(args)
-    assert_fetched(args, folders)
-
-
-def test_what_fits_the_etag_but_not_the_checksum_is_downloaded_again(args, host, folders):
-    """The ETag of this server does not change with the file."""
-    good, host.content = host.content, b"x" * len(host.content)
-    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
+    host.script = [BREAK, *[UNAVAILABLE] * 3]
     fail(args)
     host.content = good
     fetch_data(args)
     assert_fetched(args, folders)
+    assert host.asked[-2:] == [REST, None] if has_checksum else host.asked[-1] is None
 
 
-def test_another_address_begins_anew(args, host, folders, tmp_path):
-    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
-    fail(arguments(tmp_path, host.url + f"?token={SECRET}"))
-    assert SECRET.encode() not in b"".join(contents(tmp_path).values())
-    fetch_data(arguments(tmp_path, host.url + "?token=of-today"))  # the same file, signed again
-    assert host.asked[-1] == "bytes=100000-" and host.requests[-1].query == "token=of-today"
+def test_without_a_checksum_a_transfer_begins_again(args, host, folders):
+    host.digest, host.script = None, [BREAK]
+    fetch_data(args)
     assert_fetched(args, folders)
+    assert host.asked == [None, None]
 
-    shutil.rmtree(args.dataset_path)
-    host.script = [partial(Answer.break_after, num_bytes=100_000), *[partial(Answer.reply, status=503)] * 3]
-    fail(args)
-    fetch_data(arguments(tmp_path, host.url.replace("127.0.0.1", "localhost")))
-    assert host.asked[-1] is None
+
+@pytest.mark.parametrize(
+    ("script", "asked", "message"),
+    [
+        ([partial(Answer.break_after, num_bytes=1000)] * 9, 5, "was lost"),  # limited, even if each brings something
+        ([partial(Answer.break_after, num_bytes=1000, ranges=False)] * 9, 3, "was lost"),  # always at the same place
+        ([partial(Answer.reply, status=302, Location="/data.tar.gz")] * 30, 11, "TooManyRedirects"),
+        *[([partial(Answer.reply, status=status)], 1, f"status {status}") for status in (401, 403, 404, 410)],
+    ],
+)
+def test_transfers_that_fail(args, host, monkeypatch, script, asked, message):
+    monkeypatch.setattr(fetch, "MAX_TRIES", 5)
+    host.script = list(script)
+    assert message in fail(args)
+    assert len(host.asked) == asked
+    assert names(args) <= PARTIAL
 
 
 @pytest.mark.parametrize("has_checksum", [True, False])
 @pytest.mark.parametrize("error", [1000, -1000])
 def test_a_host_that_lies_about_the_length(args, host, error, has_checksum):
     host.digest = host.digest if has_checksum else None
-    host.script = [partial(Answer.lie_about_length, error=error)] * 9
+    host.script = [partial(Answer.break_after, num_bytes=10**6, length_error=error, ranges=False)] * 9
     message = fail(args)
     if error > 0:
         assert "cannot be downloaded" in message
@@ -373,55 +344,16 @@ def test_a_host_that_lies_about_the_length(args, host, error, has_checksum):
     assert names(args) <= PARTIAL
 
 
-def test_a_host_that_does_not_tell_the_length(args, host, folders):
-    host.script = [partial(Answer.serve_chunked, keep=100_000), Answer.serve_chunked]
-    fetch_data(args)
-    assert_fetched(args, folders)
-
-
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_temporary_server_errors(args, host, folders, status, caplog):
-    host.script = [partial(Answer.reply, status=status)] * 2
-    fetch_data(args)
-    assert_fetched(args, folders)
-    assert f"status {status}; trying again" in caplog.text
-
-
-@pytest.mark.parametrize("pause", ["1", "nonsense"])
-def test_retry_after_is_respected(args, host, folders, pause):
-    host.script = [partial(Answer.reply, status=429, Retry_After=pause)]
-    started = time.monotonic()
-    fetch_data(args)
-    assert pause != "1" or time.monotonic() - started > 1
-    assert_fetched(args, folders)
-
-
-@pytest.mark.parametrize("status", [401, 403, 404, 410])
-def test_a_server_that_refuses_is_not_asked_again(args, host, status):
-    host.script = [partial(Answer.reply, status=status)]
-    message = fail(args)
-    assert f"status {status}" in message and host.url in message
-    assert len(host.asked) == 1 and names(args) == set()
-
-
-def test_unreachable_server(args, host):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        args.dataset_url = f"http://127.0.0.1:{probe.getsockname()[1]}/data.tar.gz?token={SECRET}"
-    assert "Connection refused" in fail(args)
-
-
 @pytest.mark.parametrize(
-    "url", ["http://host.invalid/data.tar.gz", "https://127.0.0.1:{port}/data.tar.gz", "http://.../data.tar.gz"]
-)
+    "url",
+    [
+        "http://host.invalid/data.tar.gz", "https://127.0.0.1:{port}/data.tar.gz", "http://.../data.tar.gz",
+        "http://127.0.0.1:9/data.tar.gz",
+    ],
+)  # fmt: skip
 def test_addresses_that_cannot_work(args, host, url):
     args.dataset_url = url.format(port=host.server_port) + f"?token={SECRET}"
     assert "--dataset_url" in fail(args)
-
-
-def test_endless_redirects(args, host):
-    host.script = [partial(Answer.reply, status=302, Location="/data.tar.gz")] * 30
-    assert "TooManyRedirects" in fail(args)
 
 
 @pytest.mark.parametrize("target", ["http://127.0.0.1:{port}/data.tar.gz", "//127.0.0.1:{port}/data.tar.gz"])
@@ -444,16 +376,6 @@ def test_hosts_on_the_internet(host, expected):
     assert is_on_internet(host) == expected
 
 
-def test_a_redirection_keeps_the_range(args, host, folders):
-    host.script = [
-        partial(Answer.break_after, num_bytes=100_000),
-        partial(Answer.reply, status=302, Location="/data.tar.gz"),
-    ]
-    fetch_data(args)
-    assert_fetched(args, folders)
-    assert host.asked == [None, "bytes=100000-", "bytes=100000-"] and host.sent == len(host.content)
-
-
 def patient_from_now_on(answer: Answer, method: Callable[[Answer], None], name: str) -> None:
     """Respond with a method, and raise the client's limit `NAME`, short so far, to a minute for later requests."""
     setattr(fetch, name, 60.0)
@@ -466,7 +388,7 @@ def test_server_that_stops_sending(args, host, folders, monkeypatch):
     host.script = [partial(patient_from_now_on, method=stall, name="READ_TIMEOUT")]
     fetch_data(args)
     assert_fetched(args, folders)
-    assert host.asked == [None, "bytes=100000-"]
+    assert host.asked == [None, REST]
 
 
 def test_server_without_a_response(args, host, monkeypatch):
@@ -599,7 +521,7 @@ FOREIGN = "not part of the prepared data"
         (entry(f"{DATASET}/../../../evil.json", b"x"), FOREIGN),
         (entry(f"{DATASET}/train/../../evil.json", b"x"), FOREIGN),
         (entry(f"{TOKENIZER}/..", b"x"), FOREIGN),
-        (entry("/tmp/evil.json", b"x"), FOREIGN),
+        (entry("/evil.json", b"x"), FOREIGN),
         (entry(f"/{DATASET}/train/data.arrow", b"x"), FOREIGN),
         (entry("evil.json", b"x"), FOREIGN),
         (entry(f"{DATASET}/.hidden.json", b"x"), FOREIGN),
@@ -630,7 +552,7 @@ def test_malicious_archives_are_refused(args, host, tmp_path, bad, reason):
     message = fail(args)
     assert reason in message and message.isprintable()
     assert names(args) == set()
-    assert os.listdir(tmp_path) == ["data"] and not Path("/tmp/evil.json").exists()
+    assert os.listdir(tmp_path) == ["data"] and not Path("/evil.json").exists()
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
@@ -737,7 +659,7 @@ def test_the_disk_is_full_while_unpacking(args, host, folders, monkeypatch):
     assert names(args) == PARTIAL
     fetch_data(args)
     assert_fetched(args, folders)
-    assert len(host.asked) == 1  # the downloaded archive is still valid
+    assert host.sent == len(host.content)  # the downloaded archive is still valid
 
 
 @pytest.mark.parametrize("left", [0, 2])
@@ -747,7 +669,7 @@ def test_insufficient_disk_space_is_detected_in_advance(args, host, monkeypatch,
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop() if free else 10**5))
     message = fail(args)
     assert "free some space or choose another folder" in message
-    assert names(args) == (PARTIAL if left else {".dataset.download.json"})
+    assert names(args) == (PARTIAL if left else set())
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -801,7 +723,7 @@ def test_two_at_once(args, host, folders):
     assert host.asked == [None, "bytes=100000-"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stopped_while_downloading(args, host, folders, number):
     host.script = [partial(Answer.stall_after, num_bytes=100_000)]
     partial_file = Path(args.dataset_path).parent / ".dataset.download"
