@@ -282,7 +282,7 @@ def monitor(
             keeper.on_saved = SampleReporter(model, tokenizer, args.sample_text, reporter).report
         aggregator = MetricsAggregator(
             reporter.last_step(),
-            alive_timeout=tracker_args.metadata_expiration,
+            alive_timeout=min(60.0, tracker_args.metadata_expiration),
             settle_time=max(10.0, args.refresh_period),
             target_batch_size=optimizer_args.target_batch_size,
         )
@@ -310,7 +310,6 @@ def monitor(
             training_monitor.refresh()
             watchdog.record_work()
             stop.event.wait(args.refresh_period)
-        training_monitor.flush()
     logger.info("The monitor has stopped")
     if uploader is not None and uploader.is_running:
         os._exit(0)  # Python would wait for the threads of huggingface_hub

@@ -28,7 +28,6 @@ for a while does not decide. The loss and the speed of a peer are self-reported:
 `StepReport`, their values are not.
 """
 
-import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -36,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lib.common.metrics_schema import HISTORY_LENGTH, LocalMetrics, Metric, describe_metrics
-from lib.monitoring.parsing import Heartbeat, PeerStep, find_owner, parse_history, parse_metrics, parse_progress
+from lib.monitoring.parsing import Heartbeat, PeerStep, parse_history, parse_metrics, parse_progress
 
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
 MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
@@ -76,7 +75,7 @@ class TrackedPeer:
 
     key: bytes
     moved: float  # when its step or its number of samples last changed
-    present: float  # when it was last found in the DHT
+    present: float = -math.inf  # when it was last found in the DHT
     last_alive: float = -math.inf
     left: float | None = None  # when the aggregator found its goodbye
     heartbeat: Heartbeat | None = None
@@ -102,16 +101,14 @@ class TrackedPeer:
 class MetricsAggregator:
     """Converts successive snapshots of the DHT into one StepReport per global step. See the module docstring.
 
-    Memory and time are bounded by `max_peers` and MAX_PENDING_STEPS, whatever is published: known peers have priority
-    over unknown ones, and newcomers are refused while `max_peers` peers are alive.
+    Memory and time are bounded by MAX_PENDING_STEPS and by the number of records of a dictionary in the DHT.
 
     :param last_reported_step: newest step reported before a restart, -1 if none
     :param alive_timeout: seconds without a sign of life after which a peer counts as gone
     :param settle_time: seconds to wait for stragglers
     :param target_batch_size: samples per global step, which bound the weight of one peer
-    :param max_peers: maximum number of public keys to track
     :param schema: the metrics to aggregate
-    :raises ValueError: if a duration or `max_peers` is not above zero
+    :raises ValueError: if a duration is not above zero
     """
 
     def __init__(
@@ -120,20 +117,19 @@ class MetricsAggregator:
         alive_timeout: float = 120.0,
         settle_time: float = 30.0,
         target_batch_size: int = 4096,
-        max_peers: int = 2000,
         schema: type[LocalMetrics] = LocalMetrics,
     ):
-        if min(alive_timeout, settle_time, max_peers) <= 0:
-            raise ValueError("alive_timeout, settle_time and max_peers must be above zero")
+        if min(alive_timeout, settle_time) <= 0:
+            raise ValueError("alive_timeout and settle_time must be above zero")
         self.last_reported_step = last_reported_step
-        self.alive_timeout, self.settle_time, self.max_peers = alive_timeout, settle_time, max_peers
+        self.alive_timeout, self.settle_time = alive_timeout, settle_time
         self.target_batch_size, self.schema = target_batch_size, schema
         self.refused: Counter = Counter()  # records refused in the newest update, by reason
         self.live_peers: list[TrackedPeer] = []  # in the newest update
         self._peers: dict[bytes, TrackedPeer] = {}
         self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
         self._now = -math.inf
-        self._last_report_time: float | None = None
+        self._last_report_time = -math.inf
         self._is_doubtful = False  # the newest step was a jump that a single peer reported
         self._outvoted_since: float | None = None  # when the newcomers were first found in the majority
 
@@ -148,7 +144,6 @@ class MetricsAggregator:
         :param progress: the same for `{run_id}_training_progress`
         """
         self._now = max(now, self._now)
-        self.refused = Counter()
         self._read(metrics, history, progress)
         self.live_peers = [peer for peer in self._peers.values() if self._is_alive(peer)]
         self._go_back_if_outvoted()
@@ -158,58 +153,36 @@ class MetricsAggregator:
                 del self._peers[key]
         return reports
 
-    def flush(self, now: float) -> list[StepReport]:
-        """Return the steps that more than half of the peers have reported, without waiting for stragglers.
-
-        For the shutdown of the monitor.
-        """
-        self._now = max(now, self._now)
-        return self._take_complete(wait_for_stragglers=False)
-
     # Records
 
     def _read(self, metrics: object, history: object, progress: object) -> None:
         """Update the state of each peer."""
-        heartbeats, refused = parse_progress(self._bounded(progress))
-        self.refused += refused
-        newest, refused = parse_metrics(self._bounded(metrics), self.schema)
-        self.refused += refused
-        newcomers = {record.peer for record in (*heartbeats, *newest)} - self._peers.keys()
-        if len(self._peers) + len(newcomers) > self.max_peers:
-            self._peers = {key: peer for key, peer in self._peers.items() if self._is_alive(peer)}
+        heartbeats, self.refused = parse_progress(progress)
+        newest, refused_metrics = parse_metrics(metrics, self.schema)
+        for record in (*heartbeats, *newest):
+            peer = self._peers.setdefault(record.peer, TrackedPeer(record.peer, moved=self._now))
+            peer.present = self._now
         for heartbeat in heartbeats:
-            self._record_heartbeat(heartbeat)
+            self._record_heartbeat(self._peers[heartbeat.peer], heartbeat)
         for record in newest:
             # Metrics stay in the DHT for minutes after their peer has died: where heartbeats are available, metrics
             # are a sign of life only when they change.
-            self._record_newest(record, is_life_sign=not heartbeats)
-        older, refused = parse_history(self._bounded(history), self._is_known, self.schema)
-        self.refused += refused
+            self._record_newest(self._peers[record.peer], record, is_life_sign=not heartbeats)
+        older, refused_history = parse_history(history, self._is_known, self.schema)
+        self.refused += refused_metrics + refused_history
         for record in (*older, *newest):
-            self._keep(record)
+            if not self._is_known(record.peer, record.step):
+                pending = self._peers[record.peer].pending
+                pending[record.step] = record
+                if len(pending) > MAX_PENDING_STEPS:
+                    del pending[min(pending)]
 
-    def _bounded(self, raw: object) -> object:
-        """Return at most `max_peers` of the records, records of known peers first."""
-        raw = getattr(raw, "value", raw)
-        if not isinstance(raw, Mapping) or len(raw) <= self.max_peers:
-            return raw
-        self.refused["too many records"] += len(raw) - self.max_peers
-        known_first = sorted(raw, key=lambda subkey: find_owner(subkey) not in self._peers)
-        return {subkey: raw[subkey] for subkey in known_first[: self.max_peers]}
-
-    def _find_peer(self, key: bytes) -> TrackedPeer | None:
+    def _is_known(self, key: bytes, step: int) -> bool:
         peer = self._peers.get(key)
-        if peer is None:
-            if len(self._peers) >= self.max_peers:
-                self.refused["too many peers"] += 1
-                return None
-            peer = self._peers[key] = TrackedPeer(key, moved=self._now, present=self._now)
-        peer.present = self._now
-        return peer
+        return peer is None or step <= peer.done or step in peer.pending
 
-    def _record_heartbeat(self, heartbeat: Heartbeat) -> None:
-        peer = self._find_peer(heartbeat.peer)
-        if peer is None or heartbeat == peer.heartbeat:
+    def _record_heartbeat(self, peer: TrackedPeer, heartbeat: Heartbeat) -> None:
+        if heartbeat == peer.heartbeat:
             return
         if heartbeat.goodbye:
             peer.left = self._now if peer.left is None else peer.left
@@ -220,32 +193,19 @@ class MetricsAggregator:
         if before and (before.epoch, before.samples_accumulated) != (heartbeat.epoch, heartbeat.samples_accumulated):
             peer.moved = self._now
 
-    def _record_newest(self, record: PeerStep, is_life_sign: bool) -> None:
-        peer = self._find_peer(record.peer)
-        if peer is None or record == peer.newest:
+    def _record_newest(self, peer: TrackedPeer, record: PeerStep, is_life_sign: bool) -> None:
+        if record == peer.newest:
             return
         if record.step <= peer.reported_step:  # it restarted from an earlier state: it has another record of this step
             peer.is_newcomer, peer.done = True, -1
             peer.pending.clear()
         if peer.newest or is_life_sign:
             peer.last_alive = self._now
-        if self._last_report_time is None and peer.newest is None:
+        if self._last_report_time == -math.inf and peer.newest is None:
             # After a restart of the monitor: the steps before are in reports, unless the run goes back from now on.
             peer.done = min(record.step - 1, self.last_reported_step)
             peer.is_newcomer = record.step < self.last_reported_step
         peer.newest, peer.moved = record, self._now
-
-    def _is_known(self, key: bytes, step: int) -> bool:
-        peer = self._peers.get(key)
-        return peer is None or step <= peer.done or step in peer.pending
-
-    def _keep(self, record: PeerStep) -> None:
-        if self._is_known(record.peer, record.step):
-            return
-        pending = self._peers[record.peer].pending
-        pending[record.step] = record
-        if len(pending) > MAX_PENDING_STEPS:
-            del pending[min(pending)]
 
     # Live peers and votes
 
@@ -269,7 +229,7 @@ class MetricsAggregator:
             return
         if self._outvoted_since is None:
             self._outvoted_since = self._now
-        has_ended = len(first_steps) == len(voters) and self._last_report_time is not None
+        has_ended = len(first_steps) == len(voters) and self._last_report_time > -math.inf
         if not has_ended and self._now - self._outvoted_since < self.settle_time:
             return
         self.last_reported_step = statistics.median_low(first_steps) - 1
@@ -293,15 +253,13 @@ class MetricsAggregator:
 
     # Complete steps
 
-    def _take_complete(self, wait_for_stragglers: bool = True) -> list[StepReport]:
+    def _take_complete(self) -> list[StepReport]:
         levels = sorted(peer.reported_step for peer in self._voters())
         if not levels:
             return []
         agreed, half = levels[(len(levels) - 1) // 2], levels[len(levels) // 2]
-        possible = math.inf
-        if self._last_report_time is not None:
-            elapsed = self._now - self._last_report_time
-            possible = self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * elapsed
+        seconds = self._now - self._last_report_time
+        possible = self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * seconds
         reached = min(half, agreed + MAX_SPREAD, possible)
         pending = sorted(
             {
@@ -318,7 +276,7 @@ class MetricsAggregator:
             is_lone = not near and sum(step in peer.pending for peer in self._peers.values()) == 1
             patience = self.settle_time * (LONE_JUMP_FACTOR if is_lone else 1)
             settled = self._now - self._reached[step] >= patience
-            if settled or (near and (self._is_all_there(step) or (step <= agreed and not wait_for_stragglers))):
+            if settled or (near and self._is_all_there(step)):
                 complete = step
         reports = [self._report(step) for step in pending if step <= complete]
         for peer in self._peers.values():
@@ -334,19 +292,17 @@ class MetricsAggregator:
             peer.reported_step >= step for peer in self.live_peers if peer.step >= nearby and self._takes_part(peer)
         )
 
-    def _record_report(self, step: int, contributors: list[TrackedPeer]) -> None:
+    def _report(self, step: int) -> StepReport:
+        contributors = [peer for peer in self._peers.values() if step in peer.pending]
         if len(contributors) > 1:
             self._is_doubtful = False
         elif step > self.last_reported_step + MAX_JUMP:
             self._is_doubtful = True
         self.last_reported_step, self._last_report_time = step, self._now
+        contributions, bound = [], MAX_OVERSHOOT * self.target_batch_size
         for peer in contributors:
-            peer.is_newcomer = False
-
-    def _report(self, step: int) -> StepReport:
-        contributors = [peer for peer in self._peers.values() if step in peer.pending]
-        contributions = [self._bound_samples(peer.pending[step]) for peer in contributors]
-        self._record_report(step, contributors)
+            peer.is_newcomer, own = False, peer.pending[step]
+            contributions.append(own._replace(samples_accumulated=min(own.samples_accumulated, bound)))
         values = {
             metric.name: _combine(metric, contributions, self.live_peers)
             for metric in describe_metrics(self.schema)
@@ -364,13 +320,6 @@ class MetricsAggregator:
             contributions=tuple(contributions),
             metrics={name.replace("_", " "): value for name, value in values.items()},
         )
-
-    def _bound_samples(self, peer_step: PeerStep) -> PeerStep:
-        """Clip the samples of a peer to `MAX_OVERSHOOT` target batches."""
-        bound = MAX_OVERSHOOT * self.target_batch_size
-        if peer_step.samples_accumulated <= bound:
-            return peer_step
-        return dataclasses.replace(peer_step, samples_accumulated=bound)
 
 
 def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequence[TrackedPeer]) -> float | None:
@@ -398,5 +347,5 @@ def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | No
             weights.append(samples)
     if not weights:
         return None
-    mean = math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+    mean = statistics.fmean(values, weights)
     return min(max(mean, min(values)), max(values))  # rounding errors must not leave the range

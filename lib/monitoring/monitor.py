@@ -14,11 +14,7 @@ from lib.common.backoff import Backoff
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from lib.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
 from lib.monitoring.hub_upload import HubUploader
-from lib.monitoring.parsing import (
-    parse_share_of_applied_samples,
-    parse_share_of_complete_rounds,
-    parse_usernames,
-)
+from lib.monitoring.parsing import parse_shares, parse_usernames
 from lib.monitoring.progress_log import ProgressLog
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
@@ -168,9 +164,11 @@ class TrainingMonitor:
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
         peers = self._read("peers")
         self.contributors.record_names(parse_usernames(peers))
-        self._report(self.aggregator.update(get_dht_time(), *views))
+        reports = self.aggregator.update(get_dht_time(), *views)
         trainers = self.aggregator.live_peers
-        self._progress_log.update(time.monotonic(), trainers, -1 if self.keeper is None else self.keeper.saved_step)
+        checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
+        self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
+        self._report(reports)
         self._log_refused()
         num_clients = sum(trainer.heartbeat is not None and trainer.heartbeat.client_mode for trainer in trainers)
         self._client_mode_alarm.check(len(trainers), num_clients)
@@ -182,15 +180,12 @@ class TrainingMonitor:
             self.uploader.update(run_is_over=bool(leaving) and all(leaving))
         self._publish_status()
 
-    def flush(self) -> None:
-        """Report the steps that still wait for stragglers, before the monitor ends."""
-        self._report(self.aggregator.flush(get_dht_time()))
-
     def _read(self, name: str) -> dict:
         return utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}")
 
     def _report(self, reports: list[StepReport]) -> None:
-        rounds = self._read_rounds() if reports else {}
+        shares = parse_shares(self._read("rounds")) if reports else {}
+        rounds = {name: round(share, 4) for name, share in shares.items()}
         for report in reports:
             if report.step <= self._newest_step:
                 logger.warning(
@@ -205,17 +200,7 @@ class TrainingMonitor:
             self.contributors.add(report)
             self.reporter.report(report, rounds | self._leaderboard(report.step))
         if reports:
-            self._progress_log.record_step(time.monotonic())
             self.contributors.save()
-
-    def _read_rounds(self) -> dict[str, float]:
-        """Return the shares of complete rounds and of applied samples that the trainers report, by curve name."""
-        records = self._read("rounds")
-        shares = {
-            "complete rounds": parse_share_of_complete_rounds(records),
-            "applied share": parse_share_of_applied_samples(records),
-        }
-        return {name: round(share, 4) for name, share in shares.items() if share is not None}
 
     def _leaderboard(self, step: int) -> dict[str, int]:
         """Log who has contributed most, as often as checkpoints are saved, and return it for the curves.

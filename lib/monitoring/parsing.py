@@ -1,13 +1,13 @@
-"""Parse the records that trainers publish on the DHT: metrics, histories, heartbeats, names and target batch sizes.
+"""Parse the records that trainers publish on the DHT: metrics, histories, heartbeats, rounds and names.
 
-Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; invalid ones are counted, not raised.
+Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; invalid ones are counted, not raised. The
+DHT's validators bound the number of records and their size.
 """
 
-import dataclasses
 import math
 import re
 import statistics
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,24 +28,16 @@ from lib.common.metrics_schema import (
 )
 
 MAX_TIME = 1e12  # seconds; a heartbeat with a clock that far off is invalid
-MAX_SUBKEY_BYTES = 4096  # an RSA-2048 public key with its tag has about 400
-MAX_PEER_ID_BYTES = 128  # libp2p's have 34 to 42
 
 _OWNER = re.compile(rb"\[owner:(.+?)\]")  # the tag of the signer's public key, see hivemind's RSASignatureValidator
 
 
 @cache
 def peer_step_class(schema: type[LocalMetrics]) -> type:
-    """Build the dataclass of one peer's report of a global step: `peer` (public key), then the metrics of `schema`."""
-    required = [("peer", bytes)]
-    optional = []
-    for metric in describe_metrics(schema):
-        kind = int if metric.is_whole else float
-        if metric.is_optional:
-            optional.append((metric.name, kind | None, None))
-        else:
-            required.append((metric.name, kind))
-    return dataclasses.make_dataclass("PeerStep", [*required, *optional], frozen=True, slots=True)
+    """Build the class of one peer's report of a global step: `peer` (public key), then the metrics of `schema`."""
+    metrics = describe_metrics(schema)
+    names = ["peer", *(metric.name for metric in metrics)]
+    return namedtuple("PeerStep", names, defaults=[None for metric in metrics if metric.is_optional])
 
 
 PeerStep = peer_step_class(LocalMetrics)
@@ -53,10 +45,9 @@ PeerStep = peer_step_class(LocalMetrics)
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Heartbeat of a peer. With `goodbye`, the peer has left and all other fields are empty."""
+    """Progress report of a peer. With `goodbye`, the peer has left and all other fields are empty."""
 
     peer: bytes  # public key
-    peer_id: bytes = b""
     epoch: int = 0
     samples_accumulated: int = 0
     samples_per_second: float = 0.0
@@ -65,47 +56,24 @@ class Heartbeat:
     goodbye: bool = False
 
 
-def _read_heartbeat(peer: bytes, value: object) -> Heartbeat:
-    if value is None:
-        return Heartbeat(peer, goodbye=True)
-    if not isinstance(value, Mapping):
-        raise InvalidValue("not a dictionary")
-    peer_id, client_mode = value.get("peer_id"), value.get("client_mode")
-    if not isinstance(peer_id, bytes) or not 0 < len(peer_id) <= MAX_PEER_ID_BYTES or type(client_mode) is not bool:
-        raise InvalidValue("wrong fields")
-    return Heartbeat(
-        peer,
-        peer_id,
-        epoch=read_whole(value.get("epoch"), 0, MAX_STEP),
-        samples_accumulated=read_whole(value.get("samples_accumulated"), 0, MAX_COUNT),
-        samples_per_second=read_real(value.get("samples_per_second"), 0.0, MAX_NUMBER),
-        time=read_real(value.get("reported_at", value.get("time")), 0.0, MAX_TIME),
-        client_mode=client_mode,
-    )
+def _records(raw: object, refused: Counter, kind: type = Mapping) -> Iterator[tuple[bytes, object]]:
+    """Yield public key and value of each record that `dht.get` returned, with or without expiration times.
 
-
-def find_owner(subkey: object) -> bytes | None:
-    """Return the public key that a record is signed with; None if the subkey is not a valid one."""
-    if not isinstance(subkey, bytes) or not 0 < len(subkey) <= MAX_SUBKEY_BYTES:
-        return None
-    tagged = _OWNER.search(subkey)
-    return tagged[1] if tagged else subkey
-
-
-def _records(raw: object, refused: Counter) -> Iterator[tuple[bytes, object]]:
-    """Yield public key and value of each record that `dht.get` returned, with or without expiration times."""
+    :param kind: type of the values
+    """
     raw = getattr(raw, "value", raw)
-    if raw is None:
-        return
-    if not isinstance(raw, Mapping):
+    if raw is not None and not isinstance(raw, Mapping):
         refused["not a dictionary"] += 1
         return
-    for subkey, value in raw.items():
-        peer = find_owner(subkey)
-        if peer is None:
+    for subkey, record in (raw or {}).items():
+        value = getattr(record, "value", record)
+        if not isinstance(subkey, bytes) or not subkey:
             refused["bad subkey"] += 1
+        elif not isinstance(value, kind):
+            refused["not a dictionary" if kind is Mapping else "not a list"] += 1
         else:
-            yield peer, getattr(value, "value", value)
+            tagged = _OWNER.search(subkey)
+            yield tagged[1] if tagged else subkey, value
 
 
 def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tuple[list[PeerStep], Counter]:
@@ -118,8 +86,6 @@ def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tup
     steps, refused = [], Counter()
     for peer, value in _records(raw, refused):
         try:
-            if not isinstance(value, Mapping):
-                raise InvalidValue("not a dictionary")
             steps.append(peer_step_class(schema)(peer, *read_record(value, schema)))
         except InvalidValue as refusal:
             refused[str(refusal)] += 1
@@ -136,10 +102,7 @@ def parse_history(
     :param is_known: called with public key and step; known entries, most of a history, are skipped unread
     """
     steps, refused, peer_step = [], Counter(), peer_step_class(schema)
-    for peer, entries in _records(raw, refused):
-        if not isinstance(entries, (list, tuple)):
-            refused["not a list"] += 1
-            continue
+    for peer, entries in _records(raw, refused, list | tuple):
         if len(entries) > HISTORY_LENGTH:
             refused["history too long"] += 1
             continue
@@ -159,57 +122,58 @@ def parse_progress(raw: object) -> tuple[list[Heartbeat], Counter]:
     Auxiliary peers are skipped: they compute no gradients.
     """
     heartbeats, refused = [], Counter()
-    for peer, value in _records(raw, refused):
-        if isinstance(value, Mapping) and value.get("auxiliary") is True:
-            continue
+    for peer, value in _records(raw, refused, Mapping | None):
         try:
-            heartbeats.append(_read_heartbeat(peer, value))
+            if value is None:
+                heartbeats.append(Heartbeat(peer, goodbye=True))
+            elif value.get("auxiliary") is not True:
+                heartbeats.append(_read_heartbeat(peer, value))
         except InvalidValue as refusal:
             refused[str(refusal)] += 1
     return heartbeats, refused
 
 
-def parse_share_of_complete_rounds(raw: object) -> float | None:
-    """Parse the records under `{run_id}_rounds`: complete rounds / rounds, of all trainers; None without rounds."""
-    counts = _read_parts(raw, "complete", "rounds", 0, MAX_ROUNDS)
-    rounds = sum(whole for _, whole in counts)
-    return sum(complete for complete, _ in counts) / rounds if rounds else None
+def _read_heartbeat(peer: bytes, value: Mapping) -> Heartbeat:
+    if type(value.get("client_mode")) is not bool:
+        raise InvalidValue("wrong fields")
+    return Heartbeat(
+        peer,
+        epoch=read_whole(value.get("epoch"), 0, MAX_STEP),
+        samples_accumulated=read_whole(value.get("samples_accumulated"), 0, MAX_COUNT),
+        samples_per_second=read_real(value.get("samples_per_second"), 0.0, MAX_NUMBER),
+        time=read_real(value.get("reported_at", value.get("time")), 0.0, MAX_TIME),
+        client_mode=value["client_mode"],
+    )
 
 
-def parse_share_of_applied_samples(raw: object) -> float | None:
-    """Parse the records under `{run_id}_rounds`: applied samples / computed samples, of all trainers.
+def parse_shares(raw: object) -> dict[str, float]:
+    """Parse the records under `{run_id}_rounds` into shares over all trainers, by curve name.
 
-    A claim of many samples is not believed: no trainer has more weight than the median one.
-
-    :returns: None if no trainer reports computed samples
+    "complete rounds": complete rounds / rounds. "applied share": applied samples / computed samples. A claim of many
+    samples is not believed: no trainer has more weight than the median one. Without any, a share is missing.
     """
-    counts = _read_parts(raw, "applied", "computed", 1, MAX_COUNT)
-    if not counts:
-        return None
-    median = statistics.median_low(computed for _, computed in counts)
-    weights = [min(computed, median) for _, computed in counts]
-    weighted = (weight * applied / computed for weight, (applied, computed) in zip(weights, counts, strict=True))
-    return sum(weighted) / sum(weights)
-
-
-def _read_parts(raw: object, part: str, whole: str, least: int, most: int) -> list[tuple[int, int]]:
-    """Return two fields of each valid record: a part, and the whole, which is `least` to `most`."""
-    counts = []
-    for _, value in _records(raw, Counter()):
-        try:
-            if not isinstance(value, Mapping):
-                raise InvalidValue("not a dictionary")
-            number = read_whole(value.get(whole), least, most)
-            counts.append((read_whole(value.get(part), 0, number), number))
-        except InvalidValue:
-            continue
-    return counts
+    shares = {}
+    for name, part, whole, most in (
+        ("complete rounds", "complete", "rounds", MAX_ROUNDS),
+        ("applied share", "applied", "computed", MAX_COUNT),
+    ):
+        counts = []
+        for _, value in _records(raw, Counter()):
+            try:
+                number = read_whole(value.get(whole), 1, most)
+                counts.append((read_whole(value.get(part), 0, number), number))
+            except InvalidValue:
+                continue
+        if counts:
+            bound = max(MAX_ROUNDS, statistics.median_low(number for _, number in counts))
+            weights = [min(number, bound) for _, number in counts]
+            total = sum(weight * partial / number for weight, (partial, number) in zip(weights, counts, strict=True))
+            shares[name] = total / sum(weights)
+    return shares
 
 
 def parse_usernames(raw: object) -> dict[bytes, str]:
     """Parse the names under `{run_id}_peers`: public key -> name, an arbitrary string that the peer chose."""
     return {
-        peer: value["username"]
-        for peer, value in _records(raw, Counter())
-        if isinstance(value, Mapping) and isinstance(value.get("username"), str)
+        peer: value["username"] for peer, value in _records(raw, Counter()) if isinstance(value.get("username"), str)
     }

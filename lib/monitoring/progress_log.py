@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from hivemind.utils import get_logger
 
-from lib.monitoring.aggregation import TrackedPeer
+from lib.monitoring.aggregation import MAX_SILENCE, TrackedPeer
 from lib.training.status import format_duration, plural
 
 logger = get_logger(__name__)
@@ -32,18 +32,16 @@ class ProgressLog:
         self.target_batch_size, self.find_name = target_batch_size, find_name
         self.period, self.idle_period = period, idle_period
         self._present: set[bytes] = set()
-        self._logged_at = float("-inf")
-        self._logged: tuple[int, int] | None = None  # step and samples in the newest line
+        self._newest: tuple[int, int] | None = None  # step, and samples for the next one
+        self._logged: tuple[int, int] | None = None  # the same in the newest line
+        self._changed_at = self._logged_at = float("-inf")
 
-    def record_step(self, now: float) -> None:
-        """Postpone the next line: the log has just shown a step."""
-        self._logged_at = now
-
-    def update(self, now: float, peers: Sequence[TrackedPeer], checkpoint_step: int = -1) -> None:
+    def update(self, now: float, peers: Sequence[TrackedPeer], shows_step: bool, checkpoint_step: int = -1) -> None:
         """Log what is due.
 
         :param now: seconds
         :param peers: the live trainers
+        :param shows_step: whether the log shows a new step, too, and needs no line about progress
         :param checkpoint_step: step of the checkpoint that joining trainers get, -1 if there is none
         """
         present = {peer.key for peer in peers}
@@ -55,10 +53,13 @@ class ProgressLog:
         heartbeats = [peer.heartbeat for peer in peers if peer.heartbeat is not None and peer.step == step]
         # A false claim of one trainer counts as one target batch at most.
         samples = sum(min(heartbeat.samples_accumulated, self.target_batch_size) for heartbeat in heartbeats)
-        elapsed, is_idle = now - self._logged_at, (step, samples) == self._logged
-        if elapsed < (self.idle_period if is_idle else self.period):
+        if (step, samples) != self._newest:
+            self._newest, self._changed_at = (step, samples), now
+        if shows_step:
+            self._logged_at = now
+        if now - self._logged_at < (self.idle_period if self._logged == self._newest else self.period):
             return
-        self._logged_at, self._logged = now, (step, samples)
+        self._logged_at, self._logged = now, self._newest
         if not peers:
             origin = (
                 "" if checkpoint_step < 0 else f"; the run continues from the checkpoint of step #{checkpoint_step}"
@@ -66,13 +67,13 @@ class ProgressLog:
             logger.info(f"Waiting for trainers{origin}")
             return
         rate = sum(heartbeat.samples_per_second for heartbeat in heartbeats)
-        missing = max(0, self.target_batch_size - samples)
-        if is_idle:
-            outlook = f"no new ones for {format_duration(elapsed)}"
-        elif missing == 0:
+        if now - self._changed_at > MAX_SILENCE:
+            outlook = f"no new ones for {format_duration(now - self._changed_at)}"
+        elif samples >= self.target_batch_size:
             outlook = "averaging"
         else:
-            outlook = f"ETA {format_duration(missing / rate)}" if rate else "ETA unknown"
+            seconds = (self.target_batch_size - samples) / max(rate, 1e-9)
+            outlook = f"ETA {format_duration(seconds)}" if rate else "ETA unknown"
         logger.info(
             f"Accumulated {samples:,} of {self.target_batch_size:,} samples for step #{step + 1} from "
             f"{plural(len(peers), 'trainer')}; {outlook}"

@@ -10,7 +10,7 @@ import utils
 from lib.monitoring.aggregation import MetricsAggregator
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
-from lib.monitoring.parsing import parse_share_of_applied_samples
+from lib.monitoring.parsing import parse_shares
 from tests.support.fakes import make_session
 
 
@@ -69,7 +69,7 @@ def test_share_of_applied_samples_comes_from_the_sessions(tmp_path, stored):
         session.close()
     assert stored["run_rounds"][b"b"].value == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
     records = {key: record.value for key, record in stored["run_rounds"].items()}
-    assert parse_share_of_applied_samples(records) == (64 + 48) / 128
+    assert parse_shares(records)["applied share"] == (64 + 48) / 128
 
 
 @pytest.mark.parametrize(("leaving", "run_is_over"), [([], False), ([True, False], False), ([True, True], True)])

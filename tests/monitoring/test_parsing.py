@@ -12,8 +12,7 @@ from lib.monitoring.parsing import (
     parse_history,
     parse_metrics,
     parse_progress,
-    parse_share_of_applied_samples,
-    parse_share_of_complete_rounds,
+    parse_shares,
 )
 from tests.support.dht_records import entries, heartbeat, metric, steps_of
 
@@ -34,7 +33,7 @@ def test_reads_what_the_dht_returns():
 
     heartbeats, refused = parse_progress({tagged: heartbeat(5.0, 3), b"gone": None})
     assert heartbeats == [
-        Heartbeat(b"ssh-rsa AAAA", b"peer", 3, 0, 2.5, 5.0, False),
+        Heartbeat(b"ssh-rsa AAAA", 3, 0, 2.5, 5.0, False),
         Heartbeat(b"gone", goodbye=True),
     ]
     assert not refused
@@ -93,7 +92,7 @@ def test_refused_dictionaries(raw):
         assert parse(raw) == ([], {"not a dictionary": 1})
 
 
-@pytest.mark.parametrize("subkey", ["text", 1, None, b"", b"x" * 5000, ("a",)])
+@pytest.mark.parametrize("subkey", ["text", 1, None, b"", ("a",)])
 def test_refused_subkeys(subkey):
     assert parse_metrics({subkey: metric(1)}) == ([], {"bad subkey": 1})
 
@@ -117,9 +116,6 @@ def test_refused_histories(value, reason):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        ({"peer_id": "text"}, "wrong fields"),
-        ({"peer_id": b""}, "wrong fields"),
-        ({"peer_id": b"x" * 1000}, "wrong fields"),
         ({"client_mode": 1}, "wrong fields"),
         ({"epoch": -1}, "out of bounds"),
         ({"epoch": True}, "not a whole number"),
@@ -142,13 +138,13 @@ def shares(*counts: tuple[object, object]) -> dict[bytes, dict]:
 
 
 def test_share_of_applied_samples():
-    assert parse_share_of_applied_samples({}) is None
-    assert parse_share_of_applied_samples(shares((0, 0))) is None, "no samples yet"
-    assert parse_share_of_applied_samples(shares((90, 100))) == 0.9
-    assert parse_share_of_applied_samples(shares((50, 50), (50, 100), (300, 300))) == pytest.approx(200 / 250)
-    older = {b"older": {"rounds": 4, "complete": 2}}
-    assert parse_share_of_applied_samples(older) is None
-    assert parse_share_of_complete_rounds(shares((1, 2)) | older) == 0.5
+    assert parse_shares({}) == {}
+    assert parse_shares(shares((0, 0))) == {"complete rounds": 0.5}, "no samples yet"
+    assert parse_shares(shares((90, 100))) == {"complete rounds": 0.5, "applied share": 0.9}
+    unlike = shares((50, 50), (50, 100), (300, 300))
+    assert parse_shares(unlike)["applied share"] == pytest.approx(200 / 250)
+    older = {b"older": {"rounds": 8, "complete": 8}}
+    assert parse_shares(older | shares((1, 2))) == {"complete rounds": 10 / 12, "applied share": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +152,7 @@ def test_share_of_applied_samples():
 )
 def test_claim_of_many_samples_has_the_weight_of_an_average_trainer(lie):
     honest = [(90, 100)] * 19
-    share = parse_share_of_applied_samples(shares(*honest, lie))
+    share = parse_shares(shares(*honest, lie))["applied share"]
     assert abs(share - 0.9) <= 1 / 20
 
 
@@ -165,4 +161,4 @@ def test_claim_of_many_samples_has_the_weight_of_an_average_trainer(lie):
     [None, 7, {}, *shares((101, 100), (-1, 100), (1.0, 100), (0, 10**9 + 1), (True, 100), (None, 100)).values()],
 )
 def test_refused_numbers_of_samples(record):
-    assert parse_share_of_applied_samples({b"liar": record, **shares((3, 4))}) == 0.75
+    assert parse_shares({b"liar": record, **shares((3, 4))})["applied share"] == 0.75

@@ -20,9 +20,8 @@ def lines(caplog) -> list[str]:
 
     def lines(seconds: float, progress: dict, metrics: dict | None = None, checkpoint: int = -1) -> list[str]:
         caplog.clear()
-        if aggregator.update(START + seconds, metrics or {}, {}, progress):
-            log.record_step(seconds)
-        log.update(seconds, aggregator.live_peers, checkpoint)
+        reports = aggregator.update(START + seconds, metrics or {}, {}, progress)
+        log.update(seconds, aggregator.live_peers, bool(reports), checkpoint)
         return [record.getMessage() for record in caplog.records]
 
     return lines
@@ -54,7 +53,7 @@ def test_few_lines_while_nothing_happens(lines):
     log = [line for second in range(30, 900, 30) for line in lines(second, {b"frozen": beat(second, 448)})]
     assert log == [
         "Accumulated 448 of 4,096 samples for step #1 from 1 trainer; no new ones for 5 min",
-        "Accumulated 448 of 4,096 samples for step #1 from 1 trainer; no new ones for 5 min",
+        "Accumulated 448 of 4,096 samples for step #1 from 1 trainer; no new ones for 10 min",
     ]
 
 
