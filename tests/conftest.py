@@ -15,13 +15,11 @@ from lib.common.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.peers import Scripts, prepare_data
 
-# A test that asks for one of these starts peers; the tests of these modules run other programs that spend more than a
-# CPU second. Others are marked one by one.
+# A test that asks for one of these starts peers, or other programs that spend more than a CPU second; so do the tests
+# of these modules. Others are marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
-MODULES_WITH_PROGRAMS = (
-    "test_aws", "test_console", "test_first_boot", "test_hub_upload",
-    "test_notebooks", "test_requirements", "test_tokenize_script",
-)  # fmt: skip
+FIXTURES_WITH_PROGRAMS = {"cloud", "launcher", "repository", "volunteers"}
+MODULES_WITH_PROGRAMS = ("test_first_boot", "test_hub_upload", "test_tokenize_script")
 LAST_LINES = 30
 
 settings.register_profile("busy machine", deadline=None)  # the default is 0.2 s for an example
@@ -39,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if FIXTURES_WITH_PEERS & set(item.fixturenames):
             item.add_marker(pytest.mark.peers)
-        if item.path.name.startswith(MODULES_WITH_PROGRAMS):
+        if FIXTURES_WITH_PROGRAMS & set(item.fixturenames) or item.path.name.startswith(MODULES_WITH_PROGRAMS):
             item.add_marker(pytest.mark.programs)
     if (worker := getattr(config, "workerinput", None)) is not None:
         items[:] = begin_with_the_longest(items, worker["workercount"])

@@ -193,6 +193,7 @@ class TestInstall:
         with pytest.raises(UserError, match="pip could not install"):
             installed(True, exit_code=1)
 
+    @pytest.mark.programs
     def test_torch_is_really_tried(self, monkeypatch, tmp_path):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert not join.torch_works()
@@ -210,6 +211,7 @@ def write_torch(folder: Path, number: str) -> None:
     )
 
 
+@pytest.mark.programs
 def test_a_failure_of_the_trainer_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="the trainer ended with exit code 2"):

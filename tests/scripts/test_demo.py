@@ -329,8 +329,9 @@ def demo(tmp_path, launcher):
 
 
 @pytest.mark.early
-def test_demo(demo, tmp_path):
-    script = demo("--max_global_steps", 2)
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_demo(demo, tmp_path, forks):
+    script = demo("--max_global_steps", 2, forks=forks)
     trainers = wait_until(
         lambda: len(found := find_trainers(script)) == 2 and found, 200, "the start of both trainers"
     )  # fmt: skip

@@ -78,6 +78,7 @@ def test_monitor_starts_without_the_organisers_packages(run_as_volunteer):
     assert result.process.returncode == 1
 
 
+@pytest.mark.programs
 def test_data_is_prepared_without_the_organisers_packages(tmp_path):
     flags = ("--sample", "--train_tokenizer", "--vocab_size", "1000")
     command = [sys.executable, VOLUNTEER, "tokenize_wikitext103.py", *flags]

@@ -67,6 +67,7 @@ def assert_lines_are_whole(lines: list[str]) -> None:
     assert lines.count("to stdout") == 1
 
 
+@pytest.mark.programs
 def test_panel_stays_below_whole_log_lines_until_the_trainer_stops(tmp_path: Path):
     written = run_on_terminal(tmp_path, NUM_LINES)
     assert written.count("quick-otter-3f2a in run run") > 10, "drawn again and again"
