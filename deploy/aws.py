@@ -3,10 +3,9 @@
 No state is kept on the organiser's machine. All resources of a deployment have its name as a tag. Every call queries
 the existing resources first, so all calls are idempotent.
 
-The coordinator is an on-demand instance with an elastic IP and an identity stored as an encrypted parameter. Its
-address is known before it boots, and does not change when it is replaced. The trainers form an Auto Scaling group,
-which replaces interrupted instances. They receive the address and no secret; the settings of the run come from the
-coordinator.
+The coordinator is an on-demand instance with an elastic IP and an identity stored as an encrypted parameter, so its
+address does not change when it is replaced. The trainers form an Auto Scaling group, which replaces interrupted
+instances. They receive the address and no secret; the settings of the run come from the coordinator.
 """
 
 import base64
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +38,6 @@ COORDINATOR, TRAINER = "coordinator", "trainer"
 EXISTING = ("pending", "running", "stopping", "stopped")
 
 MAX_USER_DATA = 16 * 1024  # bytes, EC2's limit
-METADATA = "http://169.254.169.254/latest"  # the same on every instance
 PUBLIC_IP_PRICE = 0.005  # USD per hour and public IPv4 address
 DISK_PRICE = 0.08 / 730  # USD per hour and GiB of gp3
 
@@ -52,7 +50,7 @@ class Settings:
     :param dataset_url: archive written by `tokenize_wikitext103.py --archive`
     :param revision: branch or tag of the project
     :param monitor_flags: flags of the monitor, including the settings of the run, e.g. "--target_batch_size 2048"
-    :param coordinator_price: on-demand price, for the estimate of costs
+    :param coordinator_price: on-demand price, for the limit of costs
     :param coordinator_image: an AMI, or the public parameter that names the newest one; Amazon Linux 2023. The same
         holds for `trainer_image`, which includes NVIDIA's driver
     """
@@ -78,26 +76,18 @@ class Settings:
     disk_gib: int = 40
 
     def __post_init__(self):
-        _require(
-            bool(re.fullmatch(r"[A-Za-z0-9-]{1,30}", self.name)),
-            "NAME must have 1 to 30 characters: letters, digits and '-'",
-        )
-        _require("." not in self.run_id and bool(self.run_id.strip()), "RUN_ID must not be empty or contain '.'")
-        _require(0 < self.port < 65536, f"port: {self.port} is not a port; choose one from 1 to 65535")
-        _require(bool(self.trainer_types), "trainer_types: name at least one instance type")
+        name = re.fullmatch(r"[A-Za-z0-9-]{1,30}", self.name)
+        require(name is not None, "NAME must have 1 to 30 characters: letters, digits and '-'")
+        require("." not in self.run_id and bool(self.run_id.strip()), "RUN_ID must not be empty or contain '.'")
+        require(0 < self.port < 65536, f"port: {self.port} is not a port; choose one from 1 to 65535")
+        require(bool(self.trainer_types), "trainer_types: name at least one instance type")
         for field in ("repo_url", "dataset_url"):
-            parts = urlsplit(getattr(self, field))
-            _require(
-                bool(parts.scheme and parts.path), f"{field.upper()} must be an address like https://example.org/x"
-            )
-            _require(
-                parts.password is None,
-                f"{field.upper()} contains a password, which all users of the machines can "
-                "read; pass an address without it",
-            )
+            parts, flag = urlsplit(getattr(self, field)), field.upper()
+            require(bool(parts.scheme and parts.path), f"{flag} must be an address like https://example.org/x")
+            require(parts.password is None, f"{flag} contains a password, which all users of the machines can read")
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
 
@@ -110,11 +100,7 @@ class Instance:
     zone: str
     state: str
     ip: str
-    launched: datetime
-
-    @property
-    def hours(self) -> float:
-        return (datetime.now(UTC) - self.launched).total_seconds() / 3600
+    age: float  # seconds since the start
 
 
 @contextlib.contextmanager
@@ -141,17 +127,25 @@ def ignoring(*codes: str) -> Iterator[None]:
             raise
 
 
+def retry(call: Callable[..., dict], fault: str, **request) -> dict:
+    """Repeat a call for two minutes while AWS's answer contains the words `fault`."""
+    for attempt in range(24):
+        try:
+            return call(**request)
+        except ClientError as error:
+            if fault not in str(error) or attempt == 23:
+                raise
+        time.sleep(5)
+
+
 class Deployment:
     """All resources tagged with `settings.name` in one region."""
 
     def __init__(self, settings: Settings):
-        self.settings = settings
-        config = Config(
-            region_name=settings.region,
-            connect_timeout=10,
-            read_timeout=60,
-            retries={"max_attempts": 5, "mode": "standard"},
-        )
+        self.settings, self._trainers = settings, f"{settings.name}-trainers"
+        self._identity_parameter = f"/collaborative-training/{settings.name}/identity"
+        retries = {"max_attempts": 5, "mode": "standard"}
+        config = Config(region_name=settings.region, connect_timeout=10, read_timeout=60, retries=retries)
         services = ("ec2", "ssm", "iam", "autoscaling")
         self.ec2, self.ssm, self.iam, self.scaling = (boto3.client(service, config=config) for service in services)
 
@@ -170,13 +164,13 @@ class Deployment:
                 zone=one["Placement"]["AvailabilityZone"],
                 state=one["State"]["Name"],
                 ip=one.get("PublicIpAddress", ""),
-                launched=one["LaunchTime"],
+                age=(datetime.now(UTC) - one["LaunchTime"]).total_seconds(),
             )
             for page in pages
             for reservation in page["Reservations"]
             for one in reservation["Instances"]
         ]
-        return sorted(found, key=lambda instance: (instance.launched, instance.id))
+        return sorted(found, key=lambda instance: (-instance.age, instance.id))
 
     @readable_errors()
     def address(self) -> str:
@@ -187,47 +181,31 @@ class Deployment:
         elastic_ip, key = self._find_elastic_ip(), self._find_identity()
         if elastic_ip is None or key is None:
             raise UserError(f"'{self.settings.name}' has no coordinator yet: start it first")
-        return f"/ip4/{elastic_ip['PublicIp']}/tcp/{self.settings.port}/p2p/{_peer_id(key)}"
+        from hivemind.p2p import PeerID  # the import takes seconds
+
+        peer_id = PeerID.from_identity(key).to_base58()
+        return f"/ip4/{elastic_ip['PublicIp']}/tcp/{self.settings.port}/p2p/{peer_id}"
 
     @readable_errors()
     def status(self) -> str:
-        """Return a table of the instances, the address, and why trainers are missing."""
+        """Return a table of the instances, why trainers are missing, the highest costs, and the address."""
+        instances, group = self.instances(), self._find_group()
+        if not instances:
+            return f"No instance is running in '{self.settings.name}'"
         rows = [("role", "instance", "type", "zone", "state", "address", "hours")]
-        rows += [(x.role, x.id, x.type, x.zone, x.state, x.ip, f"{x.hours:.1f}") for x in self.instances()]
+        rows += [(x.role, x.id, x.type, x.zone, x.state, x.ip, f"{x.age / 3600:.1f}") for x in instances]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        if len(rows) == 1:
-            return f"No instance is running in '{self.settings.name}'"
-        group = self._find_group()
-        running = len(self.instances(TRAINER))
-        if group is not None and running < group["DesiredCapacity"]:
+        trainers = sum(instance.role == TRAINER for instance in instances)
+        if group is not None and trainers < group["DesiredCapacity"]:
             activities = self.scaling.describe_scaling_activities(AutoScalingGroupName=self._trainers)["Activities"]
             reasons = [x["StatusMessage"] for x in activities if x["StatusCode"] == "Failed"]
-            lines += [f"{running} of {group['DesiredCapacity']} trainers", *reasons[:1]]
-        return "\n".join([*lines, "", f"--initial_peers {self.address()}"])
-
-    @readable_errors()
-    def costs(self) -> str:
-        """Return an estimate of the current costs per hour and per day, at current spot prices, without traffic."""
-        now = datetime.now(UTC)
-        pages = self.ec2.get_paginator("describe_spot_price_history").paginate(
-            InstanceTypes=list(self.settings.trainer_types),
-            ProductDescriptions=["Linux/UNIX"],
-            StartTime=now,
-            EndTime=now,
-        )
-        history = [entry for page in pages for entry in page["SpotPriceHistory"]]
-        prices = {(entry["InstanceType"], entry["AvailabilityZone"]): float(entry["SpotPrice"]) for entry in history}
-        lines, total = [], 0.0
-        for x in self.instances():
-            price = self.settings.coordinator_price if x.role == COORDINATOR else prices.get((x.type, x.zone), 0.0)
-            price += PUBLIC_IP_PRICE
-            lines.append(f"{x.role:12} {x.type:12} {x.zone:12} ${price:.3f} an hour, ${price * x.hours:.2f} so far")
-            total += price
+            lines += [f"{trainers} of {group['DesiredCapacity']} trainers", *reasons[:1]]
         disks = sum(volume["Size"] for volume in self.ec2.describe_volumes(Filters=self._ours())["Volumes"])
-        lines.append(f"{disks} GiB of disks ${disks * DISK_PRICE:.3f} an hour")
-        total += disks * DISK_PRICE
-        return "\n".join([*lines, f"Together ${total:.2f} an hour, ${24 * total:.2f} a day, without traffic"])
+        costs = self.settings.coordinator_price + trainers * self.settings.max_spot_price
+        costs += len(instances) * PUBLIC_IP_PRICE + disks * DISK_PRICE
+        lines += ["", f"At most ${costs:.2f} an hour, ${24 * costs:.2f} a day, without traffic"]
+        return "\n".join([*lines, f"--initial_peers {self.address()}"])
 
     @readable_errors()
     def console(self, instance_id: str, lines: int = 40) -> str:
@@ -240,16 +218,15 @@ class Deployment:
     @readable_errors()
     def start_coordinator(self) -> str:
         """Start the coordinator unless it exists, and return its address."""
-        elastic_ip = self._find_elastic_ip() or self._allocate_elastic_ip()
+        elastic_ip = self._find_elastic_ip() or self.ec2.allocate_address(
+            Domain="vpc", TagSpecifications=[{"ResourceType": "elastic-ip", "Tags": self._tags("address")}]
+        )
         if self._find_identity() is None:
             self._make_identity()
         existing = self.instances(COORDINATOR)
         if existing:
             coordinator = existing[0]
             print(f"The coordinator {coordinator.id} is {coordinator.state}")
-            for other in existing[1:]:  # two calls ran at the same time
-                print(f"Terminating a second coordinator: {other.id}")
-                self.ec2.terminate_instances(InstanceIds=[other.id])
             if coordinator.state in ("stopping", "stopped"):
                 self._wait("instance_stopped", [coordinator.id])
                 self.ec2.start_instances(InstanceIds=[coordinator.id])
@@ -258,9 +235,8 @@ class Deployment:
             instance_id = self._launch_coordinator(elastic_ip["PublicIp"])
             print(f"Started the coordinator {instance_id}")
         self._wait("instance_running", [instance_id])
-        self.ec2.associate_address(
-            AllocationId=elastic_ip["AllocationId"], InstanceId=instance_id, AllowReassociation=True
-        )
+        allocation = elastic_ip["AllocationId"]
+        self.ec2.associate_address(AllocationId=allocation, InstanceId=instance_id, AllowReassociation=True)
         return self.address()
 
     def wait_until_ready(self, timeout: float = 1200.0) -> str:
@@ -268,21 +244,14 @@ class Deployment:
 
         :raises UserError: if the coordinator is not reachable within `timeout` seconds
         """
+        print("Joining the coordinator. A new machine installs for about ten minutes")
         command = [sys.executable, "-W", "ignore", "-m", "deploy.probe", "--run_id", self.settings.run_id]
-        command += ["--initial_peers", self.address(), "--bootstrap_timeout", str(min(60.0, timeout))]
-        deadline = time.monotonic() + timeout
-        while True:
-            result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240)
-            if result.returncode == 0:
-                return result.stdout.strip()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                reason = next(iter(result.stderr.strip().splitlines()[-1:]), "no answer")
-                raise UserError(f"{reason}. To see the machine's output: print(deployment.console(INSTANCE_ID))")
-            print(
-                "Not reachable yet: a new machine installs for about ten minutes. Trying for another "
-                f"{left / 60:.0f} minutes"
-            )
+        command += ["--initial_peers", self.address(), "--bootstrap_timeout", str(timeout)]
+        result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=timeout + 120)
+        if result.returncode != 0:
+            reason = next(iter(result.stderr.strip().splitlines()[-1:]), "no answer")
+            raise UserError(f"{reason}. To see the machine's output: print(deployment.console(INSTANCE_ID))")
+        return result.stdout.strip()
 
     def coordinator_user_data(self, public_ip: str) -> str:
         s = self.settings
@@ -299,19 +268,16 @@ class Deployment:
 
     def _launch_coordinator(self, public_ip: str) -> str:
         identity = self.ssm.get_parameter(Name=self._identity_parameter)["Parameter"]["ARN"]
-        request = {
+        profile = self._make_instance_profile(COORDINATOR, "ssm:GetParameter", identity)
+        reply = retry(
+            self.ec2.run_instances,
+            "iamInstanceProfile",  # a new one takes some seconds to propagate
             **self._machine(COORDINATOR, self.settings.coordinator_image, self.coordinator_user_data(public_ip)),
-            "InstanceType": self.settings.coordinator_type,
-            "IamInstanceProfile": {"Name": self._make_instance_profile(COORDINATOR, "ssm:GetParameter", identity)},
-        }
-        for attempt in range(12):
-            try:
-                reply = self.ec2.run_instances(**request, MinCount=1, MaxCount=1)
-                break
-            except ClientError as error:  # a new instance profile takes some seconds to propagate
-                if "iamInstanceProfile" not in error.response["Error"]["Message"] or attempt == 11:
-                    raise
-                time.sleep(5)
+            InstanceType=self.settings.coordinator_type,
+            IamInstanceProfile={"Name": profile},
+            MinCount=1,
+            MaxCount=1,
+        )
         instance_id = reply["Instances"][0]["InstanceId"]
         self._wait("instance_exists", [instance_id])  # otherwise the next query may miss it
         return instance_id
@@ -336,23 +302,22 @@ class Deployment:
             TagSpecifications=[{"ResourceType": "launch-template", "Tags": self._tags(TRAINER)}],
         )
         subnets = self.ec2.describe_subnets(Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
+        template = {
+            "LaunchTemplateSpecification": {"LaunchTemplateName": self._trainers},
+            "Overrides": [{"InstanceType": name} for name in s.trainer_types],
+        }
+        spot = {
+            "OnDemandPercentageAboveBaseCapacity": 0,
+            "SpotAllocationStrategy": "price-capacity-optimized",
+            "SpotMaxPrice": str(s.max_spot_price),
+        }
         group = {
             "AutoScalingGroupName": self._trainers,
             "MinSize": 0,
             "MaxSize": wanted,
             "DesiredCapacity": wanted,
             "VPCZoneIdentifier": ",".join(subnet["SubnetId"] for subnet in subnets),
-            "MixedInstancesPolicy": {
-                "LaunchTemplate": {
-                    "LaunchTemplateSpecification": {"LaunchTemplateName": self._trainers},
-                    "Overrides": [{"InstanceType": name} for name in s.trainer_types],
-                },
-                "InstancesDistribution": {
-                    "OnDemandPercentageAboveBaseCapacity": 0,
-                    "SpotAllocationStrategy": "price-capacity-optimized",
-                    "SpotMaxPrice": str(s.max_spot_price),
-                },
-            },
+            "MixedInstancesPolicy": {"LaunchTemplate": template, "InstancesDistribution": spot},
         }
         if self._find_group() is None:
             tags = [{**tag, "PropagateAtLaunch": True} for tag in self._tags(TRAINER)]
@@ -365,10 +330,6 @@ class Deployment:
         s = self.settings
         flags = ["--initial_peers", self.address(), "--username", f"{s.name}-aws", "--disable_tqdm"]
         return self._user_data(TRAINER, "run_trainer.py", [*flags, *shlex.split(s.trainer_flags)], PUBLIC_IP="")
-
-    @property
-    def _trainers(self) -> str:
-        return f"{self.settings.name}-trainers"
 
     def _delete_template(self) -> None:
         for template in self.ec2.describe_launch_templates(Filters=self._ours())["LaunchTemplates"]:
@@ -394,18 +355,17 @@ class Deployment:
         if instances:
             self.ec2.terminate_instances(InstanceIds=instances)
             print(f"Terminating {len(instances)} instances: this takes some minutes")
-            self._wait("instance_terminated", instances, seconds=900)
-        if (group := self._find_security_group()) is not None:
-            self._delete_security_group(group)
+            self._wait("instance_terminated", instances)
+        for group in self.ec2.describe_security_groups(Filters=self._ours())["SecurityGroups"]:
+            # Network interfaces are removed some time after their instances.
+            retry(self.ec2.delete_security_group, "DependencyViolation", GroupId=group["GroupId"])
         for role in (COORDINATOR, TRAINER):
             self._delete_instance_profile(role)
         if not keep_address:
-            for address in self.ec2.describe_addresses(Filters=self._ours())["Addresses"]:
+            if (address := self._find_elastic_ip()) is not None:
                 self.ec2.release_address(AllocationId=address["AllocationId"])
-                print(f"Released {address['PublicIp']}")
             with ignoring("ParameterNotFound"):
                 self.ssm.delete_parameter(Name=self._identity_parameter)
-                print("Deleted the identity")
         print(f"Removed all resources of '{self.settings.name}'" + (", except its address" if keep_address else ""))
 
     # --- helpers -----------------------------------------------------------------------------------------------------
@@ -418,33 +378,24 @@ class Deployment:
         tags = {"Name": f"{self.settings.name}-{role}", TAG: self.settings.name, ROLE_TAG: role}
         return [{"Key": key, "Value": value} for key, value in tags.items()]
 
-    def _wait(self, what: str, instances: list[str], seconds: int = 600) -> None:
-        self.ec2.get_waiter(what).wait(
-            InstanceIds=instances, WaiterConfig={"Delay": 5, "MaxAttempts": max(1, seconds // 5)}
-        )
+    def _wait(self, what: str, instances: list[str]) -> None:
+        self.ec2.get_waiter(what).wait(InstanceIds=instances)  # ten minutes at most
 
     def _machine(self, role: str, image: str, user_data: str) -> dict:
         """Return what the coordinator's instance and the template of the trainers have in common."""
-        image_id = self._find_image(image)
+        image_id = self.ssm.get_parameter(Name=image)["Parameter"]["Value"] if image.startswith("/") else image
+        (found,) = self.ec2.describe_images(ImageIds=[image_id])["Images"]
+        disks = {mapping["DeviceName"]: mapping.get("Ebs") for mapping in found["BlockDeviceMappings"]}
+        size = max(self.settings.disk_gib, disks[found["RootDeviceName"]]["VolumeSize"])
+        disk = {"VolumeSize": size, "VolumeType": "gp3", "DeleteOnTermination": True}
         return {
             "ImageId": image_id,
             "UserData": user_data,
-            "SecurityGroupIds": [self._find_security_group() or self._make_security_group()],
-            "BlockDeviceMappings": [self._root_disk(image_id)],
+            "SecurityGroupIds": [self._security_group()],
+            "BlockDeviceMappings": [{"DeviceName": found["RootDeviceName"], "Ebs": disk}],
             "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
             "TagSpecifications": [{"ResourceType": kind, "Tags": self._tags(role)} for kind in ("instance", "volume")],
         }
-
-    def _find_image(self, image: str) -> str:
-        return self.ssm.get_parameter(Name=image)["Parameter"]["Value"] if image.startswith("/") else image
-
-    def _root_disk(self, image_id: str) -> dict:
-        """Return the root disk's mapping. Its size is `disk_gib`, or that of the image if larger."""
-        (image,) = self.ec2.describe_images(ImageIds=[image_id])["Images"]
-        name = image["RootDeviceName"]
-        disk = next(mapping["Ebs"] for mapping in image["BlockDeviceMappings"] if mapping["DeviceName"] == name)
-        size = max(self.settings.disk_gib, disk["VolumeSize"])
-        return {"DeviceName": name, "Ebs": {"VolumeSize": size, "VolumeType": "gp3", "DeleteOnTermination": True}}
 
     def _user_data(self, role: str, script: str, flags: list[str], **more: str) -> str:
         s = self.settings
@@ -452,7 +403,7 @@ class Deployment:
             "ROLE": role,
             "FOLDER": "/opt/collaboration",
             "UNITS": "/etc/systemd/system",
-            "METADATA": METADATA,
+            "METADATA": "http://169.254.169.254/latest",
             "REPO_URL": s.repo_url,
             "REVISION": s.revision,
             "PORT": str(s.port),
@@ -461,68 +412,37 @@ class Deployment:
             **more,
         }
         head = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
-        body = (Path(__file__).parent / "user_data.sh").read_text()
-        user_data = "\n".join(["#!/bin/bash", *head, f"FLAGS=({shlex.join(flags)})", "", body])
+        shebang, body = (Path(__file__).parent / "user_data.sh").read_text().split("\n", 1)
+        user_data = "\n".join([shebang, *head, f"FLAGS=({shlex.join(flags)})", "", body])
         size = len(user_data.encode())
-        _require(
-            size <= MAX_USER_DATA, f"the user data has {size} bytes, the limit is {MAX_USER_DATA}: use fewer flags"
-        )
+        require(size <= MAX_USER_DATA, f"the user data has {size} bytes of {MAX_USER_DATA}: pass fewer flags")
         return user_data
 
-    # the security group
-
-    def _find_security_group(self) -> str | None:
-        groups = self.ec2.describe_security_groups(Filters=self._ours())["SecurityGroups"]
-        return groups[0]["GroupId"] if groups else None
-
-    def _make_security_group(self) -> str:
-        """Create a security group that allows incoming connections to the peers' port only."""
+    def _security_group(self) -> str:
+        """Return a security group that allows incoming connections to the peers' port only."""
+        for group in self.ec2.describe_security_groups(Filters=self._ours())["SecurityGroups"]:
+            return group["GroupId"]
         group = self.ec2.create_security_group(
             GroupName=f"{self.settings.name}-peers",
             Description="Peers of a collaborative training",
             TagSpecifications=[{"ResourceType": "security-group", "Tags": self._tags("peers")}],
         )["GroupId"]
         self.ec2.get_waiter("security_group_exists").wait(GroupIds=[group])
-        anybody = [{"CidrIp": "0.0.0.0/0"}]
-        port = self.settings.port
-        with ignoring("InvalidPermission.Duplicate"):
-            self.ec2.authorize_security_group_ingress(
-                GroupId=group,
-                IpPermissions=[{"IpProtocol": "tcp", "FromPort": port, "ToPort": port, "IpRanges": anybody}],
-            )
+        port = {"FromPort": self.settings.port, "ToPort": self.settings.port}
+        rule = {"IpProtocol": "tcp", **port, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
+        self.ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
         return group
-
-    def _delete_security_group(self, group: str) -> None:
-        for attempt in range(24):  # network interfaces are removed some time after their instances
-            try:
-                self.ec2.delete_security_group(GroupId=group)
-                print("Deleted the security group")
-                return
-            except ClientError as error:
-                if error.response["Error"]["Code"] != "DependencyViolation" or attempt == 23:
-                    raise
-                time.sleep(5)
 
     # the address: an elastic IP and an identity
 
     def _find_elastic_ip(self) -> dict | None:
         return next(iter(self.ec2.describe_addresses(Filters=self._ours())["Addresses"]), None)
 
-    def _allocate_elastic_ip(self) -> dict:
-        return self.ec2.allocate_address(
-            Domain="vpc", TagSpecifications=[{"ResourceType": "elastic-ip", "Tags": self._tags("address")}]
-        )
-
-    @property
-    def _identity_parameter(self) -> str:
-        return f"/collaborative-training/{self.settings.name}/identity"
-
     def _find_identity(self) -> bytes | None:
-        try:
+        with ignoring("ParameterNotFound"):
             parameter = self.ssm.get_parameter(Name=self._identity_parameter, WithDecryption=True)["Parameter"]
-        except self.ssm.exceptions.ParameterNotFound:
-            return None
-        return base64.b64decode(parameter["Value"])
+            return base64.b64decode(parameter["Value"])
+        return None
 
     def _make_identity(self) -> None:
         from lib.peer.peer import load_identity  # the import takes seconds
@@ -541,17 +461,18 @@ class Deployment:
 
     # roles: the coordinator reads the identity, and a trainer gives its machine back. They are global, not per region
 
-    def _profile(self, role: str) -> str:
-        return f"{self.settings.name}-{self.settings.region}-{role}"
-
     def _make_instance_profile(self, role: str, action: str, resource: str) -> str:
         """Create a role that may do this one thing, and return its name."""
-        name, tags = self._profile(role), self._tags(role)
-        trust = {"Effect": "Allow", "Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
-        allow = {"Effect": "Allow", "Action": action, "Resource": resource}
+        name, tags = f"{self.settings.name}-{self.settings.region}-{role}", self._tags(role)
+        trust = {"Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
+        allow = {"Action": action, "Resource": resource}
+        trust, allow = (
+            json.dumps({"Version": "2012-10-17", "Statement": [{"Effect": "Allow", **statement}]})
+            for statement in (trust, allow)
+        )
         with ignoring("EntityAlreadyExists"):
-            self.iam.create_role(RoleName=name, AssumeRolePolicyDocument=_policy(trust), Tags=tags)
-        self.iam.put_role_policy(RoleName=name, PolicyName=role, PolicyDocument=_policy(allow))
+            self.iam.create_role(RoleName=name, AssumeRolePolicyDocument=trust, Tags=tags)
+        self.iam.put_role_policy(RoleName=name, PolicyName=role, PolicyDocument=allow)
         with ignoring("EntityAlreadyExists"):
             self.iam.create_instance_profile(InstanceProfileName=name, Tags=tags)
         with ignoring("LimitExceeded"):  # the profile already has its role
@@ -559,23 +480,13 @@ class Deployment:
         return name
 
     def _delete_instance_profile(self, role: str) -> None:
-        name = self._profile(role)
+        name = f"{self.settings.name}-{self.settings.region}-{role}"
+        role_name, profile = {"RoleName": name}, {"InstanceProfileName": name}
         for delete, arguments in (
-            (self.iam.remove_role_from_instance_profile, {"InstanceProfileName": name, "RoleName": name}),
-            (self.iam.delete_instance_profile, {"InstanceProfileName": name}),
-            (self.iam.delete_role_policy, {"RoleName": name, "PolicyName": role}),
-            (self.iam.delete_role, {"RoleName": name}),
+            (self.iam.remove_role_from_instance_profile, {**profile, **role_name}),
+            (self.iam.delete_instance_profile, profile),
+            (self.iam.delete_role_policy, {**role_name, "PolicyName": role}),
+            (self.iam.delete_role, role_name),
         ):
             with ignoring("NoSuchEntity"):
                 delete(**arguments)
-
-
-def _policy(statement: dict) -> str:
-    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-
-
-def _peer_id(identity: bytes) -> str:
-    """Return the peer ID of a private key, in base58."""
-    from hivemind.p2p import PeerID  # the import takes seconds
-
-    return PeerID.from_identity(identity).to_base58()

@@ -1,16 +1,15 @@
 #!/bin/bash
 # The first boot of a cloud machine: install the project, run a coordinator or a trainer as a service.
 #
-# aws.py puts the settings before this script; together they are the machine's user data. Anybody who may describe the
-# instance, and any program on it, can read user data: there is no secret in it.
+# aws.py puts the settings before this script; together they are the machine's user data. It contains no secret, since
+# anybody who may describe the instance, and any program on it, can read it.
 #
 #   ROLE                coordinator or trainer
 #   FOLDER, UNITS       where the project and its services go: /opt/collaboration, /etc/systemd/system
-#   METADATA            the instance metadata service: http://169.254.169.254/latest
+#   METADATA, REGION    the instance metadata service: http://169.254.169.254/latest; AWS's region
 #   REPO_URL, REVISION  the project, and its branch or tag
 #   SCRIPT, FLAGS       what the service runs
 #   PORT, PUBLIC_IP     where others reach this peer; an empty address is looked up
-#   REGION              AWS's region
 #   DATASET_URL, DATASET_SHA256, IDENTITY_PARAMETER  for a coordinator
 # shellcheck disable=SC2154
 set -euo pipefail
@@ -19,9 +18,7 @@ trap give_up EXIT
 give_up() {
     [[ $? == 0 ]] && return
     echo "This machine could not be set up: see the lines above"
-    if [[ $ROLE == trainer ]]; then
-        give_back # do not pay for an idle instance
-    fi
+    [[ $ROLE == coordinator ]] || give_back # do not pay for an idle instance
 }
 
 give_back() { # terminate this trainer's instance, without a replacement
@@ -29,18 +26,18 @@ give_back() { # terminate this trainer's instance, without a replacement
         --instance-id "$(retry metadata instance-id)" --should-decrement-desired-capacity
 }
 
-metadata() { # PATH: one of the machine's metadata. IMDSv2 wants a token first
+metadata() { # PATH: one of the machine's metadata. IMDSv2 requires a token
     local token
     token=$(curl -fsS -m 5 -X PUT -H "X-aws-ec2-metadata-token-ttl-seconds: 60" "$METADATA/api/token") || return
     curl -fsS -m 5 -H "X-aws-ec2-metadata-token: $token" "$METADATA/meta-data/$1"
 }
 
 retry() { # COMMAND…: the network may not be up yet, and some errors are transient
-    local attempt
-    for attempt in 1 2 4 8 16; do
+    local pause
+    for pause in 5 10 20 40 80 160; do
         "$@" && return
-        echo "Failed, trying again in $((5 * attempt)) seconds: $1"
-        sleep $((5 * attempt))
+        echo "Failed, trying again in $pause seconds: $1" >&2
+        sleep $pause
     done
     "$@"
 }
@@ -49,14 +46,8 @@ as_user() {
     runuser --user collaboration -- env "HOME=$FOLDER" "TMPDIR=$FOLDER/tmp" "$@"
 }
 
-wait_for_address() { # the elastic IP comes a moment after the start, and cuts all connections that are open by then
-    local second
-    for ((second = 0; second < 600; second += 5)); do
-        [[ $(metadata public-ipv4) == "$PUBLIC_IP" ]] && return
-        sleep 5
-    done
-    echo "The address $PUBLIC_IP was not given to this machine"
-    return 1
+has_address() { # the elastic IP comes a moment after the start, and cuts all connections that are open by then
+    [[ $(metadata public-ipv4) == "$PUBLIC_IP" ]]
 }
 
 install_project() { # FILE: the list of requirements
@@ -68,12 +59,10 @@ install_project() { # FILE: the list of requirements
     retry as_user "$FOLDER/venv/bin/pip" install -q --no-cache-dir -r "$FOLDER/project/$1"
 }
 
-download_data() { # the monitor needs the tokenizer to keep checkpoints; trainers fetch the data by themselves
+download_tokenizer() { # the monitor needs it to keep checkpoints; trainers fetch the data by themselves
     local archive=$FOLDER/tmp/data.tar.gz
     retry as_user curl -fsSL -m 3600 -o "$archive" "$DATASET_URL"
-    if [[ -n $DATASET_SHA256 ]]; then
-        echo "$DATASET_SHA256  $archive" | sha256sum --check --quiet
-    fi
+    [[ -z $DATASET_SHA256 ]] || sha256sum --check --quiet <<<"$DATASET_SHA256  $archive"
     as_user tar xzf "$archive" --no-same-owner -C "$FOLDER/project" data/tokenizer
     rm "$archive"
 }
@@ -86,7 +75,10 @@ load_identity() { # the private key that gives the coordinator its peer ID: only
     chown collaboration "$FOLDER/identity.key"
 }
 
-write_service() { # FLAG…: the machine's own, which FLAGS may overrule
+# FLAG…: the machine's own, which FLAGS may overrule. Only the main process gets SIGTERM (mixed): it ends the others. Exit
+# code 0 means that the run is complete, 1 and 2 are errors that another start does not cure. AWS shuts an interrupted
+# machine down: systemd then stops the trainer, which leaves the run, and does not start give-back.
+write_services() {
     local command=("$SCRIPT" "$@" --host_maddrs "/ip4/0.0.0.0/tcp/$PORT"
         --announce_maddrs "/ip4/$PUBLIC_IP/tcp/$PORT" "${FLAGS[@]}")
     cat >"$FOLDER/start.sh" <<EOF
@@ -94,10 +86,13 @@ write_service() { # FLAG…: the machine's own, which FLAGS may overrule
 cd ${FOLDER@Q}/project || exit 1
 exec ${FOLDER@Q}/venv/bin/python -u ${command[@]@Q}
 EOF
-    chmod 755 "$FOLDER/start.sh"
-
-    # Only the main process gets SIGTERM (mixed): it ends the others. Exit code 0 means that the run is complete, 1 and
-    # 2 are errors that another start does not cure: the machine of a trainer is then given back.
+    cat >"$FOLDER/give_back.sh" <<EOF
+#!/bin/bash
+METADATA=$METADATA REGION=$REGION
+$(declare -f metadata retry give_back)
+give_back
+EOF
+    chmod 755 "$FOLDER"/{start,give_back}.sh
     cat >"$UNITS/collaboration.service" <<EOF
 [Unit]
 Description=Collaborative training: $ROLE
@@ -116,45 +111,24 @@ KillMode=mixed
 TimeoutStopSec=30
 LimitNOFILE=65536
 StandardOutput=journal+console
-StandardError=journal+console
 
 [Install]
 WantedBy=multi-user.target
 EOF
-}
-
-# AWS interrupts a spot instance by shutting it down: systemd then stops the trainer, which leaves the run, and starts
-# no other service.
-write_give_back() {
-    cat >"$FOLDER/give_back.sh" <<EOF
-#!/bin/bash
-METADATA=$METADATA REGION=$REGION
-$(declare -f metadata retry give_back)
-give_back
-EOF
-    chmod 755 "$FOLDER/give_back.sh"
-    cat >"$UNITS/give-back.service" <<EOF
-[Unit]
-Description=Terminate the machine of a trainer that has ended
-
-[Service]
-ExecStart=$FOLDER/give_back.sh
-StandardOutput=journal+console
-EOF
+    printf "[Service]\nExecStart=%s\nStandardOutput=journal+console\n" "$FOLDER/give_back.sh" >"$UNITS/give-back.service"
 }
 
 if [[ $ROLE == coordinator ]]; then
-    wait_for_address
+    retry has_address
     install_project requirements-organiser.txt # its flags may ask for a dashboard
-    download_data
+    download_tokenizer
     load_identity
-    write_service --identity_path "$FOLDER/identity.key"
+    write_services --identity_path "$FOLDER/identity.key"
 else
     PUBLIC_IP=$(retry metadata public-ipv4)
     install_project requirements.txt
     batch_size=$(cd "$FOLDER/project" && as_user "$FOLDER/venv/bin/python" -m deploy.join)
-    write_service --per_device_train_batch_size "$batch_size"
-    write_give_back
+    write_services --per_device_train_batch_size "$batch_size"
 fi
 systemctl daemon-reload
 systemctl enable --now collaboration.service

@@ -1,7 +1,6 @@
 """Deployment on AWS, against a fake AWS server (moto)."""
 
 import re
-import time
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
@@ -85,17 +84,6 @@ class TestCoordinator:
         started.ec2.stop_instances(InstanceIds=[coordinator.id])
         started.start_coordinator()
         assert [(x.id, x.state) for x in started.instances()] == [(coordinator.id, "running")]
-
-    def test_of_two_the_older_stays(self, started, monkeypatch):
-        (first,) = started.instances()
-        while first.hours * 3600 < 1:  # AWS reports start times in whole seconds
-            time.sleep(0.1)
-        with monkeypatch.context() as patch:
-            patch.setattr(started, "instances", lambda role=None: [])
-            started.start_coordinator()  # a concurrent call that did not find the first instance
-        assert len(started.instances()) == 2
-        started.start_coordinator()
-        assert [x.id for x in started.instances()] == [first.id]
 
     def test_only_the_port_is_open(self, started):
         (group,) = started.ec2.describe_security_groups(Filters=[{"Name": "tag-key", "Values": [aws.TAG]}])[
@@ -208,20 +196,14 @@ class TestTrainers:
         assert machine["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == 40
         assert {tag["ResourceType"] for tag in machine["TagSpecifications"]} >= {"instance", "volume"}
 
-    def test_status_and_costs(self, started, monkeypatch):
+    def test_status(self, started):
         started.set_trainers(1)
         (trainer,) = started.instances("trainer")
-        price = {"InstanceType": trainer.type, "AvailabilityZone": trainer.zone, "SpotPrice": "0.2"}
-        monkeypatch.setattr(
-            started.ec2, "get_paginator",
-            lambda name, real=started.ec2.get_paginator: PricePages(price) if "spot" in name else real(name),
-        )  # fmt: skip
-        status, costs = started.status(), started.costs()
-        assert len(status.splitlines()) == 5
+        status = started.status()
+        assert len(status.splitlines()) == 6
         assert trainer.id in status and status.endswith(f"--initial_peers {started.address()}")
-        # 0.0416 + 0.2, two addresses at 0.005, a disk of 40 GiB: moto's groups ignore the disk of the template
-        assert "Together $0.26 an hour, $6.14 a day, without traffic" in costs
-        assert re.search(r"trainer .* \$0\.205 an hour", costs)
+        # 0.0416 + 0.6, two addresses at 0.005, a disk of 40 GiB: moto's groups ignore the disk of the template
+        assert "At most $0.66 an hour, $15.74 a day, without traffic" in status
         assert "Linux version" in started.console(trainer.id, lines=1000)
 
     def test_status_says_why_trainers_are_missing(self, started, monkeypatch):
@@ -230,16 +212,6 @@ class TestTrainers:
         failed = {"StatusCode": "Failed", "StatusMessage": "Max spot instance count exceeded"}
         monkeypatch.setattr(started.scaling, "describe_scaling_activities", lambda **_: {"Activities": [failed] * 2})
         assert "2 of 3 trainers\nMax spot instance count exceeded\n\n" in started.status()
-
-
-class PricePages:
-    """Paginator of spot prices."""
-
-    def __init__(self, price: dict):
-        self.price = price
-
-    def paginate(self, **_) -> list[dict]:
-        return [{"SpotPriceHistory": [self.price]}]
 
 
 # --- cleanup ---------------------------------------------------------------------------------------------------------

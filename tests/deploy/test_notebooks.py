@@ -431,7 +431,7 @@ def test_deploy_notebook(account, tmp_path, launcher):
         address = re.search(r"^--initial_peers (\S+)$", printed, re.MULTILINE)[1]
         assert address == monitors[0].address
         assert printed.count("Joined the run 'r': 0 trainers reported") == 2
-        assert "AWS keeps 2 trainers running" in printed and "Together $" in printed
+        assert "AWS keeps 2 trainers running" in printed and "At most $" in printed
         assert printed.rstrip().endswith("Removed all resources of 'nb'")
         assert deployment.instances() == []
         assert monitors[0].stop(signal.SIGTERM) == 0
