@@ -95,6 +95,28 @@ def parts(monkeypatch):
         coordinator.stop()
 
 
+class Clock:
+    """Clock that only `sleep` moves; each time it calls `go_on`."""
+
+    def __init__(self):
+        self.now, self.go_on = 0.0, lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.go_on()
+
+
+@pytest.fixture
+def clock(parts, monkeypatch) -> Clock:
+    """The clock of a coordinator whose rounds run in the test's thread."""
+    clock = Clock()
+    monkeypatch.setattr(coordinator_module, "time", clock)
+    return clock
+
+
 def begin(parts, number: int = 5):
     """Begin the round of a step in a thread; return the future of its result, and the newest handle."""
     coordinator, _, averager, pool = parts
@@ -121,17 +143,16 @@ def test_search_ends_once_the_others_have_completed_the_step(parts):
     assert tracker.num_looks > 0, "it keeps looking at the reports"
 
 
-def test_revoked_report_does_not_end_the_search(parts):
-    _, tracker, _, _ = parts
-    future, control = begin(parts)
-    for _ in range(4):
-        tracker.done = 3
-        time.sleep(0.1)
-        tracker.done = 0
-        time.sleep(0.06)
-    assert not future.done()
-    control.finish("result")
-    assert future.result(5)[0] == Outcome.AVERAGED
+def test_revoked_report_does_not_end_the_search(parts, clock):
+    coordinator, tracker, averager, _ = parts
+
+    def go_on() -> None:
+        tracker.done = 3 if clock.now % 0.3 < 0.14 else 0  # GRACE_SECONDS is 0.2
+        if clock.now > 2:
+            averager.controls[-1].finish("result")
+
+    clock.go_on = go_on
+    assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.AVERAGED
 
 
 def test_running_all_reduce_is_not_abandoned(parts):
@@ -171,19 +192,19 @@ def test_failed_round_is_retried_for_the_same_step(parts):
     assert coordinator.num_attempts == 2 and "a member left" in coordinator.last_error
 
 
-def test_timeout_halves_with_each_failed_step(parts):
+def test_timeout_halves_with_each_failed_step(parts, clock, monkeypatch):
     coordinator, *_ = parts
-    coordinator.averaging_timeout = coordinator._timeout = 1.0
-    coordinator.matchmaking_time = 0.1
-    for seconds in (1.0, 0.5, 0.25):
-        started = time.monotonic()
+
+    def seconds_of_a_step() -> float:
+        started = clock.now
         assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.FAILED
-        assert seconds - 0.1 < time.monotonic() - started < seconds + 1.5
-    future, _ = begin(parts)
-    wait_until(lambda: not parts[2].controls[-1].done(), 5, "the next search")
-    parts[2].controls[-1].finish("result")
-    assert future.result(5)[0] == Outcome.AVERAGED
-    assert coordinator._timeout == 1.0
+        return clock.now - started
+
+    assert [round(seconds_of_a_step()) for _ in range(4)] == [60, 30, 15, 8], "the last is 1.5 matchmaking times"
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeControl, "done", lambda _control: True)
+        assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.AVERAGED
+    assert round(seconds_of_a_step()) == 60, "a round has succeeded"
 
 
 def test_stop_ends_a_round_at_once(parts):
