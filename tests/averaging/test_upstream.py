@@ -9,7 +9,9 @@ from pathlib import Path
 
 import hivemind
 import pytest
+import scipy
 from hivemind.averaging import averager
+from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.dht.validation import RecordValidatorBase
 
 import lib.averaging
@@ -63,6 +65,13 @@ def test_hivemind_is_the_tested_version():
 def test_overridden_methods_have_digests():
     missing = {name: ours for name, ours in overrides() if name not in upstream.TESTED}
     assert not missing, "add these to TESTED in lib/averaging/upstream.py and to the catalogue"
+
+
+def test_solver_that_hivemind_calls_is_pinned():
+    """scipy is about to remove it. A fresh installation would then fail in each round."""
+    assert f"scipy=={scipy.__version__}\n" in REQUIREMENTS.read_text()
+    with pytest.warns(DeprecationWarning, match="interior-point"):
+        assert load_balance_peers(1000, [100.0, 100.0, 0.0]) == (500, 500, 0)
 
 
 def test_digests_have_catalogue_rows():
