@@ -8,7 +8,7 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import get_dht_time, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
-from lib.averaging.records import LimitValidator, ReadableValidator, RunValidator, SafeValidatorMixin
+from lib.averaging.records import ReadableValidator, RunValidator, SafeValidatorMixin
 from lib.common.metrics_schema import (
     HISTORY_LENGTH,
     MAX_ROUNDS,
@@ -94,13 +94,13 @@ class MetricSchema(pydantic.BaseModel):
     training_progress: dict[BytesWithPublicKey, dict | None]
 
 
-# Records of hivemind's averagers: the priority (global step) of the state that a peer offers, None once the offer is
-# withdrawn. The key is no Python identifier, so this schema is no class.
+# The priority (global step) of the state that a peer offers, None once the offer is withdrawn. The key is no Python
+# identifier, so this schema is no class.
 _Priority = pydantic.confloat(strict=True, ge=0.0, le=MAX_STEP) | Step | None
 AveragerSchema = pydantic.create_model(
     "AveragerSchema",
     **{
-        "state_averager.all_averagers": (dict[pydantic.StrictBytes, _Priority], ...),
+        "state_averager.all_averagers": (dict[BytesWithPublicKey, _Priority], ...),
     },
 )
 
@@ -121,7 +121,7 @@ def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tu
     """
     signature_validator = SignatureValidator(private_key)
     schemas = [RunSchemaValidator(schema, prefix=run_id) for schema in (MetricSchema, AveragerSchema)]
-    validators = [LimitValidator(), ReadableValidator(), *schemas, signature_validator]
+    validators = [ReadableValidator(), *schemas, signature_validator]
     return [RunValidator(validators)], signature_validator.local_public_key
 
 

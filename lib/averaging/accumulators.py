@@ -39,15 +39,18 @@ class GradientAccumulator:
 
         :param max_norm: the mean is clipped to this norm (0: no bound). transformers' Trainer would clip each
           micro-batch instead, which biases the mean
-        :returns: the number of samples in the contribution
+        :returns: the number of samples in the contribution; 0 if the sum of the finite gradients has overflowed
         """
         with self.lock:
             num_samples = self.num_samples
             for total, mean in zip(self._sums, self.contribution, strict=True):
                 mean.copy_(total).mul_(1.0 / max(1, num_samples))
             self._reset()
-        clip_norm(self.contribution, max_norm)
-        return num_samples
+        if math.isfinite(clip_norm(self.contribution, max_norm)):
+            return num_samples
+        for mean in self.contribution:
+            mean.zero_()
+        return 0
 
     @torch.no_grad()
     def take_back(self, num_samples: int) -> int:

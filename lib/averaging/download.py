@@ -1,7 +1,7 @@
 """One download of the training state: find the donors, ask them in turn, receive the state of one.
 
-Runs in the averager's process. Offers are unsigned records that any peer can write. The time per donor, the number of
-bytes, and the cost of deserializing them are therefore bounded.
+Runs in the averager's process. Any peer can offer a state. The time per donor, the number of bytes, and the cost of
+deserializing them are therefore bounded.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from lib.averaging.records import signer_of
 from lib.averaging.wire import TensorAssembler
 from lib.common.metrics_schema import MAX_STEP
 
@@ -268,15 +269,16 @@ class StateDownload:
 def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[PeerID]]:
     """Sort donors by the priority of their offer, which is their step: highest first, ties at random.
 
-    :param offers: the DHT record; malformed offers are skipped
+    :param offers: the DHT record, subkey -> offer; malformed offers are skipped
     :returns: the donors with a credible step, and the other donors
     """
     likely, unlikely = {}, {}
-    for peer_id, offer in offers.items() if isinstance(offers, dict) else ():
+    for subkey, offer in offers.items() if isinstance(offers, dict) else ():
         priority = offer.value if isinstance(offer, ValueWithExpiration) else None
-        if isinstance(peer_id, bytes) and isinstance(priority, int | float) and 0 <= priority <= MAX_STEP:
+        if isinstance(priority, int | float) and 0 <= priority <= MAX_STEP:
             donors = likely if priority <= max_epoch else unlikely
-            donors[PeerID(peer_id)] = (priority, random.random())
+            with suppress(ValueError):
+                donors[signer_of(subkey)] = (priority, random.random())
     return sorted(likely, key=likely.get, reverse=True), sorted(unlikely, key=unlikely.get, reverse=True)
 
 

@@ -12,6 +12,7 @@ and accepts peers of any step.
 
 import asyncio
 import hashlib
+import itertools
 import math
 import struct
 import time
@@ -22,13 +23,14 @@ from dataclasses import dataclass, field
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.dht import DHTID
 from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import get_logger
+from hivemind.utils import MSGPackSerializer, get_logger
 
 logger = get_logger(__name__)
 
@@ -36,6 +38,8 @@ MAX_HELD_REQUESTS = 1024
 LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
+MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
+MAX_CLAIM_BYTES = 64
 
 
 class RoundControl(StepControl):
@@ -134,6 +138,28 @@ def parse_group_key(prefix: str, key: str) -> int | None:
     if head != prefix or not separator or not 0 < len(bits) <= 62 or set(bits) - {"0", "1"}:
         return None
     return int(bits, 2)
+
+
+def parse_claims(gathered: bytes) -> tuple[float, AveragingMode]:
+    """Return the bandwidth that a member claims, 0 for a client, and its mode.
+
+    :raises ValueError: if the claims are malformed
+    """
+    try:
+        bandwidth, mode = MSGPackSerializer.loads(gathered[:MAX_CLAIM_BYTES])
+        mode = AveragingMode(mode)
+        if not 0 < bandwidth <= MAX_BANDWIDTH:
+            raise ValueError("bandwidth out of range")
+        return (0.0 if mode == AveragingMode.CLIENT else float(bandwidth)), mode
+    except Exception as error:  # the bytes are another peer's
+        raise ValueError(f"malformed claims: {error!r:.100}") from None
+
+
+def _is_well_formed(gathered: bytes) -> bool:
+    with suppress(ValueError):
+        parse_claims(gathered)
+        return True
+    return False
 
 
 class StepMatchmaking(Matchmaking):
@@ -245,8 +271,9 @@ class StepMatchmaking(Matchmaking):
     def _choose_leader(self, search: Search) -> PeerID | None:
         """Return the best candidate that has not failed to answer; None if there is none at the moment.
 
-        Candidates that failed are asked again after RETRY_SECONDS, unless other peers wait for this peer to begin. A
-        leader that no peer has joined asks the other candidates: they may have formed a group without it.
+        Once all better candidates have failed, those are asked again after RETRY_SECONDS, the one that failed first
+        first, unless other peers wait for this peer to begin. A leader that no peer has joined asks the other
+        candidates: they may have formed a group without it.
         """
         now = time.monotonic()
         joined = self._joined(search)
@@ -255,11 +282,13 @@ class StepMatchmaking(Matchmaking):
         candidates = [peer_id for peer_id in candidates if peer_id not in search.given_up] or candidates
         if is_lonely and self.peer_id in candidates:
             candidates.remove(self.peer_id)
-        for peer_id in candidates:
-            if peer_id == self.peer_id or peer_id not in search.unreachable:
+        better = list(itertools.takewhile(lambda peer_id: peer_id != self.peer_id, candidates))
+        for peer_id in better:
+            if peer_id not in search.unreachable:
                 return peer_id
-            if not joined and now >= search.unreachable[peer_id] + RETRY_SECONDS:
-                return peer_id
+        failed = min(better, key=search.unreachable.get, default=None)
+        if failed is not None and not joined and now >= search.unreachable[failed] + RETRY_SECONDS:
+            return failed
         return None if self.client_mode else self.peer_id
 
     async def _lead(self, search: Search) -> GroupInfo | None:
@@ -350,7 +379,7 @@ class StepMatchmaking(Matchmaking):
             self._leader = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
             if (group := self._parse_group(message)) is None:
-                logger.warning(f"{leader} formed a group without this peer or with a peer twice")
+                logger.warning(f"{leader} formed an invalid group, such as one without this peer")
                 search.given_up.add(leader)
             return group
         search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
@@ -394,6 +423,8 @@ class StepMatchmaking(Matchmaking):
         peer_ids = tuple(PeerID(peer_id) for peer_id in message.ordered_peer_ids)
         if self.peer_id not in peer_ids or not len(set(peer_ids)) == len(peer_ids) == len(message.gathered):
             return None
+        if not all(map(_is_well_formed, message.gathered)):
+            return None
         return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
 
     # Answers to other peers
@@ -413,6 +444,8 @@ class StepMatchmaking(Matchmaking):
             return averaging_pb2.BAD_SCHEMA_HASH
         if self.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
+        if not _is_well_formed(request.gather):
+            return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
         if number <= self.finished_number:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP
         if len(self._requests) >= MAX_HELD_REQUESTS and peer_id not in self._requests:

@@ -45,7 +45,7 @@ MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state
 class CollaborativeOptimizer(hivemind.Optimizer):
     """hivemind.Optimizer that averages gradients and parameters in one round per global step.
 
-    :param private_key: signs this peer's progress reports; must be the key of the DHT's signature validator
+    :param public_key: the subkey of this peer's records, from `make_validators`
     :param tracker_opts, round_opts, state_opts: further arguments of ProgressTracker, RoundAverager and
       TrainingStateAverager
     """
@@ -53,7 +53,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def __init__(
         self,
         *,
-        private_key,
+        public_key: bytes,
         client_mode: bool,
         tracker_opts: dict,
         round_opts: dict,
@@ -62,7 +62,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         parameter_compression: CompressionBase,
         **kwargs,
     ):
-        self._private_key, self._tracker_opts = private_key, tracker_opts
+        self._public_key, self._tracker_opts = public_key, tracker_opts
         self._round_opts, self._state_opts = round_opts, state_opts
         self._compressions = {
             "gradient_compression": gradient_compression,
@@ -100,7 +100,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             dht=self.dht,
             run_id=self.run_id,
             target_batch_size=target_batch_size,
-            private_key=self._private_key,
+            public_key=self._public_key,
             client_mode=self.dht.client_mode,
             auxiliary=False,
             **self._tracker_opts,
@@ -110,6 +110,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
         return TrainingStateAverager(
             dht=self.dht,
+            public_key=self._public_key,
             prefix=f"{self.run_id}_state_averager",
             min_matchmaking_time=self.matchmaking_time,
             shutdown_timeout=self.shutdown_timeout,
@@ -135,7 +136,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             next_chunk_timeout=self.next_chunk_timeout,
             client_mode=self.dht.client_mode,
             average_parameters_every=self.average_state_every,
-            max_weight=max_weight(self.target_batch_size),
             **self._compressions,
             **self._round_opts,
         )
@@ -338,11 +338,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Return the averaging weights of this peer's gradients and parameters.
 
         Parameters that lack an update have no weight: each newcomer would undo half an update at all peers. Gradients
-        have weight if they are at most one update older than delayed gradients always are.
+        have weight if they are at most one update older than delayed gradients always are. A fast peer computes more
+        samples than the bound in a slow round: they are the mean of more samples than they count for.
         """
-        gradient_weight = float(samples) if self.missed_updates <= 1 else MIN_WEIGHT
+        weight = min(float(samples), self.grad_averager.max_weight)
         counts = self.missed_updates == 0 and self._convalescence == 0
-        return gradient_weight, float(samples) if counts else MIN_WEIGHT
+        return weight if self.missed_updates <= 1 else MIN_WEIGHT, weight if counts else MIN_WEIGHT
 
     def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
         """Bring the training state to a step.
@@ -558,12 +559,3 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._apply_update()
         self.state_averager.shutdown()
         self.grad_averager.shutdown()
-
-
-def max_weight(target_batch_size: int) -> float:
-    """Return the bound on the samples that a peer contributes to one step.
-
-    Peers compute until they notice that a step is due, and carry samples over from a missed step. No peer has ever
-    reached four target batches this way.
-    """
-    return 4.0 * target_batch_size

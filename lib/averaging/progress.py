@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hivemind.dht import DHT
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, get_dht_time, get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging.matchmaking import RosterEntry
+from lib.averaging.records import signer_of
 from lib.averaging.rounds import PROTOCOL
 from lib.common.metrics_schema import MAX_STEP
 
@@ -47,6 +47,7 @@ WARN_SECONDS = 600.0  # between two warnings about the same peer
 class PeerProgress:
     """Progress of one peer, as the peer reports it.
 
+    :param peer_id: the peer that has signed the report
     :param epoch: newest global step that the peer has begun
     :param completed: newest step whose update the peer has, or has skipped
     :param samples_accumulated: samples for the step after `epoch`
@@ -67,18 +68,21 @@ class PeerProgress:
     auxiliary: bool
 
     def to_record(self) -> dict:
-        return {"protocol": PROTOCOL, **vars(self)}
+        """Return the record without the peer ID, which follows from the subkey: it cannot be another peer's."""
+        return {"protocol": PROTOCOL} | {name: value for name, value in vars(self).items() if name != "peer_id"}
 
 
-def parse_progress(value: object, now: float) -> PeerProgress:
+def parse_progress(subkey: bytes, value: object, now: float) -> PeerProgress:
     """Parse a progress record.
 
+    :param subkey: of the record in the DHT, from which the peer ID follows
     :param now: the current time (`get_dht_time`)
     :raises ValueError: if a field is missing or out of range
     """
     if not isinstance(value, dict):
         raise ValueError("not a dictionary")
-    progress = PeerProgress(**{name: value.get(name) for name in PeerProgress.__dataclass_fields__})
+    fields = {name: value.get(name) for name in PeerProgress.__dataclass_fields__}
+    progress = PeerProgress(**{**fields, "peer_id": signer_of(subkey).to_bytes()})
     for name in ("epoch", "completed"):
         _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) <= MAX_STEP, name)
     for name in ("samples_accumulated", "contributed"):
@@ -87,7 +91,6 @@ def parse_progress(value: object, now: float) -> PeerProgress:
     for name in ("time", "reported_at"):
         _check(_is_number(getattr(progress, name)) and getattr(progress, name) < now + MAX_CLOCK_SKEW, name)
     _check(type(progress.client_mode) is bool and type(progress.auxiliary) is bool, "mode")
-    _check(isinstance(progress.peer_id, bytes) and 0 < len(progress.peer_id) <= 128, "peer_id")
     return progress
 
 
@@ -103,6 +106,7 @@ def _check(is_valid: bool, name: str) -> None:
 class ProgressTracker(threading.Thread):
     """Publishes this peer's progress and reads the progress of the other peers.
 
+    :param public_key: the subkey of this peer's records, from `make_validators`
     :param target_batch_size: samples that all peers together accumulate for one global step
     :param min_refresh_period, max_refresh_period: bounds on the seconds between two reads of the other peers'
       progress; the lower one also bounds the seconds between two reports of samples
@@ -117,7 +121,7 @@ class ProgressTracker(threading.Thread):
         run_id: str,
         target_batch_size: int,
         *,
-        private_key,
+        public_key: bytes,
         client_mode: bool,
         auxiliary: bool,
         min_refresh_period: float,
@@ -138,7 +142,7 @@ class ProgressTracker(threading.Thread):
         self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
         self.banned_peers: Callable[[], dict[bytes, float]] = dict
         self.on_refresh: Callable[[], None] = lambda: None
-        self._subkey = RSASignatureValidator(private_key).local_public_key
+        self._subkey = public_key
         self._lock = threading.RLock()  # never held while the DHT is read
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
@@ -230,16 +234,11 @@ class ProgressTracker(threading.Thread):
         banned = self.banned_peers()
         now = time.monotonic()
         with self._lock:
-            believed = [
+            return [
                 progress
                 for subkey, progress in self._others.items()
                 if self._ignored.get(subkey, -math.inf) < now and progress.peer_id not in banned
             ]
-        # A peer that restarted may have a new key: only its newest report counts.
-        newest = {
-            progress.peer_id: progress for progress in sorted(believed, key=lambda progress: progress.reported_at)
-        }
-        return list(newest.values())
 
     @property
     def other_trainers(self) -> list[PeerProgress]:
@@ -447,11 +446,11 @@ class ProgressTracker(threading.Thread):
             try:
                 if not self._speaks_our_protocol(subkey, record.value):
                     continue
-                others[subkey] = parse_progress(record.value, now)
+                others[subkey] = parse_progress(subkey, record.value, now)
             except ValueError as error:
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:
-            self._others = {s: p for s, p in others.items() if p.peer_id != self.local_progress.peer_id}
+            self._others = others
             seen = {p.peer_id: self._first_seen.get(p.peer_id, time.monotonic()) for p in self._others.values()}
             self._first_seen = seen
             self._num_fetches += 1

@@ -1,9 +1,10 @@
-"""Workarounds for hivemind in reading DHT records: validators for any key, and a bound for its serializer.
+"""DHT records of any kind: who has signed them, validators, and a bound for hivemind's serializer.
 
 They concern the DHT, but are in this package because `utils.py`, which defines the record schemas and combines the
 validators, may not import `lib.peer`. docs/upgrading-hivemind.md lists what they replace.
 """
 
+import functools
 import hashlib
 import struct
 import threading
@@ -11,10 +12,44 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import msgpack
+import multihash
+from cryptography.hazmat.primitives import serialization
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
 from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils.crypto import RSAPublicKey
 
 logger = get_logger(__name__)
+
+
+def peer_id_of(public_key: RSAPublicKey) -> PeerID:
+    """Return the peer ID that libp2p derives from a public key.
+
+    See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md. hivemind can do this for private keys only.
+    """
+    der = public_key._public_key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    message = crypto_pb2.PublicKey(key_type=crypto_pb2.KeyType.RSA, data=der).SerializeToString()
+    return PeerID(multihash.encode(hashlib.sha256(message).digest(), "sha2-256"))
+
+
+@functools.lru_cache(maxsize=4096)
+def signer_of(subkey: bytes) -> PeerID:
+    """Return the peer that signs the records under a subkey. Each peer has one such subkey, as hivemind formats it.
+
+    :raises ValueError: if the subkey is not exactly the owner tag of a public key
+    """
+    tag = RSASignatureValidator._PUBLIC_KEY_RE.fullmatch(subkey) if isinstance(subkey, bytes) else None
+    try:
+        public_key = RSAPublicKey.from_bytes(tag[1])
+    except Exception:  # cryptography raises various exceptions for untrusted bytes
+        raise ValueError("the subkey is not a public key") from None
+    if public_key.to_bytes() != tag[1]:
+        raise ValueError("the public key is not in its usual form")
+    return peer_id_of(public_key)
 
 
 class SafeValidatorMixin(RecordValidatorBase):
@@ -29,26 +64,34 @@ class SafeValidatorMixin(RecordValidatorBase):
 
 
 class ReadableValidator(RecordValidatorBase):
-    """Refuses records that break their readers, under any key.
+    """Refuses records that break their readers, live too long, or are not signed by one peer, under any key.
 
     hivemind unpacks values in a callback whose exceptions are lost. If one value under a key is not msgpack, `dht.get`
     of that key never returns: one byte stopped matchmaking and downloads for a day. A record without a subkey makes
-    nodes refuse all records with a subkey under the same key until it expires.
+    nodes refuse all records with a subkey under the same key until it expires. Unsigned records, or several of one
+    signer, would take the place of those of other peers.
     """
 
+    MAX_BYTES = 3600  # of value and subkey together, without the signature of 360 bytes
+    MAX_LIFETIME = 86400.0  # seconds from now to the expiration
     MAX_DEPTH = 8  # nested lists and dictionaries in a value; a history, the deepest record, has 2
 
     def validate(self, record: DHTRecord) -> bool:
+        if len(record.value) + len(record.subkey or b"") > self.MAX_BYTES:
+            return False
+        if not record.expiration_time <= get_dht_time() + self.MAX_LIFETIME:  # NaN would disable expiration
+            return False
         try:
             subkey, value = (msgpack.unpackb(packed, ext_hook=_refuse) for packed in (record.subkey, record.value))
+            signer_of(subkey)
         except Exception as error:
             logger.debug(f"Refused a record that cannot be read: {error!r}")
             return False
-        return isinstance(subkey, bytes | str) and _is_plain(value, self.MAX_DEPTH)
+        return _is_plain(value, self.MAX_DEPTH)
 
     @property
     def priority(self) -> int:
-        return 7  # after the signature is stripped, since readers see values without it; before LimitValidator
+        return 7  # after the signature is stripped, since readers see values without it
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         return isinstance(other, ReadableValidator)
@@ -69,74 +112,48 @@ def _is_plain(value: object, depth: int) -> bool:
     return depth > 0 and all(_is_plain(child, depth - 1) for child in children)
 
 
-class LimitValidator(RecordValidatorBase):
-    """Refuses records that are too large or live too long, and too many subkeys per key, under any key.
-
-    The bounds exceed the records of this project and the peers of any run. `max_subkeys` records of `max_bytes` fit
-    into one answer of 4 MiB; otherwise no peer could read the dictionary.
-
-    :param max_bytes: of value and subkey together, without the signature of 360 bytes
-    :param max_lifetime: seconds from now to the expiration
-    :param max_subkeys: of one key; the first ones are kept
-    """
-
-    MAX_KEYS = 1000  # keys whose subkeys are counted
-
-    def __init__(self, max_bytes: int = 3600, max_lifetime: float = 86400.0, max_subkeys: int = 1000):
-        self.max_bytes, self.max_lifetime, self.max_subkeys = max_bytes, max_lifetime, max_subkeys
-        self._subkeys: dict[bytes, dict[bytes, float]] = {}  # key -> subkey -> expiration
-
-    def validate(self, record: DHTRecord) -> bool:
-        now = get_dht_time()
-        if len(record.value) + len(record.subkey or b"") > self.max_bytes:
-            return False
-        if not record.expiration_time <= now + self.max_lifetime:  # also refuses NaN, which would disable expiration
-            return False
-        return not record.subkey or self._has_room(record, now)
-
-    def _has_room(self, record: DHTRecord, now: float) -> bool:
-        if record.key not in self._subkeys and len(self._subkeys) >= self.MAX_KEYS:
-            self._subkeys.pop(next(iter(self._subkeys)))
-        known = self._subkeys.setdefault(record.key, {})
-        if record.subkey not in known and len(known) >= self.max_subkeys:
-            for subkey in [subkey for subkey, expiration in known.items() if expiration < now]:
-                del known[subkey]
-            if len(known) >= self.max_subkeys:
-                return False
-        known[record.subkey] = max(record.expiration_time, known.get(record.subkey, 0.0))
-        return True
-
-    @property
-    def priority(self) -> int:
-        return 5  # after the signature check: a forged record must not take up room
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        return isinstance(other, LimitValidator)
-
-
 class RunValidator(CompositeValidator):
-    """All validators of a run's records, in hivemind's order, with a cache of the records found valid.
+    """All validators of a run's records, in hivemind's order, with a bound on the number of valid ones, and a cache.
 
     A peer that reads a dictionary receives each record in it from each node that it asks. With 16 peers, validating
     them took 60 % of the DHT's time.
+
+    `MAX_SUBKEYS` records of the largest size fit into one answer of 4 MiB; otherwise no peer could read the
+    dictionary. Records are counted after all checks: refused ones take up no room.
     """
 
     MAX_KNOWN = 8192  # records in the cache, 100 bytes each
+    MAX_SUBKEYS = 1000  # of one key; the first ones are kept
+    MAX_KEYS = 1000  # keys whose subkeys are counted: those used last
 
     def __init__(self, validators: Iterable[RecordValidatorBase]):
         super().__init__(validators)
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._subkeys: dict[bytes, dict[bytes, float]] = {}  # key -> subkey -> expiration
 
     def validate(self, record: DHTRecord) -> bool:
         digest = _digest(record)
         if digest in self._known:
             self._known.move_to_end(digest)
             return True
-        if not super().validate(record):
+        if not (super().validate(record) and self._has_room(record)):
             return False
         self._known[digest] = None
         if len(self._known) > self.MAX_KNOWN:
             self._known.popitem(last=False)
+        return True
+
+    def _has_room(self, record: DHTRecord) -> bool:
+        known = self._subkeys[record.key] = self._subkeys.pop(record.key, {})
+        if len(self._subkeys) > self.MAX_KEYS:
+            del self._subkeys[next(iter(self._subkeys))]
+        if record.subkey not in known and len(known) >= self.MAX_SUBKEYS:
+            now = get_dht_time()
+            for subkey in [subkey for subkey, expiration in known.items() if expiration < now]:
+                del known[subkey]
+            if len(known) >= self.MAX_SUBKEYS:
+                return False
+        known[record.subkey] = max(record.expiration_time, known.get(record.subkey, 0.0))
         return True
 
     def merge_with(self, other: RecordValidatorBase) -> bool:

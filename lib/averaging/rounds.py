@@ -30,14 +30,13 @@ from hivemind.utils.asyncio import achain, as_aiter, azip
 from lib.averaging.allreduce import MIN_WEIGHT, Bounds, SafeAllReduceRunner, share_out
 from lib.averaging.base import SafeAverager
 from lib.averaging.compression import name_of
-from lib.averaging.matchmaking import RosterEntry, RoundControl
+from lib.averaging.matchmaking import RosterEntry, RoundControl, parse_claims
 
 logger = get_logger(__name__)
 
-PROTOCOL = 4  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 5  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; not longer, since the machine may be repaired
 MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
-MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
 
 
 @dataclass
@@ -73,7 +72,7 @@ class RoundAverager(SafeAverager):
       gradients only
     :param gradient_compression: compression of the gradients; a group has peers with the same compressions only
     :param parameter_compression: compression of the parameters
-    :param max_weight: bound on the samples that a peer contributes to one step
+    :param max_weight: bound on the weight of a peer's contribution, in samples
     :param parameter_step: see Bounds; a multiple of the learning rate
     """
 
@@ -92,6 +91,7 @@ class RoundAverager(SafeAverager):
     ):
         self.local_updates = local_updates
         self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
+        self.max_weight = max_weight
         self._bounds = Bounds(weight=max_weight, parameter_step=parameter_step, compares_norms=local_updates)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
@@ -146,14 +146,13 @@ class RoundAverager(SafeAverager):
         :param timeout: seconds after which the round is cancelled, unless its all-reduce is running
         :returns: the handle of the round; set its weights and call `allow_allreduce` once the contribution is loaded
         """
-        gather = self.serializer.dumps(number)
         control = RoundControl(
             number=number,
             scheduled_time=get_dht_time(),
             deadline=get_dht_time() + timeout,
             allow_retries=False,
             weight=0.0,
-            data_for_gather=self.serializer.dumps([self.bandwidth, self.mode.value, gather]),
+            data_for_gather=self.serializer.dumps([self.bandwidth, self.mode.value]),
         )
         attached = MPFuture()
         self._send("_step", step=control, future_for_init=attached)
@@ -230,7 +229,7 @@ class RoundAverager(SafeAverager):
 
     async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
         options = dict(self.allreduce_kwargs)
-        bandwidths, modes = self._read_gathered(group)
+        bandwidths, modes = zip(*map(parse_claims, group.gathered), strict=True)
         loop = asyncio.get_running_loop()
         fractions = await loop.run_in_executor(
             None, load_balance_peers, self.total_size, bandwidths, options.pop("min_vector_size")
@@ -249,7 +248,7 @@ class RoundAverager(SafeAverager):
             group_id=group.group_id,
             ordered_peer_ids=group.peer_ids,
             peer_fractions=share_out(fractions, infos, options["compression"]),
-            modes=modes,
+            modes=list(modes),
             weight=step.weight,
             parameter_weight=step.parameter_weight,
             bounds=bounds,
@@ -275,23 +274,6 @@ class RoundAverager(SafeAverager):
             missed={},
             violations={peer_id.to_bytes(): why for peer_id, why in runner.violations().items()},
         )
-
-    def _read_gathered(self, group: GroupInfo) -> tuple[list[float | None], list[AveragingMode]]:
-        """Return the bandwidths (0 for clients, None if out of range) and modes that the members claim.
-
-        :raises AllreduceException: if a claim is malformed
-        """
-        bandwidths, modes = [], []
-        for gathered in group.gathered:
-            try:
-                bandwidth, mode, _ = self.serializer.loads(gathered)
-                modes.append(AveragingMode(mode))
-            except Exception as error:
-                raise AllreduceException(f"a member of the group sent malformed data: {error!r}") from None
-            is_number = isinstance(bandwidth, int | float) and 0 < bandwidth <= MAX_BANDWIDTH
-            bandwidth = float(bandwidth) if is_number else None
-            bandwidths.append(0.0 if modes[-1] == AveragingMode.CLIENT else bandwidth)
-        return bandwidths, modes
 
     async def _write_averages(self, runner: SafeAllReduceRunner, num_tensors: int) -> None:
         inputs, outputs = self._averaged_tensors[:num_tensors], self._outputs[:num_tensors]

@@ -5,6 +5,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
@@ -12,7 +13,7 @@ from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim import state_averager
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
+from hivemind.utils import MPFuture, get_dht_time, get_logger, nested_flatten, nested_pack
 from torch.optim.lr_scheduler import LambdaLR
 
 from lib.averaging.base import SafeAverager
@@ -24,7 +25,7 @@ __all__ = ["StateLoadError", "TrainingStateAverager", "all_finite"]
 
 logger = get_logger(__name__)
 
-ROOTS = "roots"  # value of `second_moments` in the metadata of a state that is sent, see get_current_state
+OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
 
 
 class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
@@ -40,6 +41,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     `lock_averaged_tensors`, so that no reader sees a partial change. Other code that writes into the parameters or the
     optimizer must call `note_change` afterwards.
 
+    :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
     :param download_timeout: seconds for a whole download
     :param donor_timeout: seconds that a donor may be silent
     :param credible_epoch: returns the newest global step that the run is known to be at; None if unknown. Called in
@@ -56,18 +58,19 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
       step number costs no time, since the schedule is set directly, and restoring a backup corrects it.
     """
 
-    LINGER_SECONDS = 1.0  # hivemind's own clients wait for the end of the stream, at most next_chunk_timeout (5 s)
     UPLOAD_TIMEOUT = 3600.0  # seconds; a stalled reader keeps a copy of the state in memory
     COPY_SECONDS = 60.0  # for which an unchanged copy of the state is kept for further downloads
 
     def __init__(
         self,
         *args,
+        public_key: bytes,
         download_timeout: float = 600.0,
         donor_timeout: float = 60.0,
         credible_epoch: Callable[[], int | None] | None = None,
         **kwargs,
     ):
+        self.public_key = public_key
         self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
         self.credible_epoch = credible_epoch
         self.applied_epoch = 0
@@ -168,6 +171,20 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.state_sharing_priority = priority
         self.allow_state_sharing = True
 
+    async def _declare_for_download_periodically(self) -> None:
+        """Publish the offer, and its end if it is withdrawn. hivemind's are not signed: anyone may do so."""
+        key, was_offered = f"{self.prefix}.all_averagers", False
+        while True:
+            if self.allow_state_sharing or was_offered:
+                was_offered = self.allow_state_sharing
+                offer = self.state_sharing_priority if was_offered else None
+                expiration = get_dht_time() + self.declare_state_period + OFFER_MARGIN
+                self.dht.store(key, offer, expiration, subkey=self.public_key, return_future=True)
+            self._state_updated.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.declare_state_period):
+                    await self._state_updated.wait()
+
     def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
         """Return a copy of the state as it is sent to peers: metadata and tensors. Do not write into the tensors.
 
@@ -202,15 +219,18 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         hivemind's method returns the live tensors: a download that takes longer than a step would mix two steps.
 
-        Second moments are sent as their roots. Most are below 6e-8 and would become 0 in float16. The update divides
-        by their roots, which float16 represents with an error of 0.05 % or 3e-8, less than the optimizer's epsilon.
+        Statistics without negative values, as second moments are, are sent as their roots. Most second moments are
+        below 6e-8 and would become 0 in float16. The update divides by their roots, which float16 represents with an
+        error of 0.05 % or 3e-8, less than the optimizer's epsilon.
         """
         with self.lock_optimizer, self.lock_averaged_tensors:
             metadata, tensors = self._locked_snapshot()
             if self._wire_copy is None:
-                for index in self._second_moments(metadata):
-                    tensors[index] = tensors[index].clamp(min=0).sqrt()
-                self._wire_copy = metadata | {"second_moments": ROOTS}, tensors
+                first = len(self._parameters_and_extras())
+                roots = [index for index in range(first, len(tensors)) if _has_root(tensors[index])]
+                for index in roots:
+                    tensors[index] = tensors[index].sqrt()
+                self._wire_copy = metadata | {"roots": roots}, tensors
             metadata, tensors = self._wire_copy
         roles = [TensorRole.PARAMETER] * len(self._optimized_parameters())
         roles += [TensorRole.UNSPECIFIED] * len(self.extra_tensors)
@@ -325,29 +345,15 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return self._match_optimizer_state(metadata, tensors[len(own) :])
 
     def unpack_state(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Square the second moments of a received state, whose roots a donor sends, in place.
+        """Square the statistics of a received state whose roots the donor sends, in place.
 
-        :raises StateLoadError: if the donor sends them in another form
+        :raises StateLoadError: if the donor does not say which these are
         """
-        if metadata.pop("second_moments", None) != ROOTS:
+        roots, first = metadata.pop("roots", None), len(self._parameters_and_extras())
+        if not isinstance(roots, list) or not all(type(i) is int and first <= i < len(tensors) for i in roots):
             raise StateLoadError("the donor has another version; update the older peer")
-        for index in self._second_moments(metadata):
+        for index in set(roots):
             tensors[index] = tensors[index].float().square()
-
-    def _second_moments(self, metadata: dict) -> list[int]:
-        """Return the indices of the second moments of Adam or LAMB among the tensors of a state.
-
-        :raises StateLoadError: if the entries in the metadata are malformed or of another optimizer
-        """
-        statistics = self.optimizer.state_dict()["state"]
-        names = list(nested_flatten({index: {name: name for name in values} for index, values in statistics.items()}))
-        entries = self._check_entries(metadata)[-len(names) :] if names else []
-        num_parameters = len(self._parameters_and_extras())
-        return [
-            num_parameters + entry["index"]
-            for name, entry in zip(names, entries, strict=True)
-            if name == "exp_avg_sq" and entry.get("type") == "tensor"
-        ]
 
     def _match_optimizer_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
         """Build a state dict with the donor's optimizer statistics and this peer's structure and hyper-parameters."""
@@ -388,6 +394,10 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def _parameters_and_extras(self) -> list[torch.Tensor]:
         return [*self._optimized_parameters(), *self.extra_tensors]
+
+
+def _has_root(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.ndim > 0 and bool((tensor >= 0).all())
 
 
 def _spec_of(tensor: torch.Tensor) -> TensorSpec:

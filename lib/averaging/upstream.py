@@ -24,6 +24,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "averaging.allreduce:AllReduceRunner._get_peer_stub": ("streams", "2f3b1426869482d6"),
     "averaging.averager:DecentralizedAverager.__init__": ("rounds", "6180e0f134f0a7cc"),
     "averaging.averager:DecentralizedAverager._aggregate_with_group": ("rounds", "c297d8a435ce2b1c"),
+    "averaging.averager:DecentralizedAverager._declare_for_download_periodically": ("offers", "23ae6db0d205bcaf"),
     "averaging.averager:DecentralizedAverager._load_state_from_peers": ("download", "fe7b419d01ced5fe"),
     "averaging.averager:DecentralizedAverager._register_allreduce_group": ("early-parts", "5bf43ed9b95db37d"),
     "averaging.averager:DecentralizedAverager._run_allreduce_inplace_": ("rounds", "914d57cffc7d69e1"),

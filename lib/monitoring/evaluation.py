@@ -29,7 +29,7 @@ from utils import Evaluation
 logger = get_logger(__name__)
 
 MAX_PAUSE = 60.0  # seconds between two attempts to download a state
-MAX_LIFETIME = 43_200.0  # seconds; half of the maximum that LimitValidator accepts
+MAX_LIFETIME = 43_200.0  # seconds; half of the maximum that ReadableValidator accepts
 
 
 @dataclass

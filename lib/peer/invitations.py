@@ -6,13 +6,11 @@ a connection prove that they have their private key. A token therefore admits on
 """
 
 import base64
-import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import multihash
 from cryptography.hazmat.primitives import serialization
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
@@ -20,6 +18,7 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
+from lib.averaging.records import peer_id_of
 from lib.common.atomic_files import new_file
 from lib.common.errors import UserError
 
@@ -47,18 +46,6 @@ class Invitation:
     def expiration_time(self) -> float:
         """End of the validity (`get_dht_time`)."""
         return float(self.token.expiration_time)
-
-
-def peer_id_of(public_key: RSAPublicKey) -> PeerID:
-    """Return the peer ID that libp2p derives from a public key.
-
-    See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md. hivemind can do this for private keys only.
-    """
-    der = public_key._public_key.public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    message = crypto_pb2.PublicKey(key_type=crypto_pb2.KeyType.RSA, data=der).SerializeToString()
-    return PeerID(multihash.encode(hashlib.sha256(message).digest(), "sha2-256"))
 
 
 def read_private_key(path: Path) -> RSAPrivateKey:

@@ -17,12 +17,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hivemind.dht import DHT
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments
+from lib.averaging.records import peer_id_of, signer_of
 from lib.averaging.rounds import PROTOCOL
 from lib.common.argument_parser import CommandLine
 from lib.common.checks import check_maddr, check_web_address
@@ -34,7 +34,6 @@ from lib.common.logs import setup_logging
 from lib.common.model_config import is_inline, is_published_name, to_published_model
 from lib.common.processes import StopSignal
 from lib.peer.addresses import peer_id_in
-from lib.peer.invitations import peer_id_of
 from lib.peer.peer import Peer, start_peer
 from utils import get_dictionary, store_record
 
@@ -42,7 +41,7 @@ logger = get_logger(__name__)
 
 KEY = "run_config"
 ORGANISER_FILE = "organiser.json"  # in the output folder: peer ID of the organiser whose settings were taken
-MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see LimitValidator
+MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see ReadableValidator
 SETTINGS = find_settings(TRAINER_ARGUMENTS)
 OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
 
@@ -177,8 +176,8 @@ def choose(
     believed = []
     for subkey, record in records.items():
         try:
-            config = RunConfig.parse(record, _owner_of(subkey))
-        except RunConfigError as error:
+            config = RunConfig.parse(record, signer_of(subkey))
+        except (RunConfigError, ValueError) as error:
             logger.debug(f"Ignoring a run configuration: {error}")
             continue
         if config.organiser in trusted or config.publisher in trusted:
@@ -188,16 +187,6 @@ def choose(
         key=lambda config: (config.settings["run_id"] == run_id, config.organiser in trusted, config.signed_at),
         default=None,
     )
-
-
-def _owner_of(subkey: object) -> PeerID:
-    match = RSASignatureValidator._PUBLIC_KEY_RE.search(subkey if isinstance(subkey, bytes) else b"")
-    if match is None:
-        raise RunConfigError("nobody has signed the record")
-    try:
-        return peer_id_of(RSAPublicKey.from_bytes(match[1]))
-    except Exception as error:
-        raise RunConfigError(f"malformed public key: {error!r:.100}") from None
 
 
 def _find(dht: DHT, initial_peers: Iterable[str], organiser: PeerID | None, run_id: str | None) -> RunConfig | None:

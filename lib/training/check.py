@@ -318,11 +318,11 @@ def check_upload(
 
 def count_trainers(dht: DHT, run_id: str) -> int:
     """Return the number of trainers that report their progress in a run."""
-    heartbeats, now = get_dictionary(dht, f"{run_id}_training_progress").values(), get_dht_time()
+    heartbeats, now = get_dictionary(dht, f"{run_id}_training_progress"), get_dht_time()
     number = 0
-    for heartbeat in heartbeats:
+    for subkey, heartbeat in heartbeats.items():
         with suppress(ValueError):
-            number += not parse_progress(heartbeat.value, now).auxiliary
+            number += not parse_progress(subkey, heartbeat.value, now).auxiliary
     return number
 
 

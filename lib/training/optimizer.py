@@ -27,7 +27,7 @@ from arguments import (
 )
 from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.local_updates import LocalUpdatesOptimizer
-from lib.averaging.optimizer import CollaborativeOptimizer, max_weight
+from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
 from lib.averaging.state import TrainingStateAverager
@@ -40,6 +40,8 @@ from lib.peer.upload import MAX_BANDWIDTH, measure_bandwidth
 PARAMETER_STEPS = 10.0
 # The same with local updates: two peers may differ by the local steps of a round. Some hundred at most.
 LOCAL_PARAMETER_STEPS = 3000.0
+# Bound on the weight of a peer in a round, in target batches
+MAX_TARGET_BATCHES = 4.0
 
 # Norm layers by class and by name: the usual pattern "LayerNorm.weight" misses ALBERT's `full_layer_layer_norm`.
 _NO_DECAY_CLASSES = [torch.nn.LayerNorm]
@@ -142,13 +144,14 @@ def _step_optimizer(args: HyperparameterArguments) -> dict:
     return {"optimizer": partial(build_local_optimizer, args=args), "scheduler": partial(build_scheduler, args=args)}
 
 
-def _round_bounds(args: HyperparameterArguments) -> dict:
-    """Return the bounds on contributions, as RoundAverager takes them."""
+def _round_bounds(args: HyperparameterArguments, optimizer_args: OptimizerArguments) -> dict:
+    """Return the bounds on contributions, as RoundAverager takes them: the same at all peers of a run."""
     steps = LOCAL_PARAMETER_STEPS if args.local_updates else PARAMETER_STEPS
     return {
         "local_updates": args.local_updates,
         "max_grad_norm": args.max_update_norm if args.local_updates else args.max_grad_norm,
         "parameter_step": steps * args.learning_rate,
+        "max_weight": MAX_TARGET_BATCHES * optimizer_args.target_batch_size,
     }
 
 
@@ -186,7 +189,7 @@ def build_optimizer(
         )
     return optimizer_class(
         dht=peer.dht,
-        private_key=peer.private_key,
+        public_key=peer.public_key,
         run_id=args.run_id,
         target_batch_size=target_batch_size,
         batch_size_per_step=batch_size_per_step,
@@ -206,7 +209,7 @@ def build_optimizer(
         round_opts={
             "target_group_size": averager_args.target_group_size,
             "bandwidth": _choose_bandwidth(peer, args),
-            **_round_bounds(training_args),
+            **_round_bounds(training_args, args),
         },
         state_opts={
             "initialize_optimizer": False,  # see initialize_optimizer_state
@@ -238,7 +241,7 @@ def build_auxiliary(
         dht=peer.dht,
         run_id=run_id,
         target_batch_size=args.target_batch_size - args.batch_size_lead,
-        private_key=peer.private_key,
+        public_key=peer.public_key,
         client_mode=False,
         auxiliary=True,
         performance_ema_alpha=tracker_args.performance_ema_alpha,
@@ -256,10 +259,9 @@ def build_auxiliary(
         allreduce_timeout=args.averaging_timeout,
         next_chunk_timeout=_chunk_timeout(args),
         average_parameters_every=args.average_state_every,
-        max_weight=max_weight(args.target_batch_size),
         target_group_size=averager_args.target_group_size,
         bandwidth=args.bandwidth or MAX_BANDWIDTH,
-        **_round_bounds(hyperparameter_args),
+        **_round_bounds(hyperparameter_args, args),
         **_averaging_compressions(args),
     )
     return tracker, averager
@@ -323,6 +325,7 @@ def build_state_averager(
     """
     return TrainingStateAverager(
         dht=peer.dht,
+        public_key=peer.public_key,
         prefix=f"{run_id}_state_averager",
         params=build_param_groups(model, training_args.weight_decay),
         **_step_optimizer(training_args),

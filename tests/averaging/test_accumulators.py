@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from lib.averaging.accumulators import UpdateAccumulator
+from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+
+
+def test_gradients_whose_sum_overflows_are_not_sent():
+    """Each gradient was finite. The other peers would ban a peer that sends Inf."""
+    parameter, contribution = torch.nn.Parameter(torch.zeros(2)), [torch.ones(2)]
+    accumulator = GradientAccumulator([parameter], contribution)
+    for scale, expected in ((1e38, (0, 0.0)), (1.0, (16, 1.0))):
+        parameter.grad = torch.full((2,), scale)
+        for _ in range(2):
+            accumulator.add(8)
+        assert (accumulator.load(max_norm=0.0), contribution[0][0].item()) == expected
 
 
 class Peer:

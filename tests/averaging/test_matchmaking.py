@@ -8,14 +8,17 @@ from contextlib import aclosing, suppress
 from types import SimpleNamespace
 
 import pytest
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer
 
 from lib.averaging import matchmaking
 from lib.averaging.matchmaking import RosterEntry, StepMatchmaking, group_key, parse_group_key, rank
 
 PATIENCE = 0.6  # min_matchmaking_time in seconds
+CLAIMS = MSGPackSerializer.dumps([100.0, AveragingMode.NODE.value])
 
 
 def make_ids(number: int) -> list[PeerID]:
@@ -27,7 +30,7 @@ class Control:
     """Handle of a round, with the attributes that matchmaking reads."""
 
     def __init__(self, number: int, is_due: bool = True):
-        self.number, self.deadline, self.data_for_gather = number, 0.0, b"gathered"
+        self.number, self.deadline, self.data_for_gather = number, 0.0, CLAIMS
         self._trigger = asyncio.Event()
         if is_due:
             self._trigger.set()
@@ -182,13 +185,15 @@ def test_group_begins_when_the_step_is_due():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("state", ["down", "frozen"])
-def test_next_peer_leads_if_the_first_is_unreachable(state):
+@pytest.mark.parametrize(("state", "number"), [("down", 1), ("frozen", 1), ("frozen", 2)])
+def test_next_peer_leads_if_the_first_are_unreachable(state, number):
+    """A peer that fails is asked again only after those that were not asked yet."""
+
     async def scenario():
-        network, ids = make_network(4, patience=30.0)
-        getattr(network, state).add(ids[0])
-        assert_one_group(await network.find(ids[1:]), ids[1:])
-        assert network.peers[ids[1]].missed == {ids[0]: "could not be reached"}
+        network, ids = make_network(5, patience=30.0)
+        getattr(network, state).update(ids[:number])
+        assert_one_group(await network.find(ids[number:]), ids[number:])
+        assert network.peers[ids[number]].missed == dict.fromkeys(ids[:number], "could not be reached")
 
     asyncio.run(scenario())
 
@@ -393,8 +398,23 @@ def test_group_is_found_again_after_a_failed_round():
     asyncio.run(scenario())
 
 
-def request(number: int = 1, schema_hash: bytes = b"schema", prefix: str = "run") -> averaging_pb2.JoinRequest:
-    return averaging_pb2.JoinRequest(schema_hash=schema_hash, group_key=group_key(prefix, number), gather=b"")
+def request(
+    number: int = 1, schema_hash: bytes = b"schema", prefix: str = "run", gather: bytes = CLAIMS
+) -> averaging_pb2.JoinRequest:
+    return averaging_pb2.JoinRequest(schema_hash=schema_hash, group_key=group_key(prefix, number), gather=gather)
+
+
+MALFORMED_CLAIMS = [
+    b"",
+    b"\xc1",
+    *(
+        MSGPackSerializer.dumps(claims)
+        for claims in ([100.0], [100.0, "[/b]"], [-1.0, 0], ["1", 0], [1e10, 0], [None, 0])
+    ),
+    MSGPackSerializer.dumps([float("nan"), 0]),
+    CLAIMS + bytes(10**6),
+    MSGPackSerializer.dumps([100.0, 0, bytes(10**6)]),
+]
 
 
 @pytest.mark.parametrize(
@@ -406,8 +426,9 @@ def request(number: int = 1, schema_hash: bytes = b"schema", prefix: str = "run"
         (request(number=4, prefix="another"), averaging_pb2.BAD_GROUP_KEY),
         (averaging_pb2.JoinRequest(), averaging_pb2.BAD_GROUP_KEY),
         (request(number=4), averaging_pb2.ACCEPTED),
+        *((request(number=4, gather=claims), averaging_pb2.PROTOCOL_VIOLATION) for claims in MALFORMED_CLAIMS),
     ],
-    ids=["step that is over", "older step", "other model", "other run", "empty", "next step"],
+    ids=["step that is over", "older step", "other model", "other run", "empty", "next step", *map(str, range(11))],
 )
 def test_first_answer_to_a_request(join_request, code):
     async def scenario():
@@ -449,19 +470,19 @@ def test_number_of_pending_requests_is_bounded(monkeypatch):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("members", ["without us", "one twice"])
+@pytest.mark.parametrize("members", ["without us", "one twice", "malformed claims"])
 def test_invalid_group_is_not_joined(members):
     async def scenario():
         network, ids = make_network(2)
 
         async def lie(_request, _context):
-            peers = [ids[0]] if members == "without us" else [ids[0], ids[1], ids[1]]
+            peers = {"without us": ids[:1], "one twice": [*ids, ids[1]]}.get(members, ids)
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             yield averaging_pb2.MessageFromLeader(
                 code=averaging_pb2.BEGIN_ALLREDUCE,
                 group_id=b"group",
                 ordered_peer_ids=[peer.to_bytes() for peer in peers],
-                gathered=[b""] * len(peers),
+                gathered=[CLAIMS if members != "malformed claims" else b""] * len(peers),
             )
 
         network.peers[ids[0]].rpc_join_group = lie

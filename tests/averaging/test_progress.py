@@ -1,10 +1,11 @@
 """Tests of ProgressTracker: how a peer uses the progress reports of other peers. No DHT, no processes."""
 
+import functools
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hivemind.p2p import PeerID
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
@@ -12,19 +13,24 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging import progress as progress_module
 from lib.averaging.progress import ALIVE_SECONDS, HEARTBEAT_SECONDS, PeerProgress, ProgressTracker, parse_progress
+from lib.averaging.records import signer_of
 from lib.averaging.rounds import PROTOCOL
 
-KEY = RSAPrivateKey()
+
+@functools.cache
+def subkey(number: int) -> bytes:
+    """Return the subkey of the records of peer `number`."""
+    return RSASignatureValidator(RSAPrivateKey()).local_public_key
 
 
 def peer_id(number: int) -> bytes:
-    return b"\x12\x20" + bytes([number] * 32)
+    return signer_of(subkey(number)).to_bytes()
 
 
 class FakeDHT:
     """One DHT key in memory."""
 
-    peer_id = PeerID(peer_id(0))
+    peer_id = signer_of(subkey(0))
 
     def __init__(self):
         self.records: dict[bytes, object] = {}
@@ -51,7 +57,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 def make_tracker(target: int = 100, **options) -> ProgressTracker:
     return ProgressTracker(
-        FakeDHT(), "run", target, private_key=KEY,
+        FakeDHT(), "run", target, public_key=subkey(0),
         **{"client_mode": False, "auxiliary": False, "min_refresh_period": 0.5, "max_refresh_period": 30.0,
            "default_refresh_period": 3.0, "expected_drift_peers": 3.0, "expected_drift_rate": 0.2,
            "performance_ema_alpha": 0.1, "metadata_expiration": 120.0, **options},
@@ -65,15 +71,16 @@ def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age
     """
     now = get_dht_time()
     return {
-        "protocol": PROTOCOL, "peer_id": peer_id(number), "epoch": epoch, "completed": epoch,
+        "protocol": PROTOCOL, "number": number, "epoch": epoch, "completed": epoch,
         "samples_accumulated": samples, "contributed": 0, "samples_per_second": rate, "time": now - age,
         "reported_at": now - age, "client_mode": False, "auxiliary": False, **fields,
     }  # fmt: skip
 
 
 def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
-    """Let a tracker read some records, each under a separate subkey."""
-    tracker.dht.records = {b"key %d" % index: value for index, value in enumerate(records)}
+    """Let a tracker read the records of some peers."""
+    numbers = [value.get("number", 9) if isinstance(value, dict) else 9 for value in records]
+    tracker.dht.records = {subkey(number): value for number, value in zip(numbers, records, strict=True)}
     tracker._begin_fetch()
     assert tracker._finish_fetch()
     return tracker
@@ -89,12 +96,12 @@ def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
         {"samples_accumulated": 10**9}, {"samples_accumulated": -1}, {"contributed": 10**12}, {"contributed": 0.5},
         {"samples_per_second": float("nan")}, {"samples_per_second": float("inf")}, {"samples_per_second": -1.0},
         {"time": float("inf")}, {"time": 1e12}, {"reported_at": 1e12}, {"reported_at": "now"},
-        {"client_mode": 1}, {"auxiliary": None}, {"peer_id": b""}, {"peer_id": "Qm"}, {"peer_id": b"x" * 129},
+        {"client_mode": 1}, {"auxiliary": None},
     ],
 )  # fmt: skip
 def test_invalid_reports_are_ignored(change):
     with pytest.raises(ValueError):
-        parse_progress({**record(1), **change}, get_dht_time())
+        parse_progress(subkey(1), {**record(1), **change}, get_dht_time())
     tracker = see(make_tracker(), {**record(1, epoch=5), **change}, record(2))
     assert [progress.peer_id for progress in tracker.others] == [peer_id(2)]
 
@@ -109,7 +116,7 @@ def test_peers_of_another_protocol_are_ignored_with_one_warning(caplog, monkeypa
     monkeypatch.setattr(progress_module.logger, "warning", warnings.append)
     tracker = make_tracker()
     for _ in range(3):
-        see(tracker, {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"peer_id": peer_id(2), "epoch": 9})
+        see(tracker, {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"number": 2, "epoch": 9})
     assert tracker.others == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
     assert len(warnings) == 2 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
 
@@ -122,13 +129,18 @@ def test_banned_and_ignored_peers_do_not_count():
     assert tracker.global_epoch == 0 and tracker.others == []
 
 
-def test_restarted_peer_is_counted_once_by_its_newest_report():
-    tracker = see(make_tracker(), record(1, epoch=4, age=3.0), record(1, epoch=2, age=0.0))
-    assert [progress.epoch for progress in tracker.others] == [2]
-
-
-def test_own_report_under_an_older_key_is_not_another_peer():
-    assert see(make_tracker(), record(0, epoch=4)).others == []
+def test_report_speaks_for_its_signer_only():
+    """With a report in the name of each other trainer, one peer made all believe that they were alone."""
+    tracker = make_tracker()
+    tracker.dht.records = {subkey(number): record(number, epoch=4, samples=10) for number in (1, 2)}
+    tracker.dht.records |= {b"x" + subkey(3): record(3), b"id": record(4), subkey(0): record(0)}
+    tracker.dht.records[subkey(5)] = {**record(1, epoch=5), "peer_id": peer_id(1), "auxiliary": True}
+    tracker._begin_fetch()
+    assert tracker._finish_fetch()
+    assert {progress.peer_id: progress.epoch for progress in tracker.others} == {
+        peer_id(1): 4, peer_id(2): 4, peer_id(5): 5,
+    }  # fmt: skip
+    assert tracker.num_expected(5) == 2
 
 
 # When a step is due
@@ -211,7 +223,10 @@ def test_waiting_does_not_count_as_slow_training(clock):
 
 def roster(tracker: ProgressTracker, step: int) -> dict[int, tuple[bool, bool]]:
     """Return the roster of a step: number of a peer -> (is_client, is_established)."""
-    return {entry.peer_id.to_bytes()[2]: (entry.is_client, entry.is_established) for entry in tracker.roster(step)}
+    numbers = {peer_id(number): number for number in range(10)}
+    return {
+        numbers[entry.peer_id.to_bytes()]: (entry.is_client, entry.is_established) for entry in tracker.roster(step)
+    }
 
 
 def test_roster_has_the_live_peers_of_the_step():
@@ -290,7 +305,7 @@ def test_reports_are_rate_limited_except_for_new_steps(monkeypatch):
     tracker.begin_step(1, 2)
     assert tracker._next_report <= clock.now
     (stored,) = tracker.dht.records.values()
-    assert isinstance(parse_progress(stored, get_dht_time()), PeerProgress)
+    assert isinstance(parse_progress(subkey(0), stored, get_dht_time()), PeerProgress)
 
 
 def test_reports_become_frequent_when_the_step_is_near(clock, monkeypatch):

@@ -108,7 +108,7 @@ def ids(reports: list[PeerProgress]) -> set[bytes]:
 def claim(swarm: Swarm, **options) -> None:
     """Publish a progress report of a peer that does not train."""
     liar = swarm.borrow()
-    report = progress(liar.dht, **options)
+    report = progress(**options)
     store_record(liar.dht, f"{swarm.run_id}_training_progress", liar.public_key, report, lifetime=120)
 
 

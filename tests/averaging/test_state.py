@@ -180,6 +180,8 @@ def test_offers_and_snapshots_carry_the_applied_step(swarm):
 
 def test_downloads_of_one_state_share_an_unchanging_copy(swarm):
     averager = swarm.add()
+    fill_gradients(averager, seed=1)
+    averager.apply_update(1)
     first, second = (averager.get_current_state()[1] for _ in range(2))
     snapshot = averager.snapshot()[1]
     live = {parameter.data_ptr() for parameter in averager._optimized_parameters()}
@@ -190,7 +192,7 @@ def test_downloads_of_one_state_share_an_unchanging_copy(swarm):
     assert not live & set(pointers)
     before = flat(first).clone()
     fill_gradients(averager, seed=0)
-    averager.apply_update(1)
+    averager.apply_update(2)
     assert torch.equal(flat(first), before)
     third = averager.snapshot()[1]
     assert not torch.equal(flat(third), before)

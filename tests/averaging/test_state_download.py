@@ -3,30 +3,33 @@
 import asyncio
 import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import wait
-from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import pytest
 import torch
 from hivemind.averaging.averager import DecentralizedAverager
-from hivemind.optim import state_averager
+from hivemind.dht import DHT
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
 from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from arguments import HyperparameterArguments
 from lib.averaging import wire
 from lib.averaging.download import StateDownload, StateQuery, TooSlowError, rank_donors
+from lib.averaging.records import signer_of
 from lib.averaging.state import StateLoadError, TrainingStateAverager
 from lib.training.model import build_model
-from tests.support.peers import wait_until
+from tests.support.hostile_peer import ManySigners
+from tests.support.peers import LOCAL, wait_until
 from tests.support.state_swarm import (
     CONFIG,
     arguments,
@@ -38,6 +41,7 @@ from tests.support.state_swarm import (
     offer,
     shut_down,
 )
+from utils import get_dictionary
 
 
 @pytest.fixture(autouse=True)
@@ -206,8 +210,7 @@ def test_slow_donor_without_alternatives_may_finish(swarm):
     """The other offers are of peers that do not exist."""
     slow, newcomer = swarm.add(behaviour=send_slowly), swarm.add(download_timeout=100.0)
     offer(slow, step=5)
-    offer_nonexistent_peers(newcomer, swarm.offers, 3)
-    wait_until(lambda: len(newcomer.dht.get(swarm.offers, latest=True).value) == 4, 120, "the offers")
+    offer_nonexistent_peers(swarm, 3)
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
@@ -250,14 +253,13 @@ def random_peer() -> PeerID:
     return PeerID(b"\x12\x20" + os.urandom(32))
 
 
-def offer_nonexistent_peers(averager: TrainingStateAverager, key: str, number: int) -> None:
-    stores = [
-        averager.dht.store(
-            key, float(2**31 - 1), get_dht_time() + 300, subkey=random_peer().to_bytes(), return_future=True
-        )
-        for _ in range(number)
-    ]
-    assert all(store.result(60) for store in stores)
+def offer_nonexistent_peers(swarm, number: int) -> None:
+    signers = ManySigners(number)
+    dht = DHT([swarm.network.address], start=True, host_maddrs=[LOCAL], record_validators=[signers])
+    swarm.stack.callback(dht.shutdown)
+    for subkey in signers.signers:
+        assert dht.store(swarm.offers, float(2**31 - 1), get_dht_time() + 300, subkey)
+    wait_until(lambda: all(len(get_dictionary(p.dht, swarm.offers)) > number for p in swarm.peers), 120, "the offers")
 
 
 def find_slowly(method: Callable, real_peers: list[PeerID]) -> Callable:
@@ -282,8 +284,7 @@ def test_offers_of_nonexistent_peers_take_little_time(swarm, monkeypatch):
     newcomer = build_averager(build_model(CONFIG, "run"), newcomer_peer, swarm.prefix, download_timeout=120.0)
     swarm.stack.callback(shut_down, newcomer)
     offer(donor, step=5)
-    offer_nonexistent_peers(newcomer, swarm.offers, 500)
-    wait_until(lambda: len(newcomer.dht.get(swarm.offers, latest=True).value) == 501, 120, "the offers")
+    offer_nonexistent_peers(swarm, 70)
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
@@ -366,12 +367,13 @@ def test_credible_step_grows_with_the_time_of_a_download():
 
 
 def test_donors_are_ranked_by_step_without_malformed_offers():
-    offers = [3, 5.0, 4, 2**31, -1, float("nan"), float("inf"), "6", None, True, 30_000]
-    records = {bytes([number]): ValueWithExpiration(value, 1e12) for number, value in enumerate(offers)}
-    records |= {"text": ValueWithExpiration(5, 1e12), b"none": None}
-    likely, unlikely = rank_donors(records, max_epoch=5)
-    assert [donor.to_bytes()[0] for donor in likely] == [1, 2, 0, 9]
-    assert [donor.to_bytes()[0] for donor in unlikely] == [10]
+    offers = [3, 5.0, 4, 2**31, -1, float("nan"), float("inf"), "6", None, True, 30_000, 5]
+    signers = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in offers]
+    offers = [ValueWithExpiration(value, 1e12) for value in offers[:-1]] + [None]
+    unsigned = {"text": offers[0], signer_of(signers[0]).to_bytes(): offers[1]}
+    likely, unlikely = rank_donors(dict(zip(signers, offers, strict=True)) | unsigned, max_epoch=5)
+    assert likely == [signer_of(signers[number]) for number in (1, 2, 0, 9)]
+    assert unlikely == [signer_of(signers[10])]
     assert rank_donors(b"\xc1", 5) == rank_donors(None, 5) == ([], [])
 
 
@@ -402,6 +404,24 @@ def test_small_second_moments_survive_the_transfer(swarm, compression):
     error = (divisors[1] / divisors[0] - 1).abs()
     assert error.max() < (1e-4 if compression == "none" else 0.05)
     assert error.mean() < 0.005
+
+
+def test_second_moments_of_any_optimizer_are_known_by_their_values(swarm):
+    """They were found by the name that Adam and LAMB give them; RMSprop's became 0 in float16."""
+    build = {"optimizer": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9), "compression": "float16"}
+    donor, newcomer = swarm.add(**build), swarm.add(**build)
+    for averager in (donor, newcomer):
+        fill_gradients(averager, seed=0)
+        averager.apply_update(1)
+    for values in donor.optimizer.state.values():
+        values["square_avg"].fill_(1e-10)
+        values["momentum_buffer"].fill_(-0.5)
+    offer(donor, 1)
+    swarm.wait_for_offers(donor)
+    assert newcomer.load_state_from_peers()
+    for values in newcomer.optimizer.state.values():
+        assert torch.allclose(values["square_avg"], torch.tensor(1e-10), rtol=2e-3, atol=0)
+        assert torch.all(values["momentum_buffer"] == -0.5)
 
 
 # Invalid states
@@ -466,34 +486,3 @@ def test_download_closes_the_stream_when_complete(swarm, monkeypatch):
     started = time.monotonic()
     assert newcomer.load_state_from_peers()
     assert time.monotonic() - started < 30
-
-
-@contextmanager
-def sigint_kept() -> Iterator[None]:
-    """Restore the handler of SIGINT: plain hivemind ignores SIGINT in a process that starts an averager."""
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def test_plain_hivemind_client_downloads_a_state_without_a_timeout(swarm):
-    """hivemind's client reads until the donor closes the stream, for at most `next_chunk_timeout`.
-
-    In hivemind's example that is 5 seconds.
-    """
-    donor = swarm.add()
-    offer(donor, step=5)
-    with sigint_kept():
-        newcomer = build_averager(
-            build_model(CONFIG, "run"),
-            swarm.add_peer(),
-            swarm.prefix,
-            averager_class=state_averager.TrainingStateAverager,
-            next_chunk_timeout=4.0,
-        )
-    swarm.stack.callback(shut_down, newcomer)
-    swarm.wait_for_offers(donor)
-    metadata, tensors = DecentralizedAverager.load_state_from_peers(newcomer, timeout=60)
-    assert metadata["epoch"] == 5 and len(tensors) == len(donor.snapshot()[1])

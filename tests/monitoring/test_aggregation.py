@@ -87,26 +87,19 @@ def test_nan_is_refused_and_counted():
 # Live peers
 
 
-def test_claim_of_another_peers_identity_changes_nothing():
-    aggregator = make_aggregator(last_reported_step=9)
-    progress = {b"honest": heartbeat(START, 10, b"id"), b"liar": heartbeat(START, 0, b"id")}
-    (report,) = aggregator.update(START, {b"honest": metric(10)}, {}, progress)
-    assert (report.step, report.alive_peers) == (10, 2)
-
-
 def test_goodbye_counts_at_once():
     aggregator = make_aggregator()
     metrics = {b"a": metric(1), b"b": metric(1)}
-    progress = {b"a": heartbeat(START, 1, b"A"), b"b": heartbeat(START, 1, b"B")}
+    progress = {b"a": heartbeat(START, 1), b"b": heartbeat(START, 1)}
     assert aggregator.update(START, metrics, {}, progress)[0].alive_peers == 2
     metrics = {b"a": metric(2), b"b": metric(1)}
-    progress = {b"a": heartbeat(START + 5, 2, b"A"), b"b": None}
+    progress = {b"a": heartbeat(START + 5, 2), b"b": None}
     (report,) = aggregator.update(START + 5, metrics, {}, progress)
     assert (report.step, report.alive_peers) == (2, 1)
     aggregator.update(START + 10, metrics | {b"b": metric(2)}, {}, progress)  # its last metrics, found late
     assert len(aggregator.live_peers) == 1
     # The same identity starts again
-    aggregator.update(START + 20, metrics, {}, progress | {b"b": heartbeat(START + 20, 2, b"B")})
+    aggregator.update(START + 20, metrics, {}, progress | {b"b": heartbeat(START + 20, 2)})
     assert len(aggregator.live_peers) == 2
 
 
@@ -120,13 +113,13 @@ def test_last_step_of_a_peer_that_left_is_reported():
 def test_peer_that_left_after_a_step_still_votes_for_it():
     """The slowest of three peers, which is alone at the end of a run, may never take that step."""
     aggregator = make_aggregator()
-    peers = {b"a": b"A", b"b": b"B", b"slow": b"S"}
-    start = {key: heartbeat(START, 1, peer_id) for key, peer_id in peers.items()}
+    peers = (b"a", b"b", b"slow")
+    start = {key: heartbeat(START, 1) for key in peers}
     aggregator.update(START, dict.fromkeys(peers, metric(1)), {}, start)
     metrics = {b"a": metric(2), b"b": metric(2), b"slow": metric(1)}
     reported = {}
     for second in range(5, 300, 5):
-        progress = {b"a": None, b"b": None, b"slow": heartbeat(START + second, 1, b"S", samples=second)}
+        progress = {b"a": None, b"b": None, b"slow": heartbeat(START + second, 1, samples=second)}
         reports = aggregator.update(START + second, metrics, {}, progress)
         reported |= {report.step: (second, report.contributors, report.alive_peers) for report in reports}
     assert reported == {2: (5 + SETTLE, 2, 1)}
@@ -171,7 +164,7 @@ def test_records_of_the_dead_do_not_count_after_the_monitor_restarts():
 def test_peer_without_metrics_yet_counts_with_its_heartbeat():
     aggregator = make_aggregator()
     metrics = {b"a": metric(1, speed=1.0), b"b": metric(1, speed=1.0)}
-    progress = {key: heartbeat(START, 1, key) for key in (b"a", b"b", b"joined")}
+    progress = {key: heartbeat(START, 1) for key in (b"a", b"b", b"joined")}
     assert aggregator.update(START, metrics, {}, progress) == []  # it may be about to report step 1 as well
     (report,) = aggregator.update(START + SETTLE, metrics, {}, progress)
     assert (report.alive_peers, report.performance, report.contributors) == (3, 4.5, 2)
@@ -240,9 +233,9 @@ def test_hung_peers_with_heartbeats_are_not_waited_for():
         metrics = {b"a": metric(step), b"h1": metric(1), b"h2": metric(1)}
         history = {b"a": entries(*map(metric, range(1, step + 1)))}
         progress = {
-            b"a": heartbeat(now, step, b"A", samples=round_),
-            b"h1": heartbeat(now, 1, b"H1", samples=5),
-            b"h2": heartbeat(now, 1, b"H2", samples=5),
+            b"a": heartbeat(now, step, samples=round_),
+            b"h1": heartbeat(now, 1, samples=5),
+            b"h2": heartbeat(now, 1, samples=5),
         }
         reported += steps_of(aggregator.update(now, metrics, history, progress))
     assert reported == list(range(1, 21)) and len(aggregator.live_peers) == 3
@@ -289,14 +282,14 @@ def test_outlier_that_stays_when_the_others_leave_is_not_followed():
     aggregator = make_aggregator(last_reported_step=6)
     liar = {b"liar": metric(10**9)}
     honest = {b"a": metric(7), b"b": metric(7)}
-    progress = {b"a": heartbeat(START, 7, b"A"), b"b": heartbeat(START, 7, b"B")}
+    progress = {b"a": heartbeat(START, 7), b"b": heartbeat(START, 7)}
     aggregator.update(START, honest | liar, {}, progress)
     for second in range(10, 5000, 10):
         liar = {b"liar": metric(10**9 + second)}
         assert aggregator.update(START + second, honest | liar, {}, {b"a": None, b"b": None}) == []
     honest = {b"a": metric(8), b"b": metric(8)}
     now = START + 5000
-    progress = {b"a": heartbeat(now, 8, b"A"), b"b": heartbeat(now, 8, b"B")}
+    progress = {b"a": heartbeat(now, 8), b"b": heartbeat(now, 8)}
     assert steps_of(aggregator.update(now, honest | liar, {}, progress)) == [8]
 
 
@@ -397,8 +390,8 @@ def test_stragglers_do_not_pull_the_run_back():
     for second in range(0, 1000, 10):
         step = 100 + second // 10
         metrics = {b"a": metric(step), b"b": metric(step - 20)}
-        progress = {b"new%d" % number: heartbeat(START + second, 0, b"N%d" % number) for number in range(5)}
-        progress |= {key: heartbeat(START + second, value["step"], key) for key, value in metrics.items()}
+        progress = {b"new%d" % number: heartbeat(START + second, 0) for number in range(5)}
+        progress |= {key: heartbeat(START + second, value["step"]) for key, value in metrics.items()}
         reported += steps_of(aggregator.update(START + second, metrics, {}, progress))
     assert reported == list(range(100, 200))
 
@@ -512,7 +505,7 @@ any_history = st.lists(good_metrics, max_size=4).map(lambda records: entries(*re
 )
 any_heartbeat = st.none() | st.builds(
     lambda base, change: base | change,
-    st.builds(heartbeat, st.floats(0, 1000), st.integers(0, 120), st.sampled_from([b"A", b"B"]), st.integers(0, 9)),
+    st.builds(heartbeat, st.floats(0, 1000), st.integers(0, 120), st.integers(0, 9)),
     st.dictionaries(st.sampled_from(list(heartbeat(0, 0))), numbers, max_size=1),
 )
 
@@ -569,7 +562,7 @@ def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, 
         metrics = {peer: records[-1] for peer, records in known.items() if records}
         history = {peer: entries(*records) for peer, records in known.items() if records}
         progress = {
-            peer: heartbeat(now, records[-1]["step"] if records else first_step - 1, peer, samples=int(now - START))
+            peer: heartbeat(now, records[-1]["step"] if records else first_step - 1, samples=int(now - START))
             for peer, records in known.items()
         }
         if has_liar:

@@ -21,7 +21,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
-from lib.averaging.records import LimitValidator
+from lib.averaging.records import ReadableValidator, RunValidator
 from lib.common.errors import UserError
 from lib.peer.addresses import (
     announce_public_ip,
@@ -151,8 +151,13 @@ def test_malformed_records_are_refused(name, value):
 def test_records_of_others_are_refused():
     other = RSASignatureValidator(RSAPrivateKey()).local_public_key
     assert not is_accepted("metrics", GOOD, subkey=other), "signed by us in the name of another"
-    assert not is_accepted("metrics", GOOD, subkey=b"plain"), "not signed"
-    assert not is_accepted("metrics", GOOD, subkey=b"[owner:ssh-rsa garbage]"), "no public key"
+    for name in ("metrics", "state_averager.all_averagers", "anything"):
+        value = {"metrics": GOOD}.get(name, 12)
+        assert not is_accepted(name, value, subkey=b"plain"), "not signed"
+        assert not is_accepted(name, value, subkey=b"[owner:ssh-rsa garbage]"), "no public key"
+        own = RSASignatureValidator(KEY).local_public_key
+        for subkey in (b"2" + own, own + b"2", own.replace(b"]", b" comment]")):
+            assert not is_accepted(name, value, subkey=subkey), "another record of the same signer"
 
 
 def test_large_and_long_lived_records_are_refused_under_any_key():
@@ -162,11 +167,11 @@ def test_large_and_long_lived_records_are_refused_under_any_key():
 
 
 def test_largest_dictionary_fits_into_one_answer():
-    limits, signature = LimitValidator(), len(KEY.sign(b"record")) + len(SignatureValidator.SIGNATURE_FORMAT)
+    limits, signature = ReadableValidator, len(KEY.sign(b"record")) + len(SignatureValidator.SIGNATURE_FORMAT)
     dictionary = DictionaryDHTValue(maxsize=10_000)
-    for number in range(limits.max_subkeys):
+    for number in range(RunValidator.MAX_SUBKEYS):
         subkey = MSGPackSerializer.dumps(number.to_bytes(400, "big"))
-        value = b"x" * (limits.max_bytes - len(subkey) + signature)
+        value = b"x" * (limits.MAX_BYTES - len(subkey) + signature)
         assert dictionary.store(number.to_bytes(400, "big"), value, get_dht_time() + 1000)
     assert len(MSGPackSerializer.dumps(dictionary)) < DEFAULT_MAX_MSG_SIZE - 10_000
 
@@ -174,18 +179,36 @@ def test_largest_dictionary_fits_into_one_answer():
 def test_more_subkeys_than_a_run_has_peers_are_refused(monkeypatch):
     now = get_dht_time()
     monkeypatch.setattr("lib.averaging.records.get_dht_time", lambda: now)
-    validator = LimitValidator(max_subkeys=3)
+    monkeypatch.setattr(RunValidator, "MAX_SUBKEYS", 3)
+    validator = RunValidator([])
 
-    def store(subkey: bytes, lifetime: float = 60.0) -> bool:
-        return validator.validate(DHTRecord(b"key", subkey, b"value", now + lifetime))
+    def store(subkey: bytes, lifetime: float = 60.0, key: bytes = b"key") -> bool:
+        return validator.validate(DHTRecord(key, subkey, b"value", now + lifetime))
 
     assert all(store(subkey) for subkey in (b"1", b"2"))
     assert store(b"short", lifetime=0.2)
     assert not store(b"4"), "a fourth"
-    assert store(b"1"), "a known one"
-    assert validator.validate(DHTRecord(b"another key", b"4", b"value", now + 60))
+    assert store(b"1", lifetime=61.0), "a known one"
+    assert store(b"4", key=b"another key")
+    for number in range(2 * RunValidator.MAX_KEYS):
+        assert store(b"1", key=b"%d" % number) and store(b"1", lifetime=62.0 + number)
+    assert not store(b"4"), "the counts of the keys in use are kept"
     now += 0.3
     assert store(b"4"), "there is room once another has expired"
+
+
+def test_refused_records_take_up_no_room(monkeypatch):
+    """1000 of 34 bytes, unsigned or malformed, hid all peers that joined on the same day."""
+    monkeypatch.setattr(RunValidator, "MAX_SUBKEYS", 3)
+    (validator,), own_subkey = make_validators("run", KEY)
+    key, expiration = DHTID.generate("run_training_progress").to_bytes(), get_dht_time() + 60
+
+    def is_valid(subkey: bytes, value: object) -> bool:
+        record = DHTRecord(key, MSGPackSerializer.dumps(subkey), MSGPackSerializer.dumps(value), expiration)
+        return validator.validate(dataclasses.replace(record, value=validator.sign_value(record)))
+
+    assert not any(is_valid(b"%d" % number + tail, None) for number in range(9) for tail in (b"", own_subkey))
+    assert not is_valid(own_subkey, "junk") and is_valid(own_subkey, {"protocol": 5})
 
 
 @pytest.mark.parametrize(

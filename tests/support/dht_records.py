@@ -12,8 +12,8 @@ def entries(*records):
     return [[record[name] for name in names] for record in records]
 
 
-def heartbeat(now, epoch, peer_id=b"peer", samples=0):
-    return {"peer_id": peer_id, "epoch": epoch, "samples_accumulated": samples, "samples_per_second": 2.5,
+def heartbeat(now, epoch, samples=0):
+    return {"epoch": epoch, "samples_accumulated": samples, "samples_per_second": 2.5,
             "time": now, "client_mode": False}  # fmt: skip
 
 

@@ -64,13 +64,27 @@ class UncheckedSignatures(RSASignatureValidator):
         return True
 
 
-def progress(dht: DHT, epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
+class ManySigners(RecordValidatorBase):
+    """Signs records with several keys, one for each subkey, and checks none."""
+
+    def __init__(self, number: int):
+        signers = [RSASignatureValidator(RSAPrivateKey()) for _ in range(number)]
+        self.signers = {signer.local_public_key: signer for signer in signers}
+
+    def validate(self, record: DHTRecord) -> bool:
+        return True
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        return self.signers[MSGPackSerializer.loads(record.subkey)].sign_value(record)
+
+
+def progress(epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
     """Build a progress report.
 
     :param when: its time, in seconds from now
     """
     return {
-        "protocol": PROTOCOL, "peer_id": dht.peer_id.to_bytes(), "epoch": epoch, "completed": epoch,
+        "protocol": PROTOCOL, "epoch": epoch, "completed": epoch,
         "samples_accumulated": 0, "contributed": 0, "samples_per_second": rate, "time": get_dht_time() + when,
         "reported_at": get_dht_time() + when, "client_mode": client_mode, "auxiliary": False,
     }  # fmt: skip
@@ -112,8 +126,8 @@ def main(run_id: str, address: str, num_fakes: int) -> None:
             store(f"{run_id}_history", value)
         for epoch in (10**18, 2**31, 10**6, 30_000):
             for rate in (1.0, NAN, INFINITY, 1e30):
-                store(f"{run_id}_training_progress", progress(dht, epoch, rate))
-        store(f"{run_id}_training_progress", progress(dht, 10**6, 1.0, when=10**6))
+                store(f"{run_id}_training_progress", progress(epoch, rate))
+        store(f"{run_id}_training_progress", progress(10**6, 1.0, when=10**6))
         store(f"{run_id}_monitor", {"stores_checkpoints": True, "checkpoint_step": 10**19})
         store(f"{run_id}_peers", {"username": "\x1b[31m" + "x" * 10_000, "leaving": True})
         for value in (INFINITY, NAN, 1e308, 10**6, -1, "text", None):
@@ -123,7 +137,7 @@ def main(run_id: str, address: str, num_fakes: int) -> None:
         for subkey in fakes:
             dht.store(f"{run_id}_metrics", GOOD, get_dht_time() + 60, subkey=subkey, return_future=True)
         # Until here one of the plausible claims above was in force; from here on the monitor has a report to refuse.
-        store(f"{run_id}_training_progress", progress(dht, 10**18))
+        store(f"{run_id}_training_progress", progress(10**18))
         for name in (*KEYS_OF_AVERAGERS, "training_progress", "metrics", "peers"):
             for raw in RAW:
                 store(f"{run_id}_{name}", {"raw": raw}, dht.peer_id.to_bytes(), lifetime=3600.0)

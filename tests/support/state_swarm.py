@@ -11,12 +11,14 @@ import torch
 from transformers import AlbertConfig
 
 from arguments import HyperparameterArguments
+from lib.averaging.records import signer_of
 from lib.averaging.state import TrainingStateAverager
 from lib.peer.peer import Peer
 from lib.training.model import build_model
 from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler, build_state_compression
 from tests.support.peers import TINY_ALBERT, wait_until
 from tests.support.swarm import Network
+from utils import get_dictionary
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 
@@ -33,15 +35,17 @@ def build_averager(
     compression: str = "none",
     averager_class: type = TrainingStateAverager,
     offload_optimizer: bool = True,
+    optimizer: Callable | None = None,
     **options,
 ):
     """Build a state averager with the settings of a trainer."""
     hyperparameter_args = hyperparameter_args or arguments()
     return averager_class(
         dht=peer.dht,
+        public_key=peer.public_key,
         prefix=prefix,
         params=build_param_groups(model, hyperparameter_args.weight_decay),
-        optimizer=partial(build_local_optimizer, args=hyperparameter_args),
+        optimizer=optimizer or partial(build_local_optimizer, args=hyperparameter_args),
         scheduler=partial(build_scheduler, args=hyperparameter_args),
         initialize_optimizer=False,
         offload_optimizer=offload_optimizer,
@@ -88,11 +92,11 @@ class StateSwarm:
 
     def wait_for_offers(self, *donors: TrainingStateAverager) -> None:
         """Wait until the DHT has the offers of these donors, and no others, at every peer."""
-        expected = {donor.peer_id.to_bytes(): donor.state_sharing_priority for donor in donors}
+        expected = {donor.peer_id: donor.state_sharing_priority for donor in donors}
 
         def known(peer) -> dict:
-            found = peer.dht.get(self.offers, latest=True)
-            return {} if found is None else {key: offer.value for key, offer in found.value.items()}
+            offers = get_dictionary(peer.dht, self.offers)
+            return {signer_of(subkey): offer.value for subkey, offer in offers.items()}
 
         wait_until(lambda: all(known(peer) == expected for peer in self.peers), 120, "the offers")
 

@@ -5,7 +5,9 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from arguments import CollaborationArguments
@@ -123,16 +125,17 @@ def test_round_that_takes_longer_than_it_may_is_a_fault():
     assert "takes about 305 s, and --averaging_timeout is 300 s. Use a faster connection" in found.line
 
 
-def make_heartbeat(peer_id: bytes, auxiliary: bool) -> dict:
+def make_heartbeat(auxiliary: bool) -> dict:
     now = get_dht_time()
-    progress = PeerProgress(peer_id, 5, 5, 0, 0, 1.0, now, now, client_mode=False, auxiliary=auxiliary)
+    progress = PeerProgress(b"", 5, 5, 0, 0, 1.0, now, now, client_mode=False, auxiliary=auxiliary)
     return progress.to_record()
 
 
 def test_first_initial_peer_that_takes_part_measures_the_upload(monkeypatch):
     """Malformed records and auxiliary peers are no trainers."""
-    records = [make_heartbeat(b"a", False), make_heartbeat(b"b", False), make_heartbeat(b"c", True), {}, None]
-    values = {number: ValueWithExpiration(record, 0.0) for number, record in enumerate(records)}
+    records = [make_heartbeat(False), make_heartbeat(False), make_heartbeat(True), {}, None]
+    subkeys = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in records]
+    values = {subkey: ValueWithExpiration(record, 0.0) for subkey, record in zip(subkeys, records, strict=True)}
     monkeypatch.setattr(check, "get_dictionary", lambda _dht, key: values if key == "run_training_progress" else {})
 
     peer, args = (
