@@ -5,6 +5,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from lib.averaging.base import SafeAverager
+from lib.averaging.progress import ProgressTracker
 from tests.support.state_swarm import StateSwarm
 
 
@@ -13,3 +15,10 @@ def swarm(network) -> Iterator[StateSwarm]:
     """Connected peers in this process, each with a state averager."""
     with ExitStack() as stack:
         yield StateSwarm(stack, network)
+
+
+@pytest.fixture
+def offline(monkeypatch) -> None:
+    """Keep averagers and progress trackers from starting their processes and threads, see tests/support/offline.py."""
+    monkeypatch.setattr(SafeAverager, "run_in_background", lambda _averager, **_options: None)
+    monkeypatch.setattr(ProgressTracker, "start", lambda _tracker: None)

@@ -3,7 +3,8 @@
 import math
 import threading
 import time
-from concurrent.futures import wait
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lib.averaging.schedule import set_schedule
 from lib.averaging.state import StateLoadError, TrainingStateAverager, all_finite
 from lib.training.model import build_model
 from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
+from tests.support.offline import offline_averager
 from tests.support.peers import wait_until
 from tests.support.state_swarm import (
     CONFIG,
@@ -21,6 +23,13 @@ from tests.support.state_swarm import (
     flat,
     learning_rates,
 )
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
 
 # Schedule
 
@@ -62,8 +71,8 @@ def test_schedule_is_that_of_stepping_to_the_same_step():
     assert learning_rates(direct.optimizer) == [0.0, 0.0]
 
 
-def test_step_number_of_a_state_costs_no_time_and_may_be_lower(swarm):
-    averager = swarm.add()
+def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
+    averager = offline_averager()
     metadata, tensors = averager.snapshot()
     started = time.monotonic()
     averager.restore({**metadata, "epoch": 10**6}, tensors)
@@ -83,10 +92,10 @@ def test_step_number_of_a_state_costs_no_time_and_may_be_lower(swarm):
 
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
 @pytest.mark.parametrize("are_averaged", [False, True])
-def test_updates_are_those_of_one_process(swarm, optimizer, are_averaged):
+def test_updates_are_those_of_one_process(optimizer, are_averaged):
     """With `are_averaged`, each update starts from the averaged parameters of a group."""
     args = arguments(optimizer=optimizer, warmup_steps=2, total_steps=5)
-    averager = swarm.add(hyperparameter_args=args)
+    averager = offline_averager(hyperparameter_args=args)
     alone = build_local_optimizer(build_param_groups(build_model(CONFIG, "run"), args.weight_decay), args)
     scheduler = build_scheduler(alone, args)
     own = [parameter for group in alone.param_groups for parameter in group["params"]]
@@ -110,8 +119,8 @@ def test_updates_are_those_of_one_process(swarm, optimizer, are_averaged):
     assert torch.equal(flat(averager.main_parameters), flat(own))
 
 
-def test_update_has_the_learning_rate_of_the_previous_step(swarm):
-    averager = swarm.add(hyperparameter_args=arguments(warmup_steps=0, total_steps=10))
+def test_update_has_the_learning_rate_of_the_previous_step():
+    averager = offline_averager(hyperparameter_args=arguments(warmup_steps=0, total_steps=10))
     used = []
     step = averager.optimizer.step
     averager.optimizer.step = lambda: (used.extend(learning_rates(averager.optimizer)[:1]), step())
@@ -121,8 +130,8 @@ def test_update_has_the_learning_rate_of_the_previous_step(swarm):
     assert learning_rates(averager.optimizer) == pytest.approx([0.007, 0.007])
 
 
-def test_averaged_parameters_of_another_model_change_nothing(swarm):
-    averager = swarm.add()
+def test_averaged_parameters_of_another_model_change_nothing():
+    averager = offline_averager()
     before = averager.snapshot()[1]
     with pytest.raises(ValueError, match="other shapes"):
         averager.apply_update(1, [torch.zeros(3) for _ in averager._optimized_parameters()])
@@ -130,8 +139,8 @@ def test_averaged_parameters_of_another_model_change_nothing(swarm):
     assert torch.equal(flat(before), flat(averager.snapshot()[1]))
 
 
-def test_nobody_reads_the_state_in_the_middle_of_an_update(swarm):
-    averager = swarm.add()
+def test_nobody_reads_the_state_in_the_middle_of_an_update(pool):
+    averager = offline_averager()
     is_in_the_middle, may_end = threading.Event(), threading.Event()
 
     def step() -> None:
@@ -142,10 +151,10 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update(swarm):
     averager.optimizer.step = step
     averaged = [torch.ones_like(parameter) for parameter in averager._optimized_parameters()]
     averager.snapshot()  # keeps a copy of the state before the update
-    update = swarm.pool.submit(averager.apply_update, 1, averaged)
+    update = pool.submit(averager.apply_update, 1, averaged)
     assert is_in_the_middle.wait(60)
-    readers = [swarm.pool.submit(averager.snapshot), swarm.pool.submit(averager.get_current_state),
-               swarm.pool.submit(averager._apply_optimizer_parameters_)]  # fmt: skip
+    readers = [pool.submit(averager.snapshot), pool.submit(averager.get_current_state),
+               pool.submit(averager._apply_optimizer_parameters_)]  # fmt: skip
     assert not wait(readers, timeout=0.5).done
     may_end.set()
     update.result(60)
@@ -157,10 +166,10 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update(swarm):
     assert all((parameter == 2.0).all() for parameter in averager.main_parameters)
 
 
-def test_state_during_an_update_by_hivemind_carries_its_own_step(swarm):
-    averager = swarm.add()
+def test_state_during_an_update_by_hivemind_carries_its_own_step(pool):
+    averager = offline_averager()
     with averager.lock_optimizer:  # as in hivemind's background thread
-        states = [swarm.pool.submit(averager.snapshot), swarm.pool.submit(averager.get_current_state)]
+        states = [pool.submit(averager.snapshot), pool.submit(averager.get_current_state)]
         averager.optimizer.step()
         assert not wait(states, timeout=0.2).done
         averager.local_epoch = 1
@@ -168,8 +177,8 @@ def test_state_during_an_update_by_hivemind_carries_its_own_step(swarm):
     assert [state.result(10)[0]["epoch"] for state in states] == [1, 1]
 
 
-def test_offers_and_snapshots_carry_the_applied_step(swarm):
-    averager = swarm.add()
+def test_offers_and_snapshots_carry_the_applied_step():
+    averager = offline_averager()
     averager.sync_with_main_parameters(5)
     averager.local_epoch = 6  # the update to step 6 is still running in the background
     assert averager.applied_epoch == averager.snapshot()[0]["epoch"] == averager.get_current_state()[0]["epoch"] == 5
@@ -178,8 +187,8 @@ def test_offers_and_snapshots_carry_the_applied_step(swarm):
 # Copies of the state
 
 
-def test_downloads_of_one_state_share_an_unchanging_copy(swarm):
-    averager = swarm.add()
+def test_downloads_of_one_state_share_an_unchanging_copy():
+    averager = offline_averager()
     fill_gradients(averager, seed=1)
     averager.apply_update(1)
     first, second = (averager.get_current_state()[1] for _ in range(2))
@@ -200,9 +209,9 @@ def test_downloads_of_one_state_share_an_unchanging_copy(swarm):
     assert averager.snapshot()[1][0].data_ptr() != third[0].data_ptr()
 
 
-def test_restored_tensors_are_copied(swarm):
+def test_restored_tensors_are_copied():
     """torch's optimizers would keep and update the tensors that they are given."""
-    averager = swarm.add()
+    averager = offline_averager()
     state = averager.snapshot()
     before = flat(state[1]).clone()
     averager.restore(*state)
@@ -211,9 +220,9 @@ def test_restored_tensors_are_copied(swarm):
     assert torch.equal(flat(state[1]), before)
 
 
-def test_copy_is_freed_after_a_while(swarm, monkeypatch):
+def test_copy_is_freed_after_a_while(monkeypatch):
     monkeypatch.setattr(TrainingStateAverager, "COPY_SECONDS", 0.2)
-    averager = swarm.add()
+    averager = offline_averager()
     averager.snapshot()
     assert averager._copy is not None
     wait_until(lambda: averager._copy is None, 120, "the end of the copy")
@@ -222,8 +231,8 @@ def test_copy_is_freed_after_a_while(swarm, monkeypatch):
 # Invalid states
 
 
-def test_states_that_do_not_fit_are_refused_whole(swarm):
-    averager = swarm.add()
+def test_states_that_do_not_fit_are_refused_whole():
+    averager = offline_averager()
     metadata, tensors = averager.snapshot()
     entries = metadata["optimizer_metadata"]
     before = flat(averager.main_parameters)

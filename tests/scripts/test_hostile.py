@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lib.training.checkpoints import list_checkpoints
 from tests.support.hostile_peer import KEYS_OF_AVERAGERS, RAW, RawValues
-from tests.support.peers import LOCAL, LONG_STEPS, join_together, local_peer, steps_of, wait_until
+from tests.support.peers import LOCAL, LONG_STEPS, join_together, local_peer, read_jsonl, steps_of, wait_until
 
 
 @pytest.mark.early
