@@ -1,0 +1,179 @@
+"""Tests of CollaborativeOptimizer: what each outcome of a round does to one peer. No network, no processes."""
+
+import pytest
+import torch
+
+from lib.averaging.allreduce import MIN_WEIGHT
+from lib.averaging.coordinator import Outcome
+from lib.averaging.optimizer import CONVALESCENCE_ROUNDS, MAX_MISSED_UPDATES, CollaborativeOptimizer
+from tests.support.offline import offline_optimizer
+
+pytestmark = pytest.mark.usefixtures("offline")
+FLAGS = {
+    "optimizer": "adamw", "learning_rate": 0.01, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0,
+    "target_batch_size": 64, "delay_grad_averaging": True, "delay_optimizer_step": True,
+}  # fmt: skip
+
+
+def build(**flags) -> CollaborativeOptimizer:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 3.0)
+    return offline_optimizer(model, **{**FLAGS, **flags})
+
+
+def compute(optimizer: CollaborativeOptimizer, value: float, samples: int = 4) -> None:
+    """Take a local step with a gradient of equal elements."""
+    (parameter,) = optimizer.state_averager.main_parameters
+    parameter.grad = torch.full_like(parameter, value)
+    optimizer._accumulate(samples)
+
+
+def take(optimizer: CollaborativeOptimizer, outcome: Outcome = Outcome.AVERAGED, **averages) -> None:
+    """Take the next global step, whose round has this outcome.
+
+    :param averages: attributes of `Rounds`
+    """
+    vars(optimizer.coordinator).update(outcome=outcome, **averages)
+    optimizer._take_step(optimizer.local_epoch + 1)
+
+
+def value_of(tensors) -> float:
+    """Return the value that all elements have."""
+    (tensor,) = tensors
+    assert (tensor == tensor[0, 0]).all()
+    return tensor[0, 0].item()
+
+
+@pytest.mark.parametrize(
+    ("missed", "convalescence", "samples", "gradients", "parameters"),
+    [
+        (0, 0, 40, 40.0, 40.0),
+        (0, 1, 40, 40.0, MIN_WEIGHT),  # its optimizer statistics differ
+        (1, 0, 40, 40.0, MIN_WEIGHT),
+        (2, 0, 40, MIN_WEIGHT, MIN_WEIGHT),
+        (0, 0, 10**5, 256.0, 256.0),  # a fast peer in a slow round: the others would ban a peer with more
+    ],
+)
+def test_weights_of_a_contribution(missed, convalescence, samples, gradients, parameters):
+    optimizer = build()
+    optimizer.missed_updates, optimizer._convalescence = missed, convalescence
+    assert optimizer._weights(samples) == (gradients, parameters)
+    assert optimizer.grad_averager._bounds.weight == build(batch_size_lead=16).grad_averager._bounds.weight == 256.0
+
+
+def test_contribution_is_the_clipped_mean_over_samples():
+    optimizer = build()
+    compute(optimizer, 0.1, samples=2)
+    compute(optimizer, 0.4, samples=4)
+    compute(optimizer, float("nan"))
+    take(optimizer)
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.3)
+    assert optimizer.coordinator.weights == [(6.0, 6.0)] and optimizer.num_dropped_gradients == 1
+    compute(optimizer, 100.0)
+    take(optimizer)
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.5**0.5)  # two elements, norm 1
+
+
+@pytest.mark.parametrize("outcome", [Outcome.AVERAGED, Outcome.ALONE, Outcome.FAILED])
+def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
+    optimizer = build()
+    compute(optimizer, 0.2)
+    take(optimizer, outcome, gradients=-0.2)
+    expected = -0.2 if outcome == Outcome.AVERAGED else 0.2
+    assert value_of(optimizer.grad_averager.averaged_gradients) == pytest.approx(expected)
+    moved = value_of(optimizer._offloaded_parameters()) - 3.0
+    assert moved == pytest.approx(-0.01 if expected > 0 else 0.01, rel=1e-3)  # AdamW's first step
+    assert (optimizer.local_epoch, optimizer.accumulator.num_samples) == (1, 0)
+    assert optimizer.pop_steps() == [(1, 4)]
+    assert optimizer._convalescence == (CONVALESCENCE_ROUNDS if outcome == Outcome.FAILED else 0)
+
+
+def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too():
+    optimizer = build()
+    compute(optimizer, 0.2, samples=12)
+    take(optimizer, Outcome.MISSED)
+    compute(optimizer, 0.6, samples=4)
+    assert optimizer.accumulator.num_samples == 16
+    take(optimizer, Outcome.MISSED)
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.3)
+    assert optimizer.accumulator.num_samples == 0 and optimizer.missed_updates == 2
+    assert value_of(optimizer._offloaded_parameters()) == 3.0
+    assert not optimizer.state_averager.allow_state_sharing, "its state lacks two updates"
+    assert optimizer.pop_steps() == [(1, None), (2, None)]
+
+
+def test_peer_that_missed_an_update_recovers_by_a_complete_round_with_parameters():
+    optimizer = build(average_state_every=2)
+    take(optimizer, Outcome.MISSED)
+    for received, missed, parameter in ((0.9, 1, 2.9), (1.0, 1, 2.9), (1.0, 0, 2.8)):  # steps 2, 3 and 4
+        take(optimizer, received=received, parameters=2.9 if received < 1 else 2.8)
+        assert optimizer.missed_updates == missed
+        assert value_of(optimizer._offloaded_parameters()) == pytest.approx(parameter, abs=0.02)
+    assert optimizer._convalescence == CONVALESCENCE_ROUNDS
+    take(optimizer)
+    take(optimizer)
+    assert optimizer._convalescence == CONVALESCENCE_ROUNDS - 1, "a round with parameters is every second one"
+    assert optimizer.coordinator.weights[-1][1] == MIN_WEIGHT
+    take(optimizer, Outcome.ALONE)
+    assert optimizer._convalescence == 0 and optimizer.state_averager.allow_state_sharing
+
+
+@pytest.mark.parametrize(("average", "missed", "is_kept"), [(2.5, 0, True), (2.3, 0, False), (2.3, 1, True)])
+def test_averaged_parameters_that_are_far_away_are_refused(average, missed, is_kept):
+    """20 % of the norm, and as much for each update that this peer lacks."""
+    optimizer = build()
+    optimizer.missed_updates = missed
+    take(optimizer, parameters=average)
+    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(average if is_kept else 3.0, abs=0.02)
+
+
+def test_averaged_gradient_is_bounded():
+    optimizer = build(optimizer="lamb")
+    take(optimizer, gradients=50.0)
+    assert value_of(optimizer.grad_averager.averaged_gradients) == pytest.approx(1.1 / 2**0.5)
+
+
+def test_step_without_finite_parameters_is_not_taken():
+    optimizer = build()
+    optimizer._offloaded_parameters()[0].data.fill_(float("inf"))
+    take(optimizer)
+    assert optimizer._is_interrupted() and optimizer.local_epoch == 0 and not optimizer.coordinator.weights
+
+
+@pytest.mark.parametrize(("epoch", "expected"), [(5, False), (6, False), (7, True)])
+def test_out_of_sync_with_the_run(epoch, expected, monkeypatch):
+    optimizer = build()
+    optimizer.state_averager.local_epoch = 5
+    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", epoch)
+    assert optimizer._is_out_of_sync() == expected
+
+
+@pytest.mark.parametrize(("agreed", "missed"), [(9, 0), (10, 0), (12, 2), (10 + MAX_MISSED_UPDATES + 1, 0)])
+def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed, missed, monkeypatch):
+    optimizer = build()
+    compute(optimizer, 0.2)
+    monkeypatch.setattr(type(optimizer.tracker), "agreed_epoch", agreed)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    monkeypatch.setattr(
+        optimizer.state_averager, "load_state_from_peers",
+        lambda: optimizer.state_averager.sync_with_main_parameters(10) or True,
+    )  # fmt: skip
+    assert optimizer.load_state_from_peers()
+    assert (optimizer.local_epoch, optimizer.missed_updates) == (10 + missed, missed)
+    assert optimizer.tracker.local_progress.completed == 10 + missed
+    assert optimizer.state_averager.allow_state_sharing == (missed == 0)
+    assert optimizer.accumulator.num_samples == 0 and optimizer.pop_steps() == [(10 + missed, None)]
+
+
+def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
+    optimizer = build()
+    compute(optimizer, 0.2)
+    optimizer.state_averager.local_epoch = 5
+    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", 30_000)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    monkeypatch.setattr(optimizer._stopped, "wait", bool)
+    monkeypatch.setattr(optimizer.state_averager, "download_state", lambda **_options: None)
+    ignored = []
+    monkeypatch.setattr(optimizer.tracker, "ignore_epochs_above", lambda epoch: ignored.append(epoch) or 1)
+    assert not any(optimizer.load_state_from_peers() for _ in range(3))
+    assert ignored == [6] and optimizer.accumulator.num_samples == 4
