@@ -1,19 +1,35 @@
 """Tests of the bounds in an all-reduce: on the parts that a reducer accepts, and on its answers to the senders."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
+import hivemind
 import pytest
 import torch
+from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.partition import AllreduceException, BannedException
-from hivemind.compression import CompressionInfo, RoleAdaptiveCompression, TensorRole, deserialize_torch_tensor
+from hivemind.compression import (
+    CompressionInfo,
+    Float16Compression,
+    NoCompression,
+    RoleAdaptiveCompression,
+    TensorRole,
+    deserialize_torch_tensor,
+)
+from hivemind.p2p import PeerID, ServicerBase
+from hivemind.proto import averaging_pb2
 
+from lib.averaging import allreduce
 from lib.averaging.accumulators import clip_norm
 from lib.averaging.allreduce import (
     AVERAGE_TOLERANCE,
     MAX_RMS,
     MIN_WEIGHT,
     Bounds,
+    SafeAllReduceRunner,
     SafeTensorPartContainer,
     SafeTensorPartReducer,
     share_out,
@@ -170,7 +186,7 @@ NOT_FINITE = torch.full((100,), float("nan"))
 
 
 @pytest.mark.parametrize(
-    "difference", [NOT_FINITE, 1e20 * OWN, 6 * OWN, torch.zeros(99)], ids=["nan", "1e20", "norm 6", "shape"]
+    "difference", [NOT_FINITE, 1e20 * OWN, 3.7 * OWN, torch.zeros(99)], ids=["nan", "1e20", "average 4.7", "shape"]
 )
 def test_average_that_violates_the_bounds_is_refused_and_its_reducer_has_failed(difference):
     async def scenario():
@@ -215,6 +231,125 @@ def test_honest_average_is_accepted_with_every_compression(name):
         assert container.violations == {}
 
     asyncio.run(scenario())
+
+
+# Whole rounds, in memory
+
+
+IDS = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(3)]
+
+
+class Servicer(ServicerBase):
+    @classmethod
+    def get_stub(cls, p2p, peer: PeerID, namespace: str | None = None) -> SimpleNamespace:
+        return SimpleNamespace(rpc_aggregate_part=partial(p2p.round.send_parts, p2p.peer_id, peer))
+
+
+class Round:
+    """Runners of the three peers of a round, whose messages one of them, the third, may alter.
+
+    Each has a gradient of 40 and parameters of 20 elements, in parts of 10 elements.
+
+    :param alter: changes a message of the third peer in place
+    :param kind: of the messages that it alters: "part" or "answer"
+    """
+
+    def __init__(self, kind: str = "", alter: Callable[[averaging_pb2.AveragingData], None] = lambda message: None):
+        self.kind, self.alter = kind, alter
+        infos = [
+            CompressionInfo.from_tensor(torch.zeros(40), key=0, role=TensorRole.GRADIENT),
+            CompressionInfo.from_tensor(torch.zeros(20), key=0, role=TensorRole.PARAMETER),
+        ]
+        self.runners = [
+            SafeAllReduceRunner(
+                p2p=SimpleNamespace(peer_id=IDS[number], round=self), servicer_type=Servicer, prefix="run",
+                group_id=b"group", tensors=[torch.full((40,), value), torch.full((20,), value)], tensor_infos=infos,
+                ordered_peer_ids=IDS, peer_fractions=[20, 20, 20], modes=[AveragingMode.NODE] * 3, weight=weight,
+                parameter_weight=4.0 - weight, bounds=Bounds(weight=4.0, gradient_norm=1.0, parameter_step=1.0),
+                compression=RoleAdaptiveCompression(gradient=NoCompression(), parameter=NoCompression()),
+                part_size_bytes=40, sender_timeout=1.0, reducer_timeout=2.0,
+            )
+            for number, (value, weight) in enumerate([(0.01, 1.0), (0.03, 3.0), (0.02, 2.0)])
+        ]  # fmt: skip
+
+    async def send_parts(self, sender: PeerID, reducer: PeerID, parts) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Return the reducer's answers."""
+        parts, runner = self._pass_on("part", sender, parts), self.runners[IDS.index(reducer)]
+        answers = runner.rpc_aggregate_part(parts, SimpleNamespace(remote_id=sender))
+        return self._pass_on("answer", reducer, answers)
+
+    async def _pass_on(self, kind: str, sender: PeerID, messages) -> AsyncIterator[averaging_pb2.AveragingData]:
+        async for message in messages:
+            if (kind, sender) == (self.kind, IDS[2]):
+                self.alter(message)
+            yield message
+
+    async def run(self, number: int) -> list[torch.Tensor]:
+        """Return this peer's differences between the averages and its own tensors."""
+        return [difference async for difference in self.runners[number]]
+
+
+def average_with(kind: str = "", alter: Callable[[averaging_pb2.AveragingData], None] = lambda message: None):
+    """Run a round.
+
+    :returns: the round, and the averages at the first two peers: gradient and parameters
+    """
+
+    async def scenario() -> tuple[Round, list]:
+        group = Round(kind, alter)
+        return group, await asyncio.gather(*(group.run(number) for number in range(3)), return_exceptions=True)
+
+    group, differences = asyncio.run(asyncio.wait_for(scenario(), 20))
+    return group, [[own + tensor for tensor in differences[i]] for i, own in enumerate((0.01, 0.03))]
+
+
+@pytest.mark.usefixtures("patches")
+def test_round_averages_gradients_and_parameters_by_their_weights():
+    group, averages = average_with()
+    for gradient, parameters in averages:
+        assert torch.allclose(gradient, torch.tensor((0.01 + 3 * 0.03 + 2 * 0.02) / 6))
+        assert torch.allclose(parameters, torch.tensor((3 * 0.01 + 0.03 + 2 * 0.02) / 6))
+    assert [runner.received_fraction for runner in group.runners] == [1.0] * 3
+    assert not any(runner.violations() for runner in group.runners)
+    assert group.runners[0].sender_weights() == {IDS[0]: 1.0, IDS[1]: 3.0, IDS[2]: 2.0}
+
+
+def expand(message: averaging_pb2.AveragingData) -> None:
+    message.tensor_part.dtype = "U50000"
+
+
+def enlarge(message: averaging_pb2.AveragingData) -> None:
+    message.tensor_part.size[0], message.tensor_part.buffer = 10**6, bytes(4 * 10**6)
+
+
+def recompress(message: averaging_pb2.AveragingData) -> None:
+    part = Float16Compression().compress(torch.zeros(10), GRADIENT)
+    message.tensor_part.CopyFrom(part)
+
+
+@pytest.mark.usefixtures("patches")
+@pytest.mark.parametrize("alter", [expand, enlarge, recompress])
+@pytest.mark.parametrize("kind", ["part", "answer"])
+def test_malformed_message_is_refused_before_it_is_deserialized(kind, alter, monkeypatch):
+    deserialized = []
+
+    def deserialize(message):
+        deserialized.append((message.dtype, len(message.buffer), message.compression))
+        return deserialize_torch_tensor(message)
+
+    monkeypatch.setattr(allreduce, "deserialize_torch_tensor", deserialize)
+    monkeypatch.setattr(hivemind.averaging.allreduce, "deserialize_torch_tensor", deserialize)
+    group, averages = average_with(kind, alter)
+    assert set(deserialized) == {("float32", 40, 0)}
+    honest = group.runners[:2]
+    if kind == "part":
+        assert all(list(runner.violations()) == [IDS[2]] for runner in honest)
+    else:  # its part, the last third, keeps the own values
+        assert [runner.received_fraction for runner in honest] == [pytest.approx(2 / 3)] * 2
+    for gradient, _ in averages:
+        expected = (0.01 + 3 * 0.03) / 4 if kind == "part" else (0.01 + 3 * 0.03 + 2 * 0.02) / 6
+        assert torch.allclose(gradient, torch.tensor(expected))
+        assert kind == "part" or torch.allclose(averages[0][1], torch.tensor(0.01))
 
 
 @pytest.mark.parametrize(("max_norm", "after"), [(0.5, 0.5), (10.0, 5.0), (0.0, 5.0)])
