@@ -8,11 +8,19 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
+from hivemind.compression import deserialize_torch_tensor
 
+from arguments import HyperparameterArguments
 from lib.averaging.schedule import set_schedule
 from lib.averaging.state import StateLoadError, TrainingStateAverager, all_finite
+from lib.averaging.wire import check_tensor
 from lib.training.model import build_model
-from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
+from lib.training.optimizer import (
+    build_local_optimizer,
+    build_param_groups,
+    build_scheduler,
+    initialize_optimizer_state,
+)
 from tests.support.offline import offline_averager
 from tests.support.peers import wait_until
 from tests.support.state_swarm import (
@@ -226,6 +234,59 @@ def test_copy_is_freed_after_a_while(monkeypatch):
     averager.snapshot()
     assert averager._copy is not None
     wait_until(lambda: averager._copy is None, 120, "the end of the copy")
+
+
+# Second moments
+
+
+def build_rmsprop(groups: list[dict]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.RMSprop(groups, lr=0.01, momentum=0.9)
+    initialize_optimizer_state(optimizer)
+    return optimizer
+
+
+def transfer(donor: TrainingStateAverager, newcomer: TrainingStateAverager) -> None:
+    """Restore the state of a donor as it arrives at a newcomer."""
+    metadata, tensors, infos = donor.get_current_state()
+    messages = [donor.state_compression.compress(*tensor) for tensor in zip(tensors, infos, strict=True)]
+    for message, spec in zip(messages, newcomer.expected_tensors(metadata), strict=True):
+        check_tensor(message, spec)
+    tensors = [deserialize_torch_tensor(message) for message in messages]
+    newcomer.unpack_state(metadata, tensors)
+    newcomer.restore(metadata, tensors)
+
+
+@pytest.mark.parametrize("compression", ["none", "float16", "scaled_float16"])
+@pytest.mark.parametrize(
+    ("optimizer", "second_moment", "momentum"),
+    [(None, "exp_avg_sq", "exp_avg"), (build_rmsprop, "square_avg", "momentum_buffer")],
+)
+def test_small_second_moments_survive_the_transfer(optimizer, second_moment, momentum, compression):
+    """The update divides by the root of the second moment. Values below 6e-8 would be 0 in float16."""
+    donor, newcomer = (offline_averager(optimizer=optimizer, compression=compression) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for values in donor.optimizer.state.values():
+        values[momentum].fill_(-0.5)
+        shape = values[second_moment].shape
+        values[second_moment].copy_(10 ** (-14 + 8 * torch.rand(shape, generator=generator)))  # from 1e-14 to 1e-6
+    transfer(donor, newcomer)
+    sent, received = (
+        flat([values[second_moment] for values in averager.optimizer.state.values()]) for averager in (donor, newcomer)
+    )
+    assert (received >= 0).all()
+    divisors = [moment.sqrt() + HyperparameterArguments.adam_epsilon for moment in (sent, received)]
+    error = (divisors[1] / divisors[0] - 1).abs()
+    assert error.max() < (1e-4 if compression == "none" else 0.05)
+    assert error.mean() < 0.005
+    assert all((values[momentum] == -0.5).all() for values in newcomer.optimizer.state.values())
+
+
+@pytest.mark.parametrize("roots", [None, "roots", [-1], [0], [10**6], [True], [1.0]])
+def test_donor_must_say_which_statistics_are_roots(roots):
+    averager = offline_averager()
+    metadata, tensors, _ = averager.get_current_state()
+    with pytest.raises(StateLoadError, match="another version"):
+        averager.unpack_state({**metadata, "roots": roots}, tensors)
 
 
 # Invalid states

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from functools import partial
 from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -22,7 +21,6 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import HyperparameterArguments
 from lib.averaging import wire
 from lib.averaging.download import StateDownload, StateQuery, TooSlowError, rank_donors
 from lib.averaging.records import signer_of
@@ -385,43 +383,6 @@ def test_metadata_query_does_not_wait_for_the_tensors(swarm):
     assert newcomer.download_state(min_epoch=5, only_metadata=True)[1]["epoch"] == 5
     assert newcomer.download_state(min_epoch=6, only_metadata=True) is None
     assert time.monotonic() - started < 10
-
-
-@pytest.mark.parametrize("compression", ["none", "float16", "scaled_float16", "uniform8", "quantile8"])
-def test_small_second_moments_survive_the_transfer(swarm, compression):
-    """The update divides by the root of the second moment. Values below 6e-8 would be 0 in float16."""
-    donor, newcomer = swarm.add(compression=compression), swarm.add(compression=compression)
-    moments = [values["exp_avg_sq"] for values in donor.optimizer.state.values()]
-    generator = torch.Generator().manual_seed(0)
-    for moment in moments:
-        moment.copy_(10 ** (-14 + 8 * torch.rand(moment.shape, generator=generator)))  # from 1e-14 to 1e-6
-    offer(donor, 1)
-    swarm.wait_for_offers(donor)
-    assert newcomer.load_state_from_peers()
-    sent, received = flat(moments), flat([values["exp_avg_sq"] for values in newcomer.optimizer.state.values()])
-    assert (received >= 0).all()
-    divisors = [moment.sqrt() + HyperparameterArguments.adam_epsilon for moment in (sent, received)]
-    error = (divisors[1] / divisors[0] - 1).abs()
-    assert error.max() < (1e-4 if compression == "none" else 0.05)
-    assert error.mean() < 0.005
-
-
-def test_second_moments_of_any_optimizer_are_known_by_their_values(swarm):
-    """They were found by the name that Adam and LAMB give them; RMSprop's became 0 in float16."""
-    build = {"optimizer": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9), "compression": "float16"}
-    donor, newcomer = swarm.add(**build), swarm.add(**build)
-    for averager in (donor, newcomer):
-        fill_gradients(averager, seed=0)
-        averager.apply_update(1)
-    for values in donor.optimizer.state.values():
-        values["square_avg"].fill_(1e-10)
-        values["momentum_buffer"].fill_(-0.5)
-    offer(donor, 1)
-    swarm.wait_for_offers(donor)
-    assert newcomer.load_state_from_peers()
-    for values in newcomer.optimizer.state.values():
-        assert torch.allclose(values["square_avg"], torch.tensor(1e-10), rtol=2e-3, atol=0)
-        assert torch.all(values["momentum_buffer"] == -0.5)
 
 
 # Invalid states

@@ -8,12 +8,17 @@ python tests/support/stranger.py RUN_ID MULTIADDRESS
 
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hivemind.dht import DHT
-from hivemind.utils import get_dht_time
+from hivemind.dht import DHT, DHTID, DHTNode
+from hivemind.dht.validation import DHTRecord
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 from lib.averaging.records import signer_of
@@ -26,49 +31,58 @@ JUNK = 1000  # records under each key: as many as a node keeps
 
 class Stranger:
     def __init__(self, run_id: str, address: str):
-        signer = UncheckedSignatures(RSAPrivateKey())
-        self.own = signer.local_public_key
-        self.dht = DHT([address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=[signer])
+        self.signer = UncheckedSignatures(RSAPrivateKey())
+        self.own = self.signer.local_public_key
+        self.dht = DHT([address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=[self.signer])
         self.reports, self.offers = f"{run_id}_training_progress", f"{run_id}_state_averager.all_averagers"
         self.keys = [self.reports, self.offers, f"{run_id}_metrics", f"{run_id}_peers", "run_config"]
-        self.stores = []
+        self.records: list[DHTRecord] = []
 
-    def store(self, key: str, subkey: bytes, value: object, lifetime: float = DAY) -> None:
-        expiration = get_dht_time() + lifetime
-        self.stores.append(self.dht.store(key, value, expiration, subkey=subkey, return_future=True))
-
-    def fill_dictionaries(self) -> None:
-        for key in self.keys:
-            for number in range(JUNK):
-                self.store(key, b"%d" % number, None)
-                self.store(key, b"%d" % number + self.own, None)
+    def write(self, key: str, subkey: bytes, value: object, lifetime: float = DAY) -> None:
+        parts = DHTID.generate(key).to_bytes(), MSGPackSerializer.dumps(subkey), MSGPackSerializer.dumps(value)
+        record = DHTRecord(*parts, get_dht_time() + lifetime)
+        self.records.append(replace(record, value=self.signer.sign_value(record)))
 
     def attack(self) -> int:
-        """Write false reports and offers; return the number of trainers found."""
+        """Write records of all kinds; return the number of trainers found."""
         found = self.dht.get(self.reports, latest=True)
         trainers = [subkey for subkey in (found.value if found else {}) if subkey != self.own]
+        self.write(self.reports, self.own, {**progress(epoch=30_000), "samples_accumulated": 64}, lifetime=100.0)
+        self.write(self.offers, self.own, 30_000.0, lifetime=100.0)
         for number, trainer in enumerate(trainers):
             peer_id = signer_of(trainer).to_bytes()
             forged = {**progress(epoch=1, when=50.0), "peer_id": peer_id, "auxiliary": True}
             for subkey in (trainer, peer_id, b"x%d" % number + self.own):
-                self.store(self.reports, subkey, forged, lifetime=100.0)
-                self.store(self.offers, subkey, None)
-        self.store(self.reports, self.own, {**progress(epoch=30_000), "samples_accumulated": 64}, lifetime=100.0)
-        self.store(self.offers, self.own, 30_000.0, lifetime=100.0)
+                self.write(self.reports, subkey, forged, lifetime=100.0)
+                self.write(self.offers, subkey, None)
+        for key in self.keys:
+            for number in range(JUNK):
+                self.write(key, b"%d" % number, None)
+                self.write(key, b"y%d" % number + self.own, None)
+        self.dht.run_coroutine(partial(send, records=self.records))
+        self.records.clear()
         return len(trainers)
 
-    def wait(self) -> None:
-        for stored in self.stores:
-            stored.result(60.0)
-        self.stores.clear()
+
+async def send(_dht: DHT, node: DHTNode, records: list[DHTRecord]) -> None:
+    """Store records at all known nodes, whichever are responsible for the keys."""
+    for begin in range(0, len(records), JUNK):
+        part = records[begin : begin + JUNK]
+        for peer in list(node.protocol.routing_table.uid_to_peer_id.values()):
+            request = dht_pb2.StoreRequest(
+                keys=[record.key for record in part],
+                subkeys=[record.subkey for record in part],
+                values=[record.value for record in part],
+                expiration_time=[record.expiration_time for record in part],
+                in_cache=[False] * len(part),
+            )
+            with suppress(Exception):
+                await node.protocol.get_stub(peer).rpc_store(request, timeout=10.0)
 
 
 if __name__ == "__main__":
     guard_children()  # its DHT process must end with it
     stranger = Stranger(*sys.argv[1:])
-    stranger.fill_dictionaries()
     while True:
-        number = stranger.attack()
-        stranger.wait()
-        print(f"attacked {number} trainers", flush=True)
+        print(f"attacked {stranger.attack()} trainers", flush=True)
         time.sleep(0.5)
