@@ -6,8 +6,8 @@ itself, and fills the dictionaries of the run with junk.
 python tests/support/stranger.py RUN_ID MULTIADDRESS
 """
 
+import asyncio
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,10 +30,10 @@ JUNK = 1000  # records under each key: as many as a node keeps
 
 
 class Stranger:
-    def __init__(self, run_id: str, address: str):
-        self.signer = UncheckedSignatures(RSAPrivateKey())
-        self.own = self.signer.local_public_key
-        self.dht = DHT([address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=[self.signer])
+    """The attack, in the DHT process: its pipe does not take as much."""
+
+    def __init__(self, node: DHTNode, run_id: str, own: bytes):
+        self.node, self.own = node, own
         self.reports, self.offers = f"{run_id}_training_progress", f"{run_id}_state_averager.all_averagers"
         self.keys = [self.reports, self.offers, f"{run_id}_metrics", f"{run_id}_peers", "run_config"]
         self.records: list[DHTRecord] = []
@@ -41,12 +41,9 @@ class Stranger:
     def write(self, key: str, subkey: bytes, value: object, lifetime: float = DAY) -> None:
         parts = DHTID.generate(key).to_bytes(), MSGPackSerializer.dumps(subkey), MSGPackSerializer.dumps(value)
         record = DHTRecord(*parts, get_dht_time() + lifetime)
-        self.records.append(replace(record, value=self.signer.sign_value(record)))
+        self.records.append(replace(record, value=self.node.protocol.record_validator.sign_value(record)))
 
-    def attack(self) -> int:
-        """Write records of all kinds; return the number of trainers found."""
-        found = self.dht.get(self.reports, latest=True)
-        trainers = [subkey for subkey in (found.value if found else {}) if subkey != self.own]
+    def write_all(self, trainers: list[bytes]) -> None:
         self.write(self.reports, self.own, {**progress(epoch=30_000), "samples_accumulated": 64}, lifetime=100.0)
         self.write(self.offers, self.own, 30_000.0, lifetime=100.0)
         for number, trainer in enumerate(trainers):
@@ -59,16 +56,11 @@ class Stranger:
             for number in range(JUNK):
                 self.write(key, b"%d" % number, None)
                 self.write(key, b"y%d" % number + self.own, None)
-        self.dht.run_coroutine(partial(send, records=self.records))
-        self.records.clear()
-        return len(trainers)
 
-
-async def send(_dht: DHT, node: DHTNode, records: list[DHTRecord]) -> None:
-    """Store records at all known nodes, whichever are responsible for the keys."""
-    for begin in range(0, len(records), JUNK):
-        part = records[begin : begin + JUNK]
-        for peer in list(node.protocol.routing_table.uid_to_peer_id.values()):
+    async def send(self) -> None:
+        """Store the records at all known nodes, whichever are responsible for the keys."""
+        while self.records:
+            part, self.records = self.records[:JUNK], self.records[JUNK:]
             request = dht_pb2.StoreRequest(
                 keys=[record.key for record in part],
                 subkeys=[record.subkey for record in part],
@@ -76,13 +68,28 @@ async def send(_dht: DHT, node: DHTNode, records: list[DHTRecord]) -> None:
                 expiration_time=[record.expiration_time for record in part],
                 in_cache=[False] * len(part),
             )
-            with suppress(Exception):
-                await node.protocol.get_stub(peer).rpc_store(request, timeout=10.0)
+            for peer in list(self.node.protocol.routing_table.uid_to_peer_id.values()):
+                with suppress(Exception):
+                    await self.node.protocol.get_stub(peer).rpc_store(request, timeout=10.0)
+
+
+async def attack(_dht: DHT, node: DHTNode, run_id: str, own: bytes) -> None:
+    stranger = Stranger(node, run_id, own)
+    while True:
+        found = await node.get(stranger.reports, latest=True)
+        trainers = [subkey for subkey in (found.value if found else {}) if subkey != own]
+        stranger.write_all(trainers)
+        await stranger.send()
+        print(f"attacked {len(trainers)} trainers", flush=True)
+        await asyncio.sleep(0.5)
+
+
+def main(run_id: str, address: str) -> None:
+    signer = UncheckedSignatures(RSAPrivateKey())
+    dht = DHT([address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=[signer])
+    dht.run_coroutine(partial(attack, run_id=run_id, own=signer.local_public_key))
 
 
 if __name__ == "__main__":
     guard_children()  # its DHT process must end with it
-    stranger = Stranger(*sys.argv[1:])
-    while True:
-        print(f"attacked {stranger.attack()} trainers", flush=True)
-        time.sleep(0.5)
+    main(*sys.argv[1:])
