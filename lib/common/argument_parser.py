@@ -133,7 +133,7 @@ class CommandLine:
         :param settings: flag -> value; flags that the script does not have are left out
         """
         self.parser.source = "the settings of the run: "
-        return self.parser.parse([*self.words, *self.parser.to_words(settings)])
+        return self.parser.parse([*self.words, *self.parser.to_words(settings)]).arguments
 
     @property
     def values(self) -> dict[str, object]:
@@ -194,12 +194,8 @@ class ArgumentParser(HfArgumentParser):
             require(is_plain, f"--run_config: '{path}' has no usable value for '{name}'")
         return self.to_words(settings)
 
-    def parse(self, args: Sequence[str] | None = None) -> tuple:
-        """Parse the command line into instances of the dataclasses; exit with one line and code 2 on a usage error."""
-        return self.parse_line(args).arguments
-
-    def parse_line(self, args: Sequence[str] | None = None) -> CommandLine:
-        """Parse the command line, as `parse`, and note which flags it has.
+    def parse(self, args: Sequence[str] | None = None) -> CommandLine:
+        """Parse a command line, by default that of the process; exit with one line and code 2 on a usage error.
 
         The flags in the file of --run_config count as if they stood before the others.
         """

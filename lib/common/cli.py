@@ -1,4 +1,4 @@
-"""The command line of a script."""
+"""The command line of a script. The parser is imported when it is needed: transformers takes a second."""
 
 from __future__ import annotations
 
@@ -9,30 +9,23 @@ if TYPE_CHECKING:
     from lib.common.argument_parser import CommandLine
 
 
-def parse_arguments(
-    dataclass_types: Sequence[type],
-    description: str,
-    args: Sequence[str] | None = None,
-    positional: Mapping[str, str] | None = None,
-) -> tuple:
-    """Parse the command line into one instance of each dataclass; exit with code 2 on a usage error.
-
-    :param description: the script's docstring, whose first line --help shows
-    :param args: the command line; default: `sys.argv[1:]`
-    :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
-    """
-    return parse_command_line(dataclass_types, description, args, positional).arguments
-
-
 def parse_command_line(
     dataclass_types: Sequence[type],
     description: str,
     args: Sequence[str] | None = None,
     positional: Mapping[str, str] | None = None,
 ) -> CommandLine:
-    """Parse the command line, as `parse_arguments`, and note which flags it states."""
-    from lib.common.argument_parser import (
-        ArgumentParser,  # the import takes a second; the script already handles signals
-    )
+    """Parse the command line into one instance of each dataclass; exit with code 2 on a usage error.
 
-    return ArgumentParser(dataclass_types, description, positional).parse_line(args)
+    :param description: the script's docstring, whose first line --help shows
+    :param args: the command line; default: `sys.argv[1:]`
+    :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
+    """
+    from lib.common.argument_parser import ArgumentParser
+
+    return ArgumentParser(dataclass_types, description, positional).parse(args)
+
+
+def parse_arguments(dataclass_types: Sequence[type], description: str, *options, **named) -> tuple:
+    """Return the instances alone; arguments as for `parse_command_line`."""
+    return parse_command_line(dataclass_types, description, *options, **named).arguments

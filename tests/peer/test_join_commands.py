@@ -96,7 +96,7 @@ def adopt(script: str, words: list[str], folder: Path, address: str) -> tuple:
 
 
 def parse(script: str, words: list[str]) -> CommandLine:
-    return ArgumentParser(JOINING[script], "test").parse_line(words)
+    return ArgumentParser(JOINING[script], "test").parse(words)
 
 
 def settings_in(arguments: tuple) -> dict[str, object]:
@@ -128,7 +128,7 @@ def test_aws_trainers_take_the_settings_in_the_monitors_flags(publish, tmp_path,
         shlex.split(re.search(r"^FLAGS=\((.*)\)$", text, re.MULTILINE)[1])
         for text in (deployment.coordinator_user_data("203.0.113.1"), deployment.trainer_user_data())
     )
-    address = publish(ArgumentParser(MONITOR_ARGUMENTS, "test").parse_line(monitor_flags).values)
+    address = publish(ArgumentParser(MONITOR_ARGUMENTS, "test").parse(monitor_flags).values)
     taken = settings_in(adopt("run_trainer.py", trainer_flags, tmp_path, address))
     assert (taken["run_id"], taken["target_batch_size"], taken["learning_rate"]) == ("my-albert", 2048, 0.0123)
 

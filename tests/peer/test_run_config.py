@@ -54,7 +54,7 @@ def published(config: RunConfig, publisher: RSAPrivateKey) -> dict[bytes, object
 
 
 def parse(*words: str):
-    return ArgumentParser(TRAINER_ARGUMENTS, "test").parse_line(words)
+    return ArgumentParser(TRAINER_ARGUMENTS, "test").parse(words)
 
 
 def signed(key: RSAPrivateKey, settings: object) -> dict[str, object]:
@@ -235,23 +235,23 @@ def test_file_of_settings(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("run_id: tree\nlocal_updates: true\nlearning_rate: 0.5\nends_at: 2100-01-02\n")
     parser = ArgumentParser(MONITOR_ARGUMENTS, "test")
-    line = parser.parse_line(["--run_config", str(path), "--learning_rate", "0.25"])
+    line = parser.parse(["--run_config", str(path), "--learning_rate", "0.25"])
     assert line.values["run_id"] == "tree" and line.values["local_updates"] is True
     assert line.values["learning_rate"] == 0.25, "the command line has the last word"
     for content in ("run_id", "- a", "no_such_flag: 1", "run_id: {a: 1}", "run_id: -x", "a: [", "run_id:"):
         path.write_text(content)
         with pytest.raises(SystemExit):
-            parser.parse_line(["--run_config", str(path)])
+            parser.parse(["--run_config", str(path)])
         error = capsys.readouterr().err
         assert "--run_config" in error and error.count("\n") == 1, error
     with pytest.raises(SystemExit):
-        parser.parse_line(["--run_config", str(tmp_path / "none.yaml")])
+        parser.parse(["--run_config", str(tmp_path / "none.yaml")])
     assert "none.yaml" in capsys.readouterr().err
 
 
 def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
     """The flags of these groups are equal on all peers, but for those that are named here."""
-    line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse_line(["--run_config", "configs/run.yaml"])
+    line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(["--run_config", "configs/run.yaml"])
     everything = {name: getattr(args, name) for args in line.arguments for name in run_config.SETTINGS
                   if hasattr(args, name)}  # fmt: skip
     assert everything.keys() == set(run_config.SETTINGS)
