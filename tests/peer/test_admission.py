@@ -21,6 +21,7 @@ from lib.common.errors import UserError
 from lib.peer.admission import Admission, NotAdmittedError, load_admission
 from lib.peer.invitations import (
     SECONDS_A_DAY,
+    InvitationError,
     load_invitation,
     make_invitation,
     write_private_key,
@@ -230,6 +231,25 @@ def test_peer_without_an_answer_costs_bounded_time(two_admissions, monkeypatch):
             await asyncio.wait_for(two_admissions[0].check_caller(silent, two_admissions[1].invitation.peer_id), 5)
 
     asyncio.run(run())
+
+
+def test_admission_ends_with_the_invitation(two_admissions, monkeypatch):
+    alice, bob = two_admissions
+    guest = bob.invitation.peer_id
+    alice._admit(bob.invitation.token.SerializeToString(), guest, asked_at=0.0)
+    assert alice._is_admitted(guest)
+    monkeypatch.setattr("lib.peer.admission.get_dht_time", lambda: bob.invitation.expiration_time)
+    assert not alice._is_admitted(guest)
+
+
+def test_strangers_take_bounded_memory(two_admissions, monkeypatch):
+    alice, bob = two_admissions
+    with pytest.raises(InvitationError, match="too long"):
+        asyncio.run(alice._answer(bytes(Admission.MAX_REQUEST + 1), bob.invitation.peer_id))
+    monkeypatch.setattr(Admission, "MAX_PAUSED", 3)
+    for number in range(9):
+        alice._pause(PeerID(bytes([number])), "a stranger")
+    assert list(alice._paused) == [PeerID(bytes([number])) for number in (6, 7, 8)]
 
 
 def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):

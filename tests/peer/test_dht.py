@@ -18,12 +18,15 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
-from hivemind.utils import MPFuture, MSGPackSerializer
+from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import ValueWithExpiration
 
+from arguments import BaseTrainingArguments
 from lib.common.errors import TemporaryError
-from lib.peer.dht import RelayedP2P, close_relayed_connections, use_own_socket_folder
-from lib.peer.peer import _end
+from lib.peer import peer as peer_module
+from lib.peer.dht import RelayedP2P, _without_claims, close_relayed_connections, use_own_socket_folder
+from lib.peer.peer import _end, _why_outside, load_identity
 from tests.support.peers import local_peer, wait_until
 from utils import get_dictionary, store_record
 
@@ -169,12 +172,39 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
             assert get_dictionary(reader.dht, "run_peers")[writer.public_key].value == info
 
 
+@pytest.mark.parametrize(("local", "difference"), [("1.5", "7.5 s behind"), ("4009.0", "4000.0 s ahead of")])
+def test_difference_of_clocks(local, difference):
+    error = f"local time must be within 3 seconds  of others(local: {local}, peer: 9.00000)"
+    assert f"this machine's clock is {difference} the clock of the peer" in _why_outside(
+        error, BaseTrainingArguments()
+    )
+
+
 @pytest.mark.peers
-@pytest.mark.parametrize(("seconds", "direction"), [(5.0, "ahead of"), (-4000.0, "behind")])
-def test_wrong_clock_is_named_with_the_difference(tmp_path, monkeypatch, caplog, seconds, direction):
+def test_wrong_clock_is_named_with_the_difference(tmp_path, monkeypatch):
     with local_peer(tmp_path / "one", "run") as one:
         address = str(one.dht.get_visible_maddrs()[0])
-        monkeypatch.setattr(protocol, "get_dht_time", lambda: time.time() + seconds)  # in the next DHT process
-        stopped = pytest.raises(TemporaryError, match=rf"clock is {abs(seconds):.0f}\.\d s {direction} the clock of")
+        monkeypatch.setattr(protocol, "get_dht_time", lambda: time.time() + 5.0)  # in the next DHT process
+        stopped = pytest.raises(TemporaryError, match=r"clock is 5\.\d s ahead of the clock of")
         with stopped, local_peer(tmp_path / "two", "run", (address,), bootstrap_timeout=1.0):
             pass
+
+
+def test_expiration_of_a_dictionary_is_that_of_its_newest_record():
+    found, now = DictionaryDHTValue(), get_dht_time()
+    for subkey, lifetime in ((b"one", 50.0), (b"two", 70.0)):
+        found.store(subkey, b"value", now + lifetime)
+    found.latest_expiration_time = 1e12
+    checked = _without_claims(ValueWithExpiration(found, 1e12))
+    assert checked.expiration_time == checked.value.latest_expiration_time == now + 70.0
+    assert _without_claims(ValueWithExpiration(DictionaryDHTValue(), 1e12)) is None
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_identity_that_another_peer_may_use_is_checked(tmp_path, monkeypatch, is_new):
+    """A new key needs no check, which takes a second."""
+    monkeypatch.setattr(peer_module, "SafeDHT", lambda **options: pytest.fail(str(options["check_if_identity_free"])))
+    if not is_new:
+        load_identity(tmp_path / "identity.key")
+    with pytest.raises(pytest.fail.Exception, match=str(not is_new)), local_peer(tmp_path, "run"):
+        pass

@@ -53,6 +53,7 @@ def test_revocation_list_is_the_organisers_and_never_an_older_one(tmp_path, auth
     with pytest.raises(ValueError, match="too long"):
         first.extend({f"{alice}{number}": one_day for number in range(15_000)}).sign(authority)
     assert alice not in first.extend({alice.to_base58(): get_dht_time() - 1})  # the invitation has expired
+    assert Revocations().extend({}).serial >= int(one_day - SECONDS_A_DAY), "newer than a list that was lost"
 
 
 def test_token_of_another_authority_or_time_is_not_valid(authority):
