@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 from arguments import HyperparameterArguments, ModelArguments
 from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
+from lib.averaging.patches import apply_patches
 from lib.data.loading import build_collator, load_datasets
 from lib.data.manifest import Manifest
 from lib.data.tokenizers import load_tokenizer
@@ -290,6 +291,7 @@ def read_integers(text: str) -> list[int]:
 
 def main() -> None:
     args = parse_arguments()
+    apply_patches()  # the compressions that hivemind has under the same numbers
     torch.set_num_threads(1)  # a result does not depend on the number of cores
     budget = Budget(args.samples, MICRO_BATCH)
     if not (args.folder / "data" / "config.json").exists():
