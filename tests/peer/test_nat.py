@@ -13,9 +13,6 @@ from tests.support.launcher import Launcher
 from tests.support.namespaces import HOME_ADDRESS, Home, Host, Internet, Public, make_internet, why_unavailable
 from tests.support.peers import Script, Scripts, steps_of, wait_until
 
-WHY_SKIPPED = why_unavailable()
-pytestmark = pytest.mark.skipif(WHY_SKIPPED is not None, reason=str(WHY_SKIPPED))
-
 # Longer matchmaking than usual, since three peers share a machine. A complete group starts at once.
 COLLABORATION = (
     "--run_id", "nat", *steps_of(seconds=10, num_trainers=3), "--matchmaking_time", 10,
@@ -25,6 +22,8 @@ COLLABORATION = (
 
 @pytest.fixture
 def internet() -> Iterator[Internet]:
+    if reason := why_unavailable():
+        pytest.skip(reason)
     with make_internet() as internet:
         yield internet
 
