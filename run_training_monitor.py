@@ -11,7 +11,7 @@ It prints the --initial_peers with which trainers join, and tells them the setti
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import (
@@ -59,8 +59,8 @@ class TrainingMonitorArguments(ReportingArguments):
     )
     sample_text: list[str] = flag(
         list,
-        "Sentences with [MASK], or beginnings of texts for a causal model. The monitor logs what each "
-        "checkpoint's model makes of them, and shows it in the dashboard",
+        "Sentences with [MASK], or beginnings of texts for a causal model. The monitor logs "
+        "how the model of each checkpoint completes them, and shows it in the dashboard",
     )
     assist_in_averaging: bool = flag(
         False,
@@ -115,10 +115,18 @@ class TrainingMonitorArguments(ReportingArguments):
 
 
 @dataclass
-class RunArguments(DataSourceArguments, SampleArguments):
-    """What the monitor only passes on to the trainers, with the other settings of the run that it is given."""
+class RunArguments(
+    ModelArguments,
+    DataSourceArguments,
+    SampleArguments,
+    HyperparameterArguments,
+    OptimizerArguments,
+    AveragerArguments,
+    ProgressTrackerArguments,
+):
+    """Settings of the run. The monitor signs and publishes them; it uses some of them."""
 
-    _argument_group_name = "Settings for the trainers"
+    _argument_group_name = "Settings of the run"
 
     run_config: str | None = flag(
         None,
@@ -127,20 +135,12 @@ class RunArguments(DataSourceArguments, SampleArguments):
     )
 
     def __post_init__(self):
-        DataSourceArguments.__post_init__(self)
-        SampleArguments.__post_init__(self)
+        for group in (DataSourceArguments, SampleArguments, HyperparameterArguments, OptimizerArguments,
+                      AveragerArguments, ProgressTrackerArguments):  # fmt: skip
+            group.__post_init__(self)
 
 
-ARGUMENTS = (
-    TrainingMonitorArguments,
-    RunArguments,
-    BaseTrainingArguments,
-    ModelArguments,
-    HyperparameterArguments,
-    OptimizerArguments,
-    AveragerArguments,
-    ProgressTrackerArguments,
-)
+ARGUMENTS = (TrainingMonitorArguments, RunArguments, BaseTrainingArguments)
 
 
 def main() -> None:
@@ -151,14 +151,9 @@ def main() -> None:
 
 
 def monitor(
-    monitor_args: TrainingMonitorArguments,
-    _run_args: RunArguments,
+    args: TrainingMonitorArguments,
+    run_args: RunArguments,
     peer_args: BaseTrainingArguments,
-    model_args: ModelArguments,
-    hyperparameter_args: HyperparameterArguments,
-    optimizer_args: OptimizerArguments,
-    averager_args: AveragerArguments,
-    tracker_args: ProgressTrackerArguments,
     stated: dict[str, object],
     stop: StopSignal,
 ) -> None:
@@ -168,7 +163,7 @@ def monitor(
     from lib.common.logs import setup_logging
     from lib.data.tokenizers import load_tokenizer
     from lib.monitoring.aggregation import MetricsAggregator
-    from lib.monitoring.auxiliary_peer import open_auxiliary_peer
+    from lib.monitoring.auxiliary_peer import join_through, open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
     from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
     from lib.monitoring.model_card import build_card_metadata
@@ -181,14 +176,13 @@ def monitor(
     from lib.training.model import build_model, load_config
     from lib.training.observer import open_observer
 
-    args = monitor_args
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)
-    check_flags(args, peer_args, optimizer_args)
+    check_flags(args, run_args, peer_args)
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
     if args.store_checkpoints or args.assist_in_averaging:
-        tokenizer = load_tokenizer(model_args.tokenizer_path)
-        config = load_config(model_args, tokenizer)
+        tokenizer = load_tokenizer(run_args.tokenizer_path)
+        config = load_config(run_args, tokenizer)
         for text in args.sample_text:
             check_text(text, tokenizer, config, "--sample_text")
     if args.repo_id is not None:
@@ -212,55 +206,30 @@ def monitor(
         keeper = uploader = None
         if args.store_checkpoints:
             model = build_model(config, run_id)
-            averager = stack.enter_context(
-                open_observer(model, peer, run_id, hyperparameter_args, optimizer_args.load_state_timeout)
-            )
+            observer = open_observer(model, peer, run_id, run_args, run_args.load_state_timeout)
+            averager = stack.enter_context(observer)
+            interval, keep = args.save_checkpoint_step_interval, args.save_total_limit
             keeper = CheckpointKeeper(
-                averager,
-                model,
-                tokenizer,
-                run_id,
-                output_dir,
-                args.save_checkpoint_step_interval,
-                args.save_total_limit,
-                args.refresh_period,
+                averager, model, tokenizer, run_id, output_dir, interval, keep, args.refresh_period
             )
             stack.callback(keeper.close)
             keeper.restore()
 
         # The auxiliary peer is a second peer: the monitor's own answers for checkpoints under the same name
         if args.assist_in_averaging:
-            auxiliary_args = replace(
-                peer_args,
-                initial_peers=[str(maddr) for maddr in visible_maddrs],
-                use_ipfs=False,
-                host_maddrs=args.assistant_maddrs,
-                announce_maddrs=[],
-                identity_path=None,
-                invitation=args.assistant_invitation,
-                tunnel="none",
-                announce_tunnel=None,
-            )
+            auxiliary_args = join_through(peer_args, visible_maddrs, args.assistant_maddrs, args.assistant_invitation)
             if args.use_google_dns:
                 announce_public_ip(auxiliary_args, args.public_ip_service)
+            folder = output_dir / "assistant"
             stack.enter_context(
-                open_auxiliary_peer(
-                    build_model(config, run_id),
-                    auxiliary_args,
-                    output_dir / "assistant",
-                    hyperparameter_args,
-                    optimizer_args,
-                    averager_args,
-                    tracker_args,
-                    stop,
-                )
+                open_auxiliary_peer(build_model(config, run_id), auxiliary_args, folder, run_args, stop)
             )
 
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.
         write_json(output_dir / "peer.json", {"initial_peers": choose_maddrs(visible_maddrs, peer_args.use_ipfs)})
 
-        # What becomes of the trainers' metrics
+        # Reporting
         contributors = Contributors(output_dir, run_id)
         if args.repo_id is not None:
             initial_peers = choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
@@ -282,9 +251,9 @@ def monitor(
             keeper.on_saved = SampleReporter(model, tokenizer, args.sample_text, reporter).report
         aggregator = MetricsAggregator(
             reporter.last_step(),
-            alive_timeout=min(60.0, tracker_args.metadata_expiration),
+            alive_timeout=min(60.0, run_args.metadata_expiration),
             settle_time=max(10.0, args.refresh_period),
-            target_batch_size=optimizer_args.target_batch_size,
+            target_batch_size=run_args.target_batch_size,
         )
         training_monitor = TrainingMonitor(
             peer,
@@ -315,11 +284,9 @@ def monitor(
         os._exit(0)  # Python would wait for the threads of huggingface_hub
 
 
-def check_flags(
-    args: TrainingMonitorArguments, peer_args: BaseTrainingArguments, optimizer_args: OptimizerArguments
-) -> None:
+def check_flags(args: TrainingMonitorArguments, run_args: RunArguments, peer_args: BaseTrainingArguments) -> None:
     """:raises UserError: if flags of different groups do not go together"""
-    if optimizer_args.client_mode:
+    if run_args.client_mode:
         raise UserError("--client_mode: peers join through the monitor, so it must accept connections; drop the flag")
     if args.assist_in_averaging and peer_args.invitation is not None and args.assistant_invitation is None:
         raise UserError(

@@ -4,20 +4,16 @@ DeDLOC and CALM had such peers. A monitor with --assist_in_averaging runs one.
 """
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from hivemind.utils import get_logger
+from hivemind.utils.multiaddr import Multiaddr
 
-from arguments import (
-    AveragerArguments,
-    BaseTrainingArguments,
-    HyperparameterArguments,
-    OptimizerArguments,
-    ProgressTrackerArguments,
-)
+from arguments import BaseTrainingArguments, OptimizerArguments
 from lib.averaging.coordinator import Outcome, RoundCoordinator
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.round_log import build_round_log, describe_round
@@ -84,32 +80,45 @@ class AuxiliaryPeer(PeriodicThread):
         self.tracker.shutdown(1.0)
 
 
+def join_through(
+    peer_args: BaseTrainingArguments, maddrs: Iterable[Multiaddr], host_maddrs: list[str], invitation: str | None
+) -> BaseTrainingArguments:
+    """Return the arguments of a peer that joins through another peer of this machine.
+
+    :param peer_args: of the other peer
+    :param maddrs: of the other peer
+    """
+    return dataclasses.replace(
+        peer_args,
+        initial_peers=[str(maddr) for maddr in maddrs],
+        use_ipfs=False,
+        host_maddrs=host_maddrs,
+        announce_maddrs=[],
+        identity_path=None,
+        invitation=invitation,
+        tunnel="none",
+        announce_tunnel=None,
+    )
+
+
 @contextlib.contextmanager
 def open_auxiliary_peer(
-    model: torch.nn.Module,
-    peer_args: BaseTrainingArguments,
-    folder: Path,
-    hyperparameter_args: HyperparameterArguments,
-    optimizer_args: OptimizerArguments,
-    averager_args: AveragerArguments,
-    tracker_args: ProgressTrackerArguments,
-    stop: StopSignal,
+    model: torch.nn.Module, peer_args: BaseTrainingArguments, folder: Path, run_args, stop: StopSignal
 ) -> Iterator[None]:
     """Run an auxiliary peer in a thread. Call it in the main thread.
 
     :param model: of the run; its values are not used
     :param folder: of this peer alone: the key of an invitation is written there
+    :param run_args: OptimizerArguments, with HyperparameterArguments, AveragerArguments and ProgressTrackerArguments
     """
     with contextlib.ExitStack() as stack:
         peer = start_peer(peer_args, folder / "identity.key", client_mode=False, should_stop=stop.event)
         stack.callback(peer.dht.shutdown)
-        tracker, averager = build_auxiliary(
-            model, peer, peer_args.run_id, hyperparameter_args, optimizer_args, averager_args, tracker_args
-        )
+        tracker, averager = build_auxiliary(model, peer, peer_args.run_id, run_args, run_args, run_args, run_args)
         stack.callback(averager.shutdown)
         children = {"assistant's DHT": peer.dht, "assistant's averager": averager}
         stack.enter_context(supervise(children, seconds=12.0, exit_code=0))
-        auxiliary_peer = AuxiliaryPeer(tracker, averager, folder, optimizer_args)
+        auxiliary_peer = AuxiliaryPeer(tracker, averager, folder, run_args)
         auxiliary_peer.start()
         stack.callback(auxiliary_peer.stop)
         maddrs = " ".join(str(maddr) for maddr in peer.dht.get_visible_maddrs())

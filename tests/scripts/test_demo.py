@@ -70,11 +70,10 @@ class TestCommands:
             parse_arguments(TRAINER_ARGUMENTS, "-", trainer_command(args, number, ADDRESS).arguments)
             for number in (1, 2)
         ]
-        monitor_args, _, peer, model, hyperparameters, *_ = monitor
+        monitor_args, run, peer = monitor
         training, dataset, collaboration, averager, _ = trainers[0]
-        assert (model.model_name_or_path, model.tokenizer_path) == (dataset.model_name_or_path, dataset.tokenizer_path)
-        assert hyperparameters.learning_rate == training.learning_rate
-        assert hyperparameters.total_steps == training.total_steps
+        assert (run.model_name_or_path, run.tokenizer_path) == (dataset.model_name_or_path, dataset.tokenizer_path)
+        assert (run.learning_rate, run.total_steps) == (training.learning_rate, training.total_steps)
         assert peer.run_id == collaboration.run_id
         assert collaboration.initial_peers == [ADDRESS]
         assert collaboration.max_global_steps == 5
