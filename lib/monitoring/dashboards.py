@@ -14,8 +14,8 @@ import queue
 import secrets
 import shlex
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from accelerate.state import PartialState
@@ -29,15 +29,6 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
 FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
 CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of a step. `rows`: numbers and plain text, one value per column."""
-
-    name: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
 
 
 class Dashboard:
@@ -64,13 +55,21 @@ class Dashboard:
         page = getattr(self.tracker, "page", None)
         return page if is_page(page) else None
 
-    def log(self, values: dict | Table, step: int) -> None:
-        """Queue the values of a step and return at once. Steps may come in any order.
+    def log(self, values: dict, step: int) -> None:
+        """Queue the values of a step by curve name, and return at once. Steps may come in any order."""
+        self._put(partial(self.tracker.log, values, step=step))
 
-        :param values: curve name -> value; or a table, which only some trackers draw
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Queue a table of a step, which only wandb and trackio draw.
+
+        :param rows: numbers and plain text, one value per column
         """
+        if hasattr(self.tracker, "log_table"):
+            self._put(partial(self.tracker.log_table, name, list(columns), data=list(map(list, rows)), step=step))
+
+    def _put(self, call: Callable[[], None]) -> None:
         if self._thread.is_alive():
-            self._waiting.put((values, step))
+            self._waiting.put(call)
 
     def close(self) -> None:
         """Finish the upload within CLOSE_TIMEOUT seconds. May be called twice."""
@@ -84,28 +83,19 @@ class Dashboard:
             self._warn(f"did not {verb}, {self._waiting.qsize() - 1} steps are missing there")
 
     def _run(self) -> None:
-        try:
-            self.tracker.start()
-        except Exception as error:
-            self._warn(f"did not start: {describe(error)}", error)
-            return
-        self._has_started = True
-        while (item := self._waiting.get()) is not None:
-            try:
-                self._log(*item)
-            except Exception as error:
-                self._warn(f"failed: {describe(error)}", error)
-        try:
-            self.tracker.finish()
-        except Exception as error:
-            self._warn(f"did not finish: {describe(error)}", error)
+        if self._has_worked(self.tracker.start, "did not start"):
+            self._has_started = True
+            while (call := self._waiting.get()) is not None:
+                self._has_worked(call, "failed")
+            self._has_worked(self.tracker.finish, "did not finish")
 
-    def _log(self, values: dict | Table, step: int) -> None:
-        if not isinstance(values, Table):
-            self.tracker.log(values, step=step)
-        elif hasattr(self.tracker, "log_table"):  # wandb and trackio
-            columns, rows = list(values.columns), [list(row) for row in values.rows]
-            self.tracker.log_table(values.name, columns=columns, data=rows, step=step)
+    def _has_worked(self, call: Callable[[], None], problem: str) -> bool:
+        try:
+            call()
+        except Exception as error:
+            self._warn(f"{problem}: {describe(error)}", error)
+            return False
+        return True
 
     def _warn(self, problem: str, error: Exception | None = None) -> None:
         if not self._has_warned:
@@ -163,14 +153,15 @@ class OfflineCapableWandbTracker(WandBTracker):
         if mode == "online":
             try:
                 if wandb.login(prompt=False, verify=False):
-                    self._init(mode)
+                    super().start()
                 else:
                     mode, reason = "offline", "no login found"
             except Exception as error:
                 wandb.teardown()  # otherwise wandb's service considers the run that failed to start as in use
                 mode, reason = "offline", " ".join(str(error).split())[:200]
         if mode != "online":
-            self._init(mode)
+            self.init_kwargs["mode"] = mode
+            super().start()
         self.run.define_metric("*", step_metric="step")
         if mode == "online":
             self.page = self.run.url
@@ -178,10 +169,6 @@ class OfflineCapableWandbTracker(WandBTracker):
         elif mode != "disabled":
             folder = shlex.quote(str(Path(self.run.dir).parent))
             logger.info(f"wandb records offline ({reason}). To upload: wandb login, then wandb sync {folder}")
-
-    def _init(self, mode: str) -> None:
-        self.init_kwargs["mode"] = mode
-        super().start()
 
     def log(self, values: dict, step: int | None = None, **kwargs) -> None:
         # wandb drops values whose `step=` is below the last one, as for evaluations and after a rollback.

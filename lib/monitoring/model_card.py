@@ -5,6 +5,7 @@ Names and numbers come from untrusted peers and are escaped: they appear as plai
 
 import itertools
 import shlex
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +38,6 @@ class CardMetadata:
     language: str | None = None
 
 
-@dataclass(frozen=True)
-class CurvePoint:
-    """A range of steps and the mean of their losses."""
-
-    first_step: int
-    last_step: int
-    loss: float
-
-
 def build_card_metadata(
     repo_id: str, run_id: str, config: PretrainedConfig, license: str | None = None, language: str | None = None
 ) -> CardMetadata:
@@ -68,13 +60,14 @@ def build_card_data(metadata: CardMetadata) -> ModelCardData:
 def build_card(
     metadata: CardMetadata,
     step: int,
-    curve: list[CurvePoint],
+    curve: Sequence[tuple[int, int, float]],
     contributors: Contributors,
     initial_peers: Sequence[str],
     page: str | None = None,
 ) -> ModelCard:
     """Build the model card.
 
+    :param curve: see `read_curve`
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
     :param page: address of the run's curves, see `is_page`
     """
@@ -98,14 +91,17 @@ def escape_markdown(text: str) -> str:
     return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
 
 
-def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[CurvePoint]:
-    """Read the losses up to `last_step` from metrics.jsonl, as means over at most `rows` ranges of steps."""
+def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[tuple[int, int, float]]:
+    """Read the losses up to `last_step` from metrics.jsonl, as means over at most `rows` ranges of steps.
+
+    :returns: first step, last step and mean loss of each range
+    """
     records = [record for record in read_records(path) if record["step"] <= last_step]
     losses = {record["step"]: record["loss"] for record in records if isinstance(record.get("loss"), float)}
     steps = sorted(losses)
     bounds = [round(row * len(steps) / rows) for row in range(rows + 1)]
     groups = [steps[start:end] for start, end in itertools.pairwise(bounds) if start < end]
-    return [CurvePoint(group[0], group[-1], sum(map(losses.get, group)) / len(group)) for group in groups]
+    return [(group[0], group[-1], statistics.fmean(map(losses.get, group))) for group in groups]
 
 
 def _introduction(metadata: CardMetadata, step: int) -> str:
@@ -130,8 +126,8 @@ def _usage(metadata: CardMetadata, step: int) -> str:
     )
 
 
-def _curve_table(curve: list[CurvePoint]) -> str:
-    rows = [f"| {point.first_step:,} to {point.last_step:,} | {point.loss:.4f} |" for point in curve]
+def _curve_table(curve: Sequence[tuple[int, int, float]]) -> str:
+    rows = [f"| {first:,} to {last:,} | {loss:.4f} |" for first, last, loss in curve]
     return "\n".join(["## Loss\n", "| steps | mean loss |", "|---|---|", *rows]) if rows else ""
 
 

@@ -34,26 +34,26 @@ def build_reporters(output_dir: Path, run_id: str, report_to: str = "none", **op
     :param options: for `dashboards.build_tracker`
     :raises OSError: if the output folder or a file there is not writable
     """
-    metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
-    dashboard = None
+    reporters = Reporters(output_dir)
     if report_to != "none":
+        record = reporters.metrics_file.path
         try:
             from lib.monitoring.dashboards import Dashboard, build_tracker
 
-            dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options), metrics_file.path)
+            reporters.dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options), record)
         except Exception as error:
-            message = f"Could not start {report_to}: {describe(error)}; see {metrics_file.path} instead"
+            message = f"Could not start {report_to}: {describe(error)}; see {record} instead"
             logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
-    return Reporters(metrics_file, JsonLinesFile(output_dir / "evaluations.jsonl"), dashboard)
+    return reporters
 
 
 class Reporters:
     """The files and at most one dashboard. Steps arrive in ascending order, an evaluation after its step."""
 
-    def __init__(
-        self, metrics_file: "JsonLinesFile", evaluations_file: "JsonLinesFile", dashboard: "Dashboard | None" = None
-    ):
-        self.metrics_file, self.evaluations_file, self.dashboard = metrics_file, evaluations_file, dashboard
+    def __init__(self, output_dir: Path):
+        self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
+        self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
+        self.dashboard: Dashboard | None = None
         self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
 
     @property
@@ -84,15 +84,11 @@ class Reporters:
         """Give a table of a step to the dashboard, if there is one that draws tables. May be called from any thread.
 
         The dashboard gets a table again once the step has grown by `TABLE_GROWTH` or has gone back.
-
-        :param rows: numbers and plain text, one value per column
         """
         last = self._table_steps.get(name, 0)
         if self.dashboard is not None and not last <= step < last * TABLE_GROWTH:
             self._table_steps[name] = step
-            from lib.monitoring.dashboards import Table
-
-            self.dashboard.log(Table(name, columns, rows), step)
+            self.dashboard.log_table(name, columns, rows, step)
 
     def close(self) -> None:
         """Write the remaining lines and free resources. May be called twice."""

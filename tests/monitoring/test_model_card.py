@@ -16,7 +16,6 @@ from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributor, Contributors
 from lib.monitoring.model_card import (
     CardMetadata,
-    CurvePoint,
     build_card,
     build_card_metadata,
     escape_markdown,
@@ -112,7 +111,7 @@ def test_license_and_language_are_left_out_if_not_given(tmp_path):
 def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
     contributors = contributed(tmp_path, HOSTILE_NAMES)
     peers, curves = ["/ip4/1.1.1.1/tcp/1/p2p/Qm"], "https://huggingface.co/spaces/me/my_albert?x=1"
-    card = build_card(METADATA, 1, [CurvePoint(1, 1, 9.0)], contributors, peers, curves)
+    card = build_card(METADATA, 1, [(1, 1, 9.0)], contributors, peers, curves)
     page = render(card)
     assert page.cells[:2] == ["1 to 1", "9.0000"]
     rows = [page.cells[start : start + 5] for start in range(2, len(page.cells), 5)]
@@ -155,22 +154,22 @@ def write_metrics(path: Path, steps, loss=lambda step: 10.0 - step / 100) -> Pat
 def test_curve_has_means_of_steps_in_a_row(tmp_path):
     path = write_metrics(tmp_path / "metrics.jsonl", range(1, 121))
     curve = read_curve(path, last_step=100, rows=10)
-    assert [(point.first_step, point.last_step) for point in curve][:2] == [(1, 10), (11, 20)]
-    assert curve[-1].last_step == 100 and len(curve) == 10
-    assert curve[0].loss == pytest.approx(10.0 - 0.055)
+    assert [point[:2] for point in curve][:2] == [(1, 10), (11, 20)]
+    assert curve[-1][1] == 100 and len(curve) == 10
+    assert curve[0][2] == pytest.approx(10.0 - 0.055)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 11, 12, 13, 100])
 def test_curve_covers_each_step_once(tmp_path, steps):
     curve = read_curve(write_metrics(tmp_path / "metrics.jsonl", range(steps)), last_step=10**6)
     assert len(curve) == min(steps, 12)
-    assert sum(point.last_step - point.first_step + 1 for point in curve) == steps
+    assert sum(last - first + 1 for first, last, _loss in curve) == steps
 
 
 def test_lines_that_cannot_be_read_are_skipped(tmp_path):
     lines = ["{", "7", "null", '{"step": 1}', '{"step": 2, "loss": null}', '{"step": 3, "loss": 4.5}', '{"step": "4"}']
     (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\n")
-    assert read_curve(tmp_path / "metrics.jsonl", 10) == [CurvePoint(3, 3, 4.5)]
+    assert read_curve(tmp_path / "metrics.jsonl", 10) == [(3, 3, 4.5)]
     assert read_curve(tmp_path / "none.jsonl", 10) == []
 
 

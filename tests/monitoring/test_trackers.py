@@ -205,8 +205,9 @@ class FakeTrackerWithTables(FakeTracker):
 
 
 def make_fake_reporters(folder, tracker):
-    file = JsonLinesFile(folder / "metrics.jsonl")
-    return Reporters(file, JsonLinesFile(folder / "evaluations.jsonl"), Dashboard(tracker, file.path))
+    reporters = Reporters(folder)
+    reporters.dashboard = Dashboard(tracker, reporters.metrics_file.path)
+    return reporters
 
 
 @pytest.mark.parametrize("failing", [["start"], ["log"], ["finish"], ["log", "finish"]])
