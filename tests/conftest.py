@@ -19,7 +19,7 @@ from tests.support.peers import Scripts, prepare_data
 # of these modules. Others are marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
 FIXTURES_WITH_PROGRAMS = {"cloud", "launcher", "repository", "volunteers"}
-MODULES_WITH_PROGRAMS = ("test_first_boot", "test_hub_upload", "test_tokenize_script")
+MODULES_WITH_PROGRAMS = ("test_first_boot", "test_tokenize_script")
 LAST_LINES = 30
 
 settings.register_profile("busy machine", deadline=None)  # the default is 0.2 s for an example
