@@ -179,21 +179,18 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
 
     :raises UserError: if the trainer fails
     """
-    _allow_open_files(4096)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # the default of 1024 files is too low
     interrupted = False
     with open(log, "wb") as file, open(log, errors="replace") as output:
         process = _start(command, folder, file)
         try:
-            try:
-                _show(process, output)
-            except KeyboardInterrupt:
-                interrupted = True
-                print(
-                    "\nStopping: the trainer saves a checkpoint and announces its departure. Interrupt again to "
-                    "end it at once"
-                )
-                process.terminate()
-                _show(process, output, STOP_TIMEOUT)
+            _show(process, output)
+        except KeyboardInterrupt:
+            interrupted = True
+            print("\nStopping: the trainer saves a checkpoint and leaves the run. Interrupt again to end it at once")
+            process.terminate()
+            _show(process, output, STOP_TIMEOUT)
         finally:
             process.kill()
             code = process.wait()
@@ -207,15 +204,6 @@ def _start(command: list[str], folder: Path, log: BinaryIO) -> subprocess.Popen:
     return subprocess.Popen(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=leave_with_parent
     )
-
-
-def _allow_open_files(number: int) -> None:
-    """Raise the limit of open files for child processes, as `ulimit -n` does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < number:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (number if hard == resource.RLIM_INFINITY else min(number, hard), hard)
-        )
 
 
 def _show(process: subprocess.Popen, output: TextIO, timeout: float = math.inf) -> None:
