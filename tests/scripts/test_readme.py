@@ -28,7 +28,7 @@ PLACEHOLDERS = [
     (r"PUBLIC_IP", "203.0.113.1"),
     (r"(?<= )…", ""),  # more flags
 ]
-FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir"}  # of docker, http.server, bore, hf
+FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir", "--project"}  # of other programs
 # Files of the repository, not files that the scripts write.
 FILE = re.compile(
     r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(lib|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
@@ -137,6 +137,6 @@ def test_links_lead_somewhere():
             path, _, anchor = link.partition("#")
             target = (page.parent / path) if path else page
             assert target.exists(), (page, link)
-            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            headings = re.findall(r"^#+ (.+)$", target.read_text(errors="replace"), re.MULTILINE)  # or a picture
             anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert not anchor or anchor in anchors, (page, link)
