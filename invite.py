@@ -71,8 +71,8 @@ def main() -> None:
 
 def invite(args: InvitationArguments) -> None:
     from lib.peer.invitations import make_invitation, save_invitation
-    from lib.peer.organiser import note_invitation
     from lib.peer.peer import load_identity
+    from lib.peer.revocations import record_invitation
 
     output = Path(args.output)
     if output.exists():
@@ -81,7 +81,7 @@ def invite(args: InvitationArguments) -> None:
     is_new = not authority_path.exists()
     authority = load_identity(authority_path, "--authority")
     invitation = make_invitation(authority, args.username, args.days)
-    note_invitation(invitation, authority_path)
+    record_invitation(invitation, authority_path)
     save_invitation(invitation, output)
     if is_new:
         print(
@@ -93,8 +93,8 @@ def invite(args: InvitationArguments) -> None:
 
 def revoke(args: RevocationArguments) -> None:
     from lib.peer.invitations import load_invitation
-    from lib.peer.organiser import find_invitations, revoke_invitations
     from lib.peer.peer import load_identity
+    from lib.peer.revocations import find_invitations, revoke_invitations
 
     authority_path = Path(args.authority)
     if not authority_path.exists():

@@ -98,28 +98,19 @@ class RunConfig:
         """
         try:
             text, key, signature = record["text"], record["public_key"], record["signature"]
-            if len(text) > MAX_CHARACTERS or len(key) > 1024 or len(signature) > 1024:
-                raise RunConfigError("too long")
             public_key = RSAPublicKey.from_bytes(key)
+            if len(text) > MAX_CHARACTERS or len(key) > 1024 or len(signature) > 1024:
+                raise ValueError("too long")
             if not public_key.verify(text.encode(), signature):
-                raise RunConfigError("the signature is wrong")
+                raise ValueError("the signature is wrong")
             content = json.loads(text)
-            organiser, signed_at = peer_id_of(public_key), float(content["time"])
-            config = cls(content["settings"], content["protocol"], organiser, publisher, signed_at, dict(record))
-        except RunConfigError:
-            raise
+            settings, protocol = dict(content["settings"]), content["protocol"]
+            wrong = [name for name, value in settings.items() if name not in SETTINGS or not _is_plain(value)]
+            if wrong or "run_id" not in settings or type(protocol) is not int:
+                raise ValueError(f"wrong or missing settings: {wrong}")
+            return cls(settings, protocol, peer_id_of(public_key), publisher, float(content["time"]), dict(record))
         except Exception as error:
-            raise RunConfigError(f"malformed: {error!r:.100}") from None
-        if (
-            type(config.protocol) is not int
-            or not isinstance(config.settings, dict)
-            or "run_id" not in config.settings
-        ):
-            raise RunConfigError("it lacks the protocol or the run ID")
-        for name, value in config.settings.items():
-            if name not in SETTINGS or not _is_plain(value):
-                raise RunConfigError(f"it has a wrong setting: {name!r:.40}")
-        return config
+            raise RunConfigError(f"not a run configuration: {error!r:.100}") from None
 
 
 def check_safe(settings: Mapping[str, Setting], initial_peers: Iterable[str]) -> None:
@@ -137,8 +128,10 @@ def check_safe(settings: Mapping[str, Setting], initial_peers: Iterable[str]) ->
     if url is None:
         return
     check_web_address("this run's --dataset_url", str(url))
+    peers = [check_maddr("--initial_peers", maddr) for maddr in initial_peers]
+    near = [ipaddress.ip_address(peer[name]) for peer in peers for name in ("ip4", "ip6") if name in peer]
     for address in find_addresses(urlsplit(str(url)).hostname):
-        if not (address.is_global or _is_near(address, initial_peers)):
+        if not (address.is_global or _is_near(address, near)):
             raise UserError(
                 f"this run's --dataset_url leads to {address}, which is not on the internet: refused; if you trust "
                 f"it, pass --dataset_url {url} yourself"
@@ -152,12 +145,8 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float)
 
 
-def _is_near(address: Address, initial_peers: Iterable[str]) -> bool:
-    """Whether one of the initial peers is in this machine, or in a private network as `address` is."""
-    peers = []
-    for maddr in initial_peers:
-        protocols = check_maddr("--initial_peers", maddr)
-        peers += [ipaddress.ip_address(protocols[name]) for name in ("ip4", "ip6") if name in protocols]
+def _is_near(address: Address, peers: Iterable[Address]) -> bool:
+    """Whether one of some peers is in this machine, or in a private network as `address` is."""
     if address.is_loopback:
         return any(peer.is_loopback for peer in peers)
     return address.is_private and not address.is_link_local and any(peer.is_private for peer in peers)
@@ -288,14 +277,16 @@ def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
                 )
 
 
+@dataclass
 class RunConfigRelay:
     """Publishes a run's signed settings, so that newcomers find them at any peer.
 
     :param lifetime: seconds until a record expires without the next `publish`
     """
 
-    def __init__(self, peer: Peer, config: RunConfig | None, lifetime: float):
-        self.peer, self.config, self.lifetime = peer, config, lifetime
+    peer: Peer
+    config: RunConfig | None
+    lifetime: float
 
     @classmethod
     def of_run(cls, peer: Peer, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":

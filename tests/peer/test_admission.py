@@ -26,8 +26,7 @@ from lib.peer.invitations import (
     make_invitation,
     write_private_key,
 )
-from lib.peer.organiser import revoke_invitations
-from lib.peer.revocations import Revocations
+from lib.peer.revocations import Revocations, revoke_invitations
 from tests.support.peers import (
     LOCAL,
     LONG_STEPS,
