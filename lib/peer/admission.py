@@ -64,29 +64,18 @@ class Admission:
         self.revocations.refresh()
         await p2p._client.add_unary_handler(self.PROTOCOL, self._answer)
 
-    async def check_caller(self, p2p: P2P, peer_id: PeerID) -> None:
-        """Check a peer that calls this peer.
+    async def check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
+        """Check a peer that calls this peer, or (`is_callee`) that this peer is about to call.
 
         :raises NotAdmittedError: if the peer has no valid invitation
         """
-        if not self._is_admitted(peer_id):
-            until, reason = self._paused.get(peer_id, (float("-inf"), ""))
-            if time.monotonic() < until:
-                raise NotAdmittedError(reason)
-        await self._check(p2p, peer_id, is_callee=False)
-
-    async def check_callee(self, p2p: P2P, peer_id: PeerID) -> None:
-        """Check a peer that this peer is about to call.
-
-        :raises NotAdmittedError: if the peer has no valid invitation
-        """
-        if self._is_dht_process and self.invitation.expiration_time <= get_dht_time():
+        if is_callee and self._is_dht_process and self.invitation.expiration_time <= get_dht_time():
             self._warn("This peer's invitation has expired")
-        await self._check(p2p, peer_id, is_callee=True)
-
-    async def _check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
         if not self._is_admitted(peer_id):
-            if (reason := await asyncio.shield(self._ask(p2p, peer_id, is_callee))) is not None:
+            until, reason = self._paused.get(peer_id, (float("-inf"), None))
+            if is_callee or time.monotonic() >= until:
+                reason = await asyncio.shield(self._ask(p2p, peer_id, is_callee))
+            if reason is not None:
                 raise NotAdmittedError(reason)
         elif self._is_dht_process and self._admitted[peer_id].asked_at + self.REFRESH_PERIOD < time.monotonic():
             self._ask(p2p, peer_id, is_callee)
@@ -110,7 +99,7 @@ class Admission:
         return self._questions[peer_id]
 
     async def _exchange(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> str | None:
-        request = self._pack(self.invitation.token.SerializeToString(), self.revocations.newest.serial)
+        request = MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), self.revocations.newest.serial])
         try:
             call = p2p._client.call_unary_handler(peer_id, self.PROTOCOL, request)
             token, revocations = self._unpack(await asyncio.wait_for(call, self.TIMEOUT), bytes, bytes)
@@ -140,7 +129,8 @@ class Admission:
         asked_at = self._admitted[peer_id].asked_at if peer_id in self._admitted else float("-inf")
         self._admit(token, peer_id, asked_at)
         is_newer = self.revocations.newest.serial > known_serial
-        return self._pack(self.invitation.token.SerializeToString(), self.revocations.content if is_newer else b"")
+        newest = self.revocations.content if is_newer else b""
+        return MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), newest])
 
     def _admit(self, token: bytes, peer_id: PeerID, asked_at: float) -> None:
         admitted_peer, expiration_time = check_token(AccessToken.FromString(token), self.invitation.authority)
@@ -159,10 +149,6 @@ class Admission:
         if time.monotonic() >= self._warned_at + 60:
             self._warned_at = time.monotonic()
             logger.warning(f"{what}: ask the organiser of the run for another --invitation")
-
-    @staticmethod
-    def _pack(*values: bytes | int) -> bytes:
-        return MSGPackSerializer.dumps(list(values))
 
     @staticmethod
     def _unpack(message: bytes, *types: type) -> list:
@@ -211,7 +197,7 @@ class InvitedP2P(RelayedP2P):
         self, handle_name: str, handler: Callable[[Message, P2PContext], Awaitable[Message]], *args, **kwargs
     ) -> None:
         async def handle(request: Message, context: P2PContext) -> Message:
-            await self.admission.check_caller(self, context.remote_id)
+            await self.admission.check(self, context.remote_id, is_callee=False)
             return await handler(request, context)
 
         await super()._add_protobuf_unary_handler(handle_name, handle, *args, **kwargs)
@@ -221,7 +207,7 @@ class InvitedP2P(RelayedP2P):
 
         async def handle(info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                await self.admission.check_caller(self, info.peer_id)
+                await self.admission.check(self, info.peer_id, is_callee=False)
             except NotAdmittedError as error:
                 with closing(writer), suppress(OSError):
                     await P2P.send_protobuf(RPCError(message=str(error)), writer)
@@ -231,12 +217,12 @@ class InvitedP2P(RelayedP2P):
         await super().add_binary_stream_handler(name, handle, *args, **kwargs)
 
     async def _call_unary_protobuf_handler(self, peer_id: PeerID, *args) -> Message:
-        await self.admission.check_callee(self, peer_id)
+        await self.admission.check(self, peer_id, is_callee=True)
         return await super()._call_unary_protobuf_handler(peer_id, *args)
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str):
         """Call a handler, as in hivemind. This includes protobuf handlers that take or return a stream."""
-        await self.admission.check_callee(self, peer_id)
+        await self.admission.check(self, peer_id, is_callee=True)
         return await super().call_binary_stream_handler(peer_id, handler_name)
 
 

@@ -209,13 +209,13 @@ def test_peer_is_asked_once_and_strangers_once_a_second(two_admissions):
 
     async def run() -> None:
         to_bob = Exchange(alice.invitation.peer_id, bob._answer)
-        await asyncio.gather(*(alice.check_caller(to_bob, bob.invitation.peer_id) for _ in range(10)))
-        await alice.check_callee(to_bob, bob.invitation.peer_id)
+        await asyncio.gather(*(alice.check(to_bob, bob.invitation.peer_id, is_callee=False) for _ in range(10)))
+        await alice.check(to_bob, bob.invitation.peer_id, is_callee=True)
         assert to_bob.num_calls == 1
         stranger = PeerID.from_base58("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
         for _ in range(10):
             with pytest.raises(NotAdmittedError, match="another peer's"):
-                await alice.check_caller(to_bob, stranger)  # presents bob's token
+                await alice.check(to_bob, stranger, is_callee=False)  # presents bob's token
         assert to_bob.num_calls == 2
 
     asyncio.run(run())
@@ -227,7 +227,9 @@ def test_peer_without_an_answer_costs_bounded_time(two_admissions, monkeypatch):
     async def run() -> None:
         silent = Exchange(two_admissions[0].invitation.peer_id, lambda *_: asyncio.Future())
         with pytest.raises(NotAdmittedError, match="TimeoutError"):
-            await asyncio.wait_for(two_admissions[0].check_caller(silent, two_admissions[1].invitation.peer_id), 5)
+            await asyncio.wait_for(
+                two_admissions[0].check(silent, two_admissions[1].invitation.peer_id, is_callee=False), 5
+            )
 
     asyncio.run(run())
 
@@ -263,14 +265,14 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
         to_bob, to_alice = (
             Exchange(caller.invitation.peer_id, callee._answer) for caller, callee in ((alice, bob), (bob, alice))
         )
-        await alice.check_callee(to_bob, bob.invitation.peer_id)
+        await alice.check(to_bob, bob.invitation.peer_id, is_callee=True)
         assert mallory not in bob.revocations.newest
-        await bob.check_caller(to_alice, alice.invitation.peer_id)
+        await bob.check(to_alice, alice.invitation.peer_id, is_callee=False)
         await asyncio.gather(*bob._questions.values())
         assert mallory in bob.revocations.newest
         with pytest.raises(NotAdmittedError, match="is revoked"):
             bob._admitted[mallory] = bob._admitted[alice.invitation.peer_id]
-            await bob.check_caller(to_alice, mallory)
+            await bob.check(to_alice, mallory, is_callee=False)
 
     asyncio.run(run())
 
