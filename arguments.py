@@ -23,7 +23,7 @@ from lib.common.checks import (
 )
 from lib.common.flags import flag
 
-Compression = Literal["none", "float16", "scaled_float16", "uniform8", "quantile8"]
+Compression = Literal["none", "float16", "scaled_float16"]
 GradientCompression = Literal[Compression, "blockwise8", "blockwise4"]
 STATE_COMPRESSIONS = ("none", "float16", "scaled_float16")
 
@@ -257,8 +257,7 @@ class OptimizerArguments:
     )
     gradient_compression: GradientCompression = flag(
         "float16",
-        "How peers compress gradients or pseudo-gradients while they average them. The number is that of "
-        "the bits; blockwise8 has a smaller error than uniform8 and quantile8",
+        "How peers compress gradients or pseudo-gradients while they average them. The number is that of the bits",
         setting=True,
     )
     state_compression: str = flag(

@@ -38,7 +38,7 @@ MIN_WEIGHT = 1e-6
 NORM_TOLERANCE = 1.1
 MAX_GRADIENT_NORM = 1e12  # bound without clipping: the square must not overflow in the optimizer's statistics
 # Tolerance for the norm of an averaged gradient, relative to the bound on a part. The part and the returned difference
-# are both compressed, with errors below their norms. Quantile8 turns 1.0 into 1.12 if one element dominates a part.
+# are both compressed, with errors below their norms.
 AVERAGE_TOLERANCE = 4.0
 MAX_RMS = 1e4  # of the elements of a parameter part; models of the supported families stay far below
 

@@ -4,7 +4,6 @@
 """
 
 import functools
-import os
 
 from hivemind.averaging import allreduce, averager
 from hivemind.compression import serialization
@@ -13,7 +12,7 @@ from hivemind.utils import MSGPackSerializer
 
 from lib.averaging.allreduce import SafeTensorPartContainer, SafeTensorPartReducer
 from lib.averaging.base import switch_to_safe_loop
-from lib.averaging.compression import REPLACEMENTS, renew_threads
+from lib.averaging.blockwise import Blockwise8Bit
 from lib.averaging.matchmaking import StepMatchmaking
 from lib.averaging.records import BoundedExtensions
 from lib.averaging.upstream import warn_of_changes
@@ -27,6 +26,5 @@ def apply_patches() -> None:
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
     allreduce.TensorPartContainer = SafeTensorPartContainer
     allreduce.TensorPartReducer = SafeTensorPartReducer
-    os.register_at_fork(after_in_child=renew_threads)
-    serialization._BASE_COMPRESSION_TYPES.update(REPLACEMENTS)
+    serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores both blockwise formats
     MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))

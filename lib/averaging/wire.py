@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
-from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT, FLOAT16, MEANSTD_16BIT, NONE, QUANTILE_8BIT, UNIFORM_8BIT
+from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT, FLOAT16, MEANSTD_16BIT, NONE
 
 from lib.averaging.blockwise import find_format, read_buffer
 
 # Of the training state. A round accepts its own compression only.
-COMPRESSIONS = frozenset({NONE, FLOAT16, MEANSTD_16BIT, QUANTILE_8BIT, UNIFORM_8BIT})
+COMPRESSIONS = frozenset({NONE, FLOAT16, MEANSTD_16BIT})
 _ITEM_SIZES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
-_CODEBOOK_SIZE = 256  # of the 8-bit compressions
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,6 @@ def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int:
         return spec.numel * 2
     if header.compression == MEANSTD_16BIT:
         return spec.numel * 2 + math.prod(spec.shape[:-1]) * 2 * 4  # one mean and one deviation per row, float32
-    if header.compression in (UNIFORM_8BIT, QUANTILE_8BIT):
-        return 8 + _CODEBOOK_SIZE * 4 + spec.numel
     if header.compression == BLOCKWISE_8BIT:
         return find_format(header.buffer).num_bytes(spec.numel)
     raise ValueError(f"a tensor has compression {header.compression}, which is not supported")

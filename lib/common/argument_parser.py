@@ -59,9 +59,13 @@ _REFUSED_NAMES = {
 }
 # Configurations that transformers hosted before 2020
 _OLD_CONFIG = re.compile(r"https://s3\.amazonaws\.com/models\.huggingface\.co/bert/(.+)-config\.json")
+_OLD_8_BITS = ("UNIFORM_8BIT", "QUANTILE_8BIT", "uniform8", "quantile8")
 _OLD_VALUES = {
-    "--gradient_compression": {"FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
-                               "UNIFORM_8BIT": "uniform8", "QUANTILE_8BIT": "quantile8"},
+    "--gradient_compression": {
+        "FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
+        **dict.fromkeys(_OLD_8_BITS, "blockwise8"),
+    },
+    "--load_state_compression": dict.fromkeys(_OLD_8_BITS, "float16"),
 }  # fmt: skip
 
 
@@ -107,7 +111,9 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
             elif _OLD_NAMES.get(arg) in known_flags:
                 warnings.append(f"{arg} is now {_OLD_NAMES[arg]}")
                 arg = _OLD_NAMES[arg]
-        values = [_OLD_VALUES.get(arg, {}).get(value, value) for value in values]
+        old_values = _OLD_VALUES.get(arg, {})
+        warnings += [f"{arg} {value} is now {old_values[value]}" for value in values if value in old_values]
+        values = [old_values.get(value, value) for value in values]
         if arg == "--model_name_or_path":
             values = [_OLD_CONFIG.sub(r"\1", value) for value in values]
         translated += [arg, *values]

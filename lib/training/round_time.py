@@ -8,7 +8,7 @@ SLOWDOWN = 1.22  # seconds of a round / seconds for its tensors at full rate. Pl
 # Bits of a number, by compression
 BITS = {
     "none": 32, "float16": 16, "scaled_float16": 16,
-    "uniform8": 8, "quantile8": 8, "blockwise8": 8.06, "blockwise4": 4.25,
+    "blockwise8": 8.06, "blockwise4": 4.25,
 }  # fmt: skip
 
 

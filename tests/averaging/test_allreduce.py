@@ -380,7 +380,7 @@ def count_bytes(shares: list[float], gradient: str, parameter: str) -> list[floa
 
 
 @pytest.mark.parametrize("shares", [[1, 1, 1, 1], [1, 1, 0, 1, 1, 0], [5, 1, 2], [1, 1, 0, 0], [0, 0, 1]])
-@pytest.mark.parametrize("gradient", ["float16", "uniform8"])
+@pytest.mark.parametrize("gradient", ["float16", "blockwise8"])
 def test_bytes_are_divided_by_the_shares(gradient, shares):
     """With 8-bit gradients, hivemind gives two of four peers a third of the bytes and the others two thirds."""
     found = count_bytes(shares, gradient, "float16")

@@ -35,7 +35,7 @@ from lib.training.model import check_size, read_config
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
 
-SETTINGS = {"run_id": "tree", "learning_rate": 0.01, "local_updates": True, "gradient_compression": "uniform8"}
+SETTINGS = {"run_id": "tree", "learning_rate": 0.01, "local_updates": True, "gradient_compression": "blockwise8"}
 LOOPBACK = "/ip4/127.0.0.1/tcp/1/p2p/QmRgnx8Tgb2B3b9i7XfeAVDiD4z7hNrmXEUWgSAFZYVGVV"
 PUBLIC, PRIVATE = LOOPBACK.replace("127.0.0.1", "8.8.4.4"), LOOPBACK.replace("127.0.0.1", "192.168.1.2")
 
@@ -179,7 +179,7 @@ def test_settings_become_checked_arguments():
     assert line.stated == {"initial_peers", "seed"}
     training_args, _, collaboration_args, *_ = line.with_settings(SETTINGS)
     assert (training_args.learning_rate, training_args.local_updates, training_args.seed) == (0.01, True, 7)
-    assert (collaboration_args.run_id, collaboration_args.gradient_compression) == ("tree", "uniform8")
+    assert (collaboration_args.run_id, collaboration_args.gradient_compression) == ("tree", "blockwise8")
     assert collaboration_args.initial_peers == [PUBLIC]
 
 

@@ -40,7 +40,7 @@ def start_run(scripts, archive_url: str, *flags: object) -> tuple[Script, Callab
     settings.write_text(
         f"run_id: tree\nmodel_name_or_path: {folder / 'config.json'}\ndataset_url: {archive_url}\n"
         "target_batch_size: 32\nlearning_rate: 0.01\nends_at: 2100-01-02\n"
-        "warmup_steps: 0\ngradient_compression: uniform8\nmatchmaking_time: 4\n"
+        "warmup_steps: 0\ngradient_compression: blockwise8\nmatchmaking_time: 4\n"
         "page: https://example.org/curves\n"
     )
     monitor = scripts.start(
