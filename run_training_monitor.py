@@ -166,7 +166,7 @@ def monitor(
     from lib.monitoring.auxiliary_peer import join_through, open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
     from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
-    from lib.monitoring.model_card import build_card_metadata
+    from lib.monitoring.model_card import CardMetadata
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
     from lib.monitoring.samples import SampleReporter, check_text
     from lib.monitoring.trackers import build_reporters
@@ -186,7 +186,7 @@ def monitor(
         for text in args.sample_text:
             check_text(text, tokenizer, config, "--sample_text")
     if args.repo_id is not None:
-        card_metadata = build_card_metadata(args.repo_id, run_id, config, args.license, args.language)
+        card_metadata = CardMetadata(args.repo_id, run_id, config, args.license, args.language)
         check_repo(card_metadata, args.private_repo)
     if args.space_id is not None:
         require_token("--space_id")

@@ -105,7 +105,6 @@ class HubUploader:
     """Keeps a repository on the Hub up to date with the newest checkpoint. A failure is one log line and never raises.
 
     :param folder: of the checkpoints
-    :param metadata: see `build_card_metadata`
     :param initial_peers: addresses through which newcomers join over the internet; none if they cannot
     :param private: whether a repository that has to be created is private
     :param interval: seconds between two uploads

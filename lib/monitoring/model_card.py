@@ -24,36 +24,23 @@ TABLE_ROWS = 100
 
 @dataclass(frozen=True)
 class CardMetadata:
-    """Properties of a run that do not change.
-
-    `model_class`: the class of transformers that loads the model.
-    """
+    """What a run's model cards have in common. `config`: of the model."""
 
     repo_id: str
     run_id: str
-    model_type: str
-    model_class: str
-    objective: str
+    config: PretrainedConfig
     license: str | None = None
     language: str | None = None
-
-
-def build_card_metadata(
-    repo_id: str, run_id: str, config: PretrainedConfig, license: str | None = None, language: str | None = None
-) -> CardMetadata:
-    """What the model card says of a run's model."""
-    model_class = get_model_class(config).__name__
-    return CardMetadata(repo_id, run_id, config.model_type, model_class, get_objective(config), license, language)
 
 
 def build_card_data(metadata: CardMetadata) -> ModelCardData:
     """Build the metadata of the card, which the Hub's search uses."""
     return ModelCardData(
         library_name="transformers",
-        pipeline_tag=OBJECTIVES[metadata.objective].pipeline_tag,
+        pipeline_tag=OBJECTIVES[get_objective(metadata.config)].pipeline_tag,
         language=metadata.language,
         license=metadata.license,
-        tags=["hivemind", "collaborative-training", metadata.model_type],
+        tags=["hivemind", "collaborative-training", metadata.config.model_type],
     )
 
 
@@ -71,16 +58,43 @@ def build_card(
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
     :param page: address of the run's curves, see `is_page`
     """
+    objective, model_class = OBJECTIVES[get_objective(metadata.config)], get_model_class(metadata.config).__name__
+    introduction = (
+        "Trained by volunteers on their own machines, together, over the internet, with "
+        f"[hivemind](https://github.com/learning-at-home/hivemind). This is step {step:,} of the run "
+        f"<b>{escape_markdown(metadata.run_id)}</b>: a model of type {metadata.config.model_type}, trained for "
+        f"{objective.description}."
+    )
+    usage = f"""## How to load it
+
+```python
+from transformers import {model_class}, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")
+model = {model_class}.from_pretrained("{metadata.repo_id}")
+```
+
+Each upload has a tag: `revision="step-{step}"` is this one, whatever comes after it."""
+    join = f"""## How to join
+
+With the software of this run, any GPU, and the prepared data if the run does not publish its address:
+
+```bash
+{shlex.join(["./run_trainer.py", "--initial_peers", *initial_peers])}
+```
+
+Add `--username YOUR_NAME` to be listed above under that name."""
     sections = [
-        _introduction(metadata, step),
+        f"---\n{build_card_data(metadata).to_yaml()}\n---",
+        f"# {escape_markdown(metadata.repo_id.split('/')[-1])}",
+        introduction,
         f"The [curves of the run]({page}) are public." if page is not None else "",
-        _usage(metadata, step),
+        usage,
         _curve_table(curve),
         _contributor_table(contributors),
-        _join(initial_peers),
+        join if initial_peers else "",
     ]
-    body = "\n\n".join(section for section in sections if section)
-    return ModelCard(f"---\n{build_card_data(metadata).to_yaml()}\n---\n\n{body}\n")
+    return ModelCard("\n\n".join(filter(None, sections)) + "\n")
 
 
 def escape_markdown(text: str) -> str:
@@ -104,28 +118,6 @@ def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[tuple
     return [(group[0], group[-1], statistics.fmean(map(losses.get, group))) for group in groups]
 
 
-def _introduction(metadata: CardMetadata, step: int) -> str:
-    return (
-        f"# {escape_markdown(metadata.repo_id.split('/')[-1])}\n\n"
-        f"Trained by volunteers on their own machines, together, over the internet, with "
-        f"[hivemind](https://github.com/learning-at-home/hivemind). This is step {step:,} of the run "
-        f"<b>{escape_markdown(metadata.run_id)}</b>: a model of type {metadata.model_type}, trained for "
-        f"{OBJECTIVES[metadata.objective].description}."
-    )
-
-
-def _usage(metadata: CardMetadata, step: int) -> str:
-    return (
-        "## How to load it\n\n"
-        "```python\n"
-        f"from transformers import {metadata.model_class}, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")\n'
-        f'model = {metadata.model_class}.from_pretrained("{metadata.repo_id}")\n'
-        "```\n\n"
-        f'Each upload has a tag: `revision="step-{step}"` is this one, whatever comes after it.'
-    )
-
-
 def _curve_table(curve: Sequence[tuple[int, int, float]]) -> str:
     rows = [f"| {first:,} to {last:,} | {loss:.4f} |" for first, last, loss in curve]
     return "\n".join(["## Loss\n", "| steps | mean loss |", "|---|---|", *rows]) if rows else ""
@@ -143,15 +135,3 @@ def _contributor_table(contributors: Contributors) -> str:
         name, key = escape_markdown(leader.name), escape_markdown(leader.key[:8])
         rows.append(f"| {place} | {name} | {key} | {leader.samples:,} | {leader.steps:,} |")
     return "\n".join(rows)
-
-
-def _join(initial_peers: Sequence[str]) -> str:
-    if not initial_peers:
-        return ""
-    command = shlex.join(["./run_trainer.py", "--initial_peers", *initial_peers])
-    return (
-        "## How to join\n\n"
-        "With the software of this run, any GPU, and the prepared data if the run does not publish its address:\n\n"
-        f"```bash\n{command}\n```\n\n"
-        "Add `--username YOUR_NAME` to be listed above under that name."
-    )

@@ -17,7 +17,7 @@ from lib.monitoring import hub_upload as upload
 from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
-from lib.monitoring.model_card import build_card_metadata
+from lib.monitoring.model_card import CardMetadata
 from lib.monitoring.parsing import PeerStep
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
@@ -50,7 +50,7 @@ def make_uploader(tmp_path, hub):
 
     def make_uploader(**options) -> HubUploader:
         folder = tmp_path / "out"
-        metadata, contributors = build_card_metadata("me/model", "my run", CONFIG), Contributors(folder, "my run")
+        metadata, contributors = CardMetadata("me/model", "my run", CONFIG), Contributors(folder, "my run")
         uploader = HubUploader(folder, metadata, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], **options)
         uploaders.append(uploader)
         return uploader
@@ -219,7 +219,7 @@ def test_silent_hub_delays_neither_the_monitor_nor_its_shutdown(hub, make_upload
 
 def check(**options) -> None:
     private = options.pop("private", False)
-    check_repo(build_card_metadata("me/model", "run", CONFIG, **options), private)
+    check_repo(CardMetadata("me/model", "run", CONFIG, **options), private)
 
 
 def test_check_creates_the_repository(hub):

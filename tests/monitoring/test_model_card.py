@@ -17,7 +17,6 @@ from lib.monitoring.contributors import Contributor, Contributors
 from lib.monitoring.model_card import (
     CardMetadata,
     build_card,
-    build_card_metadata,
     escape_markdown,
     read_curve,
 )
@@ -26,12 +25,15 @@ from lib.training.model import build_model
 from tests.support.peers import TINY_ALBERT
 
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
-METADATA = CardMetadata("me/model", "my run", "albert", "AlbertForPreTraining", "mlm_sop", "apache-2.0", "en")
-SMALL = {
+SIZES = {
     "albert": TINY_ALBERT,
     "bert": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
     "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2},
 }
+CONFIGS = {
+    name: AutoConfig.for_model(**{"model_type": name, **small}, vocab_size=500) for name, small in SIZES.items()
+}
+METADATA = CardMetadata("me/model", "my run", CONFIGS["albert"], "apache-2.0", "en")
 HOSTILE_NAMES = [
     "<script>alert(1)</script>",
     "<img src=x onerror=alert(1)>",
@@ -103,7 +105,7 @@ def test_card_is_read_back_as_the_hub_reads_it(tmp_path):
 
 
 def test_license_and_language_are_left_out_if_not_given(tmp_path):
-    metadata = CardMetadata("me/model", "run", "gpt2", "AutoModelForCausalLM", "clm")
+    metadata = CardMetadata("me/model", "run", CONFIGS["gpt2"])
     data = build_card(metadata, 1, [], Contributors(tmp_path, "run"), []).data.to_dict()
     assert "license" not in data and "language" not in data and data["pipeline_tag"] == "text-generation"
 
@@ -124,7 +126,7 @@ def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
 
 
 def test_join_command_needs_the_addresses_only(tmp_path):
-    metadata = CardMetadata("me/model", "my <i>run</i>; rm -rf", "albert", "AlbertForPreTraining", "mlm_sop")
+    metadata = CardMetadata("me/model", "my <i>run</i>; rm -rf", CONFIGS["albert"])
     peers = [f"/ip4/1.1.1.1/tcp/1/p2p/{PEER_ID}", f"/dns4/x.org/tcp/2/p2p/{PEER_ID}"]
     card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), peers)
     assert "i" not in render(card).tags
@@ -176,14 +178,12 @@ def test_lines_that_cannot_be_read_are_skipped(tmp_path):
 # Loading
 
 
-@pytest.mark.parametrize("model_type", SMALL)
+@pytest.mark.parametrize("model_type", SIZES)
 def test_snippet_loads_the_model(tmp_path, data, model_type):
-    config = AutoConfig.for_model(**{"model_type": model_type, **SMALL[model_type]}, vocab_size=500)
-    model = build_model(config, "run")
+    model = build_model(CONFIGS[model_type], "run")
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(tmp_path)
-    metadata = build_card_metadata("me/model", "run", config)
-    card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), [])
+    card = build_card(CardMetadata("me/model", "run", CONFIGS[model_type]), 1, [], Contributors(tmp_path, "run"), [])
     namespace: dict = {}
     exec(card.text.split("```python\n")[1].split("```")[0].replace("me/model", str(tmp_path)), namespace)
     assert type(namespace["model"]) is type(model) and len(namespace["tokenizer"]) == 500
