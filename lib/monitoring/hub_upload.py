@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hivemind.utils import get_logger
@@ -54,8 +54,7 @@ def check_repo(metadata: CardMetadata, private: bool = False) -> None:
     """
     repo_id = metadata.repo_id
     try:
-        api = _connect()
-        api.create_repo(repo_id, private=private or None, exist_ok=True)
+        api = _open_repo(repo_id, private)
         api.auth_check(repo_id, write=True)  # create_repo also succeeds for another user's repository
         try:
             ModelCard(f"---\n{build_card_data(metadata).to_yaml()}\n---\n").validate()
@@ -68,15 +67,19 @@ def check_repo(metadata: CardMetadata, private: bool = False) -> None:
         logger.warning(f"Cannot check whether '{repo_id}' may be written to: {reason}. Uploads will be tried")
 
 
-def _connect() -> HfApi:
+def _open_repo(repo_id: str, private: bool) -> HfApi:
     disable_progress_bars()
     get_session().timeout = TIMEOUTS
-    return HfApi(token=True)
+    api = HfApi(token=True)
+    api.create_repo(repo_id, private=private or None, exist_ok=True)
+    return api
 
 
 def explain(error: Exception, repo_id: str) -> UserError:
     """Return one line for an error, with the remedy where one is known; a TemporaryError if it may pass by itself."""
-    causes = list(_causes(error))
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:  # a failed transfer is a RuntimeError, by the Hub's response
+        causes.append(cause)
     refusal = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     if isinstance(error, UserError):
         return UserError(" ".join(str(error).split()))
@@ -92,13 +95,6 @@ def explain(error: Exception, repo_id: str) -> UserError:
     message = " ".join(str(refusal.server_message or refusal).split())[:200]
     reason = _REASONS.get(status, f"the Hub refused ({status}): {message}").replace("%s", repo_id)
     return TemporaryError(reason) if status in (404, 429) else UserError(reason)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes: a failed transfer is a RuntimeError that wraps the Hub's response."""
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 class HubUploader:
@@ -151,7 +147,7 @@ class HubUploader:
                 self._thread = threading.Thread(target=self._upload, args=(newest, step, card), daemon=True)
                 self._thread.start()
         except Exception as error:
-            self._fail(str(explain(error, self.metadata.repo_id)))
+            self._fail(error)
 
     def close(self) -> None:
         """Wait CLOSE_TIMEOUT seconds for the upload in progress. It ends with the process."""
@@ -168,21 +164,21 @@ class HubUploader:
             with temporary_folder(self.folder / "upload") as folder:
                 shutil.copytree(checkpoint, folder, ignore=left_out, copy_function=_link, dirs_exist_ok=True)
                 card.save(folder / "README.md")
-                api = _connect()
-                api.create_repo(repo_id, private=self.private or None, exist_ok=True)
+                api = _open_repo(repo_id, self.private)
                 message = f"Step {step} of {' '.join(self.metadata.run_id.split())}"
                 commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
                 api.create_tag(repo_id, tag=f"step-{step}", revision=commit.oid, exist_ok=True)
+            self.uploaded, self._due_at = checkpoint.name, started + self.interval
+            self._backoff.reset()
+            logger.info(f"Uploaded {checkpoint.name} to {repo_id}")
         except Exception as error:
-            self._fail(str(explain(error, repo_id)))
-            return
-        self.uploaded, self._due_at = checkpoint.name, started + self.interval
-        self._backoff.reset()
-        logger.info(f"Uploaded {checkpoint.name} to {repo_id}")
+            self._fail(error)
 
-    def _fail(self, reason: str) -> None:
-        pause = self._backoff.fail()
-        logger.warning(f"Could not upload to {self.metadata.repo_id}: {reason}; trying again in {pause:.0f} seconds")
+    def _fail(self, error: Exception) -> None:
+        repo_id, pause = self.metadata.repo_id, self._backoff.fail()
+        logger.warning(
+            f"Could not upload to {repo_id}: {explain(error, repo_id)}; trying again in {pause:.0f} seconds"
+        )
 
 
 def _link(source: str, target: str) -> None:
