@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Invite somebody to a run that is not open to everybody. The organiser runs it once for each peer:
+"""Invite a peer to a closed run. The organiser runs this script once for each peer:
 
     ./invite.py --username alice --output alice.invitation
 
 Hand the file to that person alone, over a private channel; it goes to `run_trainer.py --invitation alice.invitation`.
 The monitor needs an invitation too, and so does each further machine. All that are made with the same --authority
-belong together; keep that file, and show it to nobody.
+belong to one run; keep that file secret.
 
     ./invite.py revoke --username alice
 
-revokes all invitations of alice: a monitor that was started with `--revocations authority.revoked` tells all peers.
+revokes all invitations of alice; a monitor with `--revocations authority.revoked` passes the list on to all peers.
 """
 
 import sys

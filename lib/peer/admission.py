@@ -48,7 +48,7 @@ class Admission:
     PAUSE = 1.0  # seconds for which calls of a peer are refused at once after the peer has failed to answer
     REFRESH_PERIOD = 30.0  # seconds after which a peer is asked again, in the background, for its revocation list
     MAX_REQUEST = 4096  # bytes; a token has some 800
-    MAX_PAUSED = 1000  # peers; bounded because peer IDs are free to make up
+    MAX_PAUSED = 1000  # peers; bounded because peer IDs cost nothing
 
     def __init__(self, invitation: Invitation, revocations: RevocationStore):
         self.invitation, self.revocations = invitation, revocations

@@ -1,4 +1,4 @@
-"""Invitations: signed access tokens for a run that is not open to everybody.
+"""Invitations: signed access tokens for a closed run.
 
 An invitation is a file with a key pair, which becomes the peer's identity, and a token: the organiser's signature
 under the public key, a name, and an expiration time. libp2p derives the peer ID from the public key, and both ends of

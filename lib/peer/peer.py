@@ -119,7 +119,7 @@ def start_peer(
             reason = _explain_start_failure(error, args)
             if reason is None and initial_peers and may_start_alone and get_dht_time() + 3 > deadline:
                 logger.warning(
-                    f"{_why_outside(error, args)}. Starting without them, and dialing them again now and then"
+                    f"{_why_outside(error, args)}. Starting without them, and dialing them again periodically"
                 )
                 initial_peers, deadline = [], get_dht_time() + args.bootstrap_timeout
                 continue

@@ -177,7 +177,7 @@ def revoke_invitations(expirations: Mapping[str, float], authority: RSAPrivateKe
     except InvitationError as error:
         raise UserError(f"'{path}': {error}; restore the file from a backup") from None
     except ValueError as error:
-        raise UserError(f"{error}; make a new --authority and invite everybody again") from None
+        raise UserError(f"{error}; make a new --authority and invite all peers again") from None
     with new_file(path) as temporary:
         temporary.write_bytes(content)
     return path

@@ -1,8 +1,8 @@
 """Measurement of the upload to another peer: a service that receives bytes and discards them, and its caller.
 
-Protocol, in one stream: the caller announces a number of bytes in 4 bytes. The service answers READY or, if they are
-too many, BUSY. It answers RECEIVED after the last of the bytes, which it does not look at. This may repeat. Admission
-of invited peers is below this service, as for all services, see `lib.peer.admission`.
+Protocol: the caller announces a number of bytes in 4 bytes. The service answers READY or, if they are too many, BUSY.
+It discards the bytes and then answers RECEIVED; a stream may carry several requests. Admission of invited peers is
+below this service, as for all services, see `lib.peer.admission`.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class UploadError(Exception):
 class UploadSink:
     """Service that receives and discards bytes, within bounds.
 
-    The bounds hold for each minute. Peer IDs are free to make up, so the bounds for all callers together matter.
+    The bounds hold for each minute. Peer IDs cost nothing, so the bounds for all callers together matter.
     """
 
     MAX_BYTES = 5 * 2**20  # from one caller; a measurement has 2.25 MiB

@@ -25,7 +25,7 @@ def test_either_of_two_monitors_may_die(scripts):
         )
 
     first = start("first", "second", "--save_checkpoint_step_interval", 2)
-    first.wait_for("Starting without them, and dialing them again now and then")
+    first.wait_for("Starting without them, and dialing them again periodically")
     assert first.address == addresses["first"]
     second = start("second", "first", "--no_store_checkpoints")
     assert second.address == addresses["second"]

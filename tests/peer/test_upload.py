@@ -100,7 +100,7 @@ async def test_large_request_is_refused_before_its_first_byte():
 
 @run_async
 async def test_all_callers_together_are_bounded_and_few_are_remembered():
-    """Peer IDs are free to make up."""
+    """Peer IDs cost nothing."""
     sink, taken = UploadSink(), 0
     for number in range(1000):
         caller = Caller(sink, number)
