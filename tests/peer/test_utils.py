@@ -2,15 +2,15 @@
 
 import asyncio
 import dataclasses
-import http.server
 import multiprocessing
 import os
-import threading
 import time
-from contextlib import contextmanager
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import requests
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
@@ -29,7 +29,6 @@ from lib.peer.addresses import (
     find_tcp_endpoint,
     fix_tcp_port,
     get_free_port,
-    look_up_public_ip,
 )
 from lib.peer.peer import load_identity
 from lib.peer.redial import _redial
@@ -303,40 +302,19 @@ def test_port_is_fixed_before_it_is_announced():
     assert fix_tcp_port(["/ip4/0.0.0.0/tcp/31337"]) == (["/ip4/0.0.0.0/tcp/31337"], 31337)
 
 
-class AddressService(http.server.BaseHTTPRequestHandler):
-    answer = ""
+@pytest.mark.parametrize("answer", ["203.0.113.7\n", "<html>busy</html>", None])
+def test_public_address_is_announced_with_the_real_port(monkeypatch, answer):
+    def get(url: str, timeout: float) -> SimpleNamespace:
+        if answer is None:
+            raise requests.ConnectionError("refused")
+        return SimpleNamespace(text=answer, raise_for_status=lambda: None)
 
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.answer.encode())
-
-    def log_message(self, *_args):
-        pass
-
-
-@contextmanager
-def address_service(answer: str):
-    handler = type("Handler", (AddressService,), {"answer": answer})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-
-
-def test_public_address_is_announced_with_the_real_port():
-    args = BaseTrainingArguments()
-    with address_service("203.0.113.7\n") as url:
-        announce_public_ip(args, url)
-    port = Multiaddr(args.host_maddrs[0])["tcp"]
-    assert port != "0" and args.announce_maddrs == [f"/ip4/203.0.113.7/tcp/{port}"]
-
-
-def test_useless_answer_about_the_address_is_refused():
-    with address_service("<html>busy</html>") as url, pytest.raises(UserError, match="announce_maddrs"):
-        look_up_public_ip(url)
-    with pytest.raises(UserError, match="use_google_dns"):
-        look_up_public_ip("http://127.0.0.1:9/", timeout=1)
+    monkeypatch.setattr(requests, "get", get)
+    args, is_address = BaseTrainingArguments(), answer is not None and answer.startswith("203")
+    with nullcontext() if is_address else pytest.raises(UserError, match=r"--use_google_dns.*--announce_maddrs"):
+        announce_public_ip(args, "https://example.org/")
+        port = Multiaddr(args.host_maddrs[0])["tcp"]
+        assert port != "0" and args.announce_maddrs == [f"/ip4/203.0.113.7/tcp/{port}"]
 
 
 @pytest.mark.peers
