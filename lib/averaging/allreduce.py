@@ -165,7 +165,7 @@ class SafeTensorPartReducer(TensorPartReducer):
                 self.accumulator.add_(part, alpha=weight * factors.get(sender, 1.0))
 
     def outliers(self) -> dict[int, str]:
-        """Return the senders whose gradients are too large beside the others': sender index -> violation."""
+        """Return the senders whose gradients are too large, compared with the others': sender index -> violation."""
         text = f"gradients of more than {TOLERANCE:g} times the norm of the other peers'"
         return {sender: text for sender in self._outliers.senders if sender != self._own_index}
 

@@ -51,7 +51,7 @@ class SafeAverager(DecentralizedAverager):
         """Serve this averager, in its process, with one OpenMP thread per caller.
 
         hivemind compresses and adds up the parts of tensors in up to 32 threads at a time. By default each of them
-        would start as many OpenMP threads as the machine has cores, beside those of the trainer.
+        would start as many OpenMP threads as the machine has cores, in addition to those of the trainer.
 
         One thread also avoids a deadlock: of 70 processes that were forked while another thread computed with two
         OpenMP threads, 4 hung in their first operation; of 240 with this limit, none.

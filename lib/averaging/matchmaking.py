@@ -215,7 +215,7 @@ class StepMatchmaking(Matchmaking):
         """Find the group of a step. Runs until a group is found; cancel it to give up."""
         async with self.lock_looking_for_group:
             search = self._search = Search(step)
-            watch = asyncio.create_task(self._note_trigger(search))
+            watch = asyncio.create_task(self._record_trigger(search))
             try:
                 while True:
                     leader = self._choose_leader(search)
@@ -227,20 +227,20 @@ class StepMatchmaking(Matchmaking):
                     else:
                         group = await self._follow(search, leader)
                     if group is not None:
-                        self._note_group(group, search)
+                        self._on_group(group, search)
                         return group
                     await asyncio.sleep(0.02)
             finally:
                 watch.cancel()
                 self._search = self._leader = None
 
-    async def _note_trigger(self, search: Search) -> None:
+    async def _record_trigger(self, search: Search) -> None:
         with suppress(Exception):
             await search.control.wait_for_trigger()
             search.triggered_at = time.monotonic()
             self._changed.set()
 
-    def _note_group(self, group: GroupInfo, search: Search) -> None:
+    def _on_group(self, group: GroupInfo, search: Search) -> None:
         while len(self._found) >= 16:
             del self._found[next(iter(self._found))]
         self._found[group.group_id] = search.control

@@ -1,4 +1,4 @@
-"""OpenMP threads of the threads that compute beside the main thread."""
+"""OpenMP threads of the background threads that compute."""
 
 import torch
 from threadpoolctl import threadpool_limits

@@ -7,7 +7,7 @@ forms of DiLoCo have none; templar (https://github.com/tplr-ai/templar) clips ea
 import statistics
 from collections import Counter
 
-MIN_SENDERS = 3  # with samples; of two, nobody can say which is too large
+MIN_SENDERS = 3  # with samples: with two senders there is no majority
 TOLERANCE = 4.0  # of a norm, relative to the median of the others
 # An honest peer's part may exceed the tolerance: rare tokens that only its samples have move their rows of an
 # embedding. It is clipped once it exceeds the tolerance in more than this fraction of its parts.

@@ -35,7 +35,7 @@ from lib.averaging.matchmaking import RosterEntry, RoundControl, parse_claims
 logger = get_logger(__name__)
 
 PROTOCOL = 5  # version of rounds and progress reports; peers of different versions do not average
-BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; not longer, since the machine may be repaired
+BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; short, since the fault may be transient
 MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
 
 

@@ -39,7 +39,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
     `lock_averaged_tensors`, so that no reader sees a partial change. Other code that writes into the parameters or the
-    optimizer must call `note_change` afterwards.
+    optimizer must call `mark_changed` afterwards.
 
     :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
     :param download_timeout: seconds for a whole download
@@ -111,7 +111,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 self.optimizer.step()
                 self._set_applied_epoch(epoch)
             finally:
-                self.note_change()
+                self.mark_changed()
 
     def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the state by another one, possibly of an earlier step. The tensors are copied.
@@ -126,7 +126,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 own_tensor.copy_(tensor)
             self.local_epoch = metadata["epoch"]
             self._set_applied_epoch(metadata["epoch"])
-            self.note_change()
+            self.mark_changed()
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
 
@@ -141,9 +141,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                     parameter.copy_(main_parameter)
             self.local_epoch = epoch
             self._set_applied_epoch(epoch)
-            self.note_change()
+            self.mark_changed()
 
-    def note_change(self) -> None:
+    def mark_changed(self) -> None:
         """Drop the copies of the state. Call it after each change of the state."""
         self._copy = self._wire_copy = None
 
@@ -158,7 +158,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def _update_scheduler(self) -> None:
         """Set the step and the schedule after hivemind's own update, which led to `local_epoch`."""
         self._set_applied_epoch(self.local_epoch)
-        self.note_change()
+        self.mark_changed()
 
     def _apply_optimizer_parameters_(self) -> None:
         with self.lock_averaged_tensors:
@@ -210,7 +210,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def _start_copy_timer(self) -> None:
         if self._copy_timer is not None:
             self._copy_timer.cancel()
-        self._copy_timer = threading.Timer(self.COPY_SECONDS, self.note_change)
+        self._copy_timer = threading.Timer(self.COPY_SECONDS, self.mark_changed)
         self._copy_timer.daemon = True
         self._copy_timer.start()
 
