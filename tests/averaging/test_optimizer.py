@@ -1,12 +1,16 @@
 """Tests of CollaborativeOptimizer: what each outcome of a round does to one peer. No network, no processes."""
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lib.averaging.allreduce import MIN_WEIGHT
 from lib.averaging.coordinator import Outcome
+from lib.averaging.local_updates import INNER_WARMUP_STEPS
 from lib.averaging.optimizer import CONVALESCENCE_ROUNDS, MAX_MISSED_UPDATES, CollaborativeOptimizer
-from tests.support.offline import offline_optimizer
+from tests.support.offline import PEER, offline_optimizer
 
 pytestmark = pytest.mark.usefixtures("offline")
 FLAGS = {
@@ -140,6 +144,16 @@ def test_step_without_finite_parameters_is_not_taken():
     assert optimizer._is_interrupted() and optimizer.local_epoch == 0 and not optimizer.coordinator.weights
 
 
+def test_peer_with_values_out_of_bounds_is_banned_for_ten_minutes():
+    optimizer = build()
+    banned = []
+    optimizer.grad_averager._matchmaking = SimpleNamespace(ban=lambda *ban: banned.append(ban))
+    optimizer.grad_averager._ban_violators(SimpleNamespace(violations=lambda: {PEER.dht.peer_id: "NaN"}))
+    ((peer_id, until),) = optimizer.banned_peers().items()
+    assert banned == [(PEER.dht.peer_id, until)] and peer_id == PEER.dht.peer_id.to_bytes()
+    assert 590 < until - time.time() <= 600
+
+
 @pytest.mark.parametrize(("epoch", "expected"), [(5, False), (6, False), (7, True)])
 def test_out_of_sync_with_the_run(epoch, expected, monkeypatch):
     optimizer = build()
@@ -177,3 +191,49 @@ def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
     monkeypatch.setattr(optimizer.tracker, "ignore_epochs_above", lambda epoch: ignored.append(epoch) or 1)
     assert not any(optimizer.load_state_from_peers() for _ in range(3))
     assert ignored == [6] and optimizer.accumulator.num_samples == 4
+
+
+# Local updates
+
+
+def build_local(**flags) -> CollaborativeOptimizer:
+    return build(local_updates=True, outer_learning_rate=0.5, outer_momentum=0.5, **{"learning_rate": 0.1, **flags})
+
+
+def test_learning_rate_of_local_steps_rises_and_is_that_of_the_step_that_is_computed():
+    optimizer = build_local(warmup_steps=4)
+    (parameter,) = optimizer.state_averager.main_parameters
+    for step, epoch in ((1, 0), (2, 0), (INNER_WARMUP_STEPS, 1)):
+        optimizer._num_inner_steps, optimizer.state_averager.local_epoch = step - 1, epoch
+        compute(optimizer, 0.2)
+        expected = 0.1 * (epoch + 1) / 4 * step / INNER_WARMUP_STEPS
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+    assert parameter[0, 0] < 3.0
+
+
+def test_global_step_moves_by_the_average_of_the_local_changes():
+    optimizer = build_local()
+    compute(optimizer, 0.2)
+    take(optimizer, gradients=0.4)
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.1 / INNER_WARMUP_STEPS, rel=0.02)
+    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 - 0.5 * 1.5 * 0.4)  # Nesterov
+
+
+@pytest.mark.parametrize(("epoch", "is_kept"), [(6, True), (7, True), (8, False)])
+def test_local_updates_are_kept_unless_they_belong_to_older_parameters(epoch, is_kept, monkeypatch):
+    optimizer = build_local()
+    optimizer.begin_at(5)
+    compute(optimizer, 0.2)
+    (parameter,) = optimizer.state_averager.main_parameters
+    change = parameter.detach() - 3.0
+
+    def load() -> bool:
+        optimizer._offloaded_parameters()[0].data.fill_(7.0)
+        optimizer.state_averager.local_epoch = epoch
+        return True
+
+    monkeypatch.setattr(optimizer.state_averager, "load_state_from_peers", load)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    assert optimizer.load_state_from_peers()
+    assert torch.allclose(parameter, 7.0 + change if is_kept else torch.tensor(7.0))
+    assert optimizer.accumulator.num_samples == (4 if is_kept else 0)

@@ -17,7 +17,7 @@ def test_norms_of_honest_peers_are_left_alone():
 def test_sender_that_is_always_too_large_is_scaled_down_to_the_median_of_the_others():
     outliers = OutlierFilter()
     for _ in range(3):
-        assert outliers.clip_factors({0: 1.0, 1: 1.0, 2: 1.0, 3: 100.0}, EQUAL) == {3: TOLERANCE / 100}
+        assert outliers.clip_factors({0: 1.0, 1: 2.0, 2: 3.0, 3: 100.0}, EQUAL) == {3: TOLERANCE * 2.0 / 100}
     assert outliers.senders == [3]
 
 

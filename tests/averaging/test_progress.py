@@ -185,6 +185,15 @@ def test_others_are_assumed_to_compute_while_they_live():
     assert killed.seconds_to_step > 1000, "it does not contribute any more"
 
 
+@pytest.mark.parametrize(("age", "reported", "samples"), [(14.0, 14.0, 250.0), (100.0, 0.0, 3000.0)])
+def test_samples_are_extrapolated_for_one_heartbeat_after_the_report_and_a_minute_after_the_samples(
+    age, reported, samples
+):
+    now = get_dht_time()
+    tracker = see(make_tracker(target=10_000), record(1, rate=50.0, time=now - age, reported_at=now - reported))
+    assert tracker.seconds_to_step == pytest.approx((10_000 - samples) / 50, abs=1.0)
+
+
 def test_step_is_not_due_before_new_reports_are_read():
     tracker = see(make_tracker(target=100), record(1, samples=90))
     tracker.complete_step(1, 0)

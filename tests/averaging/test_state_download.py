@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -22,7 +23,14 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging import wire
-from lib.averaging.download import StateDownload, StateQuery, TooSlowError, rank_donors
+from lib.averaging.download import (
+    OldStateError,
+    StateDownload,
+    StateQuery,
+    TooSlowError,
+    check_epoch,
+    rank_donors,
+)
 from lib.averaging.records import signer_of
 from lib.averaging.state import StateLoadError, TrainingStateAverager
 from lib.training.model import build_model
@@ -247,6 +255,17 @@ def test_slow_donor_is_abandoned_for_reachable_donors(elapsed, fraction, is_too_
     assert not asyncio.run(check([])), "it is the last one"
 
 
+def test_donor_may_be_silent_for_a_quarter_of_the_time_while_others_are_left():
+    async def max_silence(*dials: Exception | None) -> float:
+        download = StateDownload(SimpleNamespace(donor_timeout=60.0), make_query(timeout=100.0))
+        download._dials = {number: make_dial(result) for number, result in enumerate(dials)}
+        download._queue.extend(download._dials)
+        return download._max_silence()
+
+    assert asyncio.run(max_silence(None)) == pytest.approx(25.0, abs=1.0)
+    assert asyncio.run(max_silence(OSError())) == 60.0
+
+
 def random_peer() -> PeerID:
     return PeerID(b"\x12\x20" + os.urandom(32))
 
@@ -354,6 +373,12 @@ def test_doubtful_step_is_refused_although_the_credible_donor_fails(swarm):
     assert newcomer.download_state() is None
     newcomer.credible_epoch = lambda: None
     assert newcomer.download_state()[1]["epoch"] == 30_000
+
+
+@pytest.mark.parametrize(("epoch", "is_refused"), [(4, True), (5, False), (6, False)])
+def test_state_of_an_earlier_step_is_refused(epoch, is_refused):
+    with pytest.raises(OldStateError) if is_refused else nullcontext():
+        check_epoch({"epoch": epoch}, min_epoch=5)
 
 
 def test_credible_step_grows_with_the_time_of_a_download():
