@@ -140,12 +140,6 @@ def copies_of(groups: Sequence[dict]) -> list[dict]:
     return [{**group, "params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]} for group in groups]
 
 
-@torch.no_grad()
-def copy_tensors(sources: Tensors, targets: Tensors) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
-
-
 class DataParallelPeers:
     """Peers that accumulate gradients. Their models are equal, so one model serves all."""
 
@@ -299,11 +293,11 @@ class Simulation:
         :param progress: called after each local step
         :raises FloatingPointError: if all peers diverge
         """
-        queue = [(1.0 / speed_of(number), number) for number in range(self.variant.peers)]
+        queue = [(1.0 / SPEEDS[number % len(SPEEDS)], number) for number in range(self.variant.peers)]
         heapq.heapify(queue)
         for step in range(1, self.budget.local_steps + 1):
             moment, number = heapq.heappop(queue)
-            heapq.heappush(queue, (moment + 1.0 / speed_of(number), number))
+            heapq.heappush(queue, (moment + 1.0 / SPEEDS[number % len(SPEEDS)], number))
             batch = self.task.make_batch([next(self._orders[number]) for _ in range(self.budget.micro_batch)])
             self.peers.local_step(number, batch, self.budget.micro_batch)
             self._advance(step)
@@ -347,9 +341,7 @@ class Simulation:
 
     def _evaluate(self) -> float:
         groups = build_param_groups(self._model, 0.0)
-        copy_tensors(self.peers.global_parameters(), parameters_of(groups))
+        with torch.no_grad():
+            for target, source in zip(parameters_of(groups), self.peers.global_parameters(), strict=True):
+                target.copy_(source)
         return self.task.evaluate(self._model)
-
-
-def speed_of(peer: int) -> int:
-    return SPEEDS[peer % len(SPEEDS)]

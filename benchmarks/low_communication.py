@@ -2,7 +2,7 @@
 """Compare the loss of data-parallel training with that of local updates (DiLoCo), with simulated peers.
 
 benchmarks/low_communication.py --train_file my.txt --folder results
-benchmarks/low_communication.py --train_file my.txt --folder results --points dp,h32 --tune
+benchmarks/low_communication.py --train_file my.txt --folder results --points dp h32 --tune
 
 The local and global steps are those of the trainers, in one process on one core; nothing is sent. All runs have the
 same samples, validation text and model. Each finished run is a line of results.jsonl in --folder, and the next session
@@ -236,23 +236,22 @@ def describe_rates(run: Run) -> str:
 
 
 def format_tables(runs: list[Run], results: Results) -> str:
-    """Return the table of all points, and that of newcomers. `runs`: with the learning rates that are to be shown."""
+    """Return the table of all points. `runs`: with the learning rates that are to be shown."""
     done = [run for run in runs if run in results.lines]
     losses = {(run.point, run.peers, run.seed): results.loss(run) for run in done}
     groups: dict[tuple[int, str], list[Run]] = {}
     for run in sorted(done, key=lambda run: run.peers):
         groups.setdefault((run.peers, run.point), []).append(run)
-    head = f"{'peers':>5}  {'point':<17}{'rounds':>7}{'rates':>21}{'seeds':>6}{'loss':>9}  {'difference':<18}"
-    lines = [head + "loss on the way"]
+    head = f"{'peers':>5}  {'point':<17}{'rounds':>7}{'rates':>21}{'seeds':>6}{'loss':>9}  difference"
+    lines = [head]
     for (peers, point), group in groups.items():
         first = results.lines[group[0]]
         mean = statistics.mean(results.loss(run) for run in group)
         references = [(results.loss(run), losses.get(("dp", peers, run.seed))) for run in group]
         differences = [100 * (loss / reference - 1) for loss, reference in references if reference is not None]
-        on_the_way = " ".join(f"{loss:.3f}" for loss in list(first["evaluations"].values())[:-1])
         lines.append(
             f"{peers:>5}  {point:<17}{first['rounds']:>7}{describe_rates(group[0]):>21}{len(group):>6}{mean:>9.4f}  "
-            f"{describe_differences(differences):<18}{on_the_way}"
+            f"{describe_differences(differences)}"
         )
     return "\n".join(lines)
 
@@ -269,9 +268,9 @@ def parse_arguments() -> argparse.Namespace:
     names = [*POINTS, *SPECIAL_POINTS]
     parser.add_argument("--train_file", type=Path, help="text, UTF-8; default: Python's documentation topics")
     parser.add_argument("--folder", type=Path, required=True, help="for the prepared text and the results")
-    parser.add_argument("--points", type=lambda text: text.split(","), help=f"of {', '.join(names)}; default: all")
-    parser.add_argument("--peers", type=read_integers, default=[2, 4, 8], help="default: 2,4,8")
-    parser.add_argument("--seeds", type=read_integers, default=[0, 1, 2], help="default: 0,1,2")
+    parser.add_argument("--points", nargs="+", choices=names, help="default: all")
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=16384, help="of all peers together; default: 16384")
     parser.add_argument("--optimizer", choices=("adamw", "lamb"), default="adamw", help="inner, and of data parallel")
     parser.add_argument(
@@ -279,14 +278,7 @@ def parse_arguments() -> argparse.Namespace:
         help="peak of the inner optimizer; data parallel: times the root of the batch in micro-batches, at most 4",
     )  # fmt: skip
     parser.add_argument("--tune", action="store_true", help="sweep the learning rates with the first seed")
-    args = parser.parse_args()
-    if unknown := set(args.points or ()) - set(names):
-        parser.error(f"--points: unknown: {', '.join(sorted(unknown))}")
-    return args
-
-
-def read_integers(text: str) -> list[int]:
-    return [int(value) for value in text.split(",")]
+    return parser.parse_args()
 
 
 def main() -> None:

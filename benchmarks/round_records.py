@@ -44,9 +44,10 @@ class PeerRecords:
         return not any(begin <= moment < end for begin, end in [*self.absences, *self.downloads])
 
     def requests_between(self, begin: float, end: float) -> Counter:
-        newest = [max((entry for entry in self.requests if entry[0] <= moment), key=lambda entry: entry[0],
-                      default=(0.0, Counter())) for moment in (begin, end)]  # fmt: skip
-        return newest[1][1] - newest[0][1]
+        counts = {begin: Counter(), end: Counter()}
+        for moment, sent in self.requests:
+            counts |= {limit: sent for limit in counts if moment <= limit}
+        return counts[end] - counts[begin]
 
 
 def read_records(name: str, folder: Path, absences: Iterable[tuple[float, float]] = ()) -> PeerRecords:
