@@ -242,8 +242,7 @@ def format_tables(runs: list[Run], results: Results) -> str:
     groups: dict[tuple[int, str], list[Run]] = {}
     for run in sorted(done, key=lambda run: run.peers):
         groups.setdefault((run.peers, run.point), []).append(run)
-    head = f"{'peers':>5}  {'point':<17}{'rounds':>7}{'rates':>21}{'seeds':>6}{'loss':>9}  difference"
-    lines = [head]
+    lines = [f"{'peers':>5}  {'point':<17}{'rounds':>7}{'rates':>21}{'seeds':>6}{'loss':>9}  difference"]
     for (peers, point), group in groups.items():
         first = results.lines[group[0]]
         mean = statistics.mean(results.loss(run) for run in group)
