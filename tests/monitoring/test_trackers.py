@@ -15,6 +15,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -28,6 +29,7 @@ from lib.monitoring.aggregation import StepReport
 from lib.monitoring.dashboards import Dashboard, build_tracker
 from lib.monitoring.trackers import JsonLinesFile, Reporters, build_reporters
 from run_training_monitor import TrainingMonitorArguments
+from tests.support.peers import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 # Reports steps FIRST to LAST to the dashboard in a separate process, then prints what it left behind.
@@ -287,6 +289,22 @@ def test_only_plain_addresses_are_published(tmp_path, page, shown):
     assert reporters.page is None
     tracker.page = page
     assert reporters.page == (page if shown else None)
+    reporters.close()
+
+
+def test_page_of_wandb_is_known_after_its_start(tmp_path, monkeypatch):
+    run = SimpleNamespace(
+        url="https://wandb.ai/me/run/runs/1", define_metric=lambda *_a, **_k: None, finish=lambda: None
+    )
+    stub = SimpleNamespace(
+        Settings=dict, setup=lambda settings: SimpleNamespace(settings=SimpleNamespace(mode="online")),
+        login=lambda **_options: True, init=lambda **options: run, teardown=lambda: None,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    reporters = build_reporters(tmp_path, "run", "wandb")
+    wait_until(lambda: reporters.page is not None, 30, "the address")
+    assert reporters.page == url
     reporters.close()
 
 
