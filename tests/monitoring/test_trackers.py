@@ -293,9 +293,8 @@ def test_only_plain_addresses_are_published(tmp_path, page, shown):
 
 
 def test_page_of_wandb_is_known_after_its_start(tmp_path, monkeypatch):
-    run = SimpleNamespace(
-        url="https://wandb.ai/me/run/runs/1", define_metric=lambda *_a, **_k: None, finish=lambda: None
-    )
+    url = "https://wandb.ai/me/run/runs/1"
+    run = SimpleNamespace(url=url, define_metric=lambda *_names, **_options: None, finish=lambda: None)
     stub = SimpleNamespace(
         Settings=dict, setup=lambda settings: SimpleNamespace(settings=SimpleNamespace(mode="online")),
         login=lambda **_options: True, init=lambda **options: run, teardown=lambda: None,
