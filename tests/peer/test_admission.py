@@ -20,7 +20,6 @@ from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from lib.peer.admission import Admission, NotAdmittedError, load_admission
 from lib.peer.invitations import (
-    SECONDS_A_DAY,
     InvitationError,
     load_invitation,
     make_invitation,
@@ -116,25 +115,6 @@ def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authorit
         outcomes = asyncio.run(visit(address, guest.private_key, guest.token))
         assert len(list_answered(outcomes)) == 9, outcomes
         assert outcomes["round_averager.rpc_download_state"] == "StopAsyncIteration()"  # no training state to share
-
-
-@pytest.mark.peers
-def test_invitation_that_expires_ends_the_membership(tmp_path, authority):
-    organiser = invite(authority, tmp_path / "organiser.invitation")
-    guest = make_invitation(authority, "guest", days=20 / SECONDS_A_DAY)
-
-    async def stay(address: str) -> list[dict[str, str]]:
-        async with visitor(address, guest.private_key, guest.token) as p2p:
-            assert "rpc_ping" in list_answered(await call_services(p2p, address, "run", timeout=5))
-            assert get_dht_time() < guest.expiration_time
-            await asyncio.sleep(guest.expiration_time - get_dht_time() + 0.1)
-            return [await call_services(p2p, address, "run") for _ in range(3)]
-
-    with (
-        local_peer(tmp_path / "peer", "run", invitation=organiser) as peer,
-        local_optimizer(torch.nn.Linear(2, 2), peer, 4, run_id="run", target_batch_size=8),
-    ):
-        assert_refused(*asyncio.run(stay(str(peer.dht.get_visible_maddrs()[0]))))
 
 
 @pytest.mark.peers

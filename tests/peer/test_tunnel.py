@@ -8,12 +8,10 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import ngrok
 import pytest
-import torch
 
 from arguments import BaseTrainingArguments
 from lib.common.errors import UserError
@@ -60,69 +58,27 @@ def use(monkeypatch):
     return use
 
 
-@contextlib.contextmanager
-def tunnelled_peer(folder: Path, **options) -> Iterator:
-    args = BaseTrainingArguments(run_id="run", bootstrap_timeout=60, use_relay=False, **options)
-    with open_tunnel(args):
-        peer = start_peer(args, folder / "identity.key", False, threading.Event())
-        try:
-            yield peer
-        finally:
-            peer.dht.shutdown()
-
-
-def average(stack: contextlib.ExitStack, folder: Path, first, endpoint_maddr: str) -> torch.nn.Module:
-    """Let a second peer, which knows only the tunnel, join the first one; both take a step together.
-
-    :returns: the model of the first peer
-    """
-    address = f"{endpoint_maddr}/p2p/{first.dht.peer_id}"
-    second = stack.enter_context(local_peer(folder / "second", "run", (address,)))
-    swarm = Swarm(stack, Network(stack, folder), folder)
-    one, other = (swarm.add(peer=peer) for peer in (first, second))
-    swarm.global_step(6, 6)
-    assert [len(trainer.entry["group"]) for trainer in (one, other)] == [2, 2]
-    assert (one.parameters - other.parameters).abs().max() < 1e-6
-    return one.model
-
-
-def size(model: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-@pytest.mark.peers
-def test_peers_average_through_a_tunnel_of_the_users(tmp_path):
-    port = get_free_port()
-    with contextlib.ExitStack() as stack:
-        forwarder = stack.enter_context(Forwarder(port))
-        first = stack.enter_context(
-            tunnelled_peer(
-                tmp_path / "first",
-                host_maddrs=[f"/ip4/127.0.0.1/tcp/{port}"],
-                announce_tunnel=f"tcp://localhost:{forwarder.port}",
-            )
-        )
-        tunnel, local = f"/dns4/localhost/tcp/{forwarder.port}", f"/ip4/127.0.0.1/tcp/{port}"
-        assert [str(maddr) for maddr in first.dht.get_visible_maddrs()] == [
-            f"{maddr}/p2p/{first.dht.peer_id}" for maddr in (tunnel, local)
-        ]
-        model = average(stack, tmp_path, first, tunnel)
-        assert forwarder.bytes_passed > 2 * size(model)  # half of the gradients each way, then parameters
-
-
 @pytest.mark.peers
 def test_peers_average_through_the_sdk_of_ngrok(tmp_path, use, caplog):
+    """The second peer knows only the tunnel."""
     caplog.set_level(logging.DEBUG)
+    args = BaseTrainingArguments(run_id="run", use_relay=False, host_maddrs=["/ip4/127.0.0.1/tcp/0"], tunnel="ngrok")
     with FakeNgrok() as servers:
         use(servers)
         with contextlib.ExitStack() as stack:
-            first = stack.enter_context(
-                tunnelled_peer(tmp_path / "first", host_maddrs=["/ip4/127.0.0.1/tcp/0"], tunnel="ngrok")
-            )
+            stack.enter_context(open_tunnel(args))
             assert f"Ngrok tunnel created: tcp://localhost:{servers.public_port}" in caplog.messages
             assert servers.tokens == [TOKEN] and TOKEN not in caplog.text
-            model = average(stack, tmp_path, first, f"/dns4/localhost/tcp/{servers.public_port}")
-            assert servers.bytes_passed > 2 * size(model)
+            first = start_peer(args, tmp_path / "identity.key", False, threading.Event())
+            stack.callback(first.dht.shutdown)
+            address = f"/dns4/localhost/tcp/{servers.public_port}/p2p/{first.dht.peer_id}"
+            second = stack.enter_context(local_peer(tmp_path / "second", "run", (address,)))
+            swarm = Swarm(stack, Network(stack, tmp_path), tmp_path)
+            one, other = (swarm.add(peer=peer) for peer in (first, second))
+            swarm.global_step(6, 6)
+            assert [len(trainer.entry["group"]) for trainer in (one, other)] == [2, 2]
+            assert (one.parameters - other.parameters).abs().max() < 1e-6
+            assert servers.bytes_passed > 2 * one.parameters.nbytes
         assert servers.was_told_to_close
         wait_until(lambda: not servers.is_open, 30, "the end of the session")
 
