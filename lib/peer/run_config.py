@@ -206,8 +206,6 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
     if config is None:
         logger.info("The initial peers publish no settings of a run: using the command line's settings")
         return command_line.arguments
-    vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
-    logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
     check_protocol(config)
     adopted = {name: value for name, value in config.settings.items() if name not in command_line.stated}
     check_safe(adopted, peer_args.initial_peers)
@@ -220,6 +218,8 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
     refuse_differences(config, arguments)
     output_dir.mkdir(parents=True, exist_ok=True)
     write_json(output_dir / ORGANISER_FILE, config.organiser.to_base58())
+    vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
+    logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
     return arguments
 
 
@@ -293,13 +293,15 @@ class RunConfigRelay:
         """Return the relay of a trainer that has joined a run.
 
         :param arguments: the trainer's arguments
-        :raises UserError: if one of them differs from the run's settings
+        :raises TemporaryError: if the organiser has published other settings since they were adopted
         """
         _, organiser = _remembered_organiser(arguments)
         config = _find(peer.dht, args.initial_peers, organiser, args.run_id) if args.initial_peers else None
-        if config is not None:
-            check_protocol(config)
-            refuse_differences(config, arguments)
+        try:
+            if config is not None:
+                refuse_differences(config, arguments)
+        except UserError as error:
+            raise TemporaryError(f"the settings of the run have changed, start again: {error}") from None
         return cls(peer, config, args.statistics_expiration)
 
     def publish(self) -> None:
