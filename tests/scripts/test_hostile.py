@@ -38,7 +38,7 @@ def test_peer_that_sends_nan_harms_no_other_peer(scripts):
     assert losses[5] < losses[1] - 0.05
 
 
-@pytest.mark.early
+@pytest.mark.long
 def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
     """The hostile peer joins before any trainer, when no other peer contradicts it."""
     monitor = scripts.monitor("--run_id", "target", "--save_checkpoint_step_interval", 2)
