@@ -45,7 +45,7 @@ class Dashboard:
         tracker.main_process_only = False  # the monitor has a single process
         self.tracker, self.record = tracker, record
         self._waiting = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
-        self._has_started = self._has_warned = self._is_closed = False
+        self._has_warned = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
 
@@ -79,12 +79,10 @@ class Dashboard:
         self._waiting.put(None)
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
-            verb = "finish" if self._has_started else "start"
-            self._warn(f"did not {verb}, {self._waiting.qsize() - 1} steps are missing there")
+            self._warn(f"did not finish in {CLOSE_TIMEOUT:.0f} s; values may be missing there")
 
     def _run(self) -> None:
         if self._has_worked(self.tracker.start, "did not start"):
-            self._has_started = True
             while (call := self._waiting.get()) is not None:
                 self._has_worked(call, "failed")
             self._has_worked(self.tracker.finish, "did not finish")

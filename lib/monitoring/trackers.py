@@ -36,14 +36,10 @@ def build_reporters(output_dir: Path, run_id: str, report_to: str = "none", **op
     """
     reporters = Reporters(output_dir)
     if report_to != "none":
-        record = reporters.metrics_file.path
-        try:
-            from lib.monitoring.dashboards import Dashboard, build_tracker
+        from lib.monitoring.dashboards import Dashboard, build_tracker
 
-            reporters.dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options), record)
-        except Exception as error:
-            message = f"Could not start {report_to}: {describe(error)}; see {record} instead"
-            logger.warning(message, exc_info=logger.isEnabledFor(logging.DEBUG))
+        tracker = build_tracker(report_to, output_dir, run_id, **options)
+        reporters.dashboard = Dashboard(tracker, reporters.metrics_file.path)
     return reporters
 
 
@@ -160,7 +156,6 @@ class JsonLinesFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._waiting: list[bytes] = []
-        self._is_failing = False
         content = path.read_bytes() if path.exists() else b""
         end = content.rfind(b"\n") + 1
         if end < len(content):  # a process died in a write; the next line would follow the incomplete one
@@ -175,8 +170,6 @@ class JsonLinesFile:
     def close(self) -> None:
         if self._waiting:
             self._write_waiting()
-        if self._waiting:
-            logger.error(f"{self.path}: {len(self._waiting)} steps could not be written")
 
     def _write_waiting(self) -> None:
         try:
@@ -190,14 +183,6 @@ class JsonLinesFile:
                 except OSError:
                     file.truncate(size)
                     raise
+            self._waiting.clear()
         except OSError as error:
-            if not self._is_failing:
-                logger.warning(
-                    f"Cannot write {self.path}: {describe(error)}. Keeping the steps until writing succeeds"
-                )
-            self._is_failing = True
-            return
-        if self._is_failing:
-            logger.info(f"{self.path} can be written again: wrote {len(self._waiting)} waiting steps")
-        self._is_failing = False
-        self._waiting.clear()
+            logger.warning(f"Cannot write {self.path}: {describe(error)}. {len(self._waiting)} steps wait in memory")

@@ -157,12 +157,11 @@ def test_file_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch, caplog
                 (tmp_path / "away").rename(folder)
     assert steps_in(folder) == [1], "no incomplete line"
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "Keeping the steps until writing succeeds" in warnings[0].getMessage()
+    assert [record.getMessage()[-22:] for record in warnings] == [f"{n} steps wait in memory" for n in (1, 2, 3)]
     if write_again:
         file.write({"step": 5})
     file.close()
     assert steps_in(folder) == [1, 2, 3, 4, *([5] if write_again else [])]
-    assert "can be written again" in caplog.text
 
 
 # Dashboards in general
@@ -236,8 +235,7 @@ def test_dashboard_that_hangs_does_not_hold_up_the_monitor(tmp_path, monkeypatch
     reporters.close()
     assert time.monotonic() - started < 10
     assert steps_in(tmp_path) == [0, 1, 2]
-    verb = "start, 3" if hanging == "start" else "finish"
-    assert len(caplog.records) == 1 and f"did not {verb}" in caplog.text
+    assert len(caplog.records) == 1 and "did not finish in 0 s; values may be missing" in caplog.text
     tracker.answer.set()
 
 
