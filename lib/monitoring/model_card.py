@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PretrainedConfig
 
 from lib.common.objectives import OBJECTIVES
-from lib.monitoring.contributors import Contributors
+from lib.monitoring.contributors import Contributors, build_table
 from lib.monitoring.trackers import read_records
 from lib.training.model import get_model_class, get_objective
 
@@ -124,14 +124,13 @@ def _curve_table(curve: Sequence[tuple[int, int, float]]) -> str:
 
 
 def _contributor_table(contributors: Contributors) -> str:
-    leaders = contributors.top(TABLE_ROWS)
-    if not leaders:
+    rows = build_table(contributors, TABLE_ROWS)
+    if not rows:
         return ""
     number = f"{len(contributors):,} contributor{'' if len(contributors) == 1 else 's'}"
-    shown = "" if len(leaders) == len(contributors) else f"; the first {len(leaders)} are"
-    rows = [f"## Contributors\n\n{contributors.total_samples:,} samples came from {number}{shown}:\n"]
-    rows += ["| | name | key | samples | steps |", "|---|---|---|---|---|"]
-    for place, leader in enumerate(leaders, 1):
-        name, key = escape_markdown(leader.name), escape_markdown(leader.key[:8])
-        rows.append(f"| {place} | {name} | {key} | {leader.samples:,} | {leader.steps:,} |")
-    return "\n".join(rows)
+    shown = "" if len(rows) == len(contributors) else f"; the first {len(rows)} are"
+    lines = [f"## Contributors\n\n{contributors.total_samples:,} samples came from {number}{shown}:\n"]
+    lines += ["| | name | key | samples | steps |", "|---|---|---|---|---|"]
+    for place, name, key, samples, steps in rows:
+        lines.append(f"| {place} | {escape_markdown(name)} | {escape_markdown(key)} | {samples:,} | {steps:,} |")
+    return "\n".join(lines)
