@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 ARGS ?=
 # -n 4: trainers mostly wait in the tests. With 3 workers on two cores up to half of their time is unused.
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --durations=15
+BENCH = OMP_NUM_THREADS=1 .venv/bin/python -W ignore benchmarks
 
 .PHONY: help install install-organiser demo test test-fast test-all test-gpu test-browser soak bench lint clean
 
@@ -37,9 +38,10 @@ soak: .venv/installed-dev  ## Run for half an hour: once under fault injection, 
 	.venv/bin/python -W ignore tests/support/soak.py leaks --steps 500
 
 bench: .venv/installed-dev  ## Measure on this machine, in about 20 minutes; docs/tested.md lists all benchmarks
-	for name in "preparation --repeat 1" "preparation --start" "overhead --repeat 1" rounds; do \
-		set -- $$name; script=benchmarks/$$1.py; shift; \
-		OMP_NUM_THREADS=1 .venv/bin/python -W ignore $$script "$$@" || exit; done
+	$(BENCH)/preparation.py --repeat 1
+	$(BENCH)/preparation.py --start
+	$(BENCH)/overhead.py --repeat 1
+	$(BENCH)/rounds.py
 
 lint: .venv/installed-dev  ## Check style, format, and imports
 	.venv/bin/ruff check .
