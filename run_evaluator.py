@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Evaluate a running collaboration: download its state now and then, and compute the loss on validation data.
 
-It joins as an observer, which slows nobody down: it offers no state, averages nothing, and need not be reachable.
+It joins as a read-only observer and does not slow down training: it offers no state, averages nothing, and need not be
+reachable.
 
     ./run_evaluator.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
 
-The monitor logs and draws what it finds, too.
+The monitor logs and draws the results, too.
 """
 
 from contextlib import ExitStack
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def evaluate(
-    evaluator_args: EvaluatorArguments,
+    args: EvaluatorArguments,
     peer_args: BaseTrainingArguments,
     dataset_args: DatasetArguments,
     hyperparameter_args: HyperparameterArguments,
@@ -84,58 +85,47 @@ def evaluate(
     from lib.monitoring.evaluation import EvaluationLoop, Evaluator
     from lib.monitoring.trackers import build_reporters
     from lib.peer.lifecycle import open_peer, supervise
-    from lib.training.model import build_model, get_objective, load_config
+    from lib.training.model import build_model, load_config
     from lib.training.observer import open_observer
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)
     if not peer_args.initial_peers:
         raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-    fetch_data(dataset_args, evaluator_args.disable_tqdm)
+    fetch_data(dataset_args, args.disable_tqdm)
     tokenizer = load_tokenizer(dataset_args.tokenizer_path)
     config = load_config(dataset_args, tokenizer)
-    dataset, collator = load_validation_data(dataset_args, evaluator_args.mlm_probability, tokenizer, config)
+    dataset, collator = load_validation_data(dataset_args, args.mlm_probability, tokenizer, config)
     model = build_model(config, peer_args.run_id)
-    evaluator = Evaluator(
-        dataset,
-        collator,
-        stop.is_set,
-        evaluator_args.per_device_eval_batch_size,
-        evaluator_args.max_eval_samples,
-        evaluator_args.use_cpu,
-        evaluator_args.disable_tqdm,
-    )
+    batch_size, max_samples = args.per_device_eval_batch_size, args.max_eval_samples
+    evaluator = Evaluator(dataset, collator, stop.is_set, batch_size, max_samples, args.use_cpu, args.disable_tqdm)
 
-    output_dir = Path(evaluator_args.output_dir)
+    output_dir, run_id = Path(args.output_dir), peer_args.run_id
     with ExitStack() as stack:
         peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))
         logger.info(f"This evaluator is {peer.dht.peer_id}")
         # One evaluation may take hours.
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait=86_400.0))
-        averager = stack.enter_context(
-            open_observer(model, peer, peer_args.run_id, hyperparameter_args, evaluator_args.load_state_timeout)
-        )
-        reporter = build_reporters(
-            output_dir, peer_args.run_id, evaluator_args.report_to, wandb_project=evaluator_args.wandb_project
-        )
+        observer = open_observer(model, peer, run_id, hyperparameter_args, args.load_state_timeout)
+        averager = stack.enter_context(observer)
+        reporter = build_reporters(output_dir, run_id, args.report_to, wandb_project=args.wandb_project)
         stack.callback(reporter.close)
         loop = EvaluationLoop(
             peer,
-            peer_args.run_id,
+            run_id,
             averager,
             model,
-            get_objective(config),
             evaluator,
             reporter,
-            interval=evaluator_args.evaluation_interval,
-            step_interval=evaluator_args.evaluation_steps,
-            last_step=evaluator_args.max_global_steps,
-            refresh_period=evaluator_args.refresh_period,
+            interval=args.evaluation_interval,
+            step_interval=args.evaluation_steps,
+            last_step=args.max_global_steps,
+            refresh_period=args.refresh_period,
         )
         while not (stop.is_set() or loop.is_done):
             loop.refresh()
             watchdog.record_work()
-            stop.event.wait(evaluator_args.refresh_period)
+            stop.event.wait(args.refresh_period)
     logger.info("The evaluator has stopped")
 
 

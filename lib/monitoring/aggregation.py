@@ -235,8 +235,8 @@ class MetricsAggregator:
         self.last_reported_step = statistics.median_low(first_steps) - 1
         self._outvoted_since, self._is_doubtful = None, False
         for peer in self._peers.values():
-            if peer not in voters:
-                peer.pending.clear()
+            if peer not in voters:  # its unreported steps are not of this run
+                peer.pending, peer.done = {}, peer.reported_step
 
     def _voters(self) -> list[TrackedPeer]:
         """Return the peers that take part in the run, and those that left after a step that is not reported yet.

@@ -24,6 +24,7 @@ from lib.monitoring.aggregation import MAX_SPREAD
 from lib.monitoring.parsing import parse_progress
 from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
 from lib.peer.peer import Peer
+from lib.training.model import get_objective
 from utils import Evaluation
 
 logger = get_logger(__name__)
@@ -72,7 +73,7 @@ class Evaluator:
     :param collator: makes batches of samples, see `build_collator`
     :param should_stop: asked after each batch
     :param batch_size: samples that are evaluated at once
-    :param max_samples: evaluate the first so many, default: all
+    :param max_samples: evaluate at most this many, the first ones; default: all
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class EvaluationLoop:
 
     :param averager: that of an observer, around `model`; it offers no state and joins no group
     :param interval: seconds between two evaluations
-    :param step_interval: global steps between two evaluations; takes the place of `interval`
+    :param step_interval: global steps between two evaluations; overrides `interval`
     :param last_step: the loop is done once this step, or a later one, is evaluated
     :param refresh_period: seconds between two calls of `refresh`
     """
@@ -165,7 +166,6 @@ class EvaluationLoop:
         run_id: str,
         averager: TrainingStateAverager,
         model: PreTrainedModel,
-        objective: str,
         evaluator: Evaluator,
         reporter: Reporters,
         *,
@@ -174,7 +174,7 @@ class EvaluationLoop:
         last_step: int | None,
         refresh_period: float,
     ):
-        self.peer, self.run_id, self.averager, self.model, self.objective = peer, run_id, averager, model, objective
+        self.peer, self.run_id, self.averager, self.model = peer, run_id, averager, model
         self.evaluator, self.reporter = evaluator, reporter
         self.interval, self.step_interval, self.last_step = interval, step_interval, last_step
         self.evaluated_step = 0  # the initial weights are not evaluated
@@ -216,7 +216,7 @@ class EvaluationLoop:
         self._backoff.reset()
         donor, metadata, tensors = downloaded
         self.averager.restore(metadata, tensors)
-        evaluation = self.evaluator.evaluate(self.model, self.objective, self.averager.local_epoch)
+        evaluation = self.evaluator.evaluate(self.model, get_objective(self.model.config), self.averager.local_epoch)
         if evaluation is None:
             return
         self.evaluated_step = evaluation.step

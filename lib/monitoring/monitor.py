@@ -41,7 +41,7 @@ class CheckpointKeeper:
     Downloads may take long, so they run in a thread.
 
     :param step_interval: global steps between two checkpoints
-    :param keep: the newest so many checkpoints stay
+    :param keep: number of checkpoints to keep, the newest ones
     :param retry_period: seconds after the first failure; they grow with each further one
     """
 

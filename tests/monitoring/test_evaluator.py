@@ -109,7 +109,7 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
     records = {b"%d" % number: None if epoch is None else heartbeat(1.0, epoch) for number, epoch in enumerate(epochs)}
     monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key: {"run_training_progress": records}[key])
     options = {"interval": 0.0, "step_interval": None, "last_step": None, "refresh_period": 1.0} | options
-    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, "mlm", None, None, **options)
+    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, **options)
     evaluations = []
     loop._evaluate = lambda: evaluations.append(1)
     loop.evaluated_step, loop._next_time = evaluated, time.monotonic() + options["interval"]

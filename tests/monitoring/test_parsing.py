@@ -37,6 +37,7 @@ def test_reads_what_the_dht_returns():
         Heartbeat(b"gone", goodbye=True),
     ]
     assert not refused
+    assert parse_progress({tagged: heartbeat(5.0, 3) | {"auxiliary": True}}) == ([], {}), "it is no trainer"
 
 
 def test_nothing_there():
