@@ -190,32 +190,27 @@ class ProjectTrackioTracker(TrackioTracker):
     :param space_id: NAME/SPACE; trackio creates the Space if it does not exist. Default: TRACKIO_SPACE_ID
     """
 
+    page: str | None = None
+
     def __init__(self, folder: Path, project: str, space_id: str | None = None):
-        space_id = space_id or os.environ.get("TRACKIO_SPACE_ID")
-        super().__init__(
-            project,
-            name="monitor",
-            resume="allow",
-            space_id=space_id,
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        self.page = None if space_id is None else f"https://huggingface.co/spaces/{space_id}"
+        self.space_id = space_id or os.environ.get("TRACKIO_SPACE_ID")
+        options = {"space_id": self.space_id, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        super().__init__(project, name="monitor", resume="allow", **options)
         # trackio reads it on import. A value that is already set is the user's folder for dashboards.
         os.environ.setdefault("TRACKIO_DIR", str(folder))
 
     def start(self) -> None:
         import trackio
 
-        if self.page is None:
+        if self.space_id is None:
             folder = shlex.quote(str(trackio.TRACKIO_DIR))
             logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(self.run_name)}")
             # Suppresses trackio's own hint for a new project, which lacks the folder.
             trackio.context_vars.current_project.set(self.run_name)
-        else:
-            logger.info(f"Curves: {self.page}")
         super().start()
+        if self.space_id is not None:
+            self.page = f"https://huggingface.co/spaces/{self.space_id}"
+            logger.info(f"Curves: {self.page}")
 
     def log_table(self, table_name: str, columns: list[str], data: list[list], step: int) -> None:
         """Log a table, as accelerate's tracker for wandb does. trackio shows its cells as plain text."""

@@ -46,12 +46,11 @@ if dashboard == "wandb":
 started = time.monotonic()
 dashboards.CONNECT_TIMEOUT = dashboards.FINISH_TIMEOUT = 2.0
 space_url = os.environ.get("SPACE_URL")
-reporters = reporting.build_reporters(Path(folder), "my run", dashboard, None, space_url and "me/space")
 if space_url:
     import trackio.remote_client
     trackio.remote_client._space_id_to_url = lambda space_id: space_url
+reporters = reporting.build_reporters(Path(folder), "my run", dashboard, space_id=space_url and "me/space")
 print("DASHBOARD", reporters.dashboard.tracker.name)
-print("PAGE", reporters.page)
 for step in range(first, last + 1):
     loss = None if step == 1 else 10.0 - step
     extra = {"validation loss": 9.5} if step == 2 else None
@@ -59,6 +58,7 @@ for step in range(first, last + 1):
 reporters.report_table("people", ("name", "samples"), [("<script>eve", 5), ("bob", 3)], last)
 reporters.close()
 reporters.close()
+print("PAGE", reporters.page)
 print("SECONDS", time.monotonic() - started)
 print("THREADS", [thread.name for thread in threading.enumerate()])
 print("CHILDREN", [child.name() for child in psutil.Process().children(recursive=True)])
@@ -457,7 +457,8 @@ def test_trackio_sends_the_curves_to_a_space(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), SpaceStub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        output = run_program(tmp_path, "trackio", 0, 2, HF_ENDPOINT=url, HF_TOKEN="hf_Secret", SPACE_URL=f"{url}/")
+        environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "SPACE_URL": f"{url}/"}
+        output = run_program(tmp_path, "trackio", 0, 2, HF_ENDPOINT=url, HF_TOKEN="hf_Secret", **environment)
         server.shutdown()
     assert "Curves: https://huggingface.co/spaces/me/space\n" in output and "trackio show" not in output
     assert "PAGE https://huggingface.co/spaces/me/space\n" in output and "hf_Secret" not in output
