@@ -43,34 +43,30 @@ class UploadError(Exception):
 
 
 class UploadSink:
-    """Service that receives and discards bytes, within bounds.
+    """Service that receives and discards bytes, within bounds for all callers together: peer IDs cost nothing."""
 
-    The bounds hold for each minute. Peer IDs cost nothing, so the bounds for all callers together matter.
-    """
-
-    MAX_BYTES = 5 * 2**20  # from one caller; a measurement has 2.25 MiB
-    MAX_TOTAL = 32 * 2**20  # from all callers: 4.5 Mbit/s
-    MIN_CHARGE = 64 * 2**10  # for a request of few bytes; bounds the number of callers to remember by 512
+    MAX_REQUEST = 5 * 2**20  # a measurement has 2.25 MiB
+    MAX_TOTAL = 32 * 2**20  # in a period: 4.5 Mbit/s
+    MIN_CHARGE = 64 * 2**10  # for a request of few bytes; at most 512 requests in a period
     MAX_CALLERS = 4  # at the same time
     PERIOD = 60.0  # seconds
     TIMEOUT = 1.5 * TIMEOUT  # seconds for a caller
     CHUNK = 64 * 2**10
 
     def __init__(self):
-        self._received: dict[PeerID, int] = {}  # bytes in this period
+        self._received, self._num_callers = 0, 0  # bytes in this period, and streams now
         self._period_ends_at = float("-inf")  # time.monotonic
-        self._callers: set[PeerID] = set()
 
-    async def handle(self, info: StreamInfo, reader: StreamReader, writer: StreamWriter) -> None:
+    async def handle(self, _info: StreamInfo, reader: StreamReader, writer: StreamWriter) -> None:
         """Serve one stream of a caller."""
         with closing(writer):
-            if info.peer_id in self._callers or len(self._callers) >= self.MAX_CALLERS:
+            if self._num_callers >= self.MAX_CALLERS:
                 writer.write(BUSY)
                 return
-            self._callers.add(info.peer_id)
+            self._num_callers += 1
             try:
                 async with asyncio.timeout(self.TIMEOUT):
-                    while self._admit(info.peer_id, num_bytes := await self._read_header(reader)):
+                    while self._admit(num_bytes := await self._read_header(reader)):
                         writer.write(READY)
                         await self._discard(reader, num_bytes)
                         writer.write(RECEIVED)
@@ -78,7 +74,7 @@ class UploadSink:
             except (OSError, EOFError, TimeoutError):
                 pass  # the caller has what it needs, or has left
             finally:
-                self._callers.discard(info.peer_id)
+                self._num_callers -= 1
 
     @staticmethod
     async def _read_header(reader: StreamReader) -> int:
@@ -91,15 +87,14 @@ class UploadSink:
                 raise EOFError
             num_bytes -= len(chunk)
 
-    def _admit(self, peer_id: PeerID, num_bytes: int) -> bool:
+    def _admit(self, num_bytes: int) -> bool:
         """Count the bytes of a request if they are within the bounds."""
         if time.monotonic() >= self._period_ends_at:
-            self._received.clear()
-            self._period_ends_at = time.monotonic() + self.PERIOD
-        charge, before = max(num_bytes, self.MIN_CHARGE), self._received.get(peer_id, 0)
-        if before + charge > self.MAX_BYTES or sum(self._received.values()) + charge > self.MAX_TOTAL:
+            self._received, self._period_ends_at = 0, time.monotonic() + self.PERIOD
+        charge = max(num_bytes, self.MIN_CHARGE)
+        if num_bytes > self.MAX_REQUEST or self._received + charge > self.MAX_TOTAL:
             return False
-        self._received[peer_id] = before + charge
+        self._received += charge
         return True
 
 
