@@ -78,32 +78,22 @@ class RevocationStore:
         self.authority, self.path, self.source = authority, path, source
         self.newest, self.content = Revocations(), b""
         self.writes = False  # whether this process writes the file
-        self._versions: dict[Path, tuple[int, int]] = {}  # modification time and inode of the files read last
+        self._read: dict[Path, bytes | None] = {}  # contents of the files
         self._next_look = float("-inf")
 
     def refresh(self) -> None:
-        """Read the files again if they have changed. Checks once per PERIOD, so that frequent calls are cheap."""
+        """Read the files once per PERIOD, so that frequent calls are cheap."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self.PERIOD
         for path in filter(None, (self.path, self.source)):
             try:
-                if (content := self._read_if_changed(path)) is not None:
-                    self.adopt(content)
+                content = path.read_bytes() if path.exists() else None
+                if content != self._read.get(path):
+                    self._read[path] = content
+                    self.adopt(content or b"")
             except (OSError, InvitationError) as error:
                 logger.warning(f"Ignoring the revocation list {path}: {error}")
-
-    def _read_if_changed(self, path: Path) -> bytes | None:
-        try:
-            status = path.stat()
-        except FileNotFoundError:
-            return None
-        version = (status.st_mtime_ns, status.st_ino)
-        if self._versions.get(path) == version:
-            return None
-        self._versions[path] = version
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
 
     def adopt(self, content: bytes) -> None:
         """Replace the list by a newer one; an older one is ignored.
