@@ -20,10 +20,6 @@ from tests.support.peers import LONG_STEPS, steps_of, wait_until
 SLOW = steps_of(seconds=8, num_trainers=1)
 
 
-def steps(script) -> list[int]:
-    return [int(step) for step in re.findall(r"\bStep #(\d+)", script.output)]
-
-
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
     mask = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
@@ -134,13 +130,13 @@ def test_killed_trainer_comes_back_as_the_same_peer(scripts):
     restarts = scripts.trainer("restarts", *common, "--dataloader_num_workers", 1)  # a child more
     restarts.wait_for("Averaged gradients with 2 peers", 120)
     restarts.kill()
-    before = max(steps(stays))
+    before = max(stays.steps)
     again = scripts.trainer("restarts", *common)
     again.wait_for(r"Joined the collaboration at step #\d+", 120)
     joined_at = int(re.search(r"Joined the collaboration at step #(\d+)", again.output)[1])
     assert joined_at >= before
     again.wait_for(r"Averaged gradients with 2 peers[^#]*\n.*\bStep #", 120)
-    newest = max(steps(again))
+    newest = max(again.steps)
     wait_until(lambda: scripts.newest_step() >= newest, 120, "the monitor's report")
     records = scripts.metrics()
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, none repeated"
@@ -154,7 +150,7 @@ def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
     trainer = scripts.trainer("trainer", *common)
     trainer.wait_for(r"Step #2\b", 120)
     monitor.kill()
-    missed = max(steps(trainer)) + 2
+    missed = max(trainer.steps) + 2
     trainer.wait_for(rf"Step #{missed}\b", 120)
 
     again = scripts.monitor("--host_maddrs", address.split("/p2p/")[0], "--save_checkpoint_step_interval", 2)

@@ -148,6 +148,11 @@ class Script:
     def output(self) -> str:
         return self.log.read_bytes()[self._offset :].decode(errors="replace")
 
+    @property
+    def steps(self) -> list[int]:
+        """The global steps that a trainer or monitor has logged."""
+        return [int(step) for step in re.findall(r"\bStep #(\d+)", self.output)]
+
     def family(self) -> list[psutil.Process]:
         """Return the live processes of the script: its main process and all descendants seen so far."""
         return self._family.alive()
