@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from arguments import TRAINER_ARGUMENTS
 from deploy import join
@@ -49,7 +50,7 @@ def read_documents() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def read_programs() -> Iterator[tuple[str, str, list[str]]]:
-    metadata = CardMetadata("me/model", "my-albert", "albert", "AlbertForPreTraining", "mlm_sop", None, None)
+    metadata = CardMetadata("me/model", "my-albert", AutoConfig.for_model(**TINY_ALBERT))
     card = build_card(metadata, 1, [], Contributors(Path("."), "my-albert"), [ADDRESS])
     _, *words = shlex.split(re.search(r"\./run_trainer.py .*", card.text)[0])
     yield "model card", "run_trainer.py", words
