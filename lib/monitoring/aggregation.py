@@ -1,17 +1,15 @@
 """Aggregate the records that trainers publish on the DHT into one report per global step.
 
-Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; `parsing` reads them. A peer is a
-public key.
+Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; `parsing` reads them. A peer is a key.
 
 **Live peers.** A peer is alive if its heartbeat (its progress report) or, without heartbeats, its metrics changed
 within `alive_timeout` on the monitor's clock, unless it announced its departure. It takes part while its heartbeat is
 fresh (`MAX_SILENCE`) and its samples or its step change: a killed or hung trainer is not waited for.
 
 **Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
-later one, and the others have done so, too, or had `settle_time` to follow. Of an even number of peers the slower half
-decides, up to `MAX_SPREAD` steps: one peer, however far ahead, neither advances the run nor holds it back. A peer that
-left after an unreported step still counts: the slowest peer, alone at the end of a run, may never take that step.
-Records of later steps are kept until they are due.
+later one, and the others have done so, too, or had `settle_time` to follow. Steps more than `MAX_SPREAD` ahead of the
+slower half wait: one peer, however far ahead, neither advances the run nor holds it back. A peer that left after an
+unreported step still counts: the slowest peer, alone at the end of a run, may never take that step.
 
 **Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
 with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
@@ -93,10 +91,6 @@ class TrackedPeer:
         """The newest step of this peer. Its heartbeat may arrive before its metrics."""
         return max(self.reported_step, self.heartbeat.epoch if self.heartbeat else -1)
 
-    def newest_value(self, metric: Metric) -> float:
-        """The newest value of a metric, 0 if unknown. The heartbeat is used until the first metrics arrive."""
-        return getattr(self.newest or self.heartbeat, metric.name, None) or 0.0
-
 
 class MetricsAggregator:
     """Converts successive snapshots of the DHT into one StepReport per global step. See the module docstring.
@@ -108,7 +102,6 @@ class MetricsAggregator:
     :param settle_time: seconds to wait for stragglers
     :param target_batch_size: samples per global step, which bound the weight of one peer
     :param schema: the metrics to aggregate
-    :raises ValueError: if a duration is not above zero
     """
 
     def __init__(
@@ -119,8 +112,6 @@ class MetricsAggregator:
         target_batch_size: int = 4096,
         schema: type[LocalMetrics] = LocalMetrics,
     ):
-        if min(alive_timeout, settle_time) <= 0:
-            raise ValueError("alive_timeout and settle_time must be above zero")
         self.last_reported_step = last_reported_step
         self.alive_timeout, self.settle_time = alive_timeout, settle_time
         self.target_batch_size, self.schema = target_batch_size, schema
@@ -269,6 +260,9 @@ class MetricsAggregator:
                 if self.last_reported_step < step <= reached
             }
         )
+        nearby = self.last_reported_step - MAX_SPREAD
+        taking_part = [peer for peer in self.live_peers if peer.step >= nearby and self._takes_part(peer)]
+        all_there = min((peer.reported_step for peer in taking_part), default=math.inf)
         self._reached = {step: self._reached.get(step, self._now) for step in pending}
         complete = self.last_reported_step
         for step in pending:
@@ -276,7 +270,7 @@ class MetricsAggregator:
             is_lone = not near and sum(step in peer.pending for peer in self._peers.values()) == 1
             patience = self.settle_time * (LONE_JUMP_FACTOR if is_lone else 1)
             settled = self._now - self._reached[step] >= patience
-            if settled or (near and self._is_all_there(step)):
+            if settled or (near and step <= all_there):
                 complete = step
         reports = [self._report(step) for step in pending if step <= complete]
         for peer in self._peers.values():
@@ -284,13 +278,6 @@ class MetricsAggregator:
                 peer.done = max(peer.done, complete)
                 peer.pending = {step: record for step, record in peer.pending.items() if step > complete}
         return reports
-
-    def _is_all_there(self, step: int) -> bool:
-        """Whether all peers that take part in the run have reported a step or a later one."""
-        nearby = self.last_reported_step - MAX_SPREAD
-        return all(
-            peer.reported_step >= step for peer in self.live_peers if peer.step >= nearby and self._takes_part(peer)
-        )
 
     def _report(self, step: int) -> StepReport:
         contributors = [peer for peer in self._peers.values() if step in peer.pending]
@@ -325,7 +312,8 @@ class MetricsAggregator:
 def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequence[TrackedPeer]) -> float | None:
     """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
     if metric.combine == "live sum":
-        return math.fsum(peer.newest_value(metric) for peer in live_peers)
+        # The heartbeat is used until the first metrics arrive.
+        return math.fsum(getattr(peer.newest or peer.heartbeat, metric.name, None) or 0.0 for peer in live_peers)
     if metric.combine == "mean":
         return _weighted_mean(metric, peer_steps)
     values = [value for peer_step in peer_steps if (value := getattr(peer_step, metric.name)) is not None]

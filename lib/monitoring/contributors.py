@@ -45,14 +45,14 @@ def clean_name(name: str) -> str:
 
 
 class Contributors:
-    """Sums the contributions of a run. Each global step is counted once.
+    """Sums the contributions of a run. A restart counts no step twice; a step that the run repeats counts again.
 
     :param folder: the monitor's output folder
     """
 
     def __init__(self, folder: Path, run_id: str):
         self._file, self.run_id = JsonFile(folder / "contributors.json"), run_id
-        self.step = -1  # the newest step that is counted
+        self.step = self._loaded_step = -1  # the newest step that is counted, and that was before a restart
         self._contributors: dict[str, Contributor] = {}
         self._names: dict[str, str] = {}  # fingerprint -> name, also of peers that have not contributed yet
         self._file.load(self._parse)
@@ -85,7 +85,7 @@ class Contributors:
 
     def add(self, report: StepReport) -> None:
         """Add the contributions of a step, unless it or a later one was counted before a restart."""
-        if report.step <= self.step:
+        if report.step <= self._loaded_step:
             return
         self.step = report.step
         for contribution in report.contributions:
@@ -110,7 +110,7 @@ class Contributors:
         if content["run_id"] != self.run_id:
             raise ValueError(f"it belongs to the run '{content['run_id']}'")
         contributors = [Contributor(**entry) for entry in content["contributors"]]
-        self.step = int(content["step"])
+        self.step = self._loaded_step = int(content["step"])
         self._contributors = {contributor.key: contributor for contributor in contributors}
 
 

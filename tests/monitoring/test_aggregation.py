@@ -512,12 +512,6 @@ def test_steps_ahead_of_the_run_wait_until_they_are_due():
     assert steps_of(reports) == list(range(2, 11)) and all(report.contributors == 3 for report in reports)
 
 
-@pytest.mark.parametrize("options", [{"settle_time": 0}, {"alive_timeout": -1.0}])
-def test_senseless_options(options):
-    with pytest.raises(ValueError, match="above zero"):
-        make_aggregator(**options)
-
-
 # Property tests
 
 keys = st.sampled_from([b"a", b"b", b"c", b"[owner:a]", b"x[owner:b]y"])

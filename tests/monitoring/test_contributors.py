@@ -46,8 +46,10 @@ def test_restarted_monitor_counts_each_step_once(tmp_path):
     count(tmp_path, make_report(1, a=10), make_report(2, a=10), names={b"a": "alice"})
     restarted = count(tmp_path, make_report(2, a=10), make_report(3, a=5, b=7))
     assert table(restarted) == [("alice", 25, 3), ("anonymous", 7, 1)]
+    restarted.add(make_report(3, b=4))  # the run has gone back to step 2
+    assert table(restarted) == [("alice", 25, 3), ("anonymous", 11, 2)]
     restarted.record_names({b"b": "bob", b"a": ""})
-    assert table(restarted) == [("alice", 25, 3), ("bob", 7, 1)]
+    assert table(restarted) == [("alice", 25, 3), ("bob", 11, 2)]
 
 
 def test_name_may_come_before_the_first_sample_and_vanish(tmp_path):
