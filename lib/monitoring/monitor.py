@@ -191,6 +191,7 @@ class TrainingMonitor:
                 logger.warning(
                     f"The trainers continue from an earlier state: reporting from step #{report.step} again"
                 )
+                self._leaders_shown_at = min(self._leaders_shown_at, report.step)
             self._newest_step = report.step
             loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
             logger.info(
