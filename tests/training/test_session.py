@@ -3,6 +3,7 @@
 A joining trainer waits for the training state if reports show a run, and one Byzantine peer does not prevent it.
 """
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ from arguments import CollaborationArguments
 from lib.common.errors import UserError
 from lib.common.names import derive_name
 from lib.training import session as session_module
+from lib.training.backup import BackupWriter
+from lib.training.console import ClientModeAlarm
 from lib.training.session import TrainingSession
 from tests.support.fakes import FAKE_PEER, FakeTracker, make_session
 
@@ -124,24 +127,112 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
     assert TrainingSession(FAKE_PEER, session.optimizer, session.model, args, tmp_path, bool).name == "alice"
 
 
-def test_two_steps_within_one_local_step_are_both_reported(tmp_path, monkeypatch):
-    """Their samples were used in training, but the report of the first step was missing."""
-    session, published = make_session(tmp_path, offered=None), []
-    monkeypatch.setattr(session, "publish", published.append)
-    monkeypatch.setattr(session, "introduce", lambda leaving: None)
-    monkeypatch.setattr(session, "publish_rounds", lambda: None)
-    session.optimizer.local_epoch = 11
-    session.optimizer.is_synchronized_with_peers = lambda: True
-    session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
-    session.optimizer.pop_steps = lambda: [(10, 64), (11, 32)]
-    session.loss_meter.add(torch.tensor(2.0))
-    assert session.after_local_step()
-    assert [(entry.step, entry.samples_accumulated, entry.mini_steps) for entry in published] == [
-        (10, 64, 1),
-        (11, 32, 0),
-    ]
-    assert session.total_samples_processed == 96 and session.last_reported_step == 11
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """A session at step 9 that publishes nothing, whose optimizer completes the steps in `session.steps`."""
+    session = make_session(tmp_path, offered=8)
+    for name in ("introduce", "publish_rounds"):
+        monkeypatch.setattr(session, name, lambda *_args, **_options: None)
+    session.published, session.steps = [], []
+    monkeypatch.setattr(session, "publish", session.published.append)
+    optimizer = session.optimizer
+    optimizer.is_synchronized_with_peers = lambda: True
+    optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
+    optimizer.pop_steps = lambda: [session.steps.pop(0) for _ in range(len(session.steps))]
+    optimizer.finish_pending_update = optimizer.stop_averaging = lambda: None
+    yield session
     session.close()
+
+
+def test_two_steps_within_one_local_step_are_both_reported(session):
+    """Their samples were used in training, but the report of the first step was missing."""
+    session.optimizer.local_epoch, session.steps = 11, [(10, 64), (11, 32)]
+    for loss in (2.0, 4.0):
+        session.loss_meter.add(torch.tensor(loss))
+    assert session.after_local_step()
+    rows = [(entry.step, entry.samples_accumulated, entry.loss, entry.mini_steps) for entry in session.published]
+    assert rows == [(10, 64, 6.0, 2), (11, 32, 0.0, 0)]
+    assert session.total_samples_processed == 96 and session.last_reported_step == 11
+
+
+def test_state_is_backed_up_every_so_many_steps(session, monkeypatch):
+    saved = []
+    monkeypatch.setattr(session.backup, "write", lambda *_state: saved.append(session.last_reported_step))
+    session.args.backup_every_steps = 5
+    for step in range(10, 21):
+        session.steps = [(step, 4)]
+        session.after_local_step()
+    assert saved == [10, 15, 20]
+
+
+def test_backup_that_is_being_written_is_not_replaced(tmp_path, monkeypatch):
+    """A slow disk would fall behind further and further."""
+    written, may_end = [], threading.Event()
+
+    def write(self, state) -> None:
+        written.append(state.step)
+        may_end.wait(10)
+
+    monkeypatch.setattr(BackupWriter, "_write", write)
+    writer = BackupWriter(tmp_path / "backup.pt", "run")
+    for step in (1, 2, 3):
+        writer.write({"epoch": step}, [])
+    may_end.set()
+    writer.close()
+    assert written == [1]
+
+
+def test_global_step_ends_a_series_of_recoveries(session):
+    """Otherwise the fourth rollback of a month would end the trainer."""
+    for step in range(10, 10 + 2 * session.MAX_RECOVERIES):
+        with torch.no_grad():
+            session.model.weight[0, 0] = float("nan")
+        assert session.after_local_step()
+        session.steps = [(step, 4)]
+        assert session.after_local_step()
+
+
+def test_trainer_that_is_asked_to_stop_says_goodbye(session):
+    said = []
+    session.optimizer.say_goodbye = lambda: said.append("goodbye")
+    assert session.after_local_step() and not said
+    session.should_stop = lambda: True
+    assert not session.after_local_step() and said == ["goodbye"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "num_reads"), [([-1, 8, 9], 3), ([9], 1), ([8] * 1000, None)], ids=["late", "at once", "never"]
+)
+def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(session, monkeypatch, caplog, saved, num_reads):
+    """A monitor that stores no checkpoints is not waited for."""
+    clock, reads, steps = SimpleNamespace(now=0.0), [], iter(saved)
+    monkeypatch.setattr(
+        session_module,
+        "time",
+        SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda s: setattr(clock, "now", clock.now + s)),
+    )
+
+    def read(_dht, key: str) -> dict:
+        reads.append(key)
+        records = ({"stores_checkpoints": True, "checkpoint_step": next(steps)},
+                   {"stores_checkpoints": False, "checkpoint_step": -1})  # fmt: skip
+        return dict(enumerate(SimpleNamespace(value=value) for value in records))
+
+    monkeypatch.setattr(utils, "get_dictionary", read)
+    session.args.max_global_steps, session.args.leave_timeout = 9, 90.0
+    session.leave()
+    assert set(reads) == {"run_monitor"}
+    assert len(reads) == num_reads if num_reads else clock.now == 90.0
+    assert ("No monitor has saved step #9 yet" in caplog.text) == (num_reads is None)
+
+
+@pytest.mark.parametrize(("num_peers", "num_clients", "warns"), [(1, 1, False), (2, 1, False), (2, 2, True)])
+def test_run_of_clients_only_is_warned_about_once(caplog, num_peers, num_clients, warns):
+    """A lone trainer has no peer to average with."""
+    alarm = ClientModeAlarm()
+    for _ in range(2):
+        alarm.check(num_peers, num_clients)
+    assert caplog.text.count("trainers are in client mode") == warns
 
 
 def test_leaving_trainer_logs_what_it_gave(tmp_path, caplog):

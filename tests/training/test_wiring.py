@@ -1,0 +1,186 @@
+"""Each flag of a run reaches the object that it is for."""
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hivemind.compression import CompressionInfo, TensorRole
+
+from arguments import (
+    AveragerArguments,
+    CollaborationArguments,
+    HyperparameterArguments,
+    LocalTrainingArguments,
+    OptimizerArguments,
+    ProgressTrackerArguments,
+)
+from lib.averaging.compression import name_of
+from lib.training import optimizer as builders
+from lib.training.hf_trainer import build_training_arguments
+
+# Values unlike the defaults
+HYPERPARAMETERS = {
+    "optimizer": "lamb", "total_steps": 1000, "warmup_steps": 10, "learning_rate": 0.25, "adam_beta1": 0.5,
+    "adam_beta2": 0.75, "adam_epsilon": 0.125, "weight_decay": 0.375, "clamp_value": 3.0, "max_grad_norm": 0.625,
+    "local_updates": True, "outer_learning_rate": 0.3125, "outer_momentum": 0.4375, "max_update_norm": 0.5625,
+}  # fmt: skip
+COLLABORATION = {
+    "target_batch_size": 640, "client_mode": False, "batch_size_lead": 64, "bandwidth": 7.0, "averaging_timeout": 80.0,
+    "matchmaking_time": 9.0, "average_state_every": 3, "gradient_compression": "blockwise8",
+    "state_compression": "scaled_float16", "load_state_compression": "none", "load_state_timeout": 100.0,
+    "delay_grad_averaging": False, "delay_optimizer_step": False,
+}  # fmt: skip
+TRACKER = {
+    "min_refresh_period": 0.25, "max_refresh_period": 11.0, "default_refresh_period": 4.0, "expected_drift_peers": 5.0,
+    "expected_drift_rate": 0.5, "performance_ema_alpha": 0.75, "metadata_expiration": 33.0,
+}  # fmt: skip
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)
+
+
+class Received(SimpleNamespace):
+    """Object that keeps what its builder passes to it."""
+
+    def __init__(self, *_args, **kwargs):
+        super().__init__(**{**kwargs.pop("round_opts", {}), **kwargs.pop("state_opts", {}), **kwargs})
+        self.tracker_opts = SimpleNamespace(**kwargs.get("tracker_opts", {}))
+
+
+PEER = SimpleNamespace(dht="dht", public_key=b"key")
+
+
+@pytest.fixture
+def built(monkeypatch) -> SimpleNamespace:
+    """The trainer's optimizer with and without local updates, and the tracker and averager of an auxiliary peer."""
+    names = (
+        "CollaborativeOptimizer",
+        "LocalUpdatesOptimizer",
+        "ProgressTracker",
+        "RoundAverager",
+        "TrainingStateAverager",
+    )
+    for name in names:
+        monkeypatch.setattr(builders, name, Received)
+    averager_args, tracker_args = AveragerArguments(target_group_size=17), ProgressTrackerArguments(**TRACKER)
+    found = SimpleNamespace()
+    for name, local_updates in (("local", True), ("plain", False)):
+        training = LocalTrainingArguments(**{**HYPERPARAMETERS, "local_updates": local_updates})
+        collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
+        optimizer = builders.build_optimizer(Model(), PEER, 8, training, collaboration, averager_args, tracker_args)
+        auxiliary = builders.build_auxiliary(
+            Model(), PEER, "run", training, OptimizerArguments(**COLLABORATION), averager_args, tracker_args
+        )
+        vars(found)[name], vars(found)[f"{name}_tracker"], vars(found)[f"{name}_averager"] = optimizer, *auxiliary
+    found.observer = builders.build_state_averager(Model(), PEER, "run", training, download_timeout=70.0)
+    return found
+
+
+def test_hyperparameters_reach_the_optimizer(built):
+    """With local updates, the inner optimizer has them, and the outer one is SGD with Nesterov momentum."""
+    inner = built.local.inner_optimizer(built.local.inner_params)
+    for lamb in (inner, built.plain.optimizer(built.plain.params), built.observer.optimizer(built.observer.params)):
+        decayed, exempt = lamb.param_groups
+        assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.375, 0.0)
+        for group in lamb.param_groups:
+            assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 0.125)
+        assert lamb.clamp_value == 3.0 and not lamb.debias
+    outer = built.local.optimizer(built.local.params)
+    assert built.local.scheduler is None and built.local.max_local_grad_norm == 0.625
+    for group in outer.param_groups:
+        assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.3125, 0.4375, True, 0)
+    for schedule in (built.plain.scheduler, built.local.inner_scheduler):
+        (rate, *_) = [function(5) for function in schedule(inner).lr_lambdas]
+        assert rate == 0.5, "in the middle of the warm-up"
+        assert schedule(inner).lr_lambdas[0](505) == 0.5, "in the middle of the decay"
+
+
+BOTH = ("plain", "local")
+ROUNDS = (*BOTH, "plain_averager", "local_averager")
+# Flag, objects, attribute, value that they receive
+TABLE = [
+    ("target_batch_size", BOTH, "target_batch_size", 640 - 64),
+    ("target_batch_size", ROUNDS, "max_weight", 4.0 * 640),
+    ("batch_size_lead", ("plain_tracker", "local_tracker"), "target_batch_size", 640 - 64),
+    ("client_mode", BOTH, "client_mode", False),
+    ("bandwidth", ROUNDS, "bandwidth", 7.0),
+    ("averaging_timeout", BOTH, "averaging_timeout", 80.0),
+    ("averaging_timeout", ROUNDS, "next_chunk_timeout", 20.0),
+    ("averaging_timeout", BOTH, "donor_timeout", 80.0),
+    ("averaging_timeout", ("plain_averager",), "allreduce_timeout", 80.0),
+    ("matchmaking_time", BOTH, "matchmaking_time", 9.0),
+    ("matchmaking_time", ("plain_averager",), "min_matchmaking_time", 9.0),
+    ("average_state_every", BOTH, "average_state_every", 3),
+    ("average_state_every", ("plain_averager",), "average_parameters_every", 3),
+    ("gradient_compression", ROUNDS, "gradient_compression", "blockwise8"),
+    ("state_compression", ROUNDS, "parameter_compression", "scaled_float16"),
+    ("load_state_timeout", BOTH, "download_timeout", 100.0),
+    ("delay_grad_averaging", BOTH, "delay_grad_averaging", False),
+    ("delay_optimizer_step", BOTH, "delay_optimizer_step", False),
+    ("target_group_size", ROUNDS, "target_group_size", 17),
+    ("local_updates", ("local", "local_averager", "local_tracker"), "local_updates", True),
+    ("local_updates", ("plain", "plain_averager", "plain_tracker"), "local_updates", False),
+    ("max_grad_norm", ("plain", "plain_averager"), "max_grad_norm", 0.625),
+    ("max_update_norm", ("local", "local_averager"), "max_grad_norm", 0.5625),
+    ("learning_rate", ("plain", "plain_averager"), "parameter_step", 10 * 0.25),
+    ("learning_rate", ("local", "local_averager"), "parameter_step", 3000 * 0.25),
+    ("performance_ema_alpha", (*BOTH, "plain_tracker"), "performance_ema_alpha", 0.75),
+    *((name, ("plain_tracker",), name, value) for name, value in TRACKER.items()),
+]  # fmt: skip
+# Flags that only a trainer's own code reads, and those of the tests above and below
+ELSEWHERE = {"load_state_compression", "optimizer", "total_steps", "warmup_steps", "adam_beta1", "adam_beta2",
+             "adam_epsilon", "weight_decay", "clamp_value", "outer_learning_rate", "outer_momentum"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "objects", "attribute", "expected"), TABLE)
+def test_flag_reaches_what_it_is_for(built, flag, objects, attribute, expected):
+    for name in objects:
+        value = getattr(getattr(built, name), attribute)
+        assert (value if isinstance(value, int | float) else name_of(value)) == expected, (flag, name)
+        if flag in TRACKER and flag != "performance_ema_alpha":
+            assert getattr(built.plain.tracker_opts, attribute) == expected
+
+
+def test_table_has_each_flag():
+    types = (HyperparameterArguments, OptimizerArguments, AveragerArguments, ProgressTrackerArguments)
+    assert {flag for flag, *_ in TABLE} | ELSEWHERE == {field.name for kind in types for field in fields(kind)}
+
+
+def test_observer_waits_half_of_the_time_for_a_donor(built):
+    assert (built.observer.download_timeout, built.observer.donor_timeout) == (70.0, 35.0)
+
+
+@pytest.mark.parametrize("name", ["float16", "blockwise8"])
+def test_statistics_are_sent_in_16_bits_at_least(name):
+    """8 bits have no values for small second moments; single numbers are not compressed."""
+    compression = builders.build_state_compression(name)
+    tensor = torch.rand(100_000) * 1e-7
+    info = CompressionInfo.from_tensor(tensor, role=TensorRole.OPTIMIZER)
+    assert (compression.extract(compression.compress(tensor, info)) - tensor).abs().max() < 6e-8
+    info = CompressionInfo.from_tensor(tensor, role=TensorRole.PARAMETER)
+    num_bytes = len(compression.compress(tensor, info).buffer)
+    assert num_bytes < 110_000 if name == "blockwise8" else num_bytes == 200_000
+    one = torch.tensor([1 / 3])
+    info = CompressionInfo.from_tensor(one, role=TensorRole.OPTIMIZER)
+    assert compression.extract(compression.compress(one, info)) == one
+
+
+def test_local_flags_reach_transformers(tmp_path):
+    """Clipping and schedule belong to the global step, and masks and dropout differ between peers."""
+    values = {
+        "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5, "save_steps": 7, "save_total_limit": 9,
+        "logging_steps": 11, "logging_first_step": False, "dataloader_num_workers": 13,
+    }  # fmt: skip
+    flags = LocalTrainingArguments(**values, learning_rate=0.25, use_cpu=True, bf16=True, output_dir=str(tmp_path))
+    args = build_training_arguments(flags, "peer")
+    for name, value in {**values, "learning_rate": 0.25, "bf16": True, "fp16": False, "use_cpu": True}.items():
+        assert getattr(args, name) == value, name
+    assert args.output_dir == str(tmp_path) and args.max_grad_norm == 0.0 and args.ignore_data_skip
+    assert not args.remove_unused_columns and args.max_steps > 10**9
+    seeds = {build_training_arguments(flags, peer).seed for peer in ("peer", "another")}
+    flags.seed = 1
+    assert len(seeds | {build_training_arguments(flags, "peer").seed}) == 3
