@@ -13,7 +13,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
 from lib.common.checks import check_maddr
-from lib.common.errors import UserError, first_line
+from lib.common.errors import TemporaryError, first_line
 
 logger = get_logger(__name__)
 
@@ -39,7 +39,7 @@ def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
 
     :param service: URL that returns the address of the caller as text
     :param timeout: seconds
-    :raises UserError: if the service does not answer with an IP address
+    :raises TemporaryError: if the service does not answer with an IP address
     """
     try:
         response = requests.get(service, timeout=timeout)
@@ -47,7 +47,7 @@ def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
         return str(ip_address(response.text.strip()))
     except (requests.RequestException, ValueError) as error:
         reason = first_line(error, limit=120)
-        raise UserError(
+        raise TemporaryError(
             f"--use_google_dns: {service} did not return this machine's IP address ({reason}). Pass the "
             "address: --host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
         ) from None

@@ -21,7 +21,7 @@ from hivemind.utils import get_logger
 
 from arguments import BaseTrainingArguments
 from lib.common.argument_parser import endpoint_to_maddrs
-from lib.common.errors import UserError
+from lib.common.errors import TemporaryError, UserError
 from lib.common.threads import PeriodicThread
 from lib.peer.addresses import fix_tcp_port
 
@@ -123,7 +123,7 @@ def ngrok_tunnel(local: str) -> Iterator[str]:
 
 def _receive_url(connection: Connection) -> str:
     if not connection.poll(NGROK_TIMEOUT):
-        raise UserError(_unreachable(f"no answer within {NGROK_TIMEOUT:.0f} seconds"))
+        raise TemporaryError(_unreachable(f"no answer within {NGROK_TIMEOUT:.0f} seconds"))
     try:
         url, complaint = connection.recv()
     except EOFError:
