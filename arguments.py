@@ -7,7 +7,7 @@ older examples are translated in lib/common/argument_parser.py.
 import re
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lib.common.checks import (
     check_endpoint,
@@ -549,14 +549,17 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
         return self.per_device_train_batch_size * max(1, num_devices) * self.gradient_accumulation_steps
 
 
-# Those of run_trainer.py and run_custom_trainer.py
-TRAINER_ARGUMENTS = (
-    LocalTrainingArguments,
-    DatasetArguments,
-    CollaborationArguments,
-    AveragerArguments,
-    ProgressTrackerArguments,
-)
+class TrainerArguments(NamedTuple):
+    """The flags of run_trainer.py and run_custom_trainer.py."""
+
+    training: LocalTrainingArguments
+    dataset: DatasetArguments
+    collaboration: CollaborationArguments
+    averager: AveragerArguments
+    tracker: ProgressTrackerArguments
+
+
+TRAINER_ARGUMENTS = tuple(TrainerArguments.__annotations__.values())
 
 
 @dataclass

@@ -9,131 +9,57 @@ To use another training loop, copy this file and change the loop below. The loop
 `optimizer.step` after each `batch_size_per_step` samples, and `session.after_local_step` after each `optimizer.step`.
 """
 
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from arguments import (
-    TRAINER_ARGUMENTS,
-    AveragerArguments,
-    CollaborationArguments,
-    DatasetArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-)
-from lib.common.cli import parse_command_line
+from arguments import TrainerArguments
 from lib.common.errors import run_script
-from lib.common.processes import StopSignal, guard_children
-from lib.training.status import show_status
+from lib.common.processes import StopSignal
+from lib.training.start import start_trainer
 
 
-def main() -> None:
-    with StopSignal() as stop:
-        line = parse_command_line(TRAINER_ARGUMENTS, __doc__)
-        training_args = line.arguments[0]
-        if training_args.status:
-            sys.exit(show_status(Path(training_args.output_dir)))
-        guard_children()
-        from lib.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
-
-        if training_args.check:
-            from lib.training.check import check_trainer
-
-            sys.exit(check_trainer(line, stop))
-        train(*adopt_run_config(line, stop), stop)
-
-
-def train(
-    training_args: LocalTrainingArguments,
-    dataset_args: DatasetArguments,
-    collaboration_args: CollaborationArguments,
-    averager_args: AveragerArguments,
-    tracker_args: ProgressTrackerArguments,
-    stop: StopSignal,
-) -> None:
+def train(args: TrainerArguments, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     import torch
     from hivemind.utils import get_logger
     from torch.utils.data import DataLoader
 
     from lib.common.logs import setup_logging
-    from lib.data.download import fetch_data
-    from lib.data.loading import load_training_data
-    from lib.data.tokenizers import load_tokenizer
-    from lib.peer.addresses import log_visible_maddrs
-    from lib.peer.lifecycle import open_peer, supervise
-    from lib.peer.run_config import RunConfigRelay
-    from lib.training.hf_trainer import PeerSampler, autocast_dtype, choose_devices
-    from lib.training.model import (
-        build_trainer_model,
-        derive_seed,
-        enable_gradient_checkpointing,
-        load_config,
-    )
+    from lib.peer.lifecycle import open_peer
+    from lib.training.hf_trainer import PeerSampler, autocast_dtype
+    from lib.training.model import derive_seed
     from lib.training.optimizer import build_optimizer
-    from lib.training.session import TrainingSession
+    from lib.training.session import open_session
+    from lib.training.task import load_task
 
-    setup_logging(collaboration_args.debug)
+    setup_logging(args.collaboration.debug)
     logger = get_logger(__name__)
-
-    # Data and model
-    device, _ = choose_devices(training_args)
-    fetch_data(dataset_args, training_args.disable_tqdm)
-    tokenizer = load_tokenizer(dataset_args.tokenizer_path)
-    config = load_config(dataset_args, tokenizer)
-    dataset, collator = load_training_data(dataset_args, training_args, tokenizer, config)
-    model = build_trainer_model(config, dataset_args, collaboration_args.run_id).to(device)
-    if training_args.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-    model.train()
-
-    output_dir = Path(training_args.output_dir)
-    num_micro_batches = training_args.gradient_accumulation_steps
+    task = load_task(args)  # tokenizer, samples, collator, model
+    device, model = task.device, task.model.to(task.device).train()
+    training_args, num_micro_batches = args.training, args.training.gradient_accumulation_steps
+    output_dir = Path(args.training.output_dir)
     with ExitStack() as stack:
         # DHT peer
-        peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
-        if not collaboration_args.client_mode:
-            log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=collaboration_args.use_ipfs)
+        peer = stack.enter_context(open_peer(args.collaboration, output_dir, args.collaboration.client_mode, stop))
         peer_id = str(peer.dht.peer_id)
-        relay = RunConfigRelay.of_run(
-            peer, (training_args, dataset_args, collaboration_args, averager_args), collaboration_args
-        )
 
         # hivemind's optimizer, around LAMB or AdamW
+        batch_size_per_step = training_args.batch_size_per_step(num_devices=1)
         optimizer = build_optimizer(
-            model,
-            peer,
-            training_args.batch_size_per_step(1),
-            training_args,
-            collaboration_args,
-            averager_args,
-            tracker_args,
+            model, peer, batch_size_per_step, training_args, args.collaboration, args.averager, args.tracker
         )
         stack.callback(optimizer.shutdown)
-        children = {"DHT": peer.dht, **optimizer.processes}
-        watchdog = stack.enter_context(supervise(children, 15.0, 1, collaboration_args.longest_wait))
 
         # Session: joining, metrics, rollback, checkpoints
-        session = TrainingSession(
-            peer,
-            optimizer,
-            model,
-            collaboration_args,
-            output_dir,
-            stop.is_set,
-            training_args.disable_tqdm,
-            watchdog,
-            relay,
-        )
-        stack.callback(session.close)
+        session = stack.enter_context(open_session(peer, optimizer, model, args, stop))
 
         torch.manual_seed(derive_seed(peer_id, training_args.seed))  # masks and dropout differ between peers
         loader = DataLoader(
-            dataset,
+            task.dataset,
             training_args.per_device_train_batch_size,
-            sampler=PeerSampler(len(dataset), peer_id, training_args.seed, optimizer),  # and so does the order
-            collate_fn=collator,
+            sampler=PeerSampler(len(task.dataset), peer_id, training_args.seed, optimizer),  # and so does the order
+            collate_fn=task.collator,
             drop_last=True,  # each local step reports the same number of samples
             num_workers=training_args.dataloader_num_workers,
             pin_memory=device.type == "cuda",
@@ -162,8 +88,8 @@ def train(
             if not session.after_local_step():
                 break
             if local_step % training_args.save_steps == 0:
-                session.save_checkpoint(model, tokenizer, training_args.save_total_limit)
-        session.save_checkpoint(model, tokenizer, training_args.save_total_limit)
+                session.save_checkpoint(model, task.tokenizer, training_args.save_total_limit)
+        session.save_checkpoint(model, task.tokenizer, training_args.save_total_limit)
         session.leave()
 
 
@@ -171,6 +97,10 @@ def endless(loader: Iterable) -> Iterator:
     """Yield batches in an unlimited number of passes over the data."""
     while True:
         yield from loader
+
+
+def main() -> None:
+    start_trainer(train, __doc__)
 
 
 if __name__ == "__main__":

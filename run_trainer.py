@@ -8,130 +8,69 @@ Join a collaboration with
 where the address is one that the monitor or any trainer prints at its start.
 """
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from arguments import (
-    TRAINER_ARGUMENTS,
-    AveragerArguments,
-    CollaborationArguments,
-    DatasetArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-)
-from lib.common.cli import parse_command_line
+from arguments import TrainerArguments
 from lib.common.errors import run_script
-from lib.common.processes import StopSignal, guard_children
-from lib.training.status import show_status
+from lib.common.processes import StopSignal
+from lib.training.start import start_trainer
 
 
-def main() -> None:
-    with StopSignal() as stop:
-        line = parse_command_line(TRAINER_ARGUMENTS, __doc__)
-        training_args = line.arguments[0]
-        if training_args.status:
-            sys.exit(show_status(Path(training_args.output_dir)))
-        guard_children()
-        from lib.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
-
-        if training_args.check:
-            from lib.training.check import check_trainer
-
-            sys.exit(check_trainer(line, stop))
-        train(*adopt_run_config(line, stop), stop)
-
-
-def train(
-    training_args: LocalTrainingArguments,
-    dataset_args: DatasetArguments,
-    collaboration_args: CollaborationArguments,
-    averager_args: AveragerArguments,
-    tracker_args: ProgressTrackerArguments,
-    stop: StopSignal,
-) -> None:
+def train(args: TrainerArguments, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from callback import CollaborativeCallback
     from lib.common.logs import setup_logging
-    from lib.data.download import fetch_data
-    from lib.data.loading import load_training_data
-    from lib.data.tokenizers import load_tokenizer
-    from lib.peer.addresses import log_visible_maddrs
-    from lib.peer.lifecycle import open_peer, supervise
-    from lib.peer.run_config import RunConfigRelay
+    from lib.peer.lifecycle import open_peer
     from lib.training.hf_trainer import (
         CollaborativeTrainer,
         NoOpScheduler,
         PeerSampler,
         build_training_arguments,
-        choose_devices,
         find_checkpoint,
     )
-    from lib.training.model import build_trainer_model, enable_gradient_checkpointing, load_config
     from lib.training.optimizer import build_optimizer
-    from lib.training.session import TrainingSession
+    from lib.training.session import open_session
+    from lib.training.task import load_task
 
-    setup_logging(collaboration_args.debug)
-
-    # Data and model
-    device, num_devices = choose_devices(training_args)
-    fetch_data(dataset_args, training_args.disable_tqdm)
-    tokenizer = load_tokenizer(dataset_args.tokenizer_path)
-    config = load_config(dataset_args, tokenizer)
-    dataset, collator = load_training_data(dataset_args, training_args, tokenizer, config)
-    model = build_trainer_model(config, dataset_args, collaboration_args.run_id).to(device)
-    if training_args.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
-
-    output_dir = Path(training_args.output_dir)
-    batch_size_per_step = training_args.batch_size_per_step(num_devices)
+    setup_logging(args.collaboration.debug)
+    task = load_task(args)  # tokenizer, samples, collator, model
+    model = task.model.to(task.device)
+    batch_size_per_step = args.training.batch_size_per_step(task.num_devices)
+    output_dir = Path(args.training.output_dir)
     with ExitStack() as stack:
         # DHT peer
-        peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
-        if not collaboration_args.client_mode:
-            log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=collaboration_args.use_ipfs)
+        peer = stack.enter_context(open_peer(args.collaboration, output_dir, args.collaboration.client_mode, stop))
         peer_id = str(peer.dht.peer_id)
-        relay = RunConfigRelay.of_run(
-            peer, (training_args, dataset_args, collaboration_args, averager_args), collaboration_args
-        )
 
         # hivemind's optimizer, around LAMB or AdamW. `step` counts a local step; once all peers together have
         # target_batch_size samples, the optimizer averages the gradients and takes the global step.
         optimizer = build_optimizer(
-            model, peer, batch_size_per_step, training_args, collaboration_args, averager_args, tracker_args
+            model, peer, batch_size_per_step, args.training, args.collaboration, args.averager, args.tracker
         )
         stack.callback(optimizer.shutdown)
-        children = {"DHT": peer.dht, **optimizer.processes}
-        watchdog = stack.enter_context(supervise(children, 15.0, 1, collaboration_args.longest_wait))
 
         # Session: joining, metrics, rollback, checkpoints
-        session = TrainingSession(
-            peer,
-            optimizer,
-            model,
-            collaboration_args,
-            output_dir,
-            stop.is_set,
-            training_args.disable_tqdm,
-            watchdog,
-            relay,
-        )
-        stack.callback(session.close)
+        session = stack.enter_context(open_session(peer, optimizer, model, args, stop))
 
         # transformers' Trainer
         trainer = CollaborativeTrainer(
             model=model,
-            args=build_training_arguments(training_args, peer_id),
-            processing_class=tokenizer,
-            data_collator=collator,
-            train_dataset=dataset,
+            args=build_training_arguments(args.training, peer_id),
+            processing_class=task.tokenizer,
+            data_collator=task.collator,
+            train_dataset=task.dataset,
             optimizers=(optimizer, NoOpScheduler(optimizer)),
             callbacks=[CollaborativeCallback(session)],
-            sampler=PeerSampler(len(dataset), peer_id, training_args.seed, optimizer, batch_size_per_step),
+            sampler=PeerSampler(len(task.dataset), peer_id, args.training.seed, optimizer, batch_size_per_step),
             loss_meter=session.loss_meter,
         )
-        trainer.train(resume_from_checkpoint=find_checkpoint(training_args.output_dir))
+        trainer.train(resume_from_checkpoint=find_checkpoint(args.training.output_dir))
         session.leave()
+
+
+def main() -> None:
+    start_trainer(train, __doc__)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,25 +21,22 @@ from hivemind.utils import get_dht_time
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from arguments import CollaborationArguments, DatasetArguments, LocalTrainingArguments
+from arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
 from lib.averaging.progress import parse_progress
 from lib.common.argument_parser import CommandLine
 from lib.common.diagnosis import diagnose
 from lib.common.errors import UserError, describe
 from lib.common.logs import setup_logging
 from lib.common.processes import StopSignal
-from lib.data.download import fetch_data
-from lib.data.loading import load_training_data
-from lib.data.tokenizers import load_tokenizer
 from lib.peer.addresses import find_tcp_endpoint, peer_id_in
 from lib.peer.lifecycle import open_peer
 from lib.peer.peer import Peer, explain_clock
 from lib.peer.run_config import RunConfigRelay, adopt_run_config
 from lib.peer.upload import UploadError, measure_upload
-from lib.training.hf_trainer import autocast_dtype, choose_devices
-from lib.training.model import build_trainer_model, load_config
+from lib.training.hf_trainer import autocast_dtype
 from lib.training.observer import open_observer
 from lib.training.round_time import BITS, round_seconds
+from lib.training.task import Task, load_task
 from utils import get_dictionary
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
@@ -106,59 +103,40 @@ def find_advice(fault: str) -> str:
     return "See the message" if row is None or row.has_remedy else f"{row.advice[0].upper()}{row.advice[1:]}"
 
 
-def check_trainer(line: CommandLine, stop: StopSignal) -> int:
+def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
     """Do what a trainer does until its first local step, and print what was found.
 
-    :param line: the trainer's command line
     :returns: the exit code: 0 if nothing is wrong, otherwise 1
     """
-    report, initial_peers = Report(), line.values.get("initial_peers", [])
+    report, initial_peers = Report(), command_line.values.get("initial_peers", [])
     report.add(check_versions(REQUIREMENTS.read_text()))
     report.add(check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
     for maddr in initial_peers:
         report.add(check_address(maddr))
     try:
-        training_args, dataset_args, args, averager_args, _ = adopt_run_config(line, stop)
-        setup_logging(args.debug)
-        model, loader = load(training_args, dataset_args, args, report)
-        with open_peer(args, Path(training_args.output_dir), args.client_mode, stop) as peer:
-            report.add(Finding("joining", f"this peer is in run {args.run_id}"))
+        args = TrainerArguments(*adopt_run_config(command_line, stop))
+        peer_args = args.collaboration
+        setup_logging(peer_args.debug)
+        task = load_task(args)
+        size = task.model.num_parameters()
+        text = f"{len(task.dataset):,} samples; model of {size / 1e6:,.1f} million parameters"
+        report.add(Finding("data and model", text))
+        for finding in check_memories(size, task.device, args.training.local_updates):
+            report.add(finding)
+        with open_peer(peer_args, Path(args.training.output_dir), peer_args.client_mode, stop) as peer:
+            report.add(Finding("joining", f"this peer is in run {peer_args.run_id}"))
             for maddr in initial_peers:
-                report.add(check_peer(peer.dht, maddr, args.client_mode))
-            own_args = (training_args, dataset_args, args, averager_args)
-            report.attempt("settings", lambda: check_settings(peer, own_args, args))
-            report.attempt("device", lambda: measure_device(model, loader, training_args))
-            report.attempt("state", lambda: measure_download(model, peer, training_args, args))
-            size, group = model.num_parameters(only_trainable=True), averager_args.target_group_size
-            report.add(check_upload(peer, initial_peers, size, args, group))
+                report.add(check_peer(peer.dht, maddr, peer_args.client_mode))
+            report.attempt("settings", lambda: check_settings(peer, args))
+            report.attempt("device", lambda: measure_device(task, args.training))
+            report.attempt("state", lambda: measure_download(task.model, peer, args))
+            size, group = task.model.num_parameters(only_trainable=True), args.averager.target_group_size
+            report.add(check_upload(peer, initial_peers, size, peer_args, group))
     except UserError as error:
         report.add(Finding("joining", str(error), find_advice(str(error))))
     faults = report.num_faults
     print(f"{faults} of {len(report.findings)} checks failed" if faults else "All checks passed: this peer can train")
     return 1 if faults else 0
-
-
-def load(
-    training_args: LocalTrainingArguments, dataset_args: DatasetArguments, args: CollaborationArguments, report: Report
-) -> tuple[PreTrainedModel, DataLoader]:
-    """Load data and model, as a trainer does.
-
-    :raises UserError: if something is missing or does not fit
-    """
-    fetch_data(dataset_args, training_args.disable_tqdm)
-    tokenizer = load_tokenizer(dataset_args.tokenizer_path)
-    config = load_config(dataset_args, tokenizer)
-    dataset, collator = load_training_data(dataset_args, training_args, tokenizer, config)
-    model = build_trainer_model(config, dataset_args, args.run_id)
-    size = f"{len(dataset):,} samples; model of {model.num_parameters() / 1e6:,.1f} million parameters"
-    report.add(Finding("data and model", size))
-    has_gpu = choose_devices(training_args)[0].type == "cuda"
-    if has_gpu:
-        free, _ = torch.cuda.mem_get_info()
-        report.add(check_gpu_memory(model.num_parameters(), free, training_args.local_updates))
-    available = psutil.virtual_memory().available
-    report.add(check_memory(model.num_parameters(), available, _free_shared_memory(), has_gpu))
-    return model, DataLoader(dataset, training_args.per_device_train_batch_size, shuffle=True, collate_fn=collator)
 
 
 # On this machine
@@ -187,46 +165,38 @@ def check_open_files(limit: int) -> Finding:
     return Finding("open files", f"at most {limit}", "" if is_enough else f"Run ulimit -n {MIN_OPEN_FILES} first")
 
 
-def check_gpu_memory(num_parameters: int, free: float, local_updates: bool) -> Finding:
-    """Compare the free bytes of a GPU with what a trainer takes there besides its micro-batches."""
-    needed = 4.0 * (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) * num_parameters
-    text = f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed besides the activations"
-    advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
-    return Finding("GPU memory", text, advice if free < needed else "")
+def check_memories(num_parameters: int, device: torch.device, local_updates: bool) -> Iterator[Finding]:
+    """Yield what memory is free and needed: of the GPU if there is one, of the machine, and shared memory."""
+    copies = COPIES
+    if device.type == "cuda":
+        copies -= 2  # model and gradients
+        gpu_copies = GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES
+        advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
+        yield compare_memory(
+            "GPU memory", torch.cuda.mem_get_info(device)[0], 4.0 * gpu_copies * num_parameters, advice
+        )
+    available, needed = psutil.virtual_memory().available, BASE_BYTES + 4.0 * copies * num_parameters
+    yield compare_memory("memory", available, needed, "End other programs, or choose a machine with more memory")
+    if os.path.isdir("/dev/shm"):
+        shared, needed = psutil.disk_usage("/dev/shm").free, 4.0 * SHARED_COPIES * num_parameters
+        yield compare_memory("/dev/shm", shared, needed, "Enlarge it, in Docker with --shm-size")
 
 
-def check_memory(num_parameters: int, available: float, shared: float, has_gpu: bool = False) -> Finding:
-    """Compare the free memory with an estimate of what a trainer takes.
-
-    :param available: free bytes
-    :param shared: free bytes of shared memory
-    :param has_gpu: whether model and gradients are on a GPU
-    """
-    needed = BASE_BYTES + 4.0 * (COPIES - 2 * has_gpu) * num_parameters
-    needed_shared = 4.0 * SHARED_COPIES * num_parameters
-    text = f"{available / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
-    if available < needed:
-        return Finding("memory", text, "End other programs, or choose a machine with more memory")
-    if shared < needed_shared:
-        text = f"/dev/shm has {shared / 1e9:.1f} GB free, about {needed_shared / 1e9:.1f} needed"
-        return Finding("memory", text, "Enlarge it, in Docker with --shm-size")
-    return Finding("memory", text)
+def compare_memory(subject: str, free: float, needed: float, advice: str) -> Finding:
+    """Compare bytes."""
+    text = f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
+    return Finding(subject, text, advice if free < needed else "")
 
 
-def _free_shared_memory() -> float:
-    return float(psutil.disk_usage("/dev/shm").free) if os.path.isdir("/dev/shm") else float("inf")
-
-
-def measure_device(model: PreTrainedModel, loader: Iterable[dict], args: LocalTrainingArguments) -> str:
+def measure_device(task: Task, args: LocalTrainingArguments) -> str:
     """Compute micro-batches for some seconds, after one that is not counted.
 
     :returns: the speed
     """
-    device, _ = choose_devices(args)
-    dtype = autocast_dtype(args)
-    model.to(device).train()
+    device, dtype, model = task.device, autocast_dtype(args), task.model.to(task.device).train()
+    size = args.per_device_train_batch_size
     number, started = 0, None
-    for batch in loader:
+    for batch in DataLoader(task.dataset, size, shuffle=True, collate_fn=task.collator):
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             loss = model(**batch).loss
@@ -241,7 +211,6 @@ def measure_device(model: PreTrainedModel, loader: Iterable[dict], args: LocalTr
     model.zero_grad()
     model.cpu()
     seconds = (time.monotonic() - started) / max(1, number)
-    size = args.per_device_train_batch_size
     hint = "; raise --per_device_train_batch_size" if device.type == "cuda" and seconds < 0.2 else ""
     return f"{device}: a micro-batch of {size} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
 
@@ -280,20 +249,19 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
     return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
 
 
-def check_settings(peer: Peer, own_args: Iterable[object], args: CollaborationArguments) -> str:
+def check_settings(peer: Peer, args: TrainerArguments) -> str:
     """Compare the flags with the settings of the run, as a trainer does.
 
     :raises UserError: if one differs
     """
-    relay = RunConfigRelay.of_run(peer, own_args, args)
+    relay = RunConfigRelay.of_run(peer, args, args.collaboration)
     return "the run publishes none" if relay.config is None else "those of the run"
 
 
-def measure_download(
-    model: PreTrainedModel, peer: Peer, training_args: LocalTrainingArguments, args: CollaborationArguments
-) -> str:
+def measure_download(model: PreTrainedModel, peer: Peer, args: TrainerArguments) -> str:
     """Download the state of the trainers, and return the speed."""
-    with open_observer(model, peer, args.run_id, training_args, args.load_state_timeout) as averager:
+    timeout = args.collaboration.load_state_timeout
+    with open_observer(model, peer, args.collaboration.run_id, args.training, timeout) as averager:
         received, started = psutil.net_io_counters().bytes_recv, time.monotonic()
         found = averager.download_state()
         seconds, received = time.monotonic() - started, psutil.net_io_counters().bytes_recv - received

@@ -32,20 +32,16 @@ class StatusPanel:
         """Draw the panel, or draw it again."""
         self._live.start()
         self._live.console.show_cursor(True)  # a killed process could not show it again
-        self._live.update(_render(status), refresh=True)
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        for row in describe_status(status):
+            table.add_row(*row)
+        bar = ProgressBar(total=status.target_batch_size, completed=status.all_samples, width=BAR_WIDTH)
+        self._live.update(Group("", table, bar, ""), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
-
-
-def _render(status: TrainerStatus) -> Group:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    for label, text in describe_status(status):
-        table.add_row(label, text)
-    bar = ProgressBar(total=status.target_batch_size, completed=status.all_samples, width=BAR_WIDTH)
-    return Group("", table, bar, "")
 
 
 def open_panel(disable: bool) -> StatusPanel | None:
@@ -55,28 +51,25 @@ def open_panel(disable: bool) -> StatusPanel | None:
 
 
 class ClientModeAlarm:
-    """Warns while all trainers are in client mode.
+    """Warns every PERIOD seconds while all trainers, at least two, are in client mode.
 
     They can average only through an auxiliary peer, and the state of a client-mode trainer cannot be downloaded: a
     monitor writes no checkpoint, and newcomers start from an old one.
-
-    :param period: seconds between two warnings
     """
 
-    def __init__(self, period: float = 300.0):
-        self.period = period
-        self._last_time = float("-inf")
+    PERIOD = 300.0
+
+    def __init__(self):
+        self._due_at = float("-inf")  # time.monotonic
 
     def check(self, num_peers: int, num_clients: int) -> None:
         """Log the warning if it applies and is due.
 
-        :param num_peers: number of live trainers; no warning for a single one, which has no peer to average with
-        :param num_clients: number of live trainers in client mode
+        :param num_peers, num_clients: live trainers, and those of them in client mode
         """
-        now = time.monotonic()
-        if num_peers < 2 or num_clients < num_peers or now < self._last_time + self.period:
+        if num_peers < 2 or num_clients < num_peers or time.monotonic() < self._due_at:
             return
-        self._last_time = now
+        self._due_at = time.monotonic() + self.PERIOD
         logger.warning(
             f"All {num_peers} trainers are in client mode: nobody can download the training state from them, and "
             "without an auxiliary peer they cannot average with each other. Start one without --client_mode on a "

@@ -3,6 +3,7 @@
 Peers exchange the optimizer state by position, so all of them must use these builders.
 """
 
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -303,14 +304,8 @@ def build_state_compression(name: str) -> CompressionBase:
 
 
 def _tracker_options(args: ProgressTrackerArguments) -> dict[str, float]:
-    return {
-        "min_refresh_period": args.min_refresh_period,
-        "max_refresh_period": args.max_refresh_period,
-        "default_refresh_period": args.default_refresh_period,
-        "expected_drift_peers": args.expected_drift_peers,
-        "expected_drift_rate": args.expected_drift_rate,
-        "metadata_expiration": args.metadata_expiration,
-    }
+    """Return the options of ProgressTracker, but for the one that hivemind passes on by itself."""
+    return {name: value for name, value in asdict(args).items() if name != "performance_ema_alpha"}
 
 
 def build_state_averager(

@@ -1,9 +1,10 @@
 """A trainer's part in the collaboration, independent of its training loop."""
 
+import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,16 +13,17 @@ from hivemind.utils import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import utils
-from arguments import CollaborationArguments
+from arguments import CollaborationArguments, TrainerArguments
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.averaging.round_log import build_round_log
 from lib.averaging.state import StateLoadError, all_finite
 from lib.common.errors import TemporaryError, UserError
 from lib.common.metrics_schema import history_length
 from lib.common.names import derive_name
-from lib.common.processes import Watchdog
-from lib.peer.addresses import peer_id_in
+from lib.common.processes import StopSignal, Watchdog
+from lib.peer.addresses import log_visible_maddrs, peer_id_in
 from lib.peer.connections import count_connections
+from lib.peer.lifecycle import supervise
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay
 from lib.training import checkpoints
@@ -218,32 +220,34 @@ class TrainingSession:
             logger.info(f"Local loss: {loss / mini_steps:.5f}")
             self.status.record_loss(loss / mini_steps)
         if self.optimizer.is_synchronized_with_peers():
-            self.publish(
-                LocalMetrics(
-                    step=step,
-                    samples_per_second=samples_per_second,
-                    samples_accumulated=samples,
-                    loss=loss,
-                    mini_steps=mini_steps,
-                )
+            metrics = LocalMetrics(
+                step=step,
+                samples_per_second=samples_per_second,
+                samples_accumulated=samples,
+                loss=loss,
+                mini_steps=mini_steps,
             )
+            self.publish(metrics)
             self.publish_rounds()
             self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
 
     def publish(self, metrics: LocalMetrics) -> None:
         """Publish signed records: the metrics of the newest step, and a history for monitors that missed steps."""
         self.history.append(metrics)
-        history = [entry.to_row() for entry in self.history]
-        for name, value in (("metrics", metrics.dict()), ("history", history)):
-            key = f"{self.args.run_id}_{name}"
-            utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
+        self._store("metrics", metrics.dict())
+        self._store("history", [entry.to_row() for entry in self.history])
+
+    def _store(self, name: str, value: object) -> None:
+        """Publish a signed record under a key of the run."""
+        key = f"{self.args.run_id}_{name}"
+        utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def publish_rounds(self) -> None:
         """Publish how many of this peer's newest rounds were complete, and how many of its samples were applied."""
-        rounds, key = list(self.optimizer.recent_rounds), f"{self.args.run_id}_rounds"
+        rounds = list(self.optimizer.recent_rounds)
         computed, applied = self.status.record_samples()
-        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied).dict()
-        utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
+        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied)
+        self._store("rounds", value.dict())
 
     def recover(self) -> None:
         """Roll back NaN or Inf parameters to the peers' state or to the last backup, whichever is newer.
@@ -282,9 +286,7 @@ class TrainingSession:
 
         :param leaving: whether this peer waits for a monitor to save the last step
         """
-        info = PeerInfo(username=self.name, leaving=leaving)
-        key = f"{self.args.run_id}_peers"
-        utils.store_record(self.peer.dht, key, self.peer.public_key, info.dict(), self.args.statistics_expiration)
+        self._store("peers", PeerInfo(username=self.name, leaving=leaving).dict())
         if self.relay is not None:
             self.relay.publish()
 
@@ -336,3 +338,33 @@ class TrainingSession:
     def close(self) -> None:
         self.status.close()
         self.backup.close()
+
+
+@contextlib.contextmanager
+def open_session(
+    peer: Peer, optimizer: CollaborativeOptimizer, model: torch.nn.Module, args: TrainerArguments, stop: StopSignal
+) -> Iterator[TrainingSession]:
+    """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long.
+
+    :raises UserError: if a flag differs from the settings of the run
+    """
+    if not args.collaboration.client_mode:
+        log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=args.collaboration.use_ipfs)
+    relay = RunConfigRelay.of_run(peer, args, args.collaboration)
+    children = {"DHT": peer.dht, **optimizer.processes}
+    with supervise(children, 15.0, exit_code=1, longest_wait=args.collaboration.longest_wait) as watchdog:
+        session = TrainingSession(
+            peer,
+            optimizer,
+            model,
+            args.collaboration,
+            Path(args.training.output_dir),
+            stop.is_set,
+            args.training.disable_tqdm,
+            watchdog,
+            relay,
+        )
+        try:
+            yield session
+        finally:
+            session.close()

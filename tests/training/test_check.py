@@ -5,6 +5,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
@@ -21,11 +22,11 @@ from lib.training.check import (
     Finding,
     Report,
     check_address,
-    check_gpu_memory,
-    check_memory,
+    check_memories,
     check_open_files,
     check_upload,
     check_versions,
+    compare_memory,
     describe_upload,
 )
 from tests.support.fakes import FakeUploads
@@ -47,19 +48,22 @@ def test_open_files():
     assert "ulimit -n 4096" in check_open_files(1024).advice
 
 
-def test_memory():
-    assert not check_memory(10**6, 8e9, 8e9).advice
-    assert "more memory" in check_memory(10**9, 8e9, 80e9).advice
-    assert "--shm-size" in check_memory(10**7, 8e9, 64e6).advice
+def test_memory(monkeypatch):
+    """Model and gradients of 350 million parameters are on the GPU, and not in the memory of a notebook."""
+    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=16e9))
+    monkeypatch.setattr(check.psutil, "disk_usage", lambda _path: SimpleNamespace(free=9e9))
+    monkeypatch.setattr(check.torch.cuda, "mem_get_info", lambda _device: (8e9, 16e9))
 
+    def faults(num_parameters: int, device: str, local_updates: bool = False) -> list[str]:
+        found = check_memories(num_parameters, torch.device(device), local_updates)
+        return [finding.subject for finding in found if finding.advice]
 
-def test_memory_of_a_gpu():
-    """Model and gradients are there and not in RAM: 350 million parameters on a machine of Kaggle."""
-    assert check_memory(350_000_000, 16e9, 80e9).advice
-    assert not check_memory(350_000_000, 16e9, 80e9, has_gpu=True).advice
-    assert not check_gpu_memory(350_000_000, 8e9, local_updates=False).advice
-    assert "--use_cpu" in check_gpu_memory(350_000_000, 8e9, local_updates=True).advice
-    assert "about 5.6 needed" in check_gpu_memory(350_000_000, 4e9, local_updates=False).line
+    assert faults(350_000_000, "cpu") == ["memory"]
+    assert faults(350_000_000, "cuda") == []
+    assert faults(350_000_000, "cuda", local_updates=True) == ["GPU memory"]
+    assert faults(10**9, "cuda") == ["GPU memory", "memory", "/dev/shm"]
+    line = compare_memory("/dev/shm", 64e6, 240e6, "Enlarge it").line
+    assert line == "FAILED  /dev/shm: 0.1 GB free, about 0.2 needed. Enlarge it"
 
 
 def test_addresses():

@@ -177,8 +177,9 @@ def test_checkpoint_is_resumed_in_another_precision(tmp_path, monkeypatch, was_f
     assert scaler.get_scale() == (8.0 if was_fp16 and is_fp16 else 4.0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="uses the GPU without --use_cpu")
-def test_bf16_without_a_gpu_needs_no_other_flag(tmp_path):
+def test_bf16_without_a_gpu_needs_no_other_flag(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     args = build_training_arguments(LocalTrainingArguments(bf16=True, output_dir=str(tmp_path)), "peer")
     assert args.bf16 and args.device.type == "cpu"
 

@@ -1,0 +1,32 @@
+"""Start of a trainer script: its command line, and what it does instead of training."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from arguments import TRAINER_ARGUMENTS, TrainerArguments
+from lib.common.cli import parse_command_line
+from lib.common.processes import StopSignal, guard_children
+from lib.training.status import show_status
+
+
+def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
+    """Parse the command line, and train with the settings of the run, or do what --status or --check asks for.
+
+    :param train: called with the arguments and the handler of Ctrl-C
+    :param description: the script's docstring, whose first line --help shows
+    """
+    with StopSignal() as stop:
+        command_line = parse_command_line(TRAINER_ARGUMENTS, description)
+        args = TrainerArguments(*command_line.arguments)
+        if args.training.status:
+            sys.exit(show_status(Path(args.training.output_dir)))
+        guard_children()
+        # These imports take seconds, which --help and usage errors do not need.
+        if args.training.check:
+            from lib.training.check import check_trainer
+
+            sys.exit(check_trainer(command_line, stop))
+        from lib.peer.run_config import adopt_run_config
+
+        train(TrainerArguments(*adopt_run_config(command_line, stop)), stop)
