@@ -74,11 +74,8 @@ def install(project: Path, tunnel: str = "none") -> None:
     :raises UserError: if pip fails, or torch does not find the GPU afterwards
     """
     keep_torch = torch_works()
-    packages = [
-        package
-        for line in (project / "requirements.txt").read_text().splitlines()
-        if (package := line.split("#")[0].strip()) and not (keep_torch and package.startswith("torch=="))
-    ]
+    packages = re.findall(r"^[^#\s]+", (project / "requirements.txt").read_text(), re.MULTILINE)
+    packages = [package for package in packages if not (keep_torch and package.startswith("torch=="))]
     if tunnel == "ngrok":
         packages.append(re.search(r"ngrok==[\d.]+", (project / "lib" / "peer" / "tunnel.py").read_text())[0])
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
