@@ -1,5 +1,6 @@
 """The records that trainers publish and the monitor reads."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from lib.monitoring.aggregation import MetricsAggregator
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
 from lib.monitoring.parsing import parse_shares
+from lib.monitoring.trackers import build_reporters
+from tests.support.dht_records import metric
 from tests.support.fakes import make_session
 
 
@@ -85,3 +88,19 @@ def test_last_checkpoint_is_uploaded_when_all_trainers_leave(tmp_path, stored, l
     monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, contributors, None, uploader)
     monitor.refresh()
     assert updates == [run_is_over]
+
+
+def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
+    reporters = build_reporters(tmp_path, "run")
+    aggregator = MetricsAggregator(settle_time=1.0)
+    peer = SimpleNamespace(dht=None, public_key=b"monitor")
+    monitor = TrainingMonitor(peer, "run", aggregator, reporters, Contributors(tmp_path, "run"), None, None)
+    for key, steps in ((b"killed", range(1, 17)), (b"revived", range(15, 19))):
+        for step in steps:
+            stored["run_metrics"] = {key: ValueWithExpiration(metric(step), 0.0)}
+            monitor.refresh()
+        aggregator.live_peers[0].left = 0.0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, 17), *range(15, 19)]
+    assert caplog.text.count("reporting from step #15 again") == 1
+    assert [leader.samples for leader in monitor.contributors.top(2)] == [16 * 32, 4 * 32]
