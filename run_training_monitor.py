@@ -178,7 +178,10 @@ def monitor(
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)
-    check_flags(args, run_args, peer_args)
+    if run_args.client_mode:
+        raise UserError("--client_mode: peers join through the monitor, so it must accept connections; drop the flag")
+    if args.assist_in_averaging and peer_args.invitation is not None and args.assistant_invitation is None:
+        raise UserError("--assist_in_averaging needs an invitation of its own: pass --assistant_invitation")
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
     if args.store_checkpoints or args.assist_in_averaging:
         tokenizer = load_tokenizer(run_args.tokenizer_path)
@@ -208,10 +211,8 @@ def monitor(
             model = build_model(config, run_id)
             observer = open_observer(model, peer, run_id, run_args, run_args.load_state_timeout)
             averager = stack.enter_context(observer)
-            interval, keep = args.save_checkpoint_step_interval, args.save_total_limit
-            keeper = CheckpointKeeper(
-                averager, model, tokenizer, run_id, output_dir, interval, keep, args.refresh_period
-            )
+            interval, keep, period = args.save_checkpoint_step_interval, args.save_total_limit, args.refresh_period
+            keeper = CheckpointKeeper(averager, model, tokenizer, run_id, output_dir, interval, keep, period)
             stack.callback(keeper.close)
             keeper.restore()
 
@@ -233,19 +234,11 @@ def monitor(
         contributors = Contributors(output_dir, run_id)
         if args.repo_id is not None:
             initial_peers = choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
-            uploader = HubUploader(
-                output_dir,
-                card_metadata,
-                contributors,
-                initial_peers,
-                args.private_repo,
-                args.upload_interval,
-                args.upload_training_state,
-            )
+            upload_args = (args.private_repo, args.upload_interval, args.upload_training_state)
+            uploader = HubUploader(output_dir, card_metadata, contributors, initial_peers, *upload_args)
             stack.callback(uploader.close)
-        reporter = build_reporters(
-            output_dir, run_id, args.report_to, wandb_project=args.wandb_project, space_id=args.space_id
-        )
+        places = {"wandb_project": args.wandb_project, "space_id": args.space_id}
+        reporter = build_reporters(output_dir, run_id, args.report_to, **places)
         stack.callback(reporter.close)
         if args.sample_text:
             keeper.on_saved = SampleReporter(model, tokenizer, args.sample_text, reporter).report
@@ -255,16 +248,9 @@ def monitor(
             settle_time=max(10.0, args.refresh_period),
             target_batch_size=run_args.target_batch_size,
         )
+        interval = args.save_checkpoint_step_interval
         training_monitor = TrainingMonitor(
-            peer,
-            run_id,
-            aggregator,
-            reporter,
-            contributors,
-            keeper,
-            uploader,
-            refresh_period=args.refresh_period,
-            leaderboard_interval=args.save_checkpoint_step_interval,
+            peer, run_id, aggregator, reporter, contributors, keeper, uploader, args.refresh_period, interval
         )
         relay = RunConfigRelay(peer, None, lifetime=longest_wait)
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
@@ -282,16 +268,6 @@ def monitor(
     logger.info("The monitor has stopped")
     if uploader is not None and uploader.is_running:
         os._exit(0)  # Python would wait for the threads of huggingface_hub
-
-
-def check_flags(args: TrainingMonitorArguments, run_args: RunArguments, peer_args: BaseTrainingArguments) -> None:
-    """:raises UserError: if flags of different groups do not go together"""
-    if run_args.client_mode:
-        raise UserError("--client_mode: peers join through the monitor, so it must accept connections; drop the flag")
-    if args.assist_in_averaging and peer_args.invitation is not None and args.assistant_invitation is None:
-        raise UserError(
-            "--assist_in_averaging: the auxiliary peer needs a separate invitation; pass --assistant_invitation"
-        )
 
 
 if __name__ == "__main__":
