@@ -150,11 +150,10 @@ def test_leader_changes_between_steps():
     assert len({min(ids, key=lambda peer: rank(step, peer)) for step in range(50)}) > 4
 
 
-@pytest.mark.parametrize("distance", [1, 2, 2**16, 2**32])
-def test_peers_of_different_steps_never_meet(distance):
+def test_peers_of_different_steps_never_meet():
     async def scenario():
         network, (one, other) = make_network(2)
-        searches = [network.search(one, 1)[1], network.search(other, 1 + distance)[1]]
+        searches = [network.search(one, 1)[1], network.search(other, 1 + 2**32)[1]]
         done, _ = await asyncio.wait(searches, timeout=2 * PATIENCE)
         assert not done
         for search in searches:

@@ -48,10 +48,12 @@ def build_schedule():
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_value_that_is_not_finite_is_found(dtype, value):
-    tensors = [torch.zeros(100, dtype=dtype), torch.ones(3, 50, dtype=dtype), torch.tensor([7])]
+def test_one_value_that_is_not_finite_is_found(device, dtype, value):
+    tensors = [tensor.to(device) for tensor in (torch.zeros(100, dtype=dtype), torch.ones(3, 50, dtype=dtype))]
+    tensors.append(torch.tensor([7], device=device))
     assert all_finite(tensors)
     tensors[1][2, 49] = value
     assert not all_finite(tensors)

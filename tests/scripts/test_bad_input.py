@@ -95,7 +95,6 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positi
             "32 16",
         ),
         (lambda data, _: {"seq_length": 64}, "--seq_length 64"),
-        (lambda data, _: {"fp16": True, "use_cpu": True}, "--fp16"),
         (lambda data, _: {"target_batch_size": 7}, "--target_batch_size 7 8"),
         (lambda data, tmp: {"identity_path": write(tmp / "bad.key", "garbage")}, "--identity_path bad.key"),
         (lambda data, tmp: {"output_dir": write(tmp / "file", "")}, "file"),
