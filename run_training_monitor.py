@@ -135,8 +135,7 @@ class RunArguments(
     )
 
     def __post_init__(self):
-        for group in (DataSourceArguments, SampleArguments, HyperparameterArguments, OptimizerArguments,
-                      AveragerArguments, ProgressTrackerArguments):  # fmt: skip
+        for group in RunArguments.__bases__[1:]:  # ModelArguments has nothing to check
             group.__post_init__(self)
 
 

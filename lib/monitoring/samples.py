@@ -56,8 +56,8 @@ def build_pipeline(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     if isinstance(model, AlbertForPreTraining):  # which the pipeline does not support
         pretrained, model = model, AlbertForMaskedLM(model.config)
         model.albert, model.predictions = pretrained.albert, pretrained.predictions
-    return pipeline("text-generation" if is_causal(model.config) else "fill-mask", model.eval(), tokenizer=tokenizer,
-                    device="cpu")  # fmt: skip
+    task = "text-generation" if is_causal(model.config) else "fill-mask"
+    return pipeline(task, model.eval(), tokenizer=tokenizer, device="cpu")
 
 
 def fill_masks(completer: Pipeline, text: str, number: int = 5) -> list[list[tuple[str, float]]]:

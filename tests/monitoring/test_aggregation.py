@@ -86,27 +86,69 @@ def test_nan_is_refused_and_counted():
 # Live peers
 
 
-def test_goodbye_counts_at_once():
-    aggregator = make_aggregator()
-    metrics = {b"a": metric(1), b"b": metric(1)}
-    progress = {b"a": heartbeat(START, 1), b"b": heartbeat(START, 1)}
-    assert aggregator.update(START, metrics, {}, progress)[0].alive_peers == 2
-    metrics = {b"a": metric(2), b"b": metric(1)}
-    progress = {b"a": heartbeat(START + 5, 2), b"b": None}
-    (report,) = aggregator.update(START + 5, metrics, {}, progress)
-    assert (report.step, report.alive_peers) == (2, 1)
-    aggregator.update(START + 10, metrics | {b"b": metric(2)}, {}, progress)  # its last metrics, found late
-    assert len(aggregator.live_peers) == 1
-    # The same identity starts again
-    aggregator.update(START + 20, metrics, {}, progress | {b"b": heartbeat(START + 20, 2)})
-    assert len(aggregator.live_peers) == 2
+SEQUENCES = {
+    # name: (newest step reported before, updates); an update: (second, newest steps in the metrics, heartbeats in
+    # which None is a goodbye, reported steps, live peers)
+    "goodbye counts at once, and the same identity may start again": (0, [
+        (0, {"a": 1, "b": 1}, {"a": (0, 1), "b": (0, 1)}, [1], 2),
+        (5, {"a": 2, "b": 1}, {"a": (5, 2), "b": None}, [2], 1),
+        (10, {"a": 2, "b": 2}, {"a": (5, 2), "b": None}, [], 1),  # its last metrics, found late
+        (20, {"a": 2, "b": 2}, {"a": (20, 2), "b": (20, 2)}, [], 2),
+    ]),
+    "last step of a peer that left is reported": (0, [
+        (0, {"a": 1}, {"a": (0, 1)}, [1], 1), (5, {"a": 2}, {"a": None}, [2], 0),
+    ]),
+    "peer that left and came back votes once": (0, [
+        (0, {"a": 2, "b": 1}, {"a": (0, 2), "b": (0, 1)}, [1], 2),
+        (1, {"a": 2, "b": 1}, {"a": None, "b": (0, 1)}, [], 1),
+        *((second, {"a": 1, "b": 1}, {"a": (second, 1), "b": (second, 1)}, [], 2) for second in range(5, 300, 5)),
+    ]),
+    "silent peer is gone after the timeout": (0, [
+        (0, {"a": 1}, {"a": (0, 1)}, [1], 1), (ALIVE, {"a": 1}, {"a": (0, 1)}, [], 1),
+        (ALIVE + 1, {"a": 1}, {"a": (0, 1)}, [], 0),
+    ]),
+    "heartbeat from the future expires on time": (0, [
+        (0, {}, {"a": (10**6, 1)}, [], 1), (ALIVE + 1, {}, {"a": (10**6, 1)}, [], 0),
+    ]),
+    "peer whose clock is late is alive while its heartbeat changes": (0, [
+        (second, {"a": 1}, {"a": (second - 110, 1)}, [] if second else [1], 1) for second in range(0, 600, 30)
+    ]),
+    "records of the dead do not count after a restart of the monitor": (9, [
+        (0, {"dead": 8, "a": 10}, {"a": (0, 10)}, [10], 1),
+    ]),
+    "stragglers are waited for, but not for ever": (0, [
+        (0, {"a": 1, "b": 1, "c": 1}, {}, [1], 3),
+        (10, {"a": 2, "b": 2, "c": 1}, {}, [], 3),
+        (10 + SETTLE - 1, {"a": 2, "b": 2, "c": 1}, {}, [], 3),
+        (10 + SETTLE, {"a": 2, "b": 2, "c": 1}, {}, [2], 3),
+        (50, {"a": 2, "b": 2, "c": 2}, {}, [], 3),  # too late, and not repeated
+        (60, {"a": 3, "b": 3, "c": 3}, {}, [3], 3),
+    ]),
+    "straggler in time is counted": (0, [
+        (0, {"a": 2, "b": 2, "c": 1}, {}, [1], 3), (1, {"a": 2, "b": 2, "c": 2}, {}, [2], 3),
+    ]),
+    "one of two peers does not hold up the other": (0, [
+        (0, {"a": 1, "b": 1}, {}, [1], 2), (1, {"a": 2, "b": 1}, {}, [], 2), (31, {"a": 2, "b": 1}, {}, [2], 2),
+    ]),
+    "monitor catches up after a day, once the jump has been visible": (900, [
+        (0, {"a": 5000, "b": 5000, "c": 4999}, {}, [], 3),
+        (SETTLE, {"a": 5000, "b": 5000, "c": 4999}, {}, [4999, 5000], 3),
+    ]),
+}  # fmt: skip
 
 
-def test_last_step_of_a_peer_that_left_is_reported():
-    aggregator = make_aggregator()
-    aggregator.update(START, {b"a": metric(1)}, {}, {b"a": heartbeat(START, 1)})
-    (report,) = aggregator.update(START + 5, {b"a": metric(2)}, {}, {b"a": None})
-    assert (report.step, report.alive_peers, report.loss) == (2, 0, 5.0)
+@pytest.mark.parametrize(("last_reported_step", "updates"), SEQUENCES.values(), ids=SEQUENCES)
+def test_sequence(last_reported_step, updates):
+    aggregator = make_aggregator(last_reported_step=last_reported_step)
+    for second, metrics, heartbeats, expected_steps, num_alive in updates:
+        progress = {
+            key.encode(): None if beat is None else heartbeat(START + beat[0], beat[1], samples=int(beat[0]) + 110)
+            for key, beat in heartbeats.items()
+        }
+        view = {key.encode(): metric(step) for key, step in metrics.items()}
+        reports = aggregator.update(START + second, view, {}, progress)
+        assert steps_of(reports) == expected_steps and len(aggregator.live_peers) == num_alive, f"second {second}"
+        assert not aggregator.refused
 
 
 def test_peer_that_left_after_a_step_still_votes_for_it():
@@ -122,42 +164,6 @@ def test_peer_that_left_after_a_step_still_votes_for_it():
         reports = aggregator.update(START + second, metrics, {}, progress)
         reported |= {report.step: (second, report.contributors, report.alive_peers) for report in reports}
     assert reported == {2: (5 + SETTLE, 2, 1)}
-
-
-def test_peer_that_left_and_came_back_votes_once():
-    aggregator = make_aggregator()
-    progress = {b"a": heartbeat(START, 1), b"b": heartbeat(START, 1)}
-    aggregator.update(START, {b"a": metric(2), b"b": metric(1)}, {}, progress)
-    aggregator.update(START + 1, {b"a": metric(2), b"b": metric(1)}, {}, progress | {b"a": None})
-    for second in range(5, 300, 5):  # it has gone back
-        progress = {key: heartbeat(START + second, 1, samples=second) for key in (b"a", b"b")}
-        assert aggregator.update(START + second, {b"a": metric(1), b"b": metric(1)}, {}, progress) == []
-
-
-def test_silent_peer_is_gone_after_the_timeout():
-    aggregator = make_aggregator()
-    metrics, progress = {b"a": metric(1)}, {b"a": heartbeat(START, 1)}
-    aggregator.update(START, metrics, {}, progress)
-    aggregator.update(START + ALIVE, metrics, {}, progress)
-    assert len(aggregator.live_peers) == 1
-    aggregator.update(START + ALIVE + 1, metrics, {}, progress)
-    assert len(aggregator.live_peers) == 0
-
-
-def test_heartbeat_from_the_future_expires_on_time():
-    aggregator = make_aggregator()
-    progress = {b"a": heartbeat(START + 10**6, 1)}
-    aggregator.update(START, {}, {}, progress)
-    assert len(aggregator.live_peers) == 1
-    aggregator.update(START + ALIVE + 1, {}, {}, progress)
-    assert len(aggregator.live_peers) == 0
-
-
-def test_records_of_the_dead_do_not_count_after_the_monitor_restarts():
-    aggregator = make_aggregator(last_reported_step=9)
-    metrics = {b"dead": metric(8), b"a": metric(10)}
-    (report,) = aggregator.update(START, metrics, {}, {b"a": heartbeat(START, 10)})
-    assert report.alive_peers == 1
 
 
 def test_peer_without_metrics_yet_counts_with_its_heartbeat():
@@ -193,35 +199,6 @@ def test_restarted_monitor_repeats_nothing():
     assert make_aggregator(last_reported_step=20).update(START, {b"a": metric(20)}, history) == []
 
 
-def test_stragglers_are_waited_for_but_not_for_ever():
-    aggregator = make_aggregator()
-    peers = {key: metric(1) for key in (b"a", b"b", b"c")}
-    assert steps_of(aggregator.update(START, peers)) == [1]
-    peers |= {b"a": metric(2), b"b": metric(2)}
-    assert aggregator.update(START + 10, peers) == []
-    assert aggregator.update(START + 10 + SETTLE - 1, peers) == []
-    (report,) = aggregator.update(START + 10 + SETTLE, peers)
-    assert (report.step, report.contributors) == (2, 2)
-    peers[b"c"] = metric(2)  # too late, and not repeated
-    assert aggregator.update(START + 50, peers) == [] and not aggregator.refused
-    peers = {key: metric(3) for key in peers}
-    assert steps_of(aggregator.update(START + 60, peers)) == [3]
-
-
-def test_straggler_that_arrives_in_time_is_counted():
-    aggregator = make_aggregator()
-    assert aggregator.update(START, {b"a": metric(2), b"b": metric(2), b"c": metric(1)})[0].step == 1
-    (report,) = aggregator.update(START + 1, {key: metric(2) for key in (b"a", b"b", b"c")})
-    assert (report.step, report.contributors) == (2, 3)
-
-
-def test_one_of_two_stragglers_does_not_hold_up_the_other():
-    aggregator = make_aggregator()
-    aggregator.update(START, {b"a": metric(1), b"b": metric(1)})
-    assert aggregator.update(START + 1, {b"a": metric(2), b"b": metric(1)}) == []
-    assert steps_of(aggregator.update(START + 1 + SETTLE, {b"a": metric(2), b"b": metric(1)})) == [2]
-
-
 def test_hung_peers_with_heartbeats_are_not_waited_for():
     """A trainer that hangs still has a thread that publishes heartbeats, but its number of samples is constant."""
     aggregator = make_aggregator()
@@ -251,13 +228,6 @@ def test_lone_peer_is_believed(step, at_once):
     assert aggregator.update(later - 1, {b"a": metric(step)}) == [], "one peer needs six times as long as two"
     assert steps_of(aggregator.update(later, {b"a": metric(step)})) == ([] if at_once else [step])
     assert steps_of(aggregator.update(later + 5, {b"a": metric(step + 1)})) == [step + 1]
-
-
-def test_monitor_catches_up_after_a_day():
-    aggregator = make_aggregator(last_reported_step=900)
-    peers = {b"a": metric(5000), b"b": metric(5000), b"c": metric(4999)}
-    assert aggregator.update(START, peers) == []  # a jump must be visible for `settle_time`
-    assert steps_of(aggregator.update(START + SETTLE, peers)) == [4999, 5000]
 
 
 @pytest.mark.parametrize("honest", [1, 2, 3, 10])

@@ -117,7 +117,7 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
     assert bool(evaluations) == is_due
 
 
-def test_evaluator_reports_to_the_monitor_and_delays_no_trainer(scripts):
+def test_evaluator_reports_to_the_monitor_and_joins_no_round(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
     common = ("--initial_peers", monitor.address, *LONG_STEPS)
     trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
