@@ -1,12 +1,14 @@
 """Fixtures of the tests of the training state."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from lib.averaging.base import SafeAverager
 from lib.averaging.progress import ProgressTracker
+from tests.support.offline import Donors
 from tests.support.state_swarm import StateSwarm
 
 
@@ -22,3 +24,12 @@ def offline(monkeypatch) -> None:
     """Keep averagers and progress trackers from starting their processes and threads, see tests/support/offline.py."""
     monkeypatch.setattr(SafeAverager, "run_in_background", lambda _averager, **_options: None)
     monkeypatch.setattr(ProgressTracker, "start", lambda _tracker: None)
+
+
+@pytest.fixture
+def donors(monkeypatch) -> Iterator[Donors]:
+    """Peers in memory that download each other's state."""
+    monkeypatch.setattr("lib.averaging.state.MPFuture", Future)
+    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 0.1)
+    with ThreadPoolExecutor(16) as pool:
+        yield Donors(pool)

@@ -1,10 +1,8 @@
 """Tests of the download of the training state, from good, faulty and lying donors."""
 
 import asyncio
-import multiprocessing
-import os
+import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,12 +11,9 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 import pytest
 import torch
 from hivemind.averaging.averager import DecentralizedAverager
-from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.p2p import P2PDaemonError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
-from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
@@ -33,21 +28,14 @@ from lib.averaging.download import (
 )
 from lib.averaging.records import signer_of
 from lib.averaging.state import StateLoadError, TrainingStateAverager
-from lib.training.model import build_model
-from tests.support.hostile_peer import ManySigners
-from tests.support.peers import LOCAL, wait_until
 from tests.support.state_swarm import (
-    CONFIG,
     arguments,
-    build_averager,
     fill_gradients,
     fill_parameters,
     flat,
     learning_rates,
     offer,
-    shut_down,
 )
-from utils import get_dictionary
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +62,11 @@ def statistics(averager: TrainingStateAverager) -> list:
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
 @pytest.mark.parametrize(("compression", "tolerance"), [("none", 1e-6), ("float16", 2e-3)])
 @pytest.mark.parametrize("offload_optimizer", [True, False], ids=["trainer", "observer"])
-def test_state_survives_the_transfer(swarm, optimizer, compression, tolerance, offload_optimizer):
+def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, offload_optimizer):
     """LAMB's statistics are tensors, or numbers where a norm is zero. Float16 has no exact step counts above 2048."""
     options = {"hyperparameter_args": arguments(optimizer=optimizer), "compression": compression}
-    donor = swarm.add(**options)
-    newcomer = swarm.add(**options, offload_optimizer=offload_optimizer)
+    donor = donors.add(**options)
+    newcomer = donors.add(**options, offload_optimizer=offload_optimizer)
     for epoch in (1, 2):
         fill_gradients(donor, seed=epoch)
         donor.apply_update(epoch)
@@ -86,7 +74,6 @@ def test_state_survives_the_transfer(swarm, optimizer, compression, tolerance, o
         entry["step"] += 5000  # an integer in LAMB, a tensor in AdamW
     donor._apply_optimizer_parameters_()
     offer(donor, step=2)
-    swarm.wait_for_offers(donor)
     assert newcomer.load_state_from_peers()
     assert newcomer.local_epoch == newcomer.applied_epoch == 2
     assert learning_rates(newcomer.optimizer) == learning_rates(donor.optimizer)
@@ -114,16 +101,15 @@ def test_newcomer_that_finds_no_donor_starts_at_once(swarm):
     assert time.monotonic() - started < 5
 
 
-def test_silent_donor_is_passed_over_and_without_any_ours_stays(swarm):
+def test_silent_donor_is_passed_over_and_without_any_ours_stays(donors):
     """The first donor stops answering and the second answers; then neither answers."""
-    silent, good = swarm.add(), swarm.add()
-    newcomer = swarm.add(donor_timeout=3.0, download_timeout=10.0)
+    silent, good = donors.add(), donors.add()
+    newcomer = donors.add(donor_timeout=1.0, download_timeout=4.0)
     fill_gradients(good, seed=0)
     good.apply_update(1)
     good._apply_optimizer_parameters_()
     offer(silent, step=1, priority=100.0)  # highest priority: asked first
     offer(good, step=1)
-    swarm.wait_for_offers(silent, good)
     with silent.lock_averaged_tensors:
         assert newcomer.load_state_from_peers()
         assert newcomer.local_epoch == 1
@@ -146,7 +132,7 @@ async def trickle(self, request: DownloadRequest, context) -> AsyncIterator[Down
 async def send_slowly(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
     async for message in hiveminds_rpc_download_state(self, request, context):
         yield message
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
 
 
 async def break_off(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
@@ -160,7 +146,7 @@ async def fail(self, request: DownloadRequest, context) -> AsyncIterator[Downloa
     raise ConnectionResetError("as when the donor's process dies")
 
 
-downloads_served = []  # in the donor's averager process
+downloads_served = []
 
 
 async def break_off_once(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
@@ -181,19 +167,18 @@ def test_shutdown_cancels_the_download(swarm):
         assert answer.result(5) is None
 
 
-def test_download_that_breaks_off_is_tried_again(swarm):
+def test_download_that_breaks_off_is_tried_again(donors):
     """The donor may be the only peer with the run's state; a newcomer without it would begin a second run."""
-    donor, newcomer = swarm.add(behaviour=break_off_once), swarm.add()
+    downloads_served.clear()
+    donor, newcomer = donors.add(behaviour=break_off_once), donors.add()
     offer(donor, step=5)
-    swarm.wait_for_offers(donor)
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
 @pytest.mark.parametrize("behaviour", [trickle, break_off, fail])
-def test_unfinished_download_takes_bounded_time_and_changes_nothing(swarm, behaviour):
-    donor, newcomer = swarm.add(behaviour=behaviour), swarm.add(donor_timeout=3.0, download_timeout=8.0)
+def test_unfinished_download_takes_bounded_time_and_changes_nothing(donors, behaviour):
+    donor, newcomer = donors.add(behaviour=behaviour), donors.add(donor_timeout=1.0, download_timeout=3.0)
     offer(donor, step=5)
-    swarm.wait_for_offers(donor)
     before = flat(newcomer.snapshot()[1])
     started = time.monotonic()
     assert not newcomer.load_state_from_peers()
@@ -202,21 +187,20 @@ def test_unfinished_download_takes_bounded_time_and_changes_nothing(swarm, behav
     assert torch.equal(before, flat(newcomer.snapshot()[1]))
 
 
-def test_donor_that_trickles_leaves_the_others_their_time(swarm):
-    slow, good = swarm.add(behaviour=trickle), swarm.add()
-    newcomer = swarm.add(download_timeout=40.0)
+def test_donor_that_trickles_leaves_the_others_their_time(donors):
+    slow, good = donors.add(behaviour=trickle), donors.add()
+    newcomer = donors.add(download_timeout=12.0)
     offer(slow, step=5, priority=100)
     offer(good, step=5)
-    swarm.wait_for_offers(slow, good)
     donor, _, _ = newcomer.download_state()
     assert donor == str(good.peer_id)
 
 
-def test_slow_donor_without_alternatives_may_finish(swarm):
+def test_slow_donor_without_alternatives_may_finish(donors):
     """The other offers are of peers that do not exist."""
-    slow, newcomer = swarm.add(behaviour=send_slowly), swarm.add(download_timeout=100.0)
+    slow, newcomer = donors.add(behaviour=send_slowly), donors.add(download_timeout=100.0)
     offer(slow, step=5)
-    offer_nonexistent_peers(swarm, 3)
+    donors.offers = {RSASignatureValidator(RSAPrivateKey()).local_public_key: 2.0**30 for _ in range(3)}
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
@@ -266,46 +250,18 @@ def test_donor_may_be_silent_for_a_quarter_of_the_time_while_others_are_left():
     assert asyncio.run(max_silence(OSError())) == 60.0
 
 
-def random_peer() -> PeerID:
-    return PeerID(b"\x12\x20" + os.urandom(32))
-
-
-def offer_nonexistent_peers(swarm, number: int) -> None:
-    signers = ManySigners(number)
-    dht = DHT([swarm.network.address], start=True, host_maddrs=[LOCAL], record_validators=[signers])
-    swarm.stack.callback(dht.shutdown)
-    for subkey in signers.signers:
-        assert dht.store(swarm.offers, float(2**31 - 1), get_dht_time() + 300, subkey)
-    wait_until(lambda: all(len(get_dictionary(p.dht, swarm.offers)) > number for p in swarm.peers), 120, "the offers")
-
-
-def find_slowly(method: Callable, real_peers: list[PeerID]) -> Callable:
-    """Wrap a call of libp2p's client so that it fails after 2 seconds for peers that do not exist."""
-
-    async def find(self, peer_id: PeerID, *args):
-        if peer_id not in real_peers:
-            await asyncio.sleep(2)
-            raise P2PDaemonError("not found")
-        return await method(self, peer_id, *args)
-
-    return find
-
-
-def test_offers_of_nonexistent_peers_take_little_time(swarm, monkeypatch):
-    donor_peer, newcomer_peer = swarm.add_peer(), swarm.add_peer()
-    for name in ("connect", "stream_open"):
-        slow = find_slowly(getattr(Client, name), [donor_peer.dht.peer_id, newcomer_peer.dht.peer_id])
-        monkeypatch.setattr(Client, name, slow)
-    donor = build_averager(build_model(CONFIG, "run"), donor_peer, swarm.prefix)
-    swarm.stack.callback(shut_down, donor)
-    newcomer = build_averager(build_model(CONFIG, "run"), newcomer_peer, swarm.prefix, download_timeout=120.0)
-    swarm.stack.callback(shut_down, newcomer)
+def test_offers_of_nonexistent_peers_take_little_time(donors, monkeypatch):
+    monkeypatch.setattr(StateDownload, "MAX_DIALS", 3)
+    donor, newcomer = donors.add(), donors.add(download_timeout=120.0)
     offer(donor, step=5)
-    offer_nonexistent_peers(swarm, 70)
+    signers = (RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in range(9))
+    donors.offers = dict.fromkeys(signers, float(2**31 - 1))
+    started = time.monotonic()
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
+    assert time.monotonic() - started < 9 * donors.DIAL_SECONDS, "three are dialed at a time"
 
 
-begun, may_continue = multiprocessing.Event(), multiprocessing.Event()
+begun, may_continue = threading.Event(), threading.Event()
 
 
 async def pause(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
@@ -318,15 +274,14 @@ async def pause(self, request: DownloadRequest, context) -> AsyncIterator[Downlo
         yield message
 
 
-def test_download_that_takes_longer_than_a_step_is_of_one_step(swarm):
+def test_download_that_takes_longer_than_a_step_is_of_one_step(donors):
     begun.clear()
     may_continue.clear()
-    donor, newcomer = swarm.add(behaviour=pause), swarm.add()
+    donor, newcomer = donors.add(behaviour=pause), donors.add()
     metadata, tensors = donor.snapshot()
     donor.restore({**metadata, "epoch": 5}, [torch.ones_like(tensor) for tensor in tensors])
     donor.state_sharing_priority, donor.allow_state_sharing = 5, True
-    swarm.wait_for_offers(donor)
-    download = swarm.pool.submit(newcomer.download_state)
+    download = donors.pool.submit(newcomer.download_state)
     assert begun.wait(60)
     fill_gradients(donor, seed=0)
     donor.optimizer.step()
@@ -340,11 +295,10 @@ def test_download_that_takes_longer_than_a_step_is_of_one_step(swarm):
 # Credible steps
 
 
-def test_donor_of_a_doubtful_step_is_the_last_resort(swarm):
-    honest, liar, newcomer = swarm.add(), swarm.add(), swarm.add(donor_timeout=6.0)
+def test_donor_of_a_doubtful_step_is_the_last_resort(donors):
+    honest, liar, newcomer = donors.add(), donors.add(), donors.add(donor_timeout=1.0)
     offer(honest, step=7)
     offer(liar, step=30_000)
-    swarm.wait_for_offers(honest, liar)
 
     def downloaded_step() -> int | None:
         state = newcomer.download_state()
@@ -356,7 +310,6 @@ def test_donor_of_a_doubtful_step_is_the_last_resort(swarm):
         assert downloaded_step() == expected
     newcomer.credible_epoch = lambda: 7
     offer(liar, step=30_000, priority=8)  # a credible priority, but not a credible step in the state
-    swarm.wait_for_offers(honest, liar)
     assert downloaded_step() == 7
     with honest.lock_averaged_tensors:
         assert downloaded_step() == 30_000, "nobody else has told a step"
@@ -364,11 +317,10 @@ def test_donor_of_a_doubtful_step_is_the_last_resort(swarm):
     assert downloaded_step() == 30_000, "nobody else offers a state"
 
 
-def test_doubtful_step_is_refused_although_the_credible_donor_fails(swarm):
-    honest, liar, newcomer = swarm.add(behaviour=break_off), swarm.add(), swarm.add()
+def test_doubtful_step_is_refused_although_the_credible_donor_fails(donors):
+    honest, liar, newcomer = donors.add(behaviour=break_off), donors.add(), donors.add()
     offer(honest, step=7)
     offer(liar, step=30_000)
-    swarm.wait_for_offers(honest, liar)
     newcomer.credible_epoch = lambda: 7
     assert newcomer.download_state() is None
     newcomer.credible_epoch = lambda: None
@@ -400,10 +352,9 @@ def test_donors_are_ranked_by_step_without_malformed_offers():
     assert rank_donors(b"\xc1", 5) == rank_donors(None, 5) == ([], [])
 
 
-def test_metadata_query_does_not_wait_for_the_tensors(swarm):
-    donor, newcomer = swarm.add(behaviour=trickle), swarm.add(donor_timeout=20.0)
+def test_metadata_query_does_not_wait_for_the_tensors(donors):
+    donor, newcomer = donors.add(behaviour=trickle), donors.add(donor_timeout=20.0)
     offer(donor, step=5)
-    swarm.wait_for_offers(donor)
     started = time.monotonic()
     assert newcomer.download_state(min_epoch=5, only_metadata=True)[1]["epoch"] == 5
     assert newcomer.download_state(min_epoch=6, only_metadata=True) is None
@@ -434,25 +385,18 @@ async def send_forever(self, request: DownloadRequest, context) -> AsyncIterator
             yield message
 
 
-def deserialize_or_die(message):
-    """Exit the process on an unexpected dtype, as if it had run out of memory."""
-    if message.dtype != "float32":
-        os._exit(1)
-    return hiveminds_deserialize(message)
-
-
-hiveminds_deserialize = wire.deserialize_torch_tensor
-
-
 @pytest.mark.parametrize("behaviour", [send_strings, send_another_optimizer, send_forever])
-def test_unexpected_tensors_are_refused_before_they_are_deserialized(swarm, monkeypatch, behaviour):
-    monkeypatch.setattr(wire, "deserialize_torch_tensor", deserialize_or_die)
-    liar, good, newcomer = swarm.add(behaviour=behaviour), swarm.add(), swarm.add(download_timeout=60.0)
+def test_unexpected_tensors_are_refused_before_they_are_deserialized(donors, monkeypatch, behaviour):
+    deserialized = set()
+    deserialize = wire.deserialize_torch_tensor
+    monkeypatch.setattr(
+        wire, "deserialize_torch_tensor", lambda message: deserialized.add(message.dtype) or deserialize(message)
+    )
+    liar, good, newcomer = donors.add(behaviour=behaviour), donors.add(), donors.add(download_timeout=60.0)
     offer(liar, step=5, priority=100)
     offer(good, step=5)
-    swarm.wait_for_offers(liar, good)
     donor, _, _ = newcomer.download_state()
-    assert donor == str(good.peer_id) and newcomer.is_alive()
+    assert donor == str(good.peer_id) and deserialized == {"float32"}
 
 
 @pytest.mark.parametrize("serialized", [b"", b"\xc1", b"x" * 200, MSGPackSerializer.dumps([5])])

@@ -1,11 +1,17 @@
 """Averagers and optimizers without their processes and without a network, for fast tests of one peer."""
 
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
+from hivemind.utils.timed_storage import ValueWithExpiration
 
 from arguments import AveragerArguments, CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments
 from lib.averaging.coordinator import Outcome
@@ -67,9 +73,65 @@ class Rounds:
         pass
 
 
-def offline_averager(**options) -> TrainingStateAverager:
+class Donors:
+    """Peers in memory, each with a state averager without its process, that download each other's state.
+
+    Its attribute `offers` has further offers, of peers that do not exist: subkey -> priority.
+    """
+
+    DIAL_SECONDS = 0.5  # to a peer that does not exist
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.pool, self.averagers, self.offers = pool, {}, {}
+
+    def add(self, behaviour: Callable | None = None, **options) -> TrainingStateAverager:
+        """Add a peer.
+
+        :param behaviour: replaces hivemind's method that serves downloads
+        """
+        subkey = RSASignatureValidator(RSAPrivateKey()).local_public_key
+        dht = SimpleNamespace(peer_id=signer_of(subkey), client_mode=False, get=self._find_offers)
+        averager = offline_averager(SimpleNamespace(dht=dht, public_key=subkey), **options)
+        averager.behaviour, averager.get_stub = behaviour, self._get_stub
+        averager._p2p = SimpleNamespace(_client=SimpleNamespace(connect=self._connect))
+        averager._outer_pipe = SimpleNamespace(send=partial(self._call, averager))
+        averager._get_current_state_from_host_process = partial(self._get_state, averager)
+        self.averagers[dht.peer_id] = averager
+        return averager
+
+    def _call(self, averager: TrainingStateAverager, message: tuple[str, list, dict]) -> None:
+        """Call a method in another thread instead of the averager's process."""
+        method, _, arguments = message
+        self.pool.submit(lambda: asyncio.run(getattr(averager, method)(**arguments)))
+
+    async def _find_offers(self, _key: str, **_options) -> ValueWithExpiration:
+        offers = {
+            averager.public_key: averager.state_sharing_priority
+            for averager in self.averagers.values()
+            if averager.allow_state_sharing
+        }
+        offers = {key: ValueWithExpiration(value, 1e12) for key, value in (offers | self.offers).items()}
+        return ValueWithExpiration(offers, 1e12)
+
+    async def _connect(self, peer_id: PeerID, _maddrs: list) -> None:
+        if peer_id not in self.averagers:
+            await asyncio.sleep(self.DIAL_SECONDS)
+            raise P2PDaemonError("not found")
+
+    def _get_stub(self, _p2p, peer_id: PeerID, namespace: str) -> SimpleNamespace:
+        return SimpleNamespace(rpc_download_state=partial(self._open, self.averagers[peer_id]))
+
+    async def _open(self, donor: TrainingStateAverager, request) -> AsyncIterator:
+        return donor.rpc_download_state(request, None)
+
+    async def _get_state(self, donor: TrainingStateAverager) -> tuple:
+        metadata, *state = await asyncio.get_running_loop().run_in_executor(self.pool, donor.get_current_state)
+        return donor.serializer.dumps(metadata), *state
+
+
+def offline_averager(peer=PEER, **options) -> TrainingStateAverager:
     """Build a state averager whose process is never started."""
-    return build_averager(build_model(CONFIG, "run"), PEER, "run_state_averager", start=False, **options)
+    return build_averager(build_model(CONFIG, "run"), peer, "run_state_averager", start=False, **options)
 
 
 def offline_optimizer(model: torch.nn.Module, **flags) -> CollaborativeOptimizer:
