@@ -1,4 +1,4 @@
-"""The demo: command lines, processes, display and summary; and a complete run."""
+"""The demo: command lines, processes and summary; and a complete run."""
 
 import contextlib
 import json
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
 import run_local_demo
 import run_training_monitor
@@ -23,19 +22,16 @@ from lib.common.checks import ArgumentsError
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from run_local_demo import (
-    Command,
     DemoArguments,
-    Result,
-    View,
     Workers,
+    as_typed,
+    check_result,
     count_rounds,
-    dashboard_command,
-    find_checkpoint,
-    last_message,
     monitor_command,
     new_demo_folder,
     read_address,
     read_jsonl,
+    summarize,
     tokenize_command,
     trainer_command,
 )
@@ -50,52 +46,36 @@ STEPS = [
 ]
 
 
-class TestCommands:
-    def test_as_typed_is_what_runs(self, monkeypatch, tmp_path):
-        monkeypatch.chdir(tmp_path)
-        command = Command("a.py", {"train_file": "it's my file.txt", "sample": True, "n": 3}, {"A": "b c"})
-        typed = command.as_typed(width=30)
-        words = shlex.split(typed.replace("\\\n", ""))
-        assert words == ["A=b c", os.path.relpath(ROOT / "a.py"), *command.arguments]
-        assert len(typed.splitlines()) > 1
+def test_a_command_as_typed_is_what_runs(monkeypatch, tmp_path):
+    command = tokenize_command(DemoArguments(train_file=__file__, output_dir="it's my folder"))
+    monkeypatch.chdir(tmp_path)
+    script, *flags = command
+    assert shlex.split(as_typed(command, A="b")) == ["A=b", os.path.relpath(script), *flags]
+    monkeypatch.chdir(ROOT)
+    assert as_typed([str(ROOT / "a.py"), "--sample"]) == "./a.py --sample"
 
-    def test_scripts_in_the_current_folder(self, monkeypatch):
-        monkeypatch.chdir(ROOT)
-        assert Command("a.py", {"sample": True}).as_typed() == "./a.py --sample"
 
-    def test_monitor_and_trainers_agree(self):
-        args = DemoArguments(trainers=3, max_global_steps=5, output_dir="somewhere")
-        monitor = parse_arguments(run_training_monitor.ARGUMENTS, "-", monitor_command(args).arguments)
-        trainers = [
-            parse_arguments(TRAINER_ARGUMENTS, "-", trainer_command(args, number, ADDRESS).arguments)
-            for number in (1, 2)
-        ]
-        monitor_args, run, peer = monitor
-        training, dataset, collaboration, averager, _ = trainers[0]
-        assert (run.model_name_or_path, run.tokenizer_path) == (dataset.model_name_or_path, dataset.tokenizer_path)
-        assert (run.learning_rate, run.total_steps) == (training.learning_rate, training.total_steps)
-        assert peer.run_id == collaboration.run_id
-        assert collaboration.initial_peers == [ADDRESS]
-        assert collaboration.max_global_steps == 5
-        assert averager.target_group_size == 3
-        assert len({monitor_args.output_dir, *(trainer[0].output_dir for trainer in trainers)}) == 3
-
-    def test_trainers_find_the_prepared_data(self):
-        args = DemoArguments()
-        (tokenization,) = parse_arguments([TokenizationArguments], "-", tokenize_command(args).arguments)
-        _, dataset, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", trainer_command(args, 1, ADDRESS).arguments)
-        assert tokenization.sample
-        assert (tokenization.output_path, tokenization.tokenizer_path) == (
-            dataset.dataset_path,
-            dataset.tokenizer_path,
-        )
-
-    def test_custom_text(self, tmp_path):
-        text = tmp_path / "my text.txt"
-        text.write_text("Hello.")
-        command = tokenize_command(DemoArguments(train_file=str(text), vocab_size=300))
-        (tokenization,) = parse_arguments([TokenizationArguments], "-", command.arguments)
-        assert (tokenization.train_file, tokenization.vocab_size, tokenization.sample) == (str(text), 300, False)
+@pytest.mark.parametrize("train_file", [None, __file__])
+def test_commands_agree(train_file):
+    args = DemoArguments(trainers=3, max_global_steps=5, output_dir="somewhere", train_file=train_file, vocab_size=300)
+    (tokenization,) = parse_arguments([TokenizationArguments], "-", tokenize_command(args)[1:])
+    monitor = parse_arguments(run_training_monitor.ARGUMENTS, "-", monitor_command(args)[1:])
+    trainers = [
+        parse_arguments(TRAINER_ARGUMENTS, "-", trainer_command(args, name, ADDRESS)[1:]) for name in ("one", "two")
+    ]
+    monitor_args, _, peer, model, hyperparameters, *_ = monitor
+    training, dataset, collaboration, averager, _ = trainers[0]
+    assert (tokenization.train_file, tokenization.vocab_size) == (train_file, 300)
+    assert tokenization.sample == (train_file is None)
+    assert (tokenization.output_path, tokenization.tokenizer_path) == (dataset.dataset_path, dataset.tokenizer_path)
+    assert (model.model_name_or_path, model.tokenizer_path) == (dataset.model_name_or_path, dataset.tokenizer_path)
+    assert hyperparameters.learning_rate == training.learning_rate
+    assert hyperparameters.total_steps == training.total_steps
+    assert peer.run_id == collaboration.run_id
+    assert collaboration.initial_peers == [ADDRESS]
+    assert collaboration.max_global_steps == 5
+    assert averager.target_group_size == 3
+    assert len({monitor_args.output_dir, *(trainer[0].output_dir for trainer in trainers)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -112,46 +92,39 @@ def test_wrong_flags(flags, message):
         DemoArguments(**flags)
 
 
-class TestFolder:
-    def test_a_new_demo_replaces_the_old_one(self, tmp_path):
-        folder = tmp_path / "a" / "demo"
-        with new_demo_folder(folder):
-            (folder / "commands.txt").write_text("./run_trainer.py")
-            (folder / "monitor").mkdir()
-            (folder / "monitor.log").write_text("old")
-        with new_demo_folder(folder):
-            assert [path.name for path in folder.iterdir()] == ["commands.txt"]
-            assert (folder / "commands.txt").read_text() == ""
-
-    def test_nothing_else_is_replaced(self, tmp_path):
-        (tmp_path / "thesis.tex").write_text("42")
-        with pytest.raises(UserError, match="contains other files"), new_demo_folder(tmp_path):
+def test_a_new_demo_replaces_an_old_one_that_has_ended_and_nothing_else(tmp_path):
+    folder = tmp_path / "a" / "demo"
+    with new_demo_folder(folder):
+        (folder / "commands.txt").write_text("./run_trainer.py")
+        (folder / "monitor").mkdir()
+        (folder / "monitor.log").write_text("old")
+        with pytest.raises(UserError, match="another demo is running"), new_demo_folder(folder):
             pass
-        assert (tmp_path / "thesis.tex").read_text() == "42"
+        assert (folder / "monitor.log").exists()
+    with new_demo_folder(folder):
+        assert [path.name for path in folder.iterdir()] == ["commands.txt"]
+        assert (folder / "commands.txt").read_text() == ""
 
-    def test_one_demo_at_a_time(self, tmp_path):
-        with new_demo_folder(tmp_path / "demo") as folder:
-            (folder / "monitor.log").touch()
-            with pytest.raises(UserError, match="another demo is running"), new_demo_folder(folder):
-                pass
-            assert (folder / "monitor.log").exists()
+    (tmp_path / "thesis.tex").write_text("42")
+    with pytest.raises(UserError, match="contains other files"), new_demo_folder(tmp_path):
+        pass
+    assert (tmp_path / "thesis.tex").read_text() == "42"
 
 
 class TestWorkers:
     @pytest.fixture
     def workers(self, tmp_path):
-        with Workers(tmp_path, Console(quiet=True)) as workers:
+        with Workers(tmp_path) as workers:
             yield workers
 
-    def script(self, folder: Path, code: str) -> Command:
+    def script(self, folder: Path, code: str) -> list[str]:
         path = folder / "script.py"
         path.write_text(code)
-        return Command(str(path), {})
+        return [str(path)]
 
     def test_output_goes_to_the_log_and_commands_to_a_file(self, tmp_path, workers):
-        command = self.script(tmp_path, "import os; print('hello', os.environ['A'])")
-        worker = workers.start("one", Command(command.script, {}, {"A": "b"}))
-        workers.wait_for(lambda: not worker.is_running, 120, "its end")
+        workers.start("one", self.script(tmp_path, "import os; print('hello', os.environ['A'])"), A="b")
+        workers.wait_for(lambda: not workers.is_running("one"), 120, "its end")
         assert (tmp_path / "one.log").read_text() == "hello b\n"
         assert "A=b " in (tmp_path / "commands.txt").read_text()
 
@@ -161,12 +134,6 @@ class TestWorkers:
         with pytest.raises(UserError) as raised:
             workers.wait_for(lambda: False, 20, "nothing")
         assert str(raised.value) == f"bad ended with exit code 1: no disk (see {tmp_path / 'bad.log'})"
-
-    def test_a_killed_process_is_a_failure(self, tmp_path, workers):
-        worker = workers.start("sleeper", self.script(tmp_path, "import time; time.sleep(60)"))
-        worker.process.kill()
-        with pytest.raises(UserError, match="sleeper ended with SIGKILL"):
-            workers.wait_for(lambda: False, 20, "nothing")
 
     def test_waiting_ends(self, tmp_path, workers):
         with pytest.raises(UserError, match="timeout: waited 0 seconds for the moon; see the logs"):
@@ -179,22 +146,22 @@ class TestWorkers:
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); "
             "time.sleep(60)",
         )
-        all_workers = [workers.start(name, deaf) for name in ("a", "b")]
-        for worker in all_workers:
-            workers.wait_for(lambda worker=worker: "ready" in worker.read_log(), 120, "both")
+        for name in ("a", "b"):
+            workers.start(name, deaf)
+        for name in ("a", "b"):
+            workers.wait_for((tmp_path / f"{name}.log").read_text, 120, "both")
         started = time.monotonic()
         workers.stop()
         assert time.monotonic() - started < 5
-        assert not any(worker.is_running for worker in all_workers)
+        assert not any(map(workers.is_running, ("a", "b")))
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the kernel ends orphans")
     def test_processes_end_with_a_killed_demo(self, tmp_path):
         sleeper = self.script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
         demo = tmp_path / "demo.py"
         demo.write_text(
-            "import time\nfrom pathlib import Path\nfrom rich.console import Console\n"
-            "from run_local_demo import Command, Workers\n"
-            f"Workers(Path({str(tmp_path)!r}), Console()).start('sleeper', Command({sleeper.script!r}, {{}}))\n"
+            "import time\nfrom pathlib import Path\nfrom run_local_demo import Workers\n"
+            f"Workers(Path({str(tmp_path)!r})).start('sleeper', {sleeper!r})\n"
             "time.sleep(60)\n"
         )
         with subprocess.Popen([sys.executable, demo], env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
@@ -206,104 +173,55 @@ class TestWorkers:
         wait_until(lambda: not psutil.pid_exists(pid), 30, "the end of the sleeper")
 
 
-class TestFiles:
-    def test_address(self, tmp_path):
-        path = tmp_path / "peer.json"
-        assert read_address(path) is None
-        path.write_text(json.dumps({"initial_peers": [ADDRESS, "/ip4/127.0.0.1/udp/1"]}))
-        assert read_address(path) == ADDRESS
-
-    def test_last_message(self):
-        log = "Nov 20 15:05:37.968 [INFO] Step #1\nNov 20 15:05:38.316 [WARN] Too slow\n  warnings.warn(f'{old}')\n"
-        assert last_message(log) == "Too slow"
-        assert last_message("Fetching\n") == "starting"
-
-    def test_rounds_are_counted_once(self):
-        def entry(step: int, group: str, outcome: str = "averaged") -> dict:
-            return {"step": step, "outcome": outcome, "group": list(group)}
-
-        pairs = [entry(1, "ab"), entry(1, "ba"), entry(2, "ab"), entry(2, "ba"), entry(3, "ab")]
-        assert count_rounds([*pairs, entry(4, "abc"), entry(4, "bca"), entry(4, "cab")]) == {2: 3, 3: 1}
-        assert count_rounds([entry(1, "", "alone"), entry(2, "ab", "failed")]) == {}
-
-    def test_the_newest_checkpoint_is_by_step(self, tmp_path):
-        assert find_checkpoint(tmp_path) is None
-        for step in (9, 10):
-            (tmp_path / f"checkpoint-{step}").mkdir()
-        assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-
-    def test_dashboard(self, tmp_path, monkeypatch):
-        monkeypatch.delenv("TRACKIO_DIR", raising=False)
-        assert dashboard_command(tmp_path) is None
-        (tmp_path / "trackio").mkdir()
-        assert dashboard_command(tmp_path) == f"TRACKIO_DIR={tmp_path / 'trackio'} trackio show --project demo"
-
-    def test_steps_without_the_line_that_is_being_written(self, tmp_path):
-        path = tmp_path / "metrics.jsonl"
-        assert read_jsonl(path) == []
-        path.write_text(json.dumps(STEPS[0]) + "\n" + json.dumps(STEPS[1])[:10])
-        assert read_jsonl(path) == STEPS[:1]
+def test_address(tmp_path):
+    path = tmp_path / "peer.json"
+    assert read_address(path) is None
+    path.write_text(json.dumps({"initial_peers": [ADDRESS, "/ip4/127.0.0.1/udp/1"]}))
+    assert read_address(path) == ADDRESS
 
 
-class TestView:
-    def test_plain_lines_each_once(self, capsys):
-        with View(Console(), max_global_steps=9) as view:
-            view.update(STEPS[:1], {"monitor": "hello"})
-            view.update(STEPS, {"monitor": "hello"})
-        assert capsys.readouterr().out.splitlines() == [
-            "Step 1 of 9   loss 8.310   139 samples/s   2 peers",
-            "Step 2 of 9   loss unknown   128 samples/s   2 peers",
-            "Step 3 of 9   loss 7.520   119 samples/s   2 peers",
-        ]
+def test_rounds_are_counted_once():
+    def entry(step: int, group: str, outcome: str = "averaged") -> dict:
+        return {"step": step, "outcome": outcome, "group": list(group)}
 
-    def test_table(self, capsys):
-        view = View(Console(), max_global_steps=9)
-        Console(width=100).print(view.make_table(STEPS))
-        lines = capsys.readouterr().out.splitlines()
-        assert "step of 9" in lines[0]
-        assert len(lines) == 4
-        assert lines[1].count("█") > lines[3].count("█") > 20
-
-    def test_table_shows_the_newest_steps(self, capsys):
-        view = View(Console(), max_global_steps=99)
-        Console(width=100).print(view.make_table([{**STEPS[0], "step": number} for number in range(1, 51)]))
-        lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == 1 + View.MAX_ROWS
-        assert lines[-1].split()[0] == "50"
+    pairs = [entry(1, "ab"), entry(1, "ba"), entry(2, "ab"), entry(2, "ba"), entry(3, "ab")]
+    assert count_rounds([*pairs, entry(4, "abc"), entry(4, "bca"), entry(4, "cab")]) == {2: 3, 3: 1}
+    assert count_rounds([entry(1, "", "alone"), entry(2, "ab", "failed")]) == {}
 
 
-class TestResult:
-    def make(self, **changes) -> Result:
-        values = {"steps": STEPS, "rounds": Counter({2: 3}), "checkpoint": "demo/monitor/checkpoint-3",
-                  "dashboard": "trackio show --project demo"}  # fmt: skip
-        return Result(**{**values, **changes})
+def test_steps_without_the_line_that_is_being_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_jsonl(path) == []
+    path.write_text(json.dumps(STEPS[0]) + "\n" + json.dumps(STEPS[1])[:10])
+    assert read_jsonl(path) == STEPS[:1]
 
-    def test_good(self):
-        self.make().check()
-        summary = self.make().summarize(Path("demo"), 95.4)
-        assert "Done in 95 s: 3 steps" in summary
-        assert "8.310 at first, 7.520 at last" in summary
-        assert "3 x 2 peers" in summary
-        assert "demo/monitor/checkpoint-3" in summary
-        assert "trackio show --project demo" in summary
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"rounds": Counter()}, "no step was averaged by two trainers"),
-            ({"rounds": Counter({1: 3})}, "no step was averaged by two trainers"),
-            ({"steps": STEPS[:2]}, "fewer than two steps"),
-            ({"steps": STEPS[::-1]}, "the loss did not fall: 7.520 at first, 8.310 at last"),
-        ],
-    )
-    def test_bad(self, changes, message):
-        with pytest.raises(UserError, match=message):
-            self.make(**changes).check()
+def test_summary(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRACKIO_DIR", raising=False)
+    assert "unknown at first" in (summary := summarize([], Counter(), tmp_path))
+    assert "never" in summary and "none" in summary and "trackio" not in summary
+    for name in ("checkpoint-9", "checkpoint-10", "trackio"):
+        (tmp_path / "monitor" / name).mkdir(parents=True)
+    summary = summarize(STEPS, Counter({2: 3}), tmp_path)
+    assert "8.310 at first, 7.520 at last" in summary
+    assert "3 x 2 peers" in summary
+    assert f"fill_mask.py {tmp_path / 'monitor' / 'checkpoint-10'} " in summary
+    assert f"TRACKIO_DIR={tmp_path / 'monitor' / 'trackio'} trackio show --project demo" in summary
 
-    def test_summary_of_nothing(self):
-        summary = self.make(steps=[], rounds=Counter(), checkpoint=None, dashboard=None).summarize(Path("demo"), 1)
-        assert "never" in summary
-        assert "none" in summary
+
+@pytest.mark.parametrize(
+    ("steps", "rounds", "message"),
+    [
+        (STEPS, {}, "no step was averaged by two trainers"),
+        (STEPS, {1: 3}, "no step was averaged by two trainers"),
+        (STEPS[:2], {2: 3}, "fewer than two steps"),
+        (STEPS[::-1], {2: 3}, "the loss did not fall: 7.520 at first, 8.310 at last"),
+    ],
+)
+def test_a_bad_result_is_an_error(steps, rounds, message):
+    check_result(STEPS, Counter({2: 3}))
+    with pytest.raises(UserError, match=message):
+        check_result(steps, Counter(rounds))
 
 
 # --- the whole demo --------------------------------------------------------------------------------------------------
