@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show what a trained model makes of a sentence: the most likely words in the place of each [MASK].
+"""Fill in [MASK] with a trained model: print the most likely words.
 
     ./fill_mask.py monitor_outputs "The capital of [MASK] is Paris."
 
@@ -23,11 +23,11 @@ POSITIONAL = {
 
 @dataclass
 class FillMaskArguments:
-    """What is shown."""
+    """Output of the script."""
 
     _argument_group_name = "Output"
 
-    number: int = flag(5, "Number of fillings of each mask")
+    number: int = flag(5, "Number of words to print for each mask")
     debug: bool = flag(False, "Show the traceback of a fatal error")
 
     def __post_init__(self):
@@ -36,17 +36,14 @@ class FillMaskArguments:
 
 def main() -> None:
     args, positional = parse_arguments([FillMaskArguments], __doc__, positional=POSITIONAL)
-    show(Path(positional.CHECKPOINT), positional.TEXT, args.number)
-
-
-def show(folder: Path, text: str, number: int) -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from transformers.utils.logging import set_verbosity_error
 
     from lib.monitoring.samples import build_pipeline, check_text, continue_text, fill_masks, is_causal
     from lib.training.pretrained import find_checkpoint, load_checkpoint
 
-    set_verbosity_error()  # of the weights that pretraining has in addition
+    set_verbosity_error()  # silence "unused weights": the sentence-order head
+    text, folder = positional.TEXT, Path(positional.CHECKPOINT)
     checkpoint = find_checkpoint(folder)
     if checkpoint != folder:
         print(f"Checkpoint: {checkpoint}")
@@ -56,11 +53,11 @@ def show(folder: Path, text: str, number: int) -> None:
     if is_causal(model.config):
         print(f"{text} … {continue_text(completer, text)}")
         return
-    masks = fill_masks(completer, text, min(number, model.config.vocab_size))
-    for place, fillings in enumerate(masks, 1):
+    masks = fill_masks(completer, text, min(args.number, model.config.vocab_size))
+    for place, words in enumerate(masks, 1):
         print(f"Mask {place} of {len(masks)}:" if len(masks) > 1 else text)
-        for token, probability in fillings:
-            print(f"{probability:8.2%}  {token}")
+        for word, probability in words:
+            print(f"{probability:8.2%}  {word}")
 
 
 if __name__ == "__main__":

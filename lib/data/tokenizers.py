@@ -43,9 +43,11 @@ def load_tokenizer(
 def _open_tokenizer(name: str, cache_dir: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer as AutoTokenizer does, which imports torch only to find the class: 2 seconds."""
     path = cached_file(name, "tokenizer_config.json", cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False)
-    class_name = json.loads(Path(path).read_text(encoding="utf-8")).get("tokenizer_class") if path else None
-    tokenizer_class = getattr(transformers, class_name or "", None)
+    config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    tokenizer_class = getattr(transformers, config.get("tokenizer_class") or "", None)
     if not (isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)):
+        if "auto_map" in config:
+            raise ValueError("it has code with it, which is never run")
         tokenizer_class = transformers.AutoTokenizer
     # The default of trust_remote_code asks at the terminal whether the repository's code may run.
     return tokenizer_class.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
