@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from filelock import lock_descriptor
 
@@ -47,8 +46,6 @@ LEARNING_RATE = 0.06  # the loss falls from 8.3 to 7 in 10 steps; with 0.1 it so
 
 STOP_TIMEOUT = 20.0  # seconds; a trainer ends by itself within 15
 STALL_TIMEOUT = 300.0  # seconds without a new step; with ten other busy processes on two cores, a first step took 80
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -110,7 +107,8 @@ def train_together(args: DemoArguments, workers: Workers) -> None:
     print("2. The monitor, the peer through which the trainers join (some 10 seconds)")
     workers.start("monitor", monitor_command(args))
     peer_file = workers.folder / "monitor" / "peer.json"
-    address = workers.wait_for(lambda: read_address(peer_file), STALL_TIMEOUT, "the address of the monitor")
+    workers.wait_for(peer_file.exists, STALL_TIMEOUT, "the address of the monitor")
+    address = json.loads(peer_file.read_text())["initial_peers"][0]
 
     print(f"3. {args.trainers} trainers, which join through its address")
     trainers = [f"trainer-{number}" for number in range(1, args.trainers + 1)]
@@ -163,69 +161,48 @@ def new_demo_folder(folder: Path) -> Iterator[Path]:
 # --- command lines ---------------------------------------------------------------------------------------------------
 
 
-def build_command(script: str, flags: dict[str, object]) -> list[str]:
-    """Return the words of a command line: the script's path, and its flags. True: a flag without a value."""
-    words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items()]
-    return [str(SCRIPTS / script), *(word for part in words for word in part)]
+def quote(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
-def as_typed(command: list[str], **environment: str) -> str:
-    """Return a command line for a shell in the current folder."""
-    script = os.path.relpath(command[0])
-    script = script if "/" in script else f"./{script}"
-    return shlex.join([*(f"{name}={value}" for name, value in environment.items()), script, *command[1:]])
+def as_typed(command: str) -> str:
+    """Return a command of this project for a shell in the current folder."""
+    return f"{shlex.quote(os.path.relpath(SCRIPTS))}/{command}"
 
 
-def tokenize_command(args: DemoArguments) -> list[str]:
+def tokenize_command(args: DemoArguments) -> str:
     data = Path(args.output_dir) / "data"
-    source = {"sample": True} if args.train_file is None else {"train_file": args.train_file}
-    flags = {
-        **source,
-        "train_tokenizer": True,
-        "vocab_size": args.vocab_size,
-        "max_seq_length": SEQUENCE_LENGTH,
-        "output_path": data / "dataset",
-        "tokenizer_path": data / "tokenizer",
-        "cache_dir": data / "cache",
-    }
-    return build_command("tokenize_wikitext103.py", flags)
+    source = "--sample" if args.train_file is None else f"--train_file {shlex.quote(args.train_file)}"
+    return (
+        f"tokenize_wikitext103.py {source} --train_tokenizer --vocab_size {args.vocab_size} "
+        f"--max_seq_length {SEQUENCE_LENGTH} --output_path {quote(data / 'dataset')} "
+        f"--tokenizer_path {quote(data / 'tokenizer')} --cache_dir {quote(data / 'cache')}"
+    )
 
 
-def peer_flags(args: DemoArguments, name: str) -> dict[str, object]:
+def peer_flags(args: DemoArguments, name: str) -> str:
     """Return the flags that the monitor and all trainers have in common, and the output folder of peer `name`."""
-    return {
-        "run_id": RUN_ID,
-        "host_maddrs": "/ip4/127.0.0.1/tcp/0",
-        "model_name_or_path": "albert-tiny",
-        "tokenizer_path": Path(args.output_dir) / "data" / "tokenizer",
-        "learning_rate": LEARNING_RATE,
-        "warmup_steps": 0,
-        "output_dir": Path(args.output_dir) / name,
-    }
+    folder = Path(args.output_dir)
+    return (
+        f"--run_id {RUN_ID} --host_maddrs /ip4/127.0.0.1/tcp/0 --model_name_or_path albert-tiny "
+        f"--tokenizer_path {quote(folder / 'data' / 'tokenizer')} --learning_rate {LEARNING_RATE} --warmup_steps 0 "
+        f"--output_dir {quote(folder / name)}"
+    )
 
 
-def monitor_command(args: DemoArguments) -> list[str]:
-    flags = {**peer_flags(args, "monitor"), "refresh_period": 1, "report_to": "trackio"}
-    return build_command("run_training_monitor.py", flags)
+def monitor_command(args: DemoArguments) -> str:
+    return f"run_training_monitor.py {peer_flags(args, 'monitor')} --refresh_period 1 --report_to trackio"
 
 
-def trainer_command(args: DemoArguments, name: str, address: str) -> list[str]:
-    flags = {
-        "initial_peers": address,
-        "username": name,
-        **peer_flags(args, name),
-        "dataset_path": Path(args.output_dir) / "data" / "dataset",
-        "use_cpu": True,
-        "dataloader_num_workers": 0,
-        "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": 1,
-        "target_batch_size": TARGET_BATCH_SIZE,
-        "target_group_size": args.trainers,  # a complete group does not wait for more peers
-        "matchmaking_time": 3.5,
-        "max_global_steps": args.max_global_steps,
-        "leave_timeout": 30,
-    }
-    return build_command("run_trainer.py", flags)
+def trainer_command(args: DemoArguments, name: str, address: str) -> str:
+    # A complete group does not wait for more peers.
+    return (
+        f"run_trainer.py --initial_peers {address} --username {name} {peer_flags(args, name)} "
+        f"--dataset_path {quote(Path(args.output_dir) / 'data' / 'dataset')} --use_cpu --dataloader_num_workers 0 "
+        f"--per_device_train_batch_size 16 --gradient_accumulation_steps 1 --target_batch_size {TARGET_BATCH_SIZE} "
+        f"--target_group_size {args.trainers} --matchmaking_time 3.5 --max_global_steps {args.max_global_steps} "
+        "--leave_timeout 30"
+    )
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -249,15 +226,19 @@ class Workers:
     def is_running(self, name: str) -> bool:
         return self.processes[name].poll() is None
 
-    def start(self, name: str, command: list[str], **environment: str) -> None:
-        """Print a command line and start it."""
-        typed = as_typed(command, **environment)
+    def start(self, name: str, command: str, **environment: str) -> None:
+        """Print a command line and start it.
+
+        :param command: script and flags, quoted for a shell
+        """
+        typed = "".join(f"{variable}={value} " for variable, value in environment.items()) + as_typed(command)
         print(f"{typed}\n", flush=True)
         with open(self.folder / COMMANDS_FILE, "a") as file:
             file.write(f"{typed}\n\n")
+        script, *flags = shlex.split(command)
         with open(self.folder / f"{name}.log", "wb") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, str(SCRIPTS / script), *flags],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -265,21 +246,20 @@ class Workers:
                 preexec_fn=leave_with_parent,  # safe without threads, and this program has none
             )
 
-    def wait_for(self, condition: Callable[[], T], timeout: float, what: str) -> T:
-        """Wait until a condition is true, and return its value.
+    def wait_for(self, condition: Callable[[], object], timeout: float, what: str) -> None:
+        """Wait until a condition is true.
 
         :param timeout: seconds
         :param what: what the condition means, for the error message
         :raises UserError: if a process fails, or after `timeout` seconds
         """
         deadline = time.monotonic() + timeout
-        while not (value := condition()):
+        while not condition():
             self.check()
             if time.monotonic() > deadline:
                 raise UserError(f"timeout: waited {timeout:.0f} seconds for {what}; see the logs in {self.folder}")
             time.sleep(0.1)
         self.check()
-        return value
 
     def check(self) -> None:
         """Raise UserError with the last line of its output if a process has failed."""
@@ -304,11 +284,6 @@ class Workers:
             for process in running:
                 process.kill()  # its children end with it, see processes.py
                 process.wait()
-
-
-def read_address(peer_file: Path) -> str | None:
-    """Read the monitor's address for --initial_peers; None before the monitor has started."""
-    return json.loads(peer_file.read_text())["initial_peers"][0] if peer_file.exists() else None
 
 
 # --- result ----------------------------------------------------------------------------------------------------------
@@ -354,13 +329,13 @@ def summarize(steps: list[dict], rounds: Counter[int], folder: Path) -> str:
         "",
     ]
     if sys.prefix != sys.base_prefix:
-        lines.append(f"  source {shlex.quote(os.path.relpath(Path(sys.prefix) / 'bin' / 'activate'))}")
+        lines.append(f"  source {quote(Path(sys.prefix) / 'bin' / 'activate')}")
     curves = Path(os.environ.get("TRACKIO_DIR", folder.resolve() / "monitor" / "trackio"))
     if curves.is_dir():
-        lines.append(f"  TRACKIO_DIR={shlex.quote(str(curves))} trackio show --project {RUN_ID}")
+        lines.append(f"  TRACKIO_DIR={quote(curves)} trackio show --project {RUN_ID}")
     if checkpoint is not None:
-        fill_mask = [*build_command("fill_mask.py", {}), str(checkpoint), "The value of [MASK]."]
-        lines.append(f"  {as_typed(fill_mask)}")
+        fill_mask = as_typed(f"fill_mask.py {quote(checkpoint)} 'The value of [MASK].'")
+        lines.append(f"  {fill_mask}")
     return "\n".join(lines)
 
 

@@ -294,6 +294,17 @@ def test_any_text_is_kept_or_counted(encoder, texts, objective):
     assert sum(lengths) <= kept + stats.dropped_tokens <= sum(lengths) + separators
 
 
+def test_equal_documents_are_packed_differently(documents, encoder):
+    table, _ = build_samples([documents[0]] * 20, range(20), "train", encoder, PackingConfig())
+    assert set(table["sentence_order_label"].to_pylist()) == {0, 1}
+
+
+def test_the_last_token_of_a_text_is_counted_if_it_is_dropped(encoder):
+    config = PackingConfig("clm", max_seq_length=8)
+    _, stats = build_samples(["the " * 7 + "the"], range(1), "train", encoder, config)
+    assert (stats.instances, stats.tokens, stats.dropped_tokens) == (1, 8, 1)  # the end of the text
+
+
 def test_counts_of_what_is_dropped(encoder):
     _, stats = build_samples(["", "the", "One sentence. Another."], range(3), "train", encoder, PackingConfig())
     assert stats.documents == 3 and stats.dropped_documents == 2 and stats.instances == 1

@@ -18,6 +18,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from transformers import AlbertConfig, AlbertForPreTraining, AutoTokenizer, BertConfig, set_seed
 
 import tokenize_wikitext103
@@ -240,6 +241,11 @@ def test_manifest_checks(prepared, tmp_path):
     other = train_tokenizer(["a b c d e f " * 20, "d e f g"], "bpe", "mlm", 265, 64)
     with pytest.raises(UserError, match=r"--tokenizer_path: .*265 tokens.*AlbertTokenizer, 1000 tokens"):
         manifest.check_tokenizer(other)
+
+
+def test_the_digest_of_a_tokenizer_has_its_ids():
+    first, second = (Tokenizer(models.WordLevel({"a": number, "b": 1 - number})) for number in (0, 1))
+    assert tokenizer_sha256(first) != tokenizer_sha256(second)
 
 
 def test_training_data_goes_with_the_model(prepared):

@@ -24,12 +24,10 @@ from lib.common.errors import UserError
 from run_local_demo import (
     DemoArguments,
     Workers,
-    as_typed,
     check_result,
     count_rounds,
     monitor_command,
     new_demo_folder,
-    read_address,
     read_jsonl,
     summarize,
     tokenize_command,
@@ -46,22 +44,16 @@ STEPS = [
 ]
 
 
-def test_a_command_as_typed_is_what_runs(monkeypatch, tmp_path):
-    command = tokenize_command(DemoArguments(train_file=__file__, output_dir="it's my folder"))
-    monkeypatch.chdir(tmp_path)
-    script, *flags = command
-    assert shlex.split(as_typed(command, A="b")) == ["A=b", os.path.relpath(script), *flags]
-    monkeypatch.chdir(ROOT)
-    assert as_typed([str(ROOT / "a.py"), "--sample"]) == "./a.py --sample"
-
-
 @pytest.mark.parametrize("train_file", [None, __file__])
 def test_commands_agree(train_file):
-    args = DemoArguments(trainers=3, max_global_steps=5, output_dir="somewhere", train_file=train_file, vocab_size=300)
-    (tokenization,) = parse_arguments([TokenizationArguments], "-", tokenize_command(args)[1:])
-    monitor = parse_arguments(run_training_monitor.ARGUMENTS, "-", monitor_command(args)[1:])
+    args = DemoArguments(
+        trainers=3, max_global_steps=5, output_dir="it's my folder", train_file=train_file, vocab_size=300
+    )
+    (tokenization,) = parse_arguments([TokenizationArguments], "-", shlex.split(tokenize_command(args))[1:])
+    monitor = parse_arguments(run_training_monitor.ARGUMENTS, "-", shlex.split(monitor_command(args))[1:])
     trainers = [
-        parse_arguments(TRAINER_ARGUMENTS, "-", trainer_command(args, name, ADDRESS)[1:]) for name in ("one", "two")
+        parse_arguments(TRAINER_ARGUMENTS, "-", shlex.split(trainer_command(args, name, ADDRESS))[1:])
+        for name in ("one", "two")
     ]
     monitor_args, _, peer, model, hyperparameters, *_ = monitor
     training, dataset, collaboration, averager, _ = trainers[0]
@@ -117,16 +109,17 @@ class TestWorkers:
         with Workers(tmp_path) as workers:
             yield workers
 
-    def script(self, folder: Path, code: str) -> list[str]:
+    def script(self, folder: Path, code: str) -> str:
         path = folder / "script.py"
         path.write_text(code)
-        return [str(path)]
+        return str(path)
 
-    def test_output_goes_to_the_log_and_commands_to_a_file(self, tmp_path, workers):
+    def test_output_goes_to_the_log_and_commands_to_a_file(self, tmp_path, workers, monkeypatch):
+        monkeypatch.chdir(ROOT)
         workers.start("one", self.script(tmp_path, "import os; print('hello', os.environ['A'])"), A="b")
         workers.wait_for(lambda: not workers.is_running("one"), 120, "its end")
         assert (tmp_path / "one.log").read_text() == "hello b\n"
-        assert "A=b " in (tmp_path / "commands.txt").read_text()
+        assert f"A=b ./{tmp_path}" in (tmp_path / "commands.txt").read_text()
 
     @pytest.mark.parametrize("hint", ["", r"\nWhat to do: buy one"])
     def test_a_failure_is_one_line_that_names_the_log(self, tmp_path, workers, hint):
@@ -171,13 +164,6 @@ class TestWorkers:
             assert psutil.pid_exists(pid)
             process.kill()
         wait_until(lambda: not psutil.pid_exists(pid), 30, "the end of the sleeper")
-
-
-def test_address(tmp_path):
-    path = tmp_path / "peer.json"
-    assert read_address(path) is None
-    path.write_text(json.dumps({"initial_peers": [ADDRESS, "/ip4/127.0.0.1/udp/1"]}))
-    assert read_address(path) == ADDRESS
 
 
 def test_rounds_are_counted_once():
