@@ -24,7 +24,7 @@ from lib.common.checks import require, require_apart, require_not_negative, requ
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
 from lib.common.flags import flag
-from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
+from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 
 # The rest is imported where it is used: transformers takes seconds, and --help and a text file that cannot be read
 # need not wait for it.
@@ -167,7 +167,6 @@ def prepare(args: TokenizationArguments) -> Manifest:
     from lib.data.corpus import read_corpus
     from lib.data.packing import PackingConfig
     from lib.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
-    from lib.data.schema import SPLITS
 
     # Fail early: check outputs first, then inputs.
     if args.archive is not None:

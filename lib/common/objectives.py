@@ -6,6 +6,8 @@ To add a model family to an objective, add it to `model_types`. A new objective 
 
 from dataclasses import dataclass
 
+SPLITS = ("train", "validation")  # of the prepared data
+
 
 @dataclass(frozen=True)
 class Objective:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from lib.common.errors import UserError, first_line
-from lib.data.schema import SPLITS
+from lib.common.objectives import SPLITS
 
 # Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
 # sentencex is quadratic in the length of a line: 5 ms for 20,000 characters, 12 s for 1,000,000. The longest articles
@@ -75,7 +75,7 @@ def _open(path: str) -> pa.ChunkedArray:
 
 def read_documents(path: str, rows: list[int]) -> list[str]:
     texts = _open(path)
-    return texts.take(rows).to_pylist()
+    return [texts[row].as_py() for row in rows]  # `take` would copy all chunks, at most 2 GiB
 
 
 def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:

@@ -15,9 +15,8 @@ from transformers import (
 
 from arguments import DatasetArguments, LocalTrainingArguments
 from lib.common.errors import UserError, first_line
-from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
+from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES, SPLITS
 from lib.data.manifest import REMEDY, Manifest
-from lib.data.schema import SPLITS
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:

@@ -14,9 +14,8 @@ import numpy as np
 import pyarrow as pa
 import sentencex
 
-from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
+from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 from lib.data.encoding import TextEncoder
-from lib.data.schema import SPLITS
 
 # Token ids need 16 to 18 bits; masks and labels fit into a byte.
 _IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.int8())

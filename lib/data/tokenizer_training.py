@@ -38,14 +38,20 @@ def train_tokenizer(
     :raises UserError: if the vocabulary cannot have exactly this size with this text
     """
     if kind == "sentencepiece":
-        return _train_sentencepiece(documents, vocab_size, model_max_length=max_seq_length)
-    if kind == "wordpiece":
-        return _train_wordpiece(documents, vocab_size, model_max_length=max_seq_length)
-    is_causal = OBJECTIVES[objective].is_causal
-    return _train_bpe(documents, vocab_size, is_causal, model_max_length=max_seq_length)
+        tokenizer = _train_sentencepiece(documents, vocab_size)
+    elif kind == "wordpiece":
+        tokenizer = _train_wordpiece(documents, vocab_size)
+    else:
+        tokenizer = _train_bpe(documents, vocab_size, OBJECTIVES[objective].is_causal)
+    if len(tokenizer) < vocab_size:
+        raise _wrong_size(vocab_size, "large", f"at most {len(tokenizer)}")
+    if len(tokenizer) > vocab_size:
+        raise _wrong_size(vocab_size, "small", f"{len(tokenizer)} or more")
+    tokenizer.model_max_length = max_seq_length
+    return tokenizer
 
 
-def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -> AlbertTokenizer:
+def _train_sentencepiece(documents: Iterable[str], vocab_size: int) -> AlbertTokenizer:
     """Train with sentencepiece, which is deterministic; UnigramTrainer of tokenizers is not."""
     # Normalize as AlbertTokenizer does: no upper case, no accents.
     tokenizer = AlbertTokenizer()
@@ -74,11 +80,11 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -
             minloglevel=2,  # errors only; they are raised as well
         )
     except RuntimeError as error:
-        # It makes an error of Ctrl-C, and of the exit that a signal's handler asks for.
-        if match := re.search(r"INTERNAL: (KeyboardInterrupt|SystemExit)(?:: (\d+))?", str(error)):
-            raise (
-                KeyboardInterrupt() if match[1] == "KeyboardInterrupt" else SystemExit(int(match[2] or 1))
-            ) from None
+        # sentencepiece turns Ctrl-C and the exit of a signal's handler into a RuntimeError.
+        if "INTERNAL: KeyboardInterrupt" in str(error):
+            raise KeyboardInterrupt from None
+        if match := re.search(r"INTERNAL: SystemExit: (\d+)", str(error)):
+            raise SystemExit(int(match[1])) from None
         if match := re.search(r"too high.*value <= (\d+)", str(error)):
             raise _wrong_size(vocab_size, "large", f"at most {match[1]}") from None
         if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
@@ -88,11 +94,10 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int, **options) -
     return AlbertTokenizer(
         vocab=[(piece.piece, piece.score) for piece in proto.pieces],
         _spm_precompiled_charsmap=proto.normalizer_spec.precompiled_charsmap,
-        **options,
     )
 
 
-def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> BertTokenizer:
+def _train_wordpiece(documents: Iterable[str], vocab_size: int) -> BertTokenizer:
     """Train with WordPieceTrainer of tokenizers, made deterministic.
 
     The trainer numbers "##a", "##b", ... in the order of a hash table, and breaks ties between merges by these numbers
@@ -116,14 +121,10 @@ def _train_wordpiece(documents: Iterable[str], vocab_size: int, **options) -> Be
         show_progress=False,  # the progress bar prints empty lines
     )
     backend.train_from_iterator(documents, trainer)
-    vocab = backend.get_vocab()
-    _check_size(vocab, vocab_size)
-    return BertTokenizer(vocab=vocab, **options)
+    return BertTokenizer(vocab=backend.get_vocab())
 
 
-def _train_bpe(
-    documents: Iterable[str], vocab_size: int, is_causal: bool, **options
-) -> GPT2Tokenizer | RobertaTokenizer:
+def _train_bpe(documents: Iterable[str], vocab_size: int, is_causal: bool) -> GPT2Tokenizer | RobertaTokenizer:
     """Train byte-level BPE, which has no unknown tokens."""
     # GPT-2 has no padding token. A separate one is better than end of text, which the model must learn.
     # RoBERTa's tokens are in the order of its published vocabulary: its position ids require that <pad> is 1.
@@ -137,19 +138,10 @@ def _train_bpe(
         show_progress=False,
     )
     backend.train_from_iterator(documents, trainer)
-    vocab = backend.get_vocab()
-    _check_size(vocab, vocab_size)
     merges = [tuple(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
     if is_causal:
-        return GPT2Tokenizer(vocab=vocab, merges=merges, pad_token="<|pad|>", **options)
-    return RobertaTokenizer(vocab=vocab, merges=merges, **options)
-
-
-def _check_size(vocab: dict[str, int], vocab_size: int) -> None:
-    if len(vocab) < vocab_size:
-        raise _wrong_size(vocab_size, "large", f"at most {len(vocab)}")
-    if len(vocab) > vocab_size:
-        raise _wrong_size(vocab_size, "small", f"{len(vocab)} or more")
+        return GPT2Tokenizer(vocab=backend.get_vocab(), merges=merges, pad_token="<|pad|>")
+    return RobertaTokenizer(vocab=backend.get_vocab(), merges=merges)
 
 
 def _wrong_size(vocab_size: int, what: str, bound: str) -> UserError:
