@@ -55,14 +55,13 @@ def test_commands_agree(train_file):
         parse_arguments(TRAINER_ARGUMENTS, "-", shlex.split(trainer_command(args, name, ADDRESS))[1:])
         for name in ("one", "two")
     ]
-    monitor_args, _, peer, model, hyperparameters, *_ = monitor
+    monitor_args, run, peer = monitor
     training, dataset, collaboration, averager, _ = trainers[0]
     assert (tokenization.train_file, tokenization.vocab_size) == (train_file, 300)
     assert tokenization.sample == (train_file is None)
     assert (tokenization.output_path, tokenization.tokenizer_path) == (dataset.dataset_path, dataset.tokenizer_path)
-    assert (model.model_name_or_path, model.tokenizer_path) == (dataset.model_name_or_path, dataset.tokenizer_path)
-    assert hyperparameters.learning_rate == training.learning_rate
-    assert hyperparameters.total_steps == training.total_steps
+    assert (run.model_name_or_path, run.tokenizer_path) == (dataset.model_name_or_path, dataset.tokenizer_path)
+    assert (run.learning_rate, run.total_steps) == (training.learning_rate, training.total_steps)
     assert peer.run_id == collaboration.run_id
     assert collaboration.initial_peers == [ADDRESS]
     assert collaboration.max_global_steps == 5
