@@ -154,3 +154,15 @@ def test_a_run_id_selects_a_run_and_no_other_is_joined(publish, tmp_path):
     address = publish(RUN)
     with pytest.raises(UserError, match="--run_id is other here and my-albert in run my-albert"):
         adopt("run_trainer.py", ["--run_id", "other", "--initial_peers", address], tmp_path, address)
+
+
+@pytest.mark.peers
+def test_data_of_a_private_network_needs_the_volunteers_word(publish, tmp_path):
+    url = "http://169.254.169.254/data.tar.gz"
+    address = publish({**RUN, "dataset_url": url})
+    with pytest.raises(UserError, match=f"not on the internet: refused; if you trust it, pass --dataset_url {url}"):
+        adopt("run_trainer.py", ["--initial_peers", address], tmp_path, address)
+    _, dataset_args, *_ = adopt(
+        "run_trainer.py", ["--initial_peers", address, "--dataset_url", url], tmp_path, address
+    )
+    assert dataset_args.dataset_url == url
