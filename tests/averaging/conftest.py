@@ -2,21 +2,12 @@
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 
 from lib.averaging.base import SafeAverager
 from lib.averaging.progress import ProgressTracker
 from tests.support.offline import Donors
-from tests.support.state_swarm import StateSwarm
-
-
-@pytest.fixture
-def swarm(network) -> Iterator[StateSwarm]:
-    """Connected peers in this process, each with a state averager."""
-    with ExitStack() as stack:
-        yield StateSwarm(stack, network)
 
 
 @pytest.fixture

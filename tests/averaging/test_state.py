@@ -23,7 +23,7 @@ from lib.training.optimizer import (
 )
 from tests.support.offline import offline_averager
 from tests.support.peers import wait_until
-from tests.support.state_swarm import (
+from tests.support.state import (
     CONFIG,
     arguments,
     fill_gradients,

@@ -28,7 +28,8 @@ from lib.averaging.download import (
 )
 from lib.averaging.records import signer_of
 from lib.averaging.state import StateLoadError, TrainingStateAverager
-from tests.support.state_swarm import (
+from tests.support.peers import wait_until
+from tests.support.state import (
     arguments,
     fill_gradients,
     fill_parameters,
@@ -91,9 +92,9 @@ def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, 
     )
 
 
-def test_newcomer_that_finds_no_donor_starts_at_once(swarm):
+def test_newcomer_that_finds_no_donor_starts_at_once(donors):
     """The state of a client cannot be downloaded."""
-    newcomer, client = swarm.add(), swarm.add(client_mode=True)
+    newcomer, client = donors.add(), donors.add(client_mode=True)
     with pytest.raises(ValueError, match="client mode"):
         client.allow_state_sharing = True
     started = time.monotonic()
@@ -156,10 +157,11 @@ async def break_off_once(self, request: DownloadRequest, context) -> AsyncIterat
         yield message
 
 
-def test_shutdown_cancels_the_download(swarm):
-    newcomer, silent = swarm.add(), swarm.add()
+def test_shutdown_cancels_the_download(build_swarm):
+    swarm = build_swarm()
+    newcomer, silent = (trainer.optimizer.state_averager for trainer in swarm.add_several(False, False))
     offer(silent, step=5)
-    swarm.wait_for_offers(silent)
+    wait_until(lambda: newcomer.download_state(only_metadata=True), 60, "the offer")
     with silent.lock_averaged_tensors:
         answer = swarm.pool.submit(newcomer.download_state)
         assert not wait([answer], timeout=1).done
@@ -408,11 +410,11 @@ def test_invalid_metadata_are_refused(serialized):
     assert download._read_metadata(MSGPackSerializer.dumps({"epoch": 5}), believe_all=True) == {"epoch": 5}
 
 
-def test_download_closes_the_stream_when_complete(swarm, monkeypatch):
+def test_download_closes_the_stream_when_complete(build_swarm, monkeypatch):
     monkeypatch.setattr(TrainingStateAverager, "LINGER_SECONDS", 60.0)
-    donor, newcomer = swarm.add(), swarm.add()
+    donor, newcomer = (trainer.optimizer.state_averager for trainer in build_swarm().add_several(False, False))
     offer(donor, step=5)
-    swarm.wait_for_offers(donor)
+    wait_until(lambda: newcomer.download_state(only_metadata=True), 60, "the offer")
     started = time.monotonic()
     assert newcomer.load_state_from_peers()
     assert time.monotonic() - started < 30

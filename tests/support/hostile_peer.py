@@ -64,20 +64,6 @@ class UncheckedSignatures(RSASignatureValidator):
         return True
 
 
-class ManySigners(RecordValidatorBase):
-    """Signs records with several keys, one for each subkey, and checks none."""
-
-    def __init__(self, number: int):
-        signers = [RSASignatureValidator(RSAPrivateKey()) for _ in range(number)]
-        self.signers = {signer.local_public_key: signer for signer in signers}
-
-    def validate(self, record: DHTRecord) -> bool:
-        return True
-
-    def sign_value(self, record: DHTRecord) -> bytes:
-        return self.signers[MSGPackSerializer.loads(record.subkey)].sign_value(record)
-
-
 def progress(epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
     """Build a progress report.
 

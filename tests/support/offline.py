@@ -21,7 +21,7 @@ from lib.averaging.rounds import RoundResult
 from lib.averaging.state import TrainingStateAverager
 from lib.training.model import build_model
 from lib.training.optimizer import build_optimizer
-from tests.support.state_swarm import CONFIG, build_averager
+from tests.support.state import CONFIG, build_averager
 
 SUBKEY = RSASignatureValidator(RSAPrivateKey()).local_public_key
 

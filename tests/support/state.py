@@ -1,0 +1,71 @@
+"""State averagers with the settings of a trainer, and changes of their state."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import AlbertConfig
+
+from arguments import HyperparameterArguments
+from lib.averaging.state import TrainingStateAverager
+from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler, build_state_compression
+from tests.support.peers import TINY_ALBERT
+
+CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
+
+
+def arguments(**options) -> HyperparameterArguments:
+    return HyperparameterArguments(**{"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, **options})
+
+
+def build_averager(
+    model: torch.nn.Module,
+    peer,
+    prefix: str,
+    hyperparameter_args: HyperparameterArguments | None = None,
+    compression: str = "none",
+    offload_optimizer: bool = True,
+    optimizer: Callable | None = None,
+    **options,
+):
+    """Build a state averager with the settings of a trainer."""
+    hyperparameter_args = hyperparameter_args or arguments()
+    return TrainingStateAverager(
+        dht=peer.dht,
+        public_key=peer.public_key,
+        prefix=prefix,
+        params=build_param_groups(model, hyperparameter_args.weight_decay),
+        optimizer=optimizer or partial(build_local_optimizer, args=hyperparameter_args),
+        scheduler=partial(build_scheduler, args=hyperparameter_args),
+        initialize_optimizer=False,
+        offload_optimizer=offload_optimizer,
+        custom_gradients=offload_optimizer,
+        state_compression=build_state_compression(compression),
+        **{"allow_state_sharing": False, "start": True, **options},
+    )
+
+
+def offer(averager: TrainingStateAverager, step: int, priority: float | None = None) -> None:
+    averager.sync_with_main_parameters(step)
+    averager.state_sharing_priority = step if priority is None else priority
+    averager.allow_state_sharing = True
+
+
+@torch.no_grad()
+def fill_parameters(averager: TrainingStateAverager, value: float) -> None:
+    for parameter in averager._optimized_parameters():
+        parameter.fill_(value)
+
+
+def fill_gradients(averager: TrainingStateAverager, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in averager._optimized_parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
