@@ -1,7 +1,6 @@
 """Tests of peers that join, leave, miss a step or are slow: their contributions and the averages they receive."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -24,17 +23,6 @@ def test_fresh_peer_offers_no_state_and_trained_one_does(build_swarm):
     newcomer.join()
     assert newcomer.version == newcomer.optimizer.local_epoch == 1
     assert_equal_parameters([newcomer], trainers[0].parameters)
-
-
-def test_client_is_no_donor(build_swarm):
-    """The state of a client cannot be downloaded. A newcomer that finds no donor starts without waiting."""
-    swarm = build_swarm()
-    newcomer, client = swarm.add_several(False, True)
-    client.optimizer.begin_at(5)
-    client.optimizer.share_state()
-    started = time.monotonic()
-    assert not newcomer.optimizer.load_state_from_peers()
-    assert time.monotonic() - started < 5
 
 
 def test_peer_that_announced_departure_is_not_counted(build_swarm):
@@ -102,32 +90,6 @@ def test_step_is_no_longer_due_after_its_download(build_swarm):
     assert newcomer.tracker.seconds_to_step == 0, "it has looked meanwhile"
     wait_until(newcomer.optimizer.load_state_from_peers, 30, "the offer of a state")
     assert newcomer.optimizer.local_epoch == 1 and newcomer.tracker.seconds_to_step > 0
-
-
-def test_newcomer_without_the_last_update_receives_it_and_does_not_draw_the_others_back(build_swarm):
-    swarm, replay = build_swarm(), Replay()
-    trainers = swarm.add_several(False, False, False)
-    newcomer = trainers[2]
-    newcomer.optimizer.missed_updates = 1
-    for parameter in newcomer.averager.parameters:
-        parameter.mul_(0.99)
-    assert (newcomer.parameters - replay.parameters()).norm() > 0.1
-    expected = replay.step(swarm.global_step(4, 5, 3))
-    assert_equal_parameters(trainers, expected)
-    assert newcomer.optimizer.missed_updates == 0
-
-
-def test_trainer_that_is_left_alone_without_the_last_update_offers_its_state(build_swarm):
-    """All others were killed one step further than the state that it has downloaded."""
-    swarm = build_swarm()
-    (trainer,) = swarm.add_several(False)
-    trainer.optimizer.missed_updates = 1
-    trainer.optimizer.share_state()
-    assert not trainer.optimizer.state_averager.allow_state_sharing
-    swarm.compute(12)
-    swarm.wait_for(1)
-    assert trainer.entry["outcome"] == "alone" and trainer.optimizer.missed_updates == 0
-    assert trainer.optimizer.state_averager.allow_state_sharing
 
 
 # Missing a step

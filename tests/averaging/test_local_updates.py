@@ -220,32 +220,6 @@ def test_peer_that_misses_a_round_keeps_its_local_updates(build_swarm):
         assert (trainer.parameters - expected).abs().max() < 1e-5
 
 
-def test_lone_peer_takes_outer_steps(build_swarm):
-    swarm, replay = build_swarm(**LOCAL), LocalReplay()
-    alone = swarm.add()
-    for step in (1, 2):
-        alone.optimizer.finish_pending_update()
-        for _ in range(3):
-            alone.local_step(swarm.take(4))
-        (contribution,) = swarm.wait_for(step)
-        expected = replay.global_step({0: batches_of(contribution)})
-        assert alone.entry["outcome"] == "alone"
-        assert (alone.parameters - expected).abs().max() < 1e-6
-
-
-def test_checkpoint_has_the_parameters_of_the_last_step(build_swarm):
-    swarm = build_swarm(**LOCAL)
-    trainer = swarm.add()
-    trainer.local_step(swarm.take(12))
-    trainer.wait_for(1)
-    trainer.local_step(swarm.take(3))
-    before = trainer.model_parameters
-    assert (before - trainer.parameters).norm() > 0
-    with trainer.optimizer.saved_state():
-        assert torch.equal(trainer.model_parameters, trainer.parameters)
-    assert (trainer.model_parameters - before).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_local_updates_that_diverge_are_sent_to_nobody(build_swarm, value):
     """The peer contributes nothing to the round and goes back to the parameters of the last step."""

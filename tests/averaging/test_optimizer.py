@@ -65,6 +65,15 @@ def test_weights_of_a_contribution(missed, convalescence, samples, gradients, pa
     assert optimizer.grad_averager._bounds.weight == build(batch_size_lead=16).grad_averager._bounds.weight == 256.0
 
 
+def test_group_has_peers_of_the_same_rounds_only():
+    """Peers with another schema hash are refused."""
+    options = ({"gradient_compression": "blockwise8"}, {"gradient_compression": "blockwise4"},
+               {"state_compression": "none"}, {"average_state_every": 2}, {"local_updates": True}, {})  # fmt: skip
+    hashes = {build(**flags).grad_averager.schema_hash for flags in options}
+    assert len(hashes) == len(options)
+    assert build(learning_rate=0.5, bandwidth=10.0).grad_averager.schema_hash in hashes
+
+
 def test_contribution_is_the_clipped_mean_over_samples():
     optimizer = build()
     compute(optimizer, 0.1, samples=2)
@@ -237,3 +246,13 @@ def test_local_updates_are_kept_unless_they_belong_to_older_parameters(epoch, is
     assert optimizer.load_state_from_peers()
     assert torch.allclose(parameter, 7.0 + change if is_kept else torch.tensor(7.0))
     assert optimizer.accumulator.num_samples == (4 if is_kept else 0)
+
+
+def test_checkpoint_has_the_parameters_of_the_last_step():
+    optimizer = build_local()
+    (parameter,) = optimizer.state_averager.main_parameters
+    compute(optimizer, 0.2)
+    before = parameter.detach().clone()
+    with optimizer.saved_state():
+        assert torch.equal(parameter, optimizer._offloaded_parameters()[0]) and not torch.equal(parameter, before)
+    assert torch.allclose(parameter, before)
