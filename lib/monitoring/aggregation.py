@@ -173,11 +173,11 @@ class MetricsAggregator:
         return peer is None or step <= peer.done or step in peer.pending
 
     def _record_heartbeat(self, peer: TrackedPeer, heartbeat: Heartbeat) -> None:
-        if heartbeat == peer.heartbeat:
-            return
         if heartbeat.goodbye:
             peer.left = self._now if peer.left is None else peer.left
             return
+        if peer.heartbeat and heartbeat.time <= peer.heartbeat.time:
+            return  # nothing new, or an outdated copy in the DHT
         before, peer.heartbeat, peer.left = peer.heartbeat, heartbeat, None
         # Without a previous heartbeat this one may be that of a peer that has died.
         peer.last_alive = max(peer.last_alive, self._now if before else min(heartbeat.time, self._now))
@@ -185,8 +185,8 @@ class MetricsAggregator:
             peer.moved = self._now
 
     def _record_newest(self, peer: TrackedPeer, record: PeerStep, is_life_sign: bool) -> None:
-        if record == peer.newest:
-            return
+        if peer.newest and (record == peer.newest or record.expires < peer.newest.expires):
+            return  # nothing new, or an outdated copy in the DHT
         if record.step <= peer.reported_step:  # it restarted from an earlier state: it has another record of this step
             peer.is_newcomer, peer.done = True, -1
             peer.pending.clear()

@@ -34,10 +34,13 @@ _OWNER = re.compile(rb"\[owner:(.+?)\]")  # the tag of the signer's public key, 
 
 @cache
 def peer_step_class(schema: type[LocalMetrics]) -> type:
-    """Build the class of one peer's report of a global step: `peer` (public key), then the metrics of `schema`."""
+    """Build the class of one peer's report of a global step.
+
+    Its fields are `peer` (public key), the metrics of `schema`, and when its record in the DHT expires, if known.
+    """
     metrics = describe_metrics(schema)
-    names = ["peer", *(metric.name for metric in metrics)]
-    return namedtuple("PeerStep", names, defaults=[None for metric in metrics if metric.is_optional])
+    names = ["peer", *(metric.name for metric in metrics), "expires"]
+    return namedtuple("PeerStep", names, defaults=[*(None for metric in metrics if metric.is_optional), math.inf])
 
 
 PeerStep = peer_step_class(LocalMetrics)
@@ -56,8 +59,8 @@ class Heartbeat:
     goodbye: bool = False
 
 
-def _records(raw: object, refused: Counter, kind: type = Mapping) -> Iterator[tuple[bytes, object]]:
-    """Yield public key and value of each record that `dht.get` returned, with or without expiration times.
+def _records(raw: object, refused: Counter, kind: type = Mapping) -> Iterator[tuple[bytes, object, float]]:
+    """Yield public key, value and expiration time of each record that `dht.get` returned, which may lack the times.
 
     :param kind: type of the values
     """
@@ -73,7 +76,7 @@ def _records(raw: object, refused: Counter, kind: type = Mapping) -> Iterator[tu
             refused["not a dictionary" if kind is Mapping else "not a list"] += 1
         else:
             tagged = _OWNER.search(subkey)
-            yield tagged[1] if tagged else subkey, value
+            yield tagged[1] if tagged else subkey, value, getattr(record, "expiration_time", math.inf)
 
 
 def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tuple[list[PeerStep], Counter]:
@@ -84,9 +87,9 @@ def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tup
     :returns: the valid records, and the number of invalid ones by reason
     """
     steps, refused = [], Counter()
-    for peer, value in _records(raw, refused):
+    for peer, value, expires in _records(raw, refused):
         try:
-            steps.append(peer_step_class(schema)(peer, *read_record(value, schema)))
+            steps.append(peer_step_class(schema)(peer, *read_record(value, schema), expires))
         except InvalidValue as refusal:
             refused[str(refusal)] += 1
     return steps, refused
@@ -102,7 +105,7 @@ def parse_history(
     :param is_known: called with public key and step; known entries, most of a history, are skipped unread
     """
     steps, refused, peer_step = [], Counter(), peer_step_class(schema)
-    for peer, entries in _records(raw, refused, list | tuple):
+    for peer, entries, _ in _records(raw, refused, list | tuple):
         if len(entries) > HISTORY_LENGTH:
             refused["history too long"] += 1
             continue
@@ -122,7 +125,7 @@ def parse_progress(raw: object) -> tuple[list[Heartbeat], Counter]:
     Auxiliary peers are skipped: they compute no gradients.
     """
     heartbeats, refused = [], Counter()
-    for peer, value in _records(raw, refused, Mapping | None):
+    for peer, value, _ in _records(raw, refused, Mapping | None):
         try:
             if value is None:
                 heartbeats.append(Heartbeat(peer, goodbye=True))
@@ -158,7 +161,7 @@ def parse_shares(raw: object) -> dict[str, float]:
         ("applied share", "applied", "computed", MAX_COUNT),
     ):
         counts = []
-        for _, value in _records(raw, Counter()):
+        for _, value, _ in _records(raw, Counter()):
             try:
                 number = read_whole(value.get(whole), 1, most)
                 counts.append((read_whole(value.get(part), 0, number), number))
@@ -175,5 +178,7 @@ def parse_shares(raw: object) -> dict[str, float]:
 def parse_usernames(raw: object) -> dict[bytes, str]:
     """Parse the names under `{run_id}_peers`: public key -> name, an arbitrary string that the peer chose."""
     return {
-        peer: value["username"] for peer, value in _records(raw, Counter()) if isinstance(value.get("username"), str)
+        peer: value["username"]
+        for peer, value, _ in _records(raw, Counter())
+        if isinstance(value.get("username"), str)
     }

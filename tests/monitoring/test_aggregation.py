@@ -8,6 +8,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from hivemind.utils.timed_storage import ValueWithExpiration
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -382,6 +383,18 @@ def test_revived_run_is_not_mixed_with_the_one_before():
         progress = {key: heartbeat(START + second, value["step"], samples=second) for key, value in metrics.items()}
         reports += aggregator.update(START + second, killed | metrics, history, last_heartbeats | progress)
     assert steps_of(reports) == list(range(15, 24)) and all(report.loss == 5.0 for report in reports)
+
+
+def test_outdated_copies_in_the_dht_change_nothing():
+    """A node that was away may answer with an older record than the one that was read before."""
+    aggregator, reported = make_aggregator(), []
+    for second in range(0, 1200, 30):
+        step = 4 + second // 60 - 3 * (second % 120 == 90)  # an outdated one in every fourth answer
+        metrics = {b"a": ValueWithExpiration(metric(step), START + 600 + 60 * step)}
+        history = {b"a": entries(*map(metric, range(step + 1)))}
+        progress = {b"a": heartbeat(START + second - (100 if second % 120 == 90 else 0), step, samples=second)}
+        reported += steps_of(aggregator.update(START + second, metrics, history, progress))
+    assert reported == list(range(24))
 
 
 def test_stragglers_do_not_pull_the_run_back():

@@ -22,7 +22,7 @@ ValueWithExpiration = namedtuple("ValueWithExpiration", "value expiration_time")
 def test_reads_what_the_dht_returns():
     tagged = b"\x00[owner:ssh-rsa AAAA]tail"
     raw = ValueWithExpiration({tagged: ValueWithExpiration(metric(3, loss=7.5), 99.0)}, 99.0)
-    assert parse_metrics(raw) == ([PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 7.5, 2)], {})
+    assert parse_metrics(raw) == ([PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 7.5, 2, 99.0)], {})
     assert parse_metrics({tagged: metric(3)})[0] == [PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 10.0, 2)]
 
     steps, refused = parse_history({tagged: entries(metric(1), metric(2))})
