@@ -61,7 +61,7 @@ def train(
 ) -> None:
     import torch
 
-    from lib.averaging.round_log import build_round_log
+    from lib.averaging.round_log import RoundLog
     from lib.common.logs import setup_logging
     from lib.peer.addresses import log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
@@ -80,7 +80,7 @@ def train(
         )  # fmt: skip
         stack.callback(optimizer.shutdown)
         stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
-        optimizer.round_log = build_round_log(output_dir)
+        optimizer.round_log = RoundLog(output_dir)
         recorder = Recorder(output_dir / "traffic.jsonl")
 
         torch.manual_seed(int.from_bytes(peer.public_key[-4:], "big"))

@@ -26,25 +26,20 @@ class _QuietHandler(RotatingFileHandler):
 class RoundLog:
     """Log with one JSON line per round, in a file that is rotated at 16 MiB.
 
-    :param path: the file; lines are appended
+    :param folder: of the file `rounds.jsonl`; lines are appended
     :param on_entry: called with each entry, in the thread of the round
     """
 
-    def __init__(self, path: Path, on_entry: Callable[[dict], None] = lambda entry: None):
+    def __init__(self, folder: Path, on_entry: Callable[[dict], None] = lambda entry: None):
         self.on_entry = on_entry
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._handler = _QuietHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._handler = _QuietHandler(folder / "rounds.jsonl", maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True)
 
     def write(self, entry: dict) -> None:
         """Append an entry as a JSON line."""
         self.on_entry(entry)
         line = json.dumps(entry)
         self._handler.handle(logging.LogRecord("rounds", logging.INFO, "", 0, line, None, None))
-
-
-def build_round_log(folder: Path, on_entry: Callable[[dict], None] = lambda entry: None) -> RoundLog:
-    """Build the log of a peer's rounds, `rounds.jsonl` in its output folder."""
-    return RoundLog(folder / "rounds.jsonl", on_entry)
 
 
 def describe_round(result: RoundResult | None) -> dict:

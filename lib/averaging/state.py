@@ -44,18 +44,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
     :param download_timeout: seconds for a whole download
     :param donor_timeout: seconds that a donor may be silent
-    :param credible_epoch: returns the newest global step that the run is known to be at; None if unknown. Called in
-      the main process at the start of each download. Donors that claim a step more than 2 above it (reports lag), plus
-      one per second since, are asked last, and not at all if another donor offers a credible step. Return value:
-
-      - in a trainer: a step from the progress reports, preferably one that two other trainers have reached, since a
-        single report may be false;
-      - in a monitor or an evaluator: the newest step of the aggregated metrics;
-      - without any reports, for example when a monitor revives a run or before the first read: None, which accepts any
-        step.
-
-      If all donors claim a later step, the state of one is accepted with a warning: there is no alternative. A wrong
-      step number costs no time, since the schedule is set directly, and restoring a backup corrects it.
+    :param credible_epoch: returns the newest global step that the run is known to be at, from the progress reports or
+      the aggregated metrics; None if unknown, which accepts any step. Called in the main process at the start of each
+      download. Donors that claim a step more than 2 above it (reports lag), plus one per second since, are asked last,
+      and not at all if another donor offers a credible step. If all donors claim a later step, the state of one is
+      accepted with a warning: there is no alternative. A wrong step number costs no time, since the schedule is set
+      directly, and restoring a backup corrects it.
     """
 
     UPLOAD_TIMEOUT = 3600.0  # seconds; a stalled reader keeps a copy of the state in memory

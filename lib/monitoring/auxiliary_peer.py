@@ -16,7 +16,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from arguments import BaseTrainingArguments, OptimizerArguments
 from lib.averaging.coordinator import Outcome, RoundCoordinator
 from lib.averaging.progress import ProgressTracker
-from lib.averaging.round_log import build_round_log, describe_round
+from lib.averaging.round_log import RoundLog, describe_round
 from lib.averaging.rounds import RoundAverager
 from lib.common.processes import StopSignal
 from lib.common.threads import PeriodicThread
@@ -45,7 +45,7 @@ class AuxiliaryPeer(PeriodicThread):
         super().__init__(period)
         self.tracker, self.averager = tracker, averager
         self.coordinator = RoundCoordinator(tracker, averager, args.matchmaking_time, args.averaging_timeout)
-        self.round_log = build_round_log(folder)
+        self.round_log = RoundLog(folder)
 
     def run(self) -> None:
         self.tracker.start()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import utils
 from arguments import CollaborationArguments, TrainerArguments
 from lib.averaging.optimizer import CollaborativeOptimizer
-from lib.averaging.round_log import build_round_log
+from lib.averaging.round_log import RoundLog
 from lib.averaging.state import StateLoadError, all_finite
 from lib.common.errors import TemporaryError, UserError
 from lib.common.metrics_schema import history_length
@@ -81,7 +81,7 @@ class TrainingSession:
             open_panel(disable_tqdm),
             lambda: count_connections(peer.dht, self._find_peers()),
         )
-        optimizer.round_log = build_round_log(folder, on_entry=self.status.record_round)
+        optimizer.round_log = RoundLog(folder, on_entry=self.status.record_round)
         self.should_stop = should_stop
         self.relay = relay
         self.watchdog = watchdog or Watchdog({})

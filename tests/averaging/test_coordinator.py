@@ -273,10 +273,10 @@ def test_averager_receives_changed_rosters_only(parts):
 def test_log_has_a_line_for_each_round(tmp_path):
     path = tmp_path / "output" / "rounds.jsonl"
     for step in (1, 2):
-        RoundLog(path).write({"step": step, "outcome": Outcome.AVERAGED.value})
+        RoundLog(path.parent).write({"step": step, "outcome": Outcome.AVERAGED.value})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 def test_unwritable_log_is_ignored(tmp_path):
     (tmp_path / "rounds.jsonl").mkdir()
-    RoundLog(tmp_path / "rounds.jsonl").write({"step": 1})
+    RoundLog(tmp_path).write({"step": 1})
