@@ -23,7 +23,7 @@ from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
 from lib.training.model import build_model
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
-from tests.support.peers import TINY_ALBERT, Scripts, wait_until
+from tests.support.peers import TINY_ALBERT, wait_until
 
 CONFIG = AutoConfig.for_model(**TINY_ALBERT, vocab_size=500)
 
@@ -284,13 +284,6 @@ def test_hub_that_cannot_be_reached_is_a_warning(hub, monkeypatch, caplog, troub
 # The monitor
 
 
-@pytest.fixture
-def monitor_scripts(hub, scripts) -> Scripts:
-    """Return the scripts whose uploads go to the fake Hub."""
-    scripts.late |= {name for name in os.environ if name.startswith("HF_")}
-    return scripts
-
-
 def save_real_checkpoint(folder: Path, data: Path) -> Path:
     model = build_model(CONFIG, "run")
     state = TrainingState("up", {"epoch": 3, "optimizer_metadata": []}, [torch.zeros(3)])
@@ -298,14 +291,14 @@ def save_real_checkpoint(folder: Path, data: Path) -> Path:
     return checkpoints.save_checkpoint(folder, model, tokenizer, state, {})
 
 
-def test_monitor_uploads_a_checkpoint_that_loads(hub, monitor_scripts, data, tmp_path):
+def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     save_real_checkpoint(tmp_path / "monitor", data)
     contributors = Contributors(tmp_path / "monitor", "up")
     contributors.record_names({b"key": "<b>alice</b>"})
     contributors.add(StepReport(3, 5.0, 1, 64, 1.0, 1, 1, 0.0, (PeerStep(b"key", 3, 1.0, 64, 5.0, 1),)))
     contributors.save()
     flags = ("--run_id", "up", "--repo_id", "me/model", "--license", "mit", "--announce_maddrs", "/dns4/x.org/tcp/99")
-    monitor = monitor_scripts.monitor(*flags, "--page", "https://example.org/curves")
+    monitor = scripts.monitor(*flags, "--page", "https://example.org/curves")
     monitor.wait_for("Uploaded checkpoint-3 to me/model")
     (tmp_path / "fetched").mkdir()
     for name, content in hub.files.items():
@@ -323,7 +316,7 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, monitor_scripts, data, tmp
     monitor.assert_nothing_left()
 
     # Second start, with a Hub that stops responding in the middle of an upload of several files
-    monitor = monitor_scripts.monitor(*flags, "--upload_interval", "0", "--upload_training_state")
+    monitor = scripts.monitor(*flags, "--upload_interval", "0", "--upload_training_state")
     monitor.wait_for("Uploaded checkpoint-3")
     shutil.copytree(tmp_path / "monitor" / "checkpoint-3", tmp_path / "monitor" / "checkpoint-4")
     for path in (tmp_path / "monitor" / "checkpoint-4").glob("*.[sp]*t*"):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -100,12 +100,9 @@ class Launcher:
             )  # fmt: skip
         self._socket, self._file = ours, ours.makefile("rw")
 
-    def can_start(self, environment: dict[str, str], late: Set[str] = LATE_VARIABLES) -> bool:
-        """Whether a forked script gets the right environment: the imported libraries have already read theirs.
-
-        :param late: variables that the script reads after the imports, or only passes on to its children
-        """
-        return self._changes(environment).keys() <= late
+    def can_start(self, environment: dict[str, str]) -> bool:
+        """Whether a forked script gets the right environment: the imported libraries have already read theirs."""
+        return self._changes(environment).keys() <= LATE_VARIABLES
 
     def start(
         self, command: Sequence[str], environment: dict[str, str], log: Path, namespace: str | None = None

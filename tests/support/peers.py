@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -24,7 +24,7 @@ from arguments import (
     ProgressTrackerArguments,
 )
 from tests.support.family import Family, is_alive
-from tests.support.launcher import ENVIRONMENT, LATE_VARIABLES, PYTHON, ROOT, Launcher, end_with_parent
+from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 ALTERED = "tests/support/altered.py"
@@ -117,7 +117,6 @@ class Script:
 
     :param namespace: network namespace of the host to run it on (see Host)
     :param launcher: forks the script if its environment allows that; otherwise the script is started from scratch
-    :param late: see `Launcher.can_start`
     """
 
     def __init__(
@@ -128,12 +127,11 @@ class Script:
         env: dict[str, str] | None = None,
         namespace: str | None = None,
         launcher: Launcher | None = None,
-        late: Set[str] = LATE_VARIABLES,
     ):
         self.log = log
         self._offset = log.stat().st_size if log.exists() else 0  # a restarted script appends to the same file
         command, env = [str(ROOT / name), *map(str, args)], env or {}
-        if launcher is not None and launcher.can_start(env, late):
+        if launcher is not None and launcher.can_start(env):
             self.process = launcher.start(command, env, log, namespace)
         else:
             enter = [] if namespace is None else namespace_prefix(namespace)
@@ -298,13 +296,12 @@ class Scripts:
         self, folder: Path, data: Path, namespace: str | None = None, launcher: Launcher | None = None
     ):  # fmt: skip
         self.folder, self.data, self.namespace, self.launcher = folder, data, namespace, launcher
-        self.late = LATE_VARIABLES
         self._relays = (WITHOUT_RELAYS,) if namespace is None else ()
         self.running: list[Script] = []
 
     def start(self, name: str, *args: object, log: str, env: dict[str, str] | None = None) -> Script:
         script = Script(name, *args, log=self.folder / f"{log}.log", env=env, namespace=self.namespace,
-                        launcher=self.launcher, late=self.late)  # fmt: skip
+                        launcher=self.launcher)  # fmt: skip
         self.running.append(script)
         return script
 
