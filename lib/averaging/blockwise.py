@@ -64,10 +64,6 @@ class BlockwiseCompression(CompressionBase, ABC):
         """Return the tensor of the scales and codes, float32."""
         return self._levels(codes).mul_(scales.float().unsqueeze(1)).flatten()[: math.prod(shape)].view(shape)
 
-    def round_trip(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values that a peer receives, float32."""
-        return self.dequantize(*self.quantize(tensor), tuple(tensor.shape))
-
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
         if not torch.is_floating_point(tensor):
             raise ValueError(f"{type(self).__name__} does not support {tensor.dtype} tensors")

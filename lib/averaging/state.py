@@ -149,11 +149,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         if self.scheduler is not None:
             set_schedule(self.scheduler, max(0, epoch))
 
-    def _update_scheduler(self) -> None:
-        """Set the step and the schedule after hivemind's own update, which led to `local_epoch`."""
-        self._set_applied_epoch(self.local_epoch)
-        self.mark_changed()
-
     def _apply_optimizer_parameters_(self) -> None:
         with self.lock_averaged_tensors:
             super()._apply_optimizer_parameters_()

@@ -90,7 +90,6 @@ def test_second_transfer_has_no_error_and_norms_do_not_grow(compression, tensor)
     """A bound on the norm of a contribution therefore holds for what its receiver sees."""
     once = transmit(compression, tensor)
     assert torch.equal(transmit(compression, once), once)
-    assert torch.equal(compression.round_trip(tensor), once)
     assert once.double().norm() < 1.004 * tensor.double().norm()
 
 
@@ -110,7 +109,7 @@ def test_blocks_do_not_depend_on_the_parts_of_an_all_reduce(compression):
     parts = [part for peer in container._input_parts_by_peer for part, _ in peer]
     assert len(parts) > 1
     restored = torch.cat([transmit(compression, part) for part in parts])
-    assert torch.equal(restored, compression.round_trip(tensor))
+    assert torch.equal(restored, transmit(compression, tensor))
 
 
 @formats

@@ -176,17 +176,6 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update(pool):
     assert all((parameter == 2.0).all() for parameter in averager.main_parameters)
 
 
-def test_state_during_an_update_by_hivemind_carries_its_own_step(pool):
-    averager = offline_averager()
-    with averager.lock_optimizer:  # as in hivemind's background thread
-        states = [pool.submit(averager.snapshot), pool.submit(averager.get_current_state)]
-        averager.optimizer.step()
-        assert not wait(states, timeout=0.2).done
-        averager.local_epoch = 1
-        averager._update_scheduler()
-    assert [state.result(10)[0]["epoch"] for state in states] == [1, 1]
-
-
 def test_offers_and_snapshots_carry_the_applied_step():
     averager = offline_averager()
     averager.sync_with_main_parameters(5)
