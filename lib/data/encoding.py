@@ -36,10 +36,15 @@ class TextEncoder:
         names = ("bos", "eos", "sep", "cls", "pad", "mask")
         self._reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         added = set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens)  # may contain spaces
-        self.is_by_word = type(tokenizer).__name__ in _WORD_TOKENIZERS and not added
-        self._has_bytes = type(tokenizer).__name__ in _BYTE_TOKENIZERS
+        name = type(tokenizer).__name__
+        self.is_by_word, self._has_bytes = name in _WORD_TOKENIZERS and not added, name in _BYTE_TOKENIZERS
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._model, self._fold = None, str
         if self.is_by_word:
-            tokenizer.backend_tokenizer.no_truncation()
+            self._backend.no_truncation()
+        if self.is_by_word and name == "AlbertTokenizer":
+            self._model = self._backend.model
+            self._fold = str.lower if self._backend.normalizer.normalize_str("A") == "a" else str
         self._words = _Words(self._encode_whole)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -56,15 +61,18 @@ class TextEncoder:
         return np.frombuffer(ids, dtype=np.int32)
 
     def _encode_whole(self, text: str) -> np.ndarray:
+        if self._model is not None and text.isascii() and text.isalnum():
+            # The model alone gives the same ids in half the time: only the case of such a word is normalized.
+            return np.array([token.id for token in self._model.tokenize("▁" + self._fold(text))], dtype=np.int32)
         if self.is_by_word:  # without transformers' bookkeeping, which takes four times as long as a word
-            ids = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._backend.encode(text, add_special_tokens=False).ids
         else:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not self._reserved.isdisjoint(ids):
             options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": True}
             ids = self.tokenizer(text, **options)["input_ids"]
-            if self.is_by_word:
-                self.tokenizer.backend_tokenizer.encode_special_tokens = False  # transformers leaves it at True
+            if self._backend is not None:
+                self._backend.encode_special_tokens = False  # transformers leaves it at True
         return np.array(ids, dtype=np.int32)
 
 

@@ -533,19 +533,6 @@ def test_missing_tokenizer_is_explained(tmp_path, monkeypatch, small_text):
         prepare(tokenizer=str(tmp_path))
 
 
-def test_help_is_fast():
-    code = (
-        "import runpy, sys\n"
-        "sys.argv = [sys.argv[1], '--help']\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "except SystemExit as exit:\n    assert exit.code == 0\n"
-        "print('LOADED', sorted({'torch', 'datasets', 'pyarrow', 'hivemind'} & set(sys.modules)))"
-    )
-    result = subprocess.run([sys.executable, "-c", code, str(SCRIPT)], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout.splitlines()[-1] == "LOADED []", result.stdout + result.stderr
-    assert "--train_tokenizer" in result.stdout
-
-
 def test_workers_import_neither_torch_nor_datasets(prepared, tmp_path):
     """Each import would take a worker a second."""
     code = (
