@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import AutoConfig, AutoTokenizer
 
-import run_trainer
+from arguments import TRAINER_ARGUMENTS
 from lib.common.cli import parse_arguments
 from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributor, Contributors
@@ -131,7 +131,7 @@ def test_join_command_needs_the_addresses_only(tmp_path):
     card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), peers)
     assert "i" not in render(card).tags
     script, *words = shlex.split(card.text.split("```bash\n")[1].split("\n```")[0])
-    arguments = parse_arguments(run_trainer.TRAINER_ARGUMENTS, "-", words)
+    arguments = parse_arguments(TRAINER_ARGUMENTS, "-", words)
     assert script == "./run_trainer.py" and arguments[2].initial_peers == peers
 
 
