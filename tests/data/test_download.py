@@ -15,6 +15,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -655,48 +656,34 @@ run_script(main)
 """
 
 
-class Process:
-    """`fetch_data` in a separate process."""
-
-    def __init__(self, args: DatasetArguments):
-        command = [sys.executable, "-c", PROCESS, args.dataset_path, args.tokenizer_path, args.dataset_url]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-
-    def __enter__(self) -> "Process":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def wait(self) -> tuple[int, str]:
-        output, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, output
-
-
-def test_two_at_once(args, host, folders):
+def test_two_at_once(args, host, folders, caplog):
+    caplog.set_level(logging.INFO, "lib.data.download")
     host.script = [partial(Answer.stall_after, num_bytes=100_000)]
-    with Process(args) as first:
+    with ThreadPoolExecutor(2) as pool:
+        downloads = [pool.submit(fetch_data, args)]
         wait_until(lambda: host.sent >= 100_000, 120, "the first begins to download")
-        with Process(args) as second:
-            assert any("Another process is downloading the data; waiting" in line for line in second.process.stdout)
-            host.closing.set()  # ends the stall: the first process continues
-            assert second.wait()[0] == 0
-        assert first.wait()[0] == 0
+        downloads.append(pool.submit(fetch_data, args))
+        wait_until(lambda: "Another process is downloading the data; waiting" in caplog.text, 60, "the second waits")
+        host.closing.set()  # ends the stall: the first continues
+        for download in downloads:
+            download.result(60)
     assert_fetched(args, folders)
-    assert host.asked == [None, "bytes=100000-"]
+    assert host.asked == [None, REST]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_stopped_while_downloading(args, host, folders, number):
     host.script = [partial(Answer.stall_after, num_bytes=100_000)]
     partial_file = Path(args.dataset_path).parent / ".dataset.download"
-    with Process(args) as process:
-        wait_until(lambda: partial_file.exists() and partial_file.stat().st_size > 90_000, 120, "a part of the file")
-        process.process.send_signal(number)
-        code, output = process.wait()
+    command = [sys.executable, "-c", PROCESS, args.dataset_path, args.tokenizer_path, args.dataset_url]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            wait_until(lambda: partial_file.exists() and partial_file.stat().st_size > 90_000, 120, "a part of it")
+            process.send_signal(number)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    code = process.returncode
     assert code == (-number if number == signal.SIGKILL else 0)
     assert "Traceback" not in output
     assert names(args) == PARTIAL

@@ -462,23 +462,22 @@ def test_the_whole_script(tmp_path, small_text):
 
 
 @pytest.mark.parametrize(
-    ("content", "flags", "message"),
+    ("content", "output", "message"),
     [
-        (b"", ["--train_tokenizer"], "has no text"),
-        (b"PK\x03\x04\0\0", ["--train_tokenizer"], "is not text: line 1 has a zero byte"),
-        (b"fine\ncaf\xe9 au lait\n", ["--train_tokenizer"], "is not UTF-8 text .byte 0xe9 near line"),
-        (b"just one line", ["--train_tokenizer"], "is a single document"),
-        (b"one\n\ntwo\n", ["--train_tokenizer", "--output_path", "text.txt/data"], "is not a folder"),
+        (b"", "dataset", "has no text"),
+        (b"PK\x03\x04\0\0", "dataset", "is not text: line 1 has a zero byte"),
+        (b"fine\ncaf\xe9 au lait\n", "dataset", "is not UTF-8 text .byte 0xe9 near line"),
+        (b"just one line", "dataset", "is a single document"),
+        (b"one\n\ntwo\n", "text.txt/dataset", "is not a folder"),
     ],
 )
-def test_errors_are_one_line(tmp_path, content, flags, message):
-    (tmp_path / "text.txt").write_bytes(content)
-    result = run("--train_file", "text.txt", *flags, cwd=tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert result.stderr.startswith("tokenize_wikitext103.py: error: ")
-    assert re.search(message, result.stderr), result.stderr
-    assert [name for name in contents(tmp_path) if name != "text.txt"] == []
+def test_text_that_cannot_be_used_is_explained(tmp_path, content, output, message):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises((UserError, OSError)) as error:
+        tokenize_wikitext103.prepare(arguments(tmp_path, train_file=str(path), output_path=str(tmp_path / output)))
+    assert re.search(message, describe(error.value))
+    assert list(contents(tmp_path)) == ["text.txt"]
 
 
 def test_no_permission_is_one_line():
