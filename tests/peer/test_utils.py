@@ -21,7 +21,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
-from lib.averaging.records import ReadableValidator, RunValidator
+from lib.averaging.records import ReadableValidator, RunValidator, signer_of
 from lib.common.errors import UserError
 from lib.peer.addresses import (
     announce_public_ip,
@@ -155,8 +155,10 @@ def test_records_of_others_are_refused():
         assert not is_accepted(name, value, subkey=b"plain"), "not signed"
         assert not is_accepted(name, value, subkey=b"[owner:ssh-rsa garbage]"), "no public key"
         own = RSASignatureValidator(KEY).local_public_key
-        for subkey in (b"2" + own, own + b"2", own.replace(b"]", b" comment]")):
+        for subkey in (b"2" + own, own + b"2"):
             assert not is_accepted(name, value, subkey=subkey), "another record of the same signer"
+    with pytest.raises(ValueError, match="usual form"):
+        signer_of(own.replace(b"]", b" comment]"))
 
 
 def test_large_and_long_lived_records_are_refused_under_any_key():
