@@ -186,7 +186,7 @@ def peer_flags(args: DemoArguments, name: str) -> str:
     return (
         f"--run_id {RUN_ID} --host_maddrs /ip4/127.0.0.1/tcp/0 --model_name_or_path albert-tiny "
         f"--tokenizer_path {quote(folder / 'data' / 'tokenizer')} --learning_rate {LEARNING_RATE} --warmup_steps 0 "
-        f"--output_dir {quote(folder / name)}"
+        f"--target_batch_size {TARGET_BATCH_SIZE} --output_dir {quote(folder / name)}"
     )
 
 
@@ -199,7 +199,7 @@ def trainer_command(args: DemoArguments, name: str, address: str) -> str:
     return (
         f"run_trainer.py --initial_peers {address} --username {name} {peer_flags(args, name)} "
         f"--dataset_path {quote(Path(args.output_dir) / 'data' / 'dataset')} --use_cpu --dataloader_num_workers 0 "
-        f"--per_device_train_batch_size 16 --gradient_accumulation_steps 1 --target_batch_size {TARGET_BATCH_SIZE} "
+        f"--per_device_train_batch_size 16 --gradient_accumulation_steps 1 "
         f"--target_group_size {args.trainers} --matchmaking_time 3.5 --max_global_steps {args.max_global_steps} "
         "--leave_timeout 30"
     )
