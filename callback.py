@@ -9,7 +9,7 @@ logger = get_logger(__name__)
 
 
 class CollaborativeCallback(TrainerCallback):
-    """Joins the collaboration when training begins, and reports to it after each local step.
+    """Joins the collaboration when training begins, reports to it after each local step, and saves checkpoints.
 
     :param session: this peer's session. Training stops when its `after_local_step` returns False
     """
@@ -18,11 +18,13 @@ class CollaborativeCallback(TrainerCallback):
         self.session = session
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self.session.restore_checkpoint()
         self.session.join()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        if not self.session.after_local_step():
-            control.should_training_stop = control.should_save = True
+        control.should_training_stop = not self.session.after_local_step()
+        if control.should_training_stop or state.global_step % args.save_steps == 0:
+            self.session.save_checkpoint(kwargs["model"], kwargs["processing_class"], args.save_total_limit)
         return control
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):

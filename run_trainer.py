@@ -22,13 +22,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from callback import CollaborativeCallback
     from lib.common.logs import setup_logging
     from lib.peer.lifecycle import open_peer
-    from lib.training.hf_trainer import (
-        CollaborativeTrainer,
-        NoOpScheduler,
-        PeerSampler,
-        build_training_arguments,
-        find_checkpoint,
-    )
+    from lib.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, build_training_arguments
     from lib.training.optimizer import build_optimizer
     from lib.training.session import open_session
     from lib.training.task import load_task
@@ -65,7 +59,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
             sampler=PeerSampler(len(task.dataset), peer_id, args.training.seed, optimizer, batch_size_per_step),
             loss_meter=session.loss_meter,
         )
-        trainer.train(resume_from_checkpoint=find_checkpoint(args.training.output_dir))
+        trainer.train()
         session.leave()
 
 

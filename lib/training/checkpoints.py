@@ -121,7 +121,9 @@ def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -
 
 
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
-    for path in list_checkpoints(folder)[keep:]:
+    # Earlier versions of run_trainer.py numbered checkpoints by local step: they would be the newest for ever.
+    complete = [path for path in list_checkpoints(folder) if (path / STATE_FILE).is_file()]
+    for path in complete[keep:]:
         # Renamed first: a partly removed folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)

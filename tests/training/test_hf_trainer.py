@@ -1,7 +1,5 @@
 """The Trainer: losses and gradients, order of samples per peer, and valid checkpoints."""
 
-import contextlib
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from torch.optim import SGD
 from transformers import AlbertConfig, TrainingArguments
 
 from arguments import LocalTrainingArguments
+from callback import CollaborativeCallback
 from lib.common.errors import UserError
 from lib.training.hf_trainer import (
     CollaborativeTrainer,
@@ -21,7 +20,6 @@ from lib.training.hf_trainer import (
     PeerSampler,
     build_training_arguments,
     choose_precision,
-    find_checkpoint,
 )
 from lib.training.loss_meter import LossMeter
 from lib.training.model import build_model
@@ -49,7 +47,6 @@ def build_trainer(folder: Path, **options) -> CollaborativeTrainer:
     dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=8).items()})
     model = build_model(CONFIG, "run")
     optimizer = SGD(model.parameters(), lr=0.0)
-    optimizer.saved_state = contextlib.nullcontext
     options = {
         "per_device_train_batch_size": 8, "max_grad_norm": 0.0, "remove_unused_columns": False, "report_to": "none",
         "disable_tqdm": True, "use_cpu": True, "save_total_limit": 2, **options,
@@ -94,6 +91,38 @@ def test_accumulation_changes_neither_loss_nor_gradients(tmp_path):
 def test_no_norm_of_a_local_gradient_is_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_, **__: pytest.fail("computed for the log alone"))
     train_one_step(tmp_path, batch_size=8, accumulation=1)
+
+
+class FakeSession:
+    """Session of a trainer that has three local steps; notes the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def restore_checkpoint(self) -> None:
+        self.calls.append("restore")
+
+    def join(self) -> None:
+        self.calls.append("join")
+
+    def after_local_step(self) -> bool:
+        self.calls.append("step")
+        return self.calls.count("step") < 3
+
+    def save_checkpoint(self, model: torch.nn.Module, tokenizer: str, keep: int) -> None:
+        assert isinstance(model, torch.nn.Module) and (tokenizer, keep) == ("tokenizer", 2)
+        self.calls.append("save")
+
+
+def test_callback_saves_the_state_of_the_session(tmp_path):
+    """Not a checkpoint of transformers, whose loss scale only a peer with fp16 can load."""
+    session = FakeSession()
+    trainer = build_trainer(tmp_path, max_steps=100, save_steps=2, save_strategy="no")
+    trainer.processing_class = trainer.callback_handler.processing_class = "tokenizer"
+    trainer.add_callback(CollaborativeCallback(session))
+    trainer.train()
+    assert session.calls == ["restore", "join", "step", "step", "save", "step", "save"]
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def order(peer_id: str = "peer", seed: int = 42, step: int = 0, passes: int = 1) -> list[list[int]]:
@@ -161,43 +190,8 @@ def test_fp16_without_a_gpu_is_refused():
     assert choose_precision(LocalTrainingArguments(use_cpu=True, bf16=True)) == (False, True)
 
 
-@pytest.mark.parametrize(("was_fp16", "is_fp16"), [(True, False), (False, True), (True, True)])
-def test_checkpoint_is_resumed_in_another_precision(tmp_path, monkeypatch, was_fp16, is_fp16):
-    """A folder moves from a T4 to an A100 or to a CPU, or back."""
-    build_trainer(tmp_path, max_steps=1, save_steps=1).train()
-    checkpoint = tmp_path / "checkpoint-1"
-    if was_fp16:  # as Trainer._save_scaler does
-        torch.save(torch.amp.GradScaler("cpu", init_scale=8.0).state_dict(), checkpoint / "scaler.pt")
-    trainer = build_trainer(tmp_path, max_steps=2, save_steps=10)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    monkeypatch.setattr(trainer.accelerator, "scaler", scaler if is_fp16 else None)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert trainer.state.global_step == 2
-    assert scaler.get_scale() == (8.0 if was_fp16 and is_fp16 else 4.0)
-
-
 def test_bf16_without_a_gpu_needs_no_other_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     args = build_training_arguments(LocalTrainingArguments(bf16=True, output_dir=str(tmp_path)), "peer")
     assert args.bf16 and args.device.type == "cpu"
-
-
-def write_checkpoint(folder, step: int) -> None:
-    path = folder / f"checkpoint-{step}"
-    build_model(CONFIG, "run").save_pretrained(path)
-    torch.save({"state": {"local_epoch": 3}, "param_groups": []}, path / "optimizer.pt")
-    (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-
-
-def test_newest_checkpoint_that_can_be_read_is_found(tmp_path):
-    assert find_checkpoint(str(tmp_path)) is None
-    for step in (9, 100, 20):  # the newest is not the one written last
-        write_checkpoint(tmp_path, step)
-    assert find_checkpoint(str(tmp_path)).endswith("checkpoint-100")
-    weights = tmp_path / "checkpoint-100" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    assert find_checkpoint(str(tmp_path)).endswith("checkpoint-20")
-    (tmp_path / "checkpoint-20" / "optimizer.pt").write_bytes(b"not a checkpoint")
-    assert find_checkpoint(str(tmp_path)).endswith("checkpoint-9")

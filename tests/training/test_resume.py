@@ -18,7 +18,6 @@ from lib.training.hf_trainer import (
     PeerSampler,
     autocast_dtype,
     build_training_arguments,
-    find_checkpoint,
 )
 from lib.training.model import build_model
 from lib.training.optimizer import build_param_groups
@@ -99,7 +98,7 @@ def train_with_the_trainer(
         sampler=sampler,
         loss_meter=session.loss_meter,
     )
-    trainer.train(resume_from_checkpoint=find_checkpoint(str(folder)))
+    trainer.train()
 
 
 def train_in_a_loop(folder: Path, model, session: TrainingSession, training_args: LocalTrainingArguments) -> None:
@@ -160,7 +159,7 @@ def make_old_values(number: int, weights: torch.Tensor) -> dict:
     }
 
 
-def write_old_checkpoint(folder: Path, is_custom: bool) -> tuple[dict[str, torch.Tensor], list[dict]]:
+def write_old_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict]]:
     """Write the files that commit 6b289d5 wrote at step 7, without using the current code.
 
     :returns: weights by name, and the statistics in the order of the optimizer's parameters
@@ -177,55 +176,34 @@ def write_old_checkpoint(folder: Path, is_custom: bool) -> tuple[dict[str, torch
     param_groups = [
         {**options, "weight_decay": decay, "params": group} for decay, group in zip((0.01, 0.0), indices, strict=True)
     ]
-    checkpoint = folder / f"checkpoint-{7 if is_custom else 20}"  # the Trainer counts local steps
+    checkpoint = folder / "checkpoint-7"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps(CONFIG.to_dict()))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    if is_custom:
-        values = []
-        for group in param_groups:
-            values += [*group["betas"], group["eps"], group["initial_lr"], group["lr"]]
-            values += [*group["params"], group["weight_decay"]]
-        values += [entry[name] for entry in statistics for name in STATISTICS]
-        metadata, tensors = [], []
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                metadata.append({"type": "tensor", "index": len(tensors)})
-                tensors.append(value)
-            else:
-                metadata.append({"type": "value", "value": value})
-        content = {"format": 1, "run_id": "run", "metadata": {"epoch": 7, "optimizer_metadata": metadata},
-                   "tensors": [*parameters, *tensors]}  # fmt: skip
-        torch.save(content, checkpoint / "training_state.pt")
-        (checkpoint / "collaboration.json").write_text(json.dumps({"run_id": "run", "step": 7, "time": 1.0}) + "\n")
-    else:
-        state = {**dict(enumerate(statistics)), "local_epoch": 7}
-        torch.save({"state": state, "param_groups": param_groups}, checkpoint / "optimizer.pt")
-        torch.save({}, checkpoint / "scheduler.pt")
-        trainer_state = {
-            "best_global_step": None, "best_metric": None, "best_model_checkpoint": None, "epoch": 20.0,
-            "eval_steps": 500, "global_step": 20, "is_hyper_param_search": False, "is_local_process_zero": True,
-            "is_world_process_zero": True, "logging_steps": 100, "max_steps": 2**31 - 1, "num_input_tokens_seen": 0,
-            "num_train_epochs": 2**31 - 1, "save_steps": 10**6, "total_flos": 1.0, "train_batch_size": SIZE,
-            "trial_name": None, "trial_params": None,
-            "log_history": [{"epoch": 1.0, "grad_norm": 1.0, "learning_rate": 0.01, "loss": 7.6, "step": 1}],
-            "stateful_callbacks": {
-                "TrainerControl": {
-                    "args": {"should_epoch_stop": False, "should_evaluate": False, "should_log": False,
-                             "should_save": True, "should_training_stop": True},
-                    "attributes": {},
-                }
-            },
-        }  # fmt: skip
-        (checkpoint / "trainer_state.json").write_text(json.dumps(trainer_state))
+    values = []
+    for group in param_groups:
+        values += [*group["betas"], group["eps"], group["initial_lr"], group["lr"]]
+        values += [*group["params"], group["weight_decay"]]
+    values += [entry[name] for entry in statistics for name in STATISTICS]
+    metadata, tensors = [], []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            metadata.append({"type": "tensor", "index": len(tensors)})
+            tensors.append(value)
+        else:
+            metadata.append({"type": "value", "value": value})
+    content = {"format": 1, "run_id": "run", "metadata": {"epoch": 7, "optimizer_metadata": metadata},
+               "tensors": [*parameters, *tensors]}  # fmt: skip
+    torch.save(content, checkpoint / "training_state.pt")
+    (checkpoint / "collaboration.json").write_text(json.dumps({"run_id": "run", "step": 7, "time": 1.0}) + "\n")
     return weights, statistics
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("is_custom", [False, True], ids=["Trainer", "loop of one's own"])
 def test_checkpoint_of_an_older_version_is_resumed(tmp_path, is_custom):
-    weights, statistics = write_old_checkpoint(tmp_path, is_custom)
+    weights, statistics = write_old_checkpoint(tmp_path)
     recorder = train(tmp_path, 8, is_custom)
     assert recorder.first_step == 7 and recorder.losses.keys() == {8}
     assert all(torch.equal(one, two) for one, two in zip(recorder.weights[7], weights.values(), strict=True))
