@@ -91,7 +91,7 @@ def test_ctrl_c_ends_monitor_and_trainer_cleanly(scripts):
     assert ask_for_status(folder).returncode == 0
     assert trainer.stop(signal.SIGINT) == 0, trainer.output
     trainer.assert_nothing_left()
-    assert re.search(r"You contributed [1-9]\d* samples to \d+ global step", trainer.output)
+    assert re.search(r"You contributed [1-9][\d,]* samples to \d+ global step", trainer.output)
     answer = ask_for_status(folder)
     assert answer.returncode == 1 and " ended at 20" in answer.stdout
     assert list_checkpoints(scripts.folder / "trainer"), "no checkpoint was saved"
