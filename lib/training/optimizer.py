@@ -3,7 +3,7 @@
 Peers exchange the optimizer state by position, so all of them must use these builders.
 """
 
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
 
 import torch
@@ -305,7 +305,8 @@ def build_state_compression(name: str) -> CompressionBase:
 
 def _tracker_options(args: ProgressTrackerArguments) -> dict[str, float]:
     """Return the options of ProgressTracker, but for the one that hivemind passes on by itself."""
-    return {name: value for name, value in asdict(args).items() if name != "performance_ema_alpha"}
+    names = [field.name for field in fields(ProgressTrackerArguments) if field.name != "performance_ema_alpha"]
+    return {name: getattr(args, name) for name in names}
 
 
 def build_state_averager(
