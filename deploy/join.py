@@ -28,7 +28,7 @@ GIB_FOR_SAMPLE, GIB_FOR_REST = 1.0, 2.0
 MAX_BATCH_SIZE = 64  # a micro-batch of half a second on the largest GPUs
 
 STOP_TIMEOUT = 30.0  # seconds; the trainer's own limit is 12
-MIN_TORCH = (2, 6)  # required by the pinned transformers
+MIN_TORCH = "2.6"  # required by the pinned transformers
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,8 @@ def torch_works() -> bool:
 
     The check runs in a separate process: the notebook's process would keep the old torch loaded and occupy GPU memory.
     """
-    code = (
-        "import sys, torch\n"
-        "version = tuple(int(number) for number in torch.__version__.split('.')[:2])\n"
-        f"sys.exit(version < {MIN_TORCH} or float(torch.ones(8, 8, device='cuda').sum()) != 64)"
-    )
+    code = "import sys, torch; from packaging.version import Version as V; "
+    code += f"sys.exit(V(torch.__version__) < V('{MIN_TORCH}') or torch.ones(8, 8, device='cuda').sum() != 64)"
     try:
         return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300).returncode == 0
     except subprocess.TimeoutExpired:

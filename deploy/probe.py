@@ -6,7 +6,6 @@
 The probe retries for --bootstrap_timeout seconds, and takes no part in the training.
 """
 
-import logging
 import tempfile
 from pathlib import Path
 
@@ -31,8 +30,6 @@ def probe(args: BaseTrainingArguments, stop: StopSignal) -> None:
     from utils import LocalMetrics, get_dictionary
 
     setup_logging(args.debug)
-    if not args.debug:
-        logging.getLogger().setLevel(logging.WARNING)
     exit_after(args.bootstrap_timeout + 60.0, 1, "The probe did not finish in time")
     with tempfile.TemporaryDirectory() as folder:
         stop.defer()
