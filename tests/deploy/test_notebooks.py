@@ -248,10 +248,10 @@ import os, sys
 with open("notebook.pid", "w") as file:
     file.write(str(os.getppid()))
 sys.path[:] = [{root!r}, *(folder for folder in sys.path if folder != {site!r})]
-from tests.support import ngrok_peer, paced
+from tests.support import altered, ngrok_peer
 os.environ["PACE"] = {pace!r}
-sys.argv[:1] = ["paced.py", "run_trainer.py"]
-paced.main()
+sys.argv[:1] = ["altered.py", "run_trainer.py"]
+altered.main()
 """
 MONITOR = """
 import os, sys
