@@ -54,7 +54,7 @@ def main() -> None:
     print("to stdout")
     for child in children:
         os.waitpid(child, 0)
-    time.sleep(0.2)  # the lines of the children arrive
+    time.sleep(1.0)  # the lines of the children arrive
     stop.set()
     time.sleep(0.2)
     logger.info("the last line")
