@@ -82,6 +82,7 @@ def small_text(tmp_path_factory) -> str:
 # --- the dataset -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("objective", "kind", "tokenizer_class", "special_ids"),
     [
@@ -128,6 +129,7 @@ def test_all_text_arrives(prepared):
     ) == 3 * sum(map(len, splits.values()))
 
 
+@pytest.mark.programs
 def test_only_the_seed_decides(tmp_path, monkeypatch):
     # Several groups of documents even in this small text, so that the work is divided.
     monkeypatch.setattr(preparation, "group_documents", partial(group_documents, group_chars=40_000))
@@ -365,6 +367,7 @@ def test_what_is_not_a_dataset_is_never_replaced(tmp_path):
     assert contents(tmp_path) == {"dataset/thesis.txt": b"years of work"}
 
 
+@pytest.mark.programs
 def test_what_a_killed_run_leaves_is_invisible_and_removed(tmp_path):
     code = (
         "import pathlib, sys, time; from lib.common.atomic_files import new_folder\n"
@@ -461,6 +464,7 @@ def test_the_whole_script(tmp_path, small_text):
         }
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("content", "output", "message"),
     [
