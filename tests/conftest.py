@@ -15,11 +15,10 @@ from lib.common.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.peers import Scripts, prepare_data
 
-# A test that asks for one of these starts peers, or other programs that spend more than a CPU second; so do the tests
-# of these modules. Others are marked one by one.
+# A test that asks for one of these starts peers, or other programs that spend more than a CPU second. Others are
+# marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
 FIXTURES_WITH_PROGRAMS = {"cloud", "launcher", "prepared", "repository", "small_text", "volunteers"}
-MODULES_WITH_PROGRAMS = "test_first_boot"
 LAST_LINES = 30
 
 settings.register_profile("busy machine", deadline=None)  # the default is 0.2 s for an example
@@ -37,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if FIXTURES_WITH_PEERS & set(item.fixturenames):
             item.add_marker(pytest.mark.peers)
-        if FIXTURES_WITH_PROGRAMS & set(item.fixturenames) or item.path.name.startswith(MODULES_WITH_PROGRAMS):
+        if FIXTURES_WITH_PROGRAMS & set(item.fixturenames):
             item.add_marker(pytest.mark.programs)
     if (worker := getattr(config, "workerinput", None)) is not None:
         items[:] = begin_with_the_longest(items, worker["workercount"])

@@ -25,6 +25,8 @@ from tests.deploy.test_notebooks import make_repository, write_program
 from tests.support.aws import make_settings, read_user_data
 from tests.support.peers import ROOT
 
+pytestmark = pytest.mark.programs
+
 
 def test_user_data_is_a_valid_script(started, tmp_path):
     started.set_trainers(1)
