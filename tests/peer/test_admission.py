@@ -53,9 +53,9 @@ def test_only_invited_peers_share_records(tmp_path, authority):
     with local_peer(tmp_path / "one", "run", invitation=organiser) as first:
         address = str(first.dht.get_visible_maddrs()[0])
         with local_peer(tmp_path / "two", "run", (address,), invitation=guest) as second:
-            assert second.dht.store("run_note", "hello", get_dht_time() + 60, subkey=b"second")
+            assert second.dht.store("run_note", "hello", get_dht_time() + 60, subkey=second.public_key)
             records = wait_until(lambda: first.dht.get("run_note", latest=True), 120, "the record").value
-            assert records[b"second"].value == "hello"
+            assert records[second.public_key].value == "hello"
         for number, invitation in enumerate((None, stranger)):
             with (
                 pytest.raises(UserError, match="that you pass the --invitation of the run if it needs one"),
