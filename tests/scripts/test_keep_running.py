@@ -46,6 +46,8 @@ sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 )
 def test_what_is_started_again(tmp_path, ends, starts):
     loop = make_loop([sys.executable, "-c", COMMAND, str(tmp_path / "starts"), *ends])
+    # A shell that runs the tests in the background makes its programs ignore SIGINT.
+    loop = ["env", "--default-signal=INT", *loop]
     subprocess.run(loop, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, start_new_session=True, check=False)
     assert len((tmp_path / "starts").read_text()) == starts
 
