@@ -22,7 +22,7 @@ test: .venv/installed-dev  ## Run the tests: fast ones, swarms in one process, a
 	$(PYTEST) -n 4 -m "not long and not gpu and not browser" $(ARGS)
 
 test-fast: .venv/installed-dev  ## Run the fast tests (no peers, no other programs); ARGS=tests/averaging for one package
-	$(PYTEST) -n 2 -m "not long and not peers and not programs and not gpu and not browser" $(ARGS)
+	$(PYTEST) -n 4 -m "not long and not peers and not programs and not gpu and not browser" $(ARGS)
 
 test-all: .venv/installed-dev  ## Also run the slow tests
 	$(PYTEST) -n 4 -m "not gpu and not browser" $(ARGS)
