@@ -180,7 +180,7 @@ def monitor(
     if run_args.client_mode:
         raise UserError("--client_mode: peers join through the monitor, so it must accept connections; drop the flag")
     if args.assist_in_averaging and peer_args.invitation is not None and args.assistant_invitation is None:
-        raise UserError("--assist_in_averaging needs an invitation of its own: pass --assistant_invitation")
+        raise UserError("--assist_in_averaging needs a separate invitation: pass --assistant_invitation")
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
     if args.store_checkpoints or args.assist_in_averaging:
         tokenizer = load_tokenizer(run_args.tokenizer_path)

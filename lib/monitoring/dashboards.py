@@ -51,7 +51,7 @@ class Dashboard:
 
     @property
     def page(self) -> str | None:
-        """Address at which everybody sees the curves; None if there is none, or the tracker has not started."""
+        """Public address of the curves; None if there is none, or the tracker has not started."""
         page = getattr(self.tracker, "page", None)
         return page if is_page(page) else None
 

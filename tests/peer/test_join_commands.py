@@ -1,4 +1,4 @@
-"""Each command that joins a run, in any document or program, is accepted by a run with settings of its own."""
+"""Each command that joins a run, in any document or program, is accepted by a run with its own settings."""
 
 import json
 import re
