@@ -1,6 +1,8 @@
 """Fixtures: tiny data that the real script prepares once, and scripts that do not outlive their test."""
 
+import asyncio
 import gc
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
@@ -65,6 +67,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needed = marker.args[0] if marker.args else 1
         if torch.cuda.device_count() < needed:
             pytest.skip(f"needs GPUs: {needed}; this machine has {torch.cuda.device_count()}")
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in a new event loop."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

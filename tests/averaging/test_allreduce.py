@@ -102,76 +102,62 @@ def make_reducer(roles: list[TensorRole], num_senders: int) -> SafeTensorPartRed
     return reducer
 
 
-def test_sender_that_violates_the_bounds_is_left_out_of_the_round():
-    async def scenario():
-        reducer = make_reducer([TensorRole.GRADIENT, TensorRole.PARAMETER], 3)
+async def test_sender_that_violates_the_bounds_is_left_out_of_the_round():
+    reducer = make_reducer([TensorRole.GRADIENT, TensorRole.PARAMETER], 3)
 
-        async def honest(sender: int, value: float) -> list[torch.Tensor]:
-            return [await reducer.accumulate_part(sender, part, torch.full((100,), value), 2.0) for part in range(2)]
+    async def honest(sender: int, value: float) -> list[torch.Tensor]:
+        return [await reducer.accumulate_part(sender, part, torch.full((100,), value), 2.0) for part in range(2)]
 
-        async def lying() -> None:
-            with pytest.raises(BannedException, match="norm"):
-                await reducer.accumulate_part(1, 0, 1e20 * OWN, 2.0)
-            reducer.on_sender_failed(1)  # the runner calls this after a ban
+    async def lying() -> None:
+        with pytest.raises(BannedException, match="norm"):
+            await reducer.accumulate_part(1, 0, 1e20 * OWN, 2.0)
+        reducer.on_sender_failed(1)  # the runner calls this after a ban
 
-        results = await asyncio.wait_for(asyncio.gather(honest(0, 0.1), honest(2, 0.08), lying()), 5)
-        for averages in results[:2]:
-            for average in averages:
-                assert torch.allclose(average, torch.full((100,), 0.09))
-        assert list(reducer.violations) == [1] and reducer.weights == {0: 2.0, 2: 2.0}
-
-    asyncio.run(scenario())
+    results = await asyncio.wait_for(asyncio.gather(honest(0, 0.1), honest(2, 0.08), lying()), 5)
+    for averages in results[:2]:
+        for average in averages:
+            assert torch.allclose(average, torch.full((100,), 0.09))
+    assert list(reducer.violations) == [1] and reducer.weights == {0: 2.0, 2: 2.0}
 
 
-def test_reducer_bounds_pseudo_gradients_by_each_other():
+async def test_reducer_bounds_pseudo_gradients_by_each_other():
     """A newcomer without samples is no reference, and changes nothing."""
+    reducer = make_reducer([TensorRole.GRADIENT, TensorRole.GRADIENT, TensorRole.PARAMETER], 4)
+    reducer._bounds = replace(Bounds(weight=256.0), compares_norms=True)
 
-    async def scenario():
-        reducer = make_reducer([TensorRole.GRADIENT, TensorRole.GRADIENT, TensorRole.PARAMETER], 4)
-        reducer._bounds = replace(Bounds(weight=256.0), compares_norms=True)
+    async def send(sender: int, scale: float, weight: float) -> list[torch.Tensor]:
+        return [
+            (await reducer.accumulate_part(sender, part, scale * OWN if part < 2 else OWN, weight)).clone()
+            for part in range(3)
+        ]
 
-        async def send(sender: int, scale: float, weight: float) -> list[torch.Tensor]:
-            return [
-                (await reducer.accumulate_part(sender, part, scale * OWN if part < 2 else OWN, weight)).clone()
-                for part in range(3)
-            ]
-
-        results = await asyncio.gather(send(0, 1.0, 2.0), send(1, 1.0, 2.0), send(2, 1e6, 4.0), send(3, 0, MIN_WEIGHT))
-        bound = TOLERANCE * 2  # the liar has twice the samples
-        for averages in results:
-            for gradient in averages[:2]:
-                assert torch.allclose(gradient, (2 + 2 + 4 * bound) / 8 * OWN, rtol=1e-4)
-            assert torch.allclose(averages[2], OWN, rtol=1e-4)
-        assert list(reducer.outliers()) == [2] and not reducer.violations
-
-    asyncio.run(scenario())
+    results = await asyncio.gather(send(0, 1.0, 2.0), send(1, 1.0, 2.0), send(2, 1e6, 4.0), send(3, 0, MIN_WEIGHT))
+    bound = TOLERANCE * 2  # the liar has twice the samples
+    for averages in results:
+        for gradient in averages[:2]:
+            assert torch.allclose(gradient, (2 + 2 + 4 * bound) / 8 * OWN, rtol=1e-4)
+        assert torch.allclose(averages[2], OWN, rtol=1e-4)
+    assert list(reducer.outliers()) == [2] and not reducer.violations
 
 
-def test_gradients_and_parameters_have_weights_of_their_own():
+async def test_gradients_and_parameters_have_weights_of_their_own():
     """A peer that missed an update contributes gradients with its weight and parameters without weight."""
+    reducer = make_reducer([TensorRole.GRADIENT, TensorRole.PARAMETER], 2)
 
-    async def scenario():
-        reducer = make_reducer([TensorRole.GRADIENT, TensorRole.PARAMETER], 2)
+    async def send(sender: int, value: float, weights: list[float]) -> list[torch.Tensor]:
+        part = torch.full((100,), value)
+        return [await reducer.accumulate_part(sender, index, part, weight) for index, weight in enumerate(weights)]
 
-        async def send(sender: int, value: float, weights: list[float]) -> list[torch.Tensor]:
-            part = torch.full((100,), value)
-            return [await reducer.accumulate_part(sender, index, part, weight) for index, weight in enumerate(weights)]
-
-        results = await asyncio.gather(send(0, 0.1, [1.0, 1.0]), send(1, 0.0, [3.0, MIN_WEIGHT]))
-        for gradient, parameter in results:
-            assert torch.allclose(gradient, torch.full((100,), 0.025))
-            assert torch.allclose(parameter, torch.full((100,), 0.1), atol=1e-5)
-
-    asyncio.run(scenario())
+    results = await asyncio.gather(send(0, 0.1, [1.0, 1.0]), send(1, 0.0, [3.0, MIN_WEIGHT]))
+    for gradient, parameter in results:
+        assert torch.allclose(gradient, torch.full((100,), 0.025))
+        assert torch.allclose(parameter, torch.full((100,), 0.1), atol=1e-5)
 
 
-def test_part_of_another_shape_is_refused():
-    async def scenario():
-        reducer = make_reducer([TensorRole.GRADIENT], 2)
-        with pytest.raises(BannedException, match="shape"):
-            await reducer.accumulate_part(1, 0, torch.zeros(99), 1.0)
-
-    asyncio.run(scenario())
+async def test_part_of_another_shape_is_refused():
+    reducer = make_reducer([TensorRole.GRADIENT], 2)
+    with pytest.raises(BannedException, match="shape"):
+        await reducer.accumulate_part(1, 0, torch.zeros(99), 1.0)
 
 
 def make_container(tensor: torch.Tensor = OWN) -> SafeTensorPartContainer:
@@ -188,49 +174,39 @@ NOT_FINITE = torch.full((100,), float("nan"))
 @pytest.mark.parametrize(
     "difference", [NOT_FINITE, 1e20 * OWN, 3.7 * OWN, torch.zeros(99)], ids=["nan", "1e20", "average 4.7", "shape"]
 )
-def test_average_that_violates_the_bounds_is_refused_and_its_reducer_has_failed(difference):
-    async def scenario():
-        container = make_container()
-        container.register_processed_part(1, 0, NOT_FINITE)  # our own average is checked by the other peers
-        with pytest.raises(AllreduceException):
-            container.register_processed_part(0, 0, difference)
-        container.register_failed_reducer(0)
-        assert list(container.violations) == [0] and container.failed_size == 100
-        averages = [average async for average in container.iterate_output_tensors()]
-        assert not averages[0].any(), "our own values stay"
-
-    asyncio.run(scenario())
+async def test_average_that_violates_the_bounds_is_refused_and_its_reducer_has_failed(difference):
+    container = make_container()
+    container.register_processed_part(1, 0, NOT_FINITE)  # our own average is checked by the other peers
+    with pytest.raises(AllreduceException):
+        container.register_processed_part(0, 0, difference)
+    container.register_failed_reducer(0)
+    assert list(container.violations) == [0] and container.failed_size == 100
+    averages = [average async for average in container.iterate_output_tensors()]
+    assert not averages[0].any(), "our own values stay"
 
 
-def test_failed_reducer_violates_no_bounds():
-    async def scenario():
-        container = make_container(1e20 * OWN)
-        container.register_failed_reducer(0)
-        assert container.failed_size == 100 and not container.violations
-
-    asyncio.run(scenario())
+async def test_failed_reducer_violates_no_bounds():
+    container = make_container(1e20 * OWN)
+    container.register_failed_reducer(0)
+    assert container.failed_size == 100 and not container.violations
 
 
 @pytest.mark.usefixtures("patches")
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_honest_average_is_accepted_with_every_compression(name):
+async def test_honest_average_is_accepted_with_every_compression(name):
     """The part is dominated by one element, where the error of 8-bit compression is largest."""
+    compression = COMPRESSIONS[name]()
+    own = torch.cat([torch.full((1,), 1000.0), torch.randn(1000, generator=torch.Generator().manual_seed(0))])
+    own /= own.norm()
 
-    async def scenario():
-        compression = COMPRESSIONS[name]()
-        own = torch.cat([torch.full((1,), 1000.0), torch.randn(1000, generator=torch.Generator().manual_seed(0))])
-        own /= own.norm()
+    def transmit(tensor: torch.Tensor) -> torch.Tensor:
+        info = CompressionInfo.from_tensor(tensor, key=0, role=TensorRole.GRADIENT)
+        return deserialize_torch_tensor(compression.compress(tensor, info))
 
-        def transmit(tensor: torch.Tensor) -> torch.Tensor:
-            info = CompressionInfo.from_tensor(tensor, key=0, role=TensorRole.GRADIENT)
-            return deserialize_torch_tensor(compression.compress(tensor, info))
-
-        container = make_container(own)
-        sent = transmit(own)
-        container.register_processed_part(0, 0, transmit((own + sent) / 2 - sent))
-        assert container.violations == {}
-
-    asyncio.run(scenario())
+    container = make_container(own)
+    sent = transmit(own)
+    container.register_processed_part(0, 0, transmit((own + sent) / 2 - sent))
+    assert container.violations == {}
 
 
 # Whole rounds, in memory

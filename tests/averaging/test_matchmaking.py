@@ -134,15 +134,12 @@ def assert_one_group(groups: list[GroupInfo], members: Iterable[PeerID]) -> None
 
 
 @pytest.mark.parametrize(("number", "clients"), [(2, 0), (3, 0), (8, 0), (2, 1), (5, 3)])
-def test_peers_of_a_step_form_one_group_at_once(number, clients):
-    async def scenario():
-        network, ids = make_network(number, clients, patience=30.0)
-        started = time.monotonic()
-        assert_one_group(await network.find(ids), ids)
-        assert time.monotonic() - started < 2, "nobody waits when all have come"
-        assert {leader for _, leader in network.calls} == {ids[0]}, "all ask the one that the rule names"
-
-    asyncio.run(scenario())
+async def test_peers_of_a_step_form_one_group_at_once(number, clients):
+    network, ids = make_network(number, clients, patience=30.0)
+    started = time.monotonic()
+    assert_one_group(await network.find(ids), ids)
+    assert time.monotonic() - started < 2, "nobody waits when all have come"
+    assert {leader for _, leader in network.calls} == {ids[0]}, "all ask the one that the rule names"
 
 
 def test_leader_changes_between_steps():
@@ -150,16 +147,13 @@ def test_leader_changes_between_steps():
     assert len({min(ids, key=lambda peer: rank(step, peer)) for step in range(50)}) > 4
 
 
-def test_peers_of_different_steps_never_meet():
-    async def scenario():
-        network, (one, other) = make_network(2)
-        searches = [network.search(one, 1)[1], network.search(other, 1 + 2**32)[1]]
-        done, _ = await asyncio.wait(searches, timeout=2 * PATIENCE)
-        assert not done
-        for search in searches:
-            search.cancel()
-
-    asyncio.run(scenario())
+async def test_peers_of_different_steps_never_meet():
+    network, (one, other) = make_network(2)
+    searches = [network.search(one, 1)[1], network.search(other, 1 + 2**32)[1]]
+    done, _ = await asyncio.wait(searches, timeout=2 * PATIENCE)
+    assert not done
+    for search in searches:
+        search.cancel()
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 2**31, 2**61])
@@ -172,229 +166,174 @@ def test_invalid_group_keys_are_refused(key):
     assert parse_group_key("run", key) is None
 
 
-def test_group_begins_when_the_step_is_due():
-    async def scenario():
-        network, ids = make_network(3, patience=30.0)
-        controls, tasks = zip(*(network.search(peer_id, is_due=False) for peer_id in ids), strict=True)
-        done, _ = await asyncio.wait(tasks, timeout=0.5)
-        assert not done, "all are there, but the step is not due"
-        controls[0].allow_allreduce()  # of the leader
-        assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 2), ids)
-
-    asyncio.run(scenario())
+async def test_group_begins_when_the_step_is_due():
+    network, ids = make_network(3, patience=30.0)
+    controls, tasks = zip(*(network.search(peer_id, is_due=False) for peer_id in ids), strict=True)
+    done, _ = await asyncio.wait(tasks, timeout=0.5)
+    assert not done, "all are there, but the step is not due"
+    controls[0].allow_allreduce()  # of the leader
+    assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 2), ids)
 
 
 @pytest.mark.parametrize(("state", "number"), [("down", 1), ("frozen", 1), ("frozen", 2)])
-def test_next_peer_leads_if_the_first_are_unreachable(state, number):
+async def test_next_peer_leads_if_the_first_are_unreachable(state, number):
     """A peer that fails is asked again only after those that were not asked yet."""
-
-    async def scenario():
-        network, ids = make_network(5, patience=30.0)
-        getattr(network, state).update(ids[:number])
-        assert_one_group(await network.find(ids[number:]), ids[number:])
-        assert network.peers[ids[number]].missed == dict.fromkeys(ids[:number], "could not be reached")
-
-    asyncio.run(scenario())
+    network, ids = make_network(5, patience=30.0)
+    getattr(network, state).update(ids[:number])
+    assert_one_group(await network.find(ids[number:]), ids[number:])
+    assert network.peers[ids[number]].missed == dict.fromkeys(ids[:number], "could not be reached")
 
 
-def test_leader_that_never_begins_is_abandoned():
-    async def scenario():
-        network, ids = make_network(3)
-        # For the first peer the step is not due: it keeps the requests without beginning.
-        _, held = network.search(ids[0], is_due=False)
-        assert_one_group(await network.find(ids[1:]), ids[1:])
-        held.cancel()
-
-    asyncio.run(scenario())
+async def test_leader_that_never_begins_is_abandoned():
+    network, ids = make_network(3)
+    # For the first peer the step is not due: it keeps the requests without beginning.
+    _, held = network.search(ids[0], is_due=False)
+    assert_one_group(await network.find(ids[1:]), ids[1:])
+    held.cancel()
 
 
-def test_abandoned_leader_is_not_asked_again_through_its_followers():
+async def test_abandoned_leader_is_not_asked_again_through_its_followers():
     """Two followers that give up a leader one after the other must not redirect each other to it repeatedly."""
-
-    async def scenario():
-        network, ids = make_network(3)
-        _, held = network.search(ids[0], is_due=False)
-        _, early = network.search(ids[1])
-        await asyncio.sleep(PATIENCE / 2)
-        _, late = network.search(ids[2])
-        assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 4), ids[1:])
-        assert network.calls.count((ids[1], ids[0])) == network.calls.count((ids[2], ids[0])) == 1
-        held.cancel()
-
-    asyncio.run(scenario())
+    network, ids = make_network(3)
+    _, held = network.search(ids[0], is_due=False)
+    _, early = network.search(ids[1])
+    await asyncio.sleep(PATIENCE / 2)
+    _, late = network.search(ids[2])
+    assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 4), ids[1:])
+    assert network.calls.count((ids[1], ids[0])) == network.calls.count((ids[2], ids[0])) == 1
+    held.cancel()
 
 
-def test_early_request_is_kept_until_the_step():
-    async def scenario():
-        network, ids = make_network(2, patience=30.0)
-        _, early = network.search(ids[1])
-        await asyncio.sleep(0.5)
-        assert network.peers[ids[0]].requested_number == 1
-        _, late = network.search(ids[0])
-        assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 2), ids)
-
-    asyncio.run(scenario())
+async def test_early_request_is_kept_until_the_step():
+    network, ids = make_network(2, patience=30.0)
+    _, early = network.search(ids[1])
+    await asyncio.sleep(0.5)
+    assert network.peers[ids[0]].requested_number == 1
+    _, late = network.search(ids[0])
+    assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 2), ids)
 
 
-def test_absent_peer_is_waited_for_in_two_rounds_only():
-    async def scenario():
-        network, ids = make_network(3)
-        present = [peer_id for peer_id in ids if peer_id != ids[2]]
-        seconds = []
-        for _ in range(4):
-            started = time.monotonic()
-            await network.find(present)
-            seconds.append(time.monotonic() - started)
-            assert network.peers[ids[0]].missed == {ids[2]: "did not ask to join"}
-        assert min(seconds[:2]) >= PATIENCE > max(seconds[2:])
-        assert_one_group(await network.find(ids), ids)
-
-    asyncio.run(scenario())
+async def test_absent_peer_is_waited_for_in_two_rounds_only():
+    network, ids = make_network(3)
+    present = [peer_id for peer_id in ids if peer_id != ids[2]]
+    seconds = []
+    for _ in range(4):
+        started = time.monotonic()
+        await network.find(present)
+        seconds.append(time.monotonic() - started)
+        assert network.peers[ids[0]].missed == {ids[2]: "did not ask to join"}
+    assert min(seconds[:2]) >= PATIENCE > max(seconds[2:])
+    assert_one_group(await network.find(ids), ids)
 
 
-def test_late_peer_joins_while_the_leader_waits():
-    async def scenario():
-        network, ids = make_network(3)
-        tasks = [network.search(peer_id)[1] for peer_id in ids[:2]]
-        await asyncio.sleep(PATIENCE / 2)
-        tasks.append(network.search(ids[2])[1])
-        assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 2), ids)
-
-    asyncio.run(scenario())
+async def test_late_peer_joins_while_the_leader_waits():
+    network, ids = make_network(3)
+    tasks = [network.search(peer_id)[1] for peer_id in ids[:2]]
+    await asyncio.sleep(PATIENCE / 2)
+    tasks.append(network.search(ids[2])[1])
+    assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 2), ids)
 
 
-def test_peer_that_does_not_know_the_leader_is_redirected():
-    async def scenario():
-        network, ids = make_network(4, patience=3.0)
-        network.know(ids[1:], by=ids[2:])
-        assert_one_group(await network.find(ids), ids)
-
-    asyncio.run(scenario())
+async def test_peer_that_does_not_know_the_leader_is_redirected():
+    network, ids = make_network(4, patience=3.0)
+    network.know(ids[1:], by=ids[2:])
+    assert_one_group(await network.find(ids), ids)
 
 
-def test_leader_redirects_its_followers_to_a_better_leader():
-    async def scenario():
-        network, ids = make_network(4, patience=30.0)
-        network.know(ids[1:], by=ids[1:3])
-        tasks = [network.search(peer_id)[1] for peer_id in ids]
-        await asyncio.sleep(0.3)
-        network.know(ids, by=ids[1:3])
-        assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 5), ids)
-
-    asyncio.run(scenario())
+async def test_leader_redirects_its_followers_to_a_better_leader():
+    network, ids = make_network(4, patience=30.0)
+    network.know(ids[1:], by=ids[1:3])
+    tasks = [network.search(peer_id)[1] for peer_id in ids]
+    await asyncio.sleep(0.3)
+    network.know(ids, by=ids[1:3])
+    assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 5), ids)
 
 
-def test_unknown_newcomer_does_not_lead():
+async def test_unknown_newcomer_does_not_lead():
     """The newcomer has the best rank but does not lead: it is not established, and asks the other peers."""
-
-    async def scenario():
-        network, ids = make_network(3)
-        network.know(ids, new=ids[:1])
-        network.know(ids[1:], by=ids[1:])
-        _, newcomer = network.search(ids[0])
-        await asyncio.sleep(0.2)
-        assert_one_group([*await network.find(ids[1:]), await newcomer], ids)
-
-    asyncio.run(scenario())
+    network, ids = make_network(3)
+    network.know(ids, new=ids[:1])
+    network.know(ids[1:], by=ids[1:])
+    _, newcomer = network.search(ids[0])
+    await asyncio.sleep(0.2)
+    assert_one_group([*await network.find(ids[1:]), await newcomer], ids)
 
 
-def test_newcomers_lead_only_newcomers():
-    async def scenario():
-        network, ids = make_network(3, patience=30.0)
-        network.know(ids, new=ids[:1])
-        await network.find(ids)
-        assert {leader for _, leader in network.calls} == {ids[1]}
-        network.calls.clear()
-        network.know(ids, new=ids)
-        await network.find(ids)
-        assert {leader for _, leader in network.calls} == {ids[0]}
-
-    asyncio.run(scenario())
+async def test_newcomers_lead_only_newcomers():
+    network, ids = make_network(3, patience=30.0)
+    network.know(ids, new=ids[:1])
+    await network.find(ids)
+    assert {leader for _, leader in network.calls} == {ids[1]}
+    network.calls.clear()
+    network.know(ids, new=ids)
+    await network.find(ids)
+    assert {leader for _, leader in network.calls} == {ids[0]}
 
 
-def test_peers_that_ask_each_other_form_one_group(monkeypatch):
-    async def scenario():
-        network, ids = make_network(2)
-        # For each peer, the other is the only established one and so the only candidate for the leader.
-        for own, other in itertools.permutations(ids):
-            network.peers[own].set_roster([RosterEntry(own, False, False), RosterEntry(other, False, True)])
-        assert_one_group(await network.find(ids), ids)
-
-    asyncio.run(scenario())
+async def test_peers_that_ask_each_other_form_one_group(monkeypatch):
+    network, ids = make_network(2)
+    # For each peer, the other is the only established one and so the only candidate for the leader.
+    for own, other in itertools.permutations(ids):
+        network.peers[own].set_roster([RosterEntry(own, False, False), RosterEntry(other, False, True)])
+    assert_one_group(await network.find(ids), ids)
 
 
-def test_search_ends_when_it_is_cancelled_while_the_roster_changes():
+async def test_search_ends_when_it_is_cancelled_while_the_roster_changes():
     """A search that outlives its cancellation would keep those for the next steps waiting."""
-
-    async def scenario():
-        network, ids = make_network(2)
-        _, search = network.search(ids[0], is_due=False)  # it leads, and waits for the other
-        for _ in range(5):
-            await asyncio.sleep(0)
-        network.know(ids)
+    network, ids = make_network(2)
+    _, search = network.search(ids[0], is_due=False)  # it leads, and waits for the other
+    for _ in range(5):
         await asyncio.sleep(0)
-        search.cancel()
-        done, _ = await asyncio.wait({search}, timeout=1)
-        assert done and search.cancelled()
-        assert_one_group(await network.find(ids, number=2), ids)
+    network.know(ids)
+    await asyncio.sleep(0)
+    search.cancel()
+    done, _ = await asyncio.wait({search}, timeout=1)
+    assert done and search.cancelled()
+    assert_one_group(await network.find(ids, number=2), ids)
 
-    asyncio.run(scenario())
 
-
-def test_clients_wait_for_a_peer_that_accepts_connections():
-    async def scenario():
-        network, ids = make_network(3, clients=2, patience=30.0)
-        network.know(ids[1:])
-        tasks = [network.search(peer_id)[1] for peer_id in ids[1:]]
-        done, _ = await asyncio.wait(tasks, timeout=0.5)
-        assert not done
-        network.know(ids)
-        tasks.append(network.search(ids[0])[1])
-        assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 3), ids)
-
-    asyncio.run(scenario())
+async def test_clients_wait_for_a_peer_that_accepts_connections():
+    network, ids = make_network(3, clients=2, patience=30.0)
+    network.know(ids[1:])
+    tasks = [network.search(peer_id)[1] for peer_id in ids[1:]]
+    done, _ = await asyncio.wait(tasks, timeout=0.5)
+    assert not done
+    network.know(ids)
+    tasks.append(network.search(ids[0])[1])
+    assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 3), ids)
 
 
 @pytest.mark.parametrize(("number", "clients", "size"), [(10, 0, 4), (10, 8, 4), (6, 5, 2), (4, 0, 4)])
-def test_too_many_peers_are_split_into_groups(number, clients, size):
-    async def scenario():
-        network, ids = make_network(number, clients, patience=30.0)
-        for peer in network.peers.values():
-            peer.max_group_size = size
-        groups = {group.group_id: group for group in await network.find(ids)}.values()
-        assert sorted(peer_id for group in groups for peer_id in group.peer_ids) == sorted(ids)
-        num_groups = min(number - clients, -(-number // size))
-        assert len(groups) == num_groups
-        sizes = [group.group_size for group in groups]
-        assert max(sizes) - min(sizes) <= 1
-        for group in groups:
-            assert any(not network.peers[peer_id].client_mode for peer_id in group.peer_ids)
-
-    asyncio.run(scenario())
+async def test_too_many_peers_are_split_into_groups(number, clients, size):
+    network, ids = make_network(number, clients, patience=30.0)
+    for peer in network.peers.values():
+        peer.max_group_size = size
+    groups = {group.group_id: group for group in await network.find(ids)}.values()
+    assert sorted(peer_id for group in groups for peer_id in group.peer_ids) == sorted(ids)
+    num_groups = min(number - clients, -(-number // size))
+    assert len(groups) == num_groups
+    sizes = [group.group_size for group in groups]
+    assert max(sizes) - min(sizes) <= 1
+    for group in groups:
+        assert any(not network.peers[peer_id].client_mode for peer_id in group.peer_ids)
 
 
-def test_banned_peer_is_left_out():
-    async def scenario():
-        network, ids = make_network(3, patience=30.0)
-        for peer_id in ids[1:]:
-            network.peers[peer_id].ban(ids[0], time.time() + 60)
-        _, outsider = network.search(ids[0])
-        assert_one_group(await network.find(ids[1:]), ids[1:])
-        assert not outsider.done()
-        assert network.peers[ids[1]].missed == {ids[0]: "banned"}
-        outsider.cancel()
-
-    asyncio.run(scenario())
+async def test_banned_peer_is_left_out():
+    network, ids = make_network(3, patience=30.0)
+    for peer_id in ids[1:]:
+        network.peers[peer_id].ban(ids[0], time.time() + 60)
+    _, outsider = network.search(ids[0])
+    assert_one_group(await network.find(ids[1:]), ids[1:])
+    assert not outsider.done()
+    assert network.peers[ids[1]].missed == {ids[0]: "banned"}
+    outsider.cancel()
 
 
-def test_group_is_found_again_after_a_failed_round():
-    async def scenario():
-        network, ids = make_network(3, patience=30.0)
-        first, second = await network.find(ids), await network.find(ids)
-        assert_one_group(second, ids)
-        assert first[0].group_id != second[0].group_id
-
-    asyncio.run(scenario())
+async def test_group_is_found_again_after_a_failed_round():
+    network, ids = make_network(3, patience=30.0)
+    first, second = await network.find(ids), await network.find(ids)
+    assert_one_group(second, ids)
+    assert first[0].group_id != second[0].group_id
 
 
 def request(
@@ -429,67 +368,55 @@ MALFORMED_CLAIMS = [
     ],
     ids=["step that is over", "older step", "other model", "other run", "empty", "next step", *map(str, range(11))],
 )
-def test_first_answer_to_a_request(join_request, code):
-    async def scenario():
-        network, ids = make_network(2)
-        peer = network.peers[ids[0]]
-        peer.finish(3)
-        async with aclosing(peer.rpc_join_group(join_request, SimpleNamespace(remote_id=ids[1]))) as answers:
-            assert (await anext(answers)).code == code
-
-    asyncio.run(scenario())
+async def test_first_answer_to_a_request(join_request, code):
+    network, ids = make_network(2)
+    peer = network.peers[ids[0]]
+    peer.finish(3)
+    async with aclosing(peer.rpc_join_group(join_request, SimpleNamespace(remote_id=ids[1]))) as answers:
+        assert (await anext(answers)).code == code
 
 
-def test_pending_requests_are_disbanded_with_the_step():
-    async def scenario():
-        network, ids = make_network(2)
-        peer = network.peers[ids[0]]
-        async with aclosing(peer.rpc_join_group(request(), SimpleNamespace(remote_id=ids[1]))) as answers:
-            assert (await anext(answers)).code == averaging_pb2.ACCEPTED
-            peer.finish(1)
-            assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
-
-    asyncio.run(scenario())
+async def test_pending_requests_are_disbanded_with_the_step():
+    network, ids = make_network(2)
+    peer = network.peers[ids[0]]
+    async with aclosing(peer.rpc_join_group(request(), SimpleNamespace(remote_id=ids[1]))) as answers:
+        assert (await anext(answers)).code == averaging_pb2.ACCEPTED
+        peer.finish(1)
+        assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
 
 
-def test_number_of_pending_requests_is_bounded(monkeypatch):
-    async def scenario():
-        monkeypatch.setattr(matchmaking, "MAX_HELD_REQUESTS", 2)
-        network, ids = make_network(4)
-        codes, held = [], []
-        for peer_id in ids[1:]:
-            answers = network.peers[ids[0]].rpc_join_group(request(), SimpleNamespace(remote_id=peer_id))
-            codes.append((await anext(answers)).code)
-            held.append(answers)
-        assert codes == [averaging_pb2.ACCEPTED, averaging_pb2.ACCEPTED, averaging_pb2.GROUP_IS_FULL]
-        for answers in held:
-            await answers.aclose()
-        assert not network.peers[ids[0]]._requests
-
-    asyncio.run(scenario())
+async def test_number_of_pending_requests_is_bounded(monkeypatch):
+    monkeypatch.setattr(matchmaking, "MAX_HELD_REQUESTS", 2)
+    network, ids = make_network(4)
+    codes, held = [], []
+    for peer_id in ids[1:]:
+        answers = network.peers[ids[0]].rpc_join_group(request(), SimpleNamespace(remote_id=peer_id))
+        codes.append((await anext(answers)).code)
+        held.append(answers)
+    assert codes == [averaging_pb2.ACCEPTED, averaging_pb2.ACCEPTED, averaging_pb2.GROUP_IS_FULL]
+    for answers in held:
+        await answers.aclose()
+    assert not network.peers[ids[0]]._requests
 
 
 @pytest.mark.parametrize("members", ["without us", "one twice", "malformed claims"])
-def test_invalid_group_is_not_joined(members):
-    async def scenario():
-        network, ids = make_network(2)
+async def test_invalid_group_is_not_joined(members):
+    network, ids = make_network(2)
 
-        async def lie(_request, _context):
-            peers = {"without us": ids[:1], "one twice": [*ids, ids[1]]}.get(members, ids)
-            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
-            yield averaging_pb2.MessageFromLeader(
-                code=averaging_pb2.BEGIN_ALLREDUCE,
-                group_id=b"group",
-                ordered_peer_ids=[peer.to_bytes() for peer in peers],
-                gathered=[CLAIMS if members != "malformed claims" else b""] * len(peers),
-            )
+    async def lie(_request, _context):
+        peers = {"without us": ids[:1], "one twice": [*ids, ids[1]]}.get(members, ids)
+        yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+        yield averaging_pb2.MessageFromLeader(
+            code=averaging_pb2.BEGIN_ALLREDUCE,
+            group_id=b"group",
+            ordered_peer_ids=[peer.to_bytes() for peer in peers],
+            gathered=[CLAIMS if members != "malformed claims" else b""] * len(peers),
+        )
 
-        network.peers[ids[0]].rpc_join_group = lie
-        _, search = network.search(ids[1])
-        done, _ = await asyncio.wait({search}, timeout=1.0)
-        assert not done
-        search.cancel()
-        with suppress(asyncio.CancelledError):
-            await search
-
-    asyncio.run(scenario())
+    network.peers[ids[0]].rpc_join_group = lie
+    _, search = network.search(ids[1])
+    done, _ = await asyncio.wait({search}, timeout=1.0)
+    assert not done
+    search.cancel()
+    with suppress(asyncio.CancelledError):
+        await search
