@@ -15,7 +15,6 @@ from hivemind.averaging.partition import AllreduceException, BannedException
 from hivemind.compression import (
     CompressionInfo,
     Float16Compression,
-    NoCompression,
     RoleAdaptiveCompression,
     TensorRole,
     deserialize_torch_tensor,
@@ -203,16 +202,25 @@ class Servicer(ServicerBase):
         return SimpleNamespace(rpc_aggregate_part=partial(p2p.round.send_parts, p2p.peer_id, peer))
 
 
+VALUES = torch.linspace(0.5, 1.5, 40)
+
+
 class Round:
     """Runners of the three peers of a round, whose messages one of them, the third, may alter.
 
     Each has a gradient of 40 and parameters of 20 elements, in parts of 10 elements.
 
+    :param compression: of gradients and parameters
     :param alter: changes a message of the third peer in place
     :param kind: of the messages that it alters: "part" or "answer"
     """
 
-    def __init__(self, kind: str = "", alter: Callable[[averaging_pb2.AveragingData], None] = lambda message: None):
+    def __init__(
+        self,
+        compression: str = "none",
+        kind: str = "",
+        alter: Callable[[averaging_pb2.AveragingData], None] = lambda message: None,
+    ):
         self.kind, self.alter = kind, alter
         infos = [
             CompressionInfo.from_tensor(torch.zeros(40), key=0, role=TensorRole.GRADIENT),
@@ -221,10 +229,12 @@ class Round:
         self.runners = [
             SafeAllReduceRunner(
                 p2p=SimpleNamespace(peer_id=IDS[number], round=self), servicer_type=Servicer, prefix="run",
-                group_id=b"group", tensors=[torch.full((40,), value), torch.full((20,), value)], tensor_infos=infos,
+                group_id=b"group", tensors=[value * VALUES, value * VALUES[:20]], tensor_infos=infos,
                 ordered_peer_ids=IDS, peer_fractions=[20, 20, 20], modes=[AveragingMode.NODE] * 3, weight=weight,
                 parameter_weight=4.0 - weight, bounds=Bounds(weight=4.0, gradient_norm=1.0, parameter_step=1.0),
-                compression=RoleAdaptiveCompression(gradient=NoCompression(), parameter=NoCompression()),
+                compression=RoleAdaptiveCompression(
+                    gradient=COMPRESSIONS[compression](), parameter=COMPRESSIONS[compression]()
+                ),
                 part_size_bytes=40, sender_timeout=1.0, reducer_timeout=2.0,
             )
             for number, (value, weight) in enumerate([(0.01, 1.0), (0.03, 3.0), (0.02, 2.0)])
@@ -247,23 +257,29 @@ class Round:
         return [difference async for difference in self.runners[number]]
 
 
-async def average_with(*alteration) -> tuple[Round, list[list[torch.Tensor]]]:
+async def average_with(**options) -> tuple[Round, list[list[torch.Tensor]]]:
     """Run a round, see Round.
 
-    :returns: the round, and the averages at the first two peers: gradient and parameters
+    :returns: the round, and the averages at the first two peers, gradient and parameters, as multiples of VALUES
     """
-    group = Round(*alteration)
+    group = Round(**options)
     async with asyncio.timeout(20):
         differences = await asyncio.gather(*(group.run(number) for number in range(3)), return_exceptions=True)
-    return group, [[own + tensor for tensor in differences[i]] for i, own in enumerate((0.01, 0.03))]
+    return group, [
+        [own + tensor / VALUES[: len(tensor)] for tensor in differences[i]] for i, own in enumerate((0.01, 0.03))
+    ]
 
 
 @pytest.mark.usefixtures("patches")
-async def test_round_averages_gradients_and_parameters_by_their_weights():
-    group, averages = await average_with()
+@pytest.mark.parametrize(
+    ("compression", "tolerance"),
+    [("none", 1e-5), ("float16", 1e-3), ("scaled_float16", 1e-3), ("blockwise8", 0.01), ("blockwise4", 0.1)],
+)
+async def test_round_averages_gradients_and_parameters_by_their_weights(compression, tolerance):
+    group, averages = await average_with(compression=compression)
     for gradient, parameters in averages:
-        assert torch.allclose(gradient, torch.tensor((0.01 + 3 * 0.03 + 2 * 0.02) / 6))
-        assert torch.allclose(parameters, torch.tensor((3 * 0.01 + 0.03 + 2 * 0.02) / 6))
+        for average, expected in ((gradient, 0.01 + 3 * 0.03 + 2 * 0.02), (parameters, 3 * 0.01 + 0.03 + 2 * 0.02)):
+            assert (6 * average - expected).abs().mean() < tolerance * expected
     assert [runner.received_fraction for runner in group.runners] == [1.0] * 3
     assert not any(runner.violations() for runner in group.runners)
     assert group.runners[0].sender_weights() == {IDS[0]: 1.0, IDS[1]: 3.0, IDS[2]: 2.0}
@@ -294,7 +310,7 @@ async def test_malformed_message_is_refused_before_it_is_deserialized(kind, alte
 
     monkeypatch.setattr(allreduce, "deserialize_torch_tensor", deserialize)
     monkeypatch.setattr(hivemind.averaging.allreduce, "deserialize_torch_tensor", deserialize)
-    group, averages = await average_with(kind, alter)
+    group, averages = await average_with(kind=kind, alter=alter)
     assert set(deserialized) == {("float32", 40, 0)}
     honest = group.runners[:2]
     if kind == "part":

@@ -4,58 +4,12 @@ import threading
 
 import pytest
 import torch
-from hivemind.utils import PerformanceEMA, get_dht_time
+from hivemind.utils import PerformanceEMA
 
 from tests.support.peers import wait_until
 from tests.support.swarm import SAMPLES, Replay, Trainer, assert_equal_parameters, flat
 
 # Joining and leaving
-
-
-def test_fresh_peer_offers_no_state_and_trained_one_does(build_swarm):
-    swarm = build_swarm()
-    trainers = swarm.add_several(False, False)
-    assert not any(trainer.optimizer.load_state_from_peers() for trainer in trainers)
-    assert not any(trainer.optimizer.state_averager.allow_state_sharing for trainer in trainers)
-    swarm.global_step(6, 6)
-    assert all(trainer.optimizer.state_averager.allow_state_sharing for trainer in trainers)
-    newcomer = swarm.add()
-    newcomer.join()
-    assert newcomer.version == newcomer.optimizer.local_epoch == 1
-    assert_equal_parameters([newcomer], trainers[0].parameters)
-
-
-def test_peer_that_announced_departure_is_not_counted(build_swarm):
-    swarm = build_swarm()
-    staying, leaving = swarm.add_several(False, False)
-    auxiliary_peer = swarm.add_auxiliary_peer()
-    swarm.global_step(6, 6)
-    wait_until(lambda: len(staying.tracker.others) == 2, 60, "both others")
-    leaving.optimizer.say_goodbye()
-    auxiliary_peer.stop()
-    wait_until(lambda: not staying.tracker.others, 30, "the goodbyes")
-    assert staying.tracker.global_progress.num_peers == 1
-
-
-def test_lone_peer_reads_reports_often(build_swarm):
-    """A slow first local step predicts global steps of hours, for which reports are read only twice a minute."""
-    swarm = build_swarm(target_batch_size=1000)
-    first, second = swarm.add_several(False, False)
-    for trainer in (first, second):
-        trainer.tracker.max_refresh_period = 30.0
-        trainer.tracker.performance_ema.samples_per_second = 0.1
-
-    def seconds_to_look() -> float:
-        return first.tracker.global_progress.next_fetch_time - get_dht_time()
-
-    first.local_step(swarm.take(1))
-    assert first.tracker.refresh()
-    assert seconds_to_look() <= first.tracker.default_refresh_period
-    second.local_step(swarm.take(1))
-    wait_until(lambda: first.tracker.other_trainers, 10, "that the first knows the second")
-    wait_until(lambda: seconds_to_look() > 2, 30, "that it looks less often: the step is not due soon")
-    first.tracker.complete_step(1, 0)  # the other trainer may have completed it, too
-    assert seconds_to_look() < 1
 
 
 def test_joining_within_a_step_does_not_set_others_back(build_swarm):
@@ -76,22 +30,6 @@ def test_joining_within_a_step_does_not_set_others_back(build_swarm):
     assert [len(trainer.entry["group"]) for trainer in trainers] == [2, 2]
 
 
-def test_step_is_no_longer_due_after_its_download(build_swarm):
-    swarm = build_swarm()
-    trainers = swarm.add_several(False, False)
-    newcomer = swarm.add()
-    newcomer.tracker.refresh()
-    newcomer.tracker.default_refresh_period = newcomer.tracker.max_refresh_period = 1000.0
-    newcomer.tracker.min_refresh_period = 1000.0
-    with trainers[0].hold(), trainers[1].hold():
-        swarm.compute(6, 6, trainers=trainers)
-        wait_until(lambda: newcomer.tracker.refresh() and newcomer.tracker.seconds_to_step == 0, 60, "a step is due")
-    swarm.wait_for(1, trainers)
-    assert newcomer.tracker.seconds_to_step == 0, "it has looked meanwhile"
-    wait_until(newcomer.optimizer.load_state_from_peers, 30, "the offer of a state")
-    assert newcomer.optimizer.local_epoch == 1 and newcomer.tracker.seconds_to_step > 0
-
-
 # Missing a step
 
 
@@ -110,7 +48,7 @@ def assert_received_what_it_lacked(trainer: Trainer, parameters: torch.Tensor, e
 def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm):
     swarm, replay = build_swarm(matchmaking_time=10.0), Replay()
     swarm.add_several(False, False, False)
-    late = swarm.trainers[swarm.in_order(step=1)[0]]  # it should have led
+    late, *_ = swarm.in_order(step=1)  # it should have led
     others = [trainer for trainer in swarm.trainers if trainer is not late]
     with late.hold():
         swarm.compute(4, 5, 3)

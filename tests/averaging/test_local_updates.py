@@ -220,15 +220,14 @@ def test_peer_that_misses_a_round_keeps_its_local_updates(build_swarm):
         assert (trainer.parameters - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_local_updates_that_diverge_are_sent_to_nobody(build_swarm, value):
+def test_local_updates_that_diverge_are_sent_to_nobody(build_swarm):
     """The peer contributes nothing to the round and goes back to the parameters of the last step."""
     swarm, replay = build_swarm(**LOCAL), LocalReplay()
     healthy, broken = swarm.add_several(False, False)
     take_step(swarm, replay, (3, 3), (3, 3))
     broken.local_step(swarm.take(6))
     with torch.no_grad():
-        next(broken.model.parameters()).view(-1)[0] = value
+        next(broken.model.parameters()).view(-1)[0] = math.nan
     healthy.local_step(swarm.take(6))
     contributions = swarm.wait_for(2)
     expected = replay.global_step({0: batches_of(contributions[0])})
@@ -238,21 +237,6 @@ def test_local_updates_that_diverge_are_sent_to_nobody(build_swarm, value):
     assert broken.optimizer.discard_local_updates()
     assert torch.equal(broken.model_parameters, broken.parameters)
     assert not healthy.optimizer.discard_local_updates()
-
-
-def test_huge_local_updates_are_clipped_and_their_sender_is_banned(build_swarm):
-    swarm, replay = build_swarm(**LOCAL, max_update_norm=0.5), LocalReplay()
-    *honest, liar = swarm.add_several(False, False, True)
-    liar.averager.max_grad_norm = 0.0
-    swarm.compute(4, 5, 3)
-    with torch.no_grad():
-        for parameter in liar.model.parameters():
-            parameter.add_(100.0)
-    contributions = swarm.wait_for(1, honest)
-    expected = replay.global_step(dict(enumerate(map(batches_of, contributions))))
-    for trainer in honest:
-        assert (trainer.parameters - expected).abs().max() < 1e-6
-    assert any(liar.id in trainer.optimizer.banned_peers() for trainer in honest)
 
 
 def test_updates_far_larger_than_the_others_are_scaled_down_and_their_sender_is_banned(build_swarm):
@@ -271,14 +255,3 @@ def test_updates_far_larger_than_the_others_are_scaled_down_and_their_sender_is_
     for trainer in honest:
         assert (trainer.parameters - flat(start)).norm() < 3 * honest_change
     assert any(liar.id in trainer.optimizer.banned_peers() for trainer in honest)
-
-
-def test_peers_with_and_without_local_updates_ignore_each_other(build_swarm, caplog):
-    swarm = build_swarm(target_batch_size=8)
-    local, ordinary = swarm.add(**LOCAL), swarm.add()
-    swarm.compute(4, 4)
-    wait_until(lambda: "with --local_updates" in caplog.text, 30, "the warning")
-    assert not local.tracker.others and not ordinary.tracker.others
-    swarm.compute(4, 4)
-    swarm.wait_for(1)
-    assert [trainer.entry["outcome"] for trainer in (local, ordinary)] == ["alone", "alone"]

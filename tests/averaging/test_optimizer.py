@@ -91,12 +91,14 @@ def test_contribution_is_the_clipped_mean_over_samples():
 def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
     optimizer = build()
     compute(optimizer, 0.2)
+    assert not optimizer.state_averager.allow_state_sharing, "there is no trained state"
     take(optimizer, outcome, gradients=-0.2)
     expected = -0.2 if outcome == Outcome.AVERAGED else 0.2
     assert value_of(optimizer.grad_averager.averaged_gradients) == pytest.approx(expected)
     moved = value_of(optimizer._offloaded_parameters()) - 3.0
     assert moved == pytest.approx(-0.01 if expected > 0 else 0.01, rel=1e-3)  # AdamW's first step
     assert (optimizer.local_epoch, optimizer.accumulator.num_samples) == (1, 0)
+    assert optimizer.state_averager.allow_state_sharing
     assert optimizer.pop_steps() == [(1, 4)]
     assert optimizer._convalescence == (CONVALESCENCE_ROUNDS if outcome == Outcome.FAILED else 0)
 
@@ -182,6 +184,7 @@ def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed,
         lambda: optimizer.state_averager.sync_with_main_parameters(10) or True,
     )  # fmt: skip
     assert optimizer.load_state_from_peers()
+    assert optimizer.coordinator.is_called_off, "its group would wait for it"
     assert (optimizer.local_epoch, optimizer.missed_updates) == (10 + missed, missed)
     assert optimizer.tracker.local_progress.completed == 10 + missed
     assert optimizer.state_averager.allow_state_sharing == (missed == 0)
@@ -226,6 +229,13 @@ def test_global_step_moves_by_the_average_of_the_local_changes():
     take(optimizer, gradients=0.4)
     assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.1 / INNER_WARMUP_STEPS, rel=0.02)
     assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 - 0.5 * 1.5 * 0.4)  # Nesterov
+
+
+def test_local_updates_are_bounded_by_the_parameters_and_by_each_other():
+    averager = build_local(max_update_norm=0.5).grad_averager
+    assert averager.gradient_bound() == pytest.approx(0.5 * 3.0 * 2**0.5) and averager._bounds.compares_norms
+    averager = build().grad_averager
+    assert averager.gradient_bound() == 1.0 and not averager._bounds.compares_norms
 
 
 @pytest.mark.parametrize(("epoch", "is_kept"), [(6, True), (7, True), (8, False)])

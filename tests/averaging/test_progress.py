@@ -1,6 +1,7 @@
 """Tests of ProgressTracker: how a peer uses the progress reports of other peers. No DHT, no processes."""
 
 import functools
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -111,14 +112,20 @@ def test_records_that_are_no_reports_are_ignored(value):
     assert see(make_tracker(), value).others == []
 
 
-def test_peers_of_another_protocol_are_ignored_with_one_warning(caplog, monkeypatch):
+def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
     warnings = []
     monkeypatch.setattr(progress_module.logger, "warning", warnings.append)
-    tracker = make_tracker()
+    tracker, local = make_tracker(), make_tracker(local_updates=True)
+    local.report_samples(1)
+    local._report()
+    (local_record,) = local.dht.records.values()
     for _ in range(3):
-        see(tracker, {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"number": 2, "epoch": 9})
+        reports = {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"number": 2, "epoch": 9}
+        see(tracker, *reports, {**local_record, "number": 3})
     assert tracker.others == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
-    assert len(warnings) == 2 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
+    assert len(warnings) == 3 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
+    assert "runs with --local_updates, this trainer without" in warnings[2]
+    assert see(local, record(1)).others == [] and "runs without --local_updates, this trainer with:" in warnings[3]
 
 
 def test_banned_and_ignored_peers_do_not_count():
@@ -336,8 +343,10 @@ def test_reports_become_frequent_when_the_step_is_near(clock, monkeypatch):
 
 def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left():
     """Trainers that wait for a round report hardly any samples per second, and would be read 30 s later."""
-    tracker = make_tracker(target=100)
+    tracker = see(make_tracker(target=100))
+    assert tracker._refresh_period() == tracker.default_refresh_period, "it is alone"
     tracker.complete_step(3, 0)
+    assert tracker._next_fetch < time.monotonic() + 1, "other trainers may have completed it, too"
     tracker._first_seen = {peer_id(1): 0.0, peer_id(2): 0.0}
     see(tracker, record(1, epoch=3, completed=2, rate=0.1), record(2, epoch=3, rate=0.1))
     assert tracker._refresh_period() == progress_module.ROUND_END_SECONDS

@@ -46,7 +46,7 @@ def test_faulty_reducer_is_banned_and_costs_its_part_of_one_round(build_swarm, k
     """The faulty peer also sends invalid averages. The other peers keep their own values there and continue."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
     swarm.add_several(False, False, False)
-    bad = swarm.trainers[swarm.in_order(step=1)[1]]  # the second of three reduces gradients and parameters
+    bad = swarm.in_order(step=1)[1]  # the second of three reduces gradients and parameters
     honest = [trainer for trainer in swarm.trainers if trainer is not bad]
     send(bad, kind, value)
     swarm.compute(4, 5, 3)

@@ -20,23 +20,30 @@ def test_scaler_of_hivemind_is_refused():
 
 
 def make_control() -> RoundControl:
-    trigger, cancel = MPFuture(), MPFuture()
+    trigger, cancel = MPFuture(), MPFuture()  # the first one of a process must not be the control
     control = RoundControl(
         number=2**40, scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b""
     )
     control.attach(trigger, cancel)
-    trigger.set_result(None)
     return control
 
 
 def test_round_that_ends_while_it_is_called_off_raises_nothing():
     control = make_control()
+    control.allow_allreduce()
     control._cancel.set_result(None)
     with pytest.raises(Exception, match="CANCEL|FINISHED|state"):
         control.cancel()
-    control = make_control()
-    control._cancel.set_result(None)
     control.call_off()
+
+
+def test_round_that_has_timed_out_is_called_off_without_a_warning():
+    """A laptop wakes up after the timeout of the search for a group."""
+    control = make_control()
+    control.set_exception(TimeoutError())
+    assert not control.triggered
+    control.call_off()
+    assert control.triggered, "or hivemind warns when the handle is deleted"
 
 
 def test_handle_of_a_round_keeps_its_values_apart():

@@ -50,7 +50,7 @@ class Rounds:
     :param gradients, parameters: values of the averages
     """
 
-    num_attempts, last_error, has_group = 1, "", False
+    num_attempts, last_error, has_group, is_called_off = 1, "", False, False
 
     def __init__(self, optimizer: CollaborativeOptimizer):
         self.averager = optimizer.grad_averager
@@ -70,7 +70,7 @@ class Rounds:
         return self.outcome, RoundResult([b"a", b"b"], self.received, {}, {}, {})
 
     def call_off(self) -> None:
-        pass
+        self.is_called_off = True
 
 
 class Donors:

@@ -284,10 +284,14 @@ class Swarm:
         for trainer in trainers:
             wait_until(lambda trainer=trainer: trainer.knows(trainers), 60, "that all know each other")
 
+    def in_order(self, step: int) -> list[Trainer]:
+        """Return the trainers in the order in which they are asked to lead the group of a step."""
+        return sorted(self.trainers, key=lambda trainer: rank(step, trainer.peer.dht.peer_id))
+
     def schedule_rounds(self, step: int, timeout: float = 60.0) -> list[RoundControl]:
         """Start matchmaking for a step in the averagers of all trainers, without their optimizers.
 
-        :returns: the handle of each trainer's round
+        :returns: the handle of each trainer's round, in the order of `in_order`
         """
         self.compute(*[1] * len(self.trainers))  # trainers report progress after their first local step
 
@@ -296,16 +300,11 @@ class Swarm:
 
         wait_until(know_each_other, 60, "that all know each other")
         rounds = []
-        for trainer in self.trainers:
+        for trainer in self.in_order(step):
             trainer.optimizer.coordinator.update_roster()
             rounds.append(trainer.averager.schedule_round(step, timeout))
             rounds[-1].weight = rounds[-1].parameter_weight = 1.0
         return rounds
-
-    def in_order(self, step: int) -> list[int]:
-        """Return the indices of the trainers in the order in which they are asked to lead the group of a step."""
-        peer_ids = [trainer.peer.dht.peer_id for trainer in self.trainers]
-        return sorted(range(len(peer_ids)), key=lambda number: rank(step, peer_ids[number]))
 
     def global_step(self, *sizes: int, trainers: Sequence[Trainer] = ()) -> list[Contribution]:
         """Let trainers take a global step.
