@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import psutil
 
-PARTS = ("main", "DHT", "state averager", "round averager", "p2pd", "torch_shm", "workers")
+PARTS = ("main", "DHT", "state averager", "round averager", "p2pd", "workers")
 
 
 def name_parts(main: int, family: Sequence[psutil.Process]) -> dict[int, str]:
@@ -16,9 +16,8 @@ def name_parts(main: int, family: Sequence[psutil.Process]) -> dict[int, str]:
 
     :param main: process ID of the main process
     """
-    parts = {process.pid: "torch_shm" for process in family if process.name().startswith("torch_shm")}
     daemons = [process for process in family if process.name().startswith("p2pd")]
-    parts.update({process.pid: "p2pd" for process in daemons})
+    parts = {process.pid: "p2pd" for process in daemons}
     parts.update({process.ppid(): "DHT" for process in daemons})
     parts[main] = "main"
     averagers = sorted(process.pid for process in family if process.pid not in parts and process.ppid() == main)

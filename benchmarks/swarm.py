@@ -108,7 +108,6 @@ class Swarm:
 
     def remove(self, name: str, number: int) -> None:
         """Send a signal to a trainer, which ends it."""
-        self.trainers[name].family()
         self.staying.remove(name)
         self.absences[name].append((time.time(), float("inf")))
         self.trainers[name].process.send_signal(number)
@@ -117,7 +116,6 @@ class Swarm:
         """End all processes, trainers first."""
         scripts = [*self.trainers.values(), *([self.monitor] if self.monitor else [])]
         for script in scripts:
-            script.family()
             script.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 30
         for script in scripts:

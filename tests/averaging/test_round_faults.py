@@ -147,7 +147,6 @@ def test_foreign_trainer_is_ignored(build_swarm, tmp_path, caplog, launcher, kin
     newcomer.join()
     assert newcomer.version == 3, "it loaded the state of the stranger"
     assert_equal_parameters([newcomer], expected)
-    stranger.family()
     assert stranger.process.poll() is None, stranger.output
     warnings = [message for message in caplog.messages if "has protocol" in message]
     assert len(warnings) == (3 if kind == "protocol" else 0), "one line at each peer"

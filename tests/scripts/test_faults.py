@@ -53,12 +53,10 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
     trainers = [scripts.trainer(name, "--initial_peers", monitor.address, *LONG_STEPS) for name in ("one", "two")]
     for trainer in trainers:
         trainer.wait_for("Beginning optimizer step", 120)
-        trainer.family()
         os.killpg(trainer.process.pid, signal.SIGINT)  # as a terminal sends it
     for trainer in trainers:
         assert trainer.wait(20) == 0, trainer.output
         trainer.assert_nothing_left()
-    monitor.family()
     os.killpg(monitor.process.pid, signal.SIGINT)
     assert monitor.wait(20) == 0
     monitor.assert_nothing_left()
@@ -103,7 +101,6 @@ def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):
 def test_second_signal_ends_at_once(scripts):
     trainer = scripts.trainer("trainer", *SLOW)
     trainer.wait_for("Local step 1:")
-    trainer.family()
     trainer.process.send_signal(signal.SIGSTOP)  # so that both signals are pending when it continues
     trainer.process.send_signal(signal.SIGINT)
     trainer.process.send_signal(signal.SIGTERM)

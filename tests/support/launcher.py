@@ -5,7 +5,6 @@ requests and answers with the tests through a socket, one JSON line each, and en
 the imports start their scripts without the launcher.
 """
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -47,11 +46,12 @@ CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 def end_with_parent() -> None:
     """End a script's process when the tests end, even if they are killed. Runs in the process before the script.
 
-    The kernel watches the thread that started the process. The fork hook of `guard_children` may have run before: it
-    makes a process group (after which `setsid` fails) and ignores SIGINT.
+    The kernel watches the thread that started the process. The process gets a session, by which `Script.family` finds
+    its descendants. The fork hook of `guard_children` may have run before: it ignores SIGINT and makes a process
+    group, whose leader must leave it for `setsid`.
     """
-    with contextlib.suppress(PermissionError):
-        os.setpgid(0, 0)
+    os.setpgid(0, os.getpgid(os.getppid()))
+    os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal_at_end_of_parent(signal.SIGKILL)
 

@@ -23,7 +23,6 @@ from arguments import (
     LocalTrainingArguments,
     ProgressTrackerArguments,
 )
-from tests.support.family import Family, is_alive
 from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
@@ -140,7 +139,6 @@ class Script:
                     [*enter, *PYTHON, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                     cwd=log.parent, env={**os.environ, **ENVIRONMENT, **env}, preexec_fn=end_with_parent,
                 )  # fmt: skip
-        self._family = Family(self.process.pid)
 
     @property
     def output(self) -> str:
@@ -152,8 +150,19 @@ class Script:
         return [int(step) for step in re.findall(r"\bStep #(\d+)", self.output)]
 
     def family(self) -> list[psutil.Process]:
-        """Return the live processes of the script: its main process and all descendants seen so far."""
-        return self._family.alive()
+        """Return the live processes of the script.
+
+        They share its session, but for torch_shm_manager: it ends by itself after the others, and removes their files
+        in /dev/shm.
+        """
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(pid) == self.process.pid:
+                    process = psutil.Process(pid)
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append(process)
+        return found
 
     def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
         """Wait until the output matches a pattern.
@@ -162,7 +171,6 @@ class Script:
         """
 
         def found():
-            self._family.look()
             match = re.search(pattern, self.output)
             if match is None and self.process.poll() is not None:
                 time.sleep(0.2)
@@ -179,14 +187,12 @@ class Script:
         """Wait until the main process ends, and return its exit code."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
-            self._family.look()
             assert time.monotonic() < deadline, f"still running after {timeout} seconds:\n{self.output}"
             time.sleep(0.1)
         return self.process.returncode
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
         """Send a signal to the main process, wait until it ends, and return its exit code."""
-        self._family.look()
         self.process.send_signal(number)
         return self.wait(timeout)
 
@@ -196,8 +202,7 @@ class Script:
 
     def kill(self) -> None:
         """Kill the main process (SIGKILL), and check that the others end, too."""
-        self.family()
-        self.process.send_signal(signal.SIGKILL)
+        self.process.kill()
         self.wait()
         self.assert_nothing_left()
 
@@ -214,14 +219,10 @@ class Script:
                     process.resume()
 
     def kill_all(self) -> None:
-        """Kill all processes of the script but torch_shm_manager.
-
-        torch_shm_manager ends by itself after the others, and removes their files in /dev/shm.
-        """
-        for process in self.family():
+        """Kill all processes of the script."""
+        for process in (self.process, *self.family()):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if not process.name().startswith("torch_shm"):
-                    process.kill()
+                process.kill()
         self.process.wait()
 
     @property
@@ -254,8 +255,6 @@ def join_together(*trainers: Script) -> None:
 
     On a busy machine the first trainer would otherwise take steps alone.
     """
-    for trainer in trainers:
-        trainer.family()
     hold_until_all_begin({psutil.Process(trainer.process.pid): trainer.log for trainer in trainers})
 
 
@@ -269,7 +268,7 @@ def hold_until_all_begin(trainers: dict[psutil.Process, Path], timeout: float = 
 
     def are_held() -> bool:
         for process, log in list(waiting.items()):
-            assert is_alive(process), log.read_text()
+            assert process.status() != psutil.STATUS_ZOMBIE, log.read_text()
             if "Local step 1:" in log.read_text():
                 process.suspend()
                 del waiting[process]

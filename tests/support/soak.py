@@ -192,7 +192,6 @@ class Run:
     def finish(self) -> None:
         """Stop all trainers at once, so that none continues alone, and then the monitor."""
         for trainer in self.trainers.values():
-            trainer.family()
             trainer.process.send_signal(signal.SIGTERM)
         self.exit_codes += [trainer.wait(30) for trainer in self.trainers.values()]
         self.exit_codes.append(self.monitor.stop())

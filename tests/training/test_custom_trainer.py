@@ -20,7 +20,6 @@ def watch_backups(trainers, run_id: str, seconds: float) -> dict[str, dict[int, 
     while any(trainer.process.poll() is None for trainer in trainers):
         assert time.monotonic() < deadline, [trainer.output for trainer in trainers]
         for trainer in trainers:
-            trainer.family()
             path = trainer.log.with_suffix("") / "backup.pt"
             if path.exists():
                 state = load_training_state(path, run_id)
