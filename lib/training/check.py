@@ -5,7 +5,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from hivemind.utils import get_dht_time
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
+from arguments import LocalTrainingArguments, TrainerArguments
 from lib.averaging.progress import parse_progress
 from lib.common.argument_parser import CommandLine
 from lib.common.diagnosis import diagnose
@@ -31,11 +31,10 @@ from lib.common.processes import StopSignal
 from lib.peer.addresses import find_tcp_endpoint, peer_id_in
 from lib.peer.lifecycle import open_peer
 from lib.peer.peer import Peer, explain_clock
-from lib.peer.run_config import RunConfigRelay, adopt_run_config
+from lib.peer.run_config import adopt_run_config
 from lib.peer.upload import UploadError, measure_upload
 from lib.training.hf_trainer import autocast_dtype
 from lib.training.observer import open_observer
-from lib.training.round_time import BITS, round_seconds
 from lib.training.task import Task, load_task
 from utils import get_dictionary
 
@@ -50,6 +49,12 @@ COPIES, SHARED_COPIES, BASE_BYTES = 12, 6, 0.7e9
 # The same on a GPU, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
 # the moments of the inner optimizer, and copies while a round begins or ends
 GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
+# Time of a round, fitted by benchmarks/home_lines.py to ALBERT-large (17.85 M parameters), 2 and 4 peers, 5 to
+# 20 Mbit/s and no latency. Residuals: at most 7 % for 22 of 24 points, 9 and 12 % for two.
+FIXED_SECONDS = 0.2  # of a round, whatever the connection. The search for the group begins before the step is due
+SLOWDOWN = 1.22  # seconds of a round / seconds for its tensors at full rate. Plain TCP has 1.14 in both directions
+# Bits of a number, by compression
+BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "blockwise8": 8.06, "blockwise4": 4.25}
 
 
 @dataclass(frozen=True)
@@ -69,50 +74,26 @@ class Finding:
         return f"{mark:<7} {self.subject}: {self.text}" + (f". {self.advice}" if self.advice else "")
 
 
-class Report:
-    """Prints each finding as soon as it is there, and counts the faults."""
-
-    def __init__(self):
-        self.findings: list[Finding] = []
-
-    @property
-    def num_faults(self) -> int:
-        return sum(bool(finding.advice) for finding in self.findings)
-
-    def add(self, finding: Finding) -> None:
-        self.findings.append(finding)
-        print(finding.line, flush=True)
-
-    def attempt(self, subject: str, check: Callable[[], str]) -> bool:
-        """Add the text that a check returns, or the error that it raises.
-
-        :returns: whether the check succeeded
-        """
-        try:
-            self.add(Finding(subject, check()))
-            return True
-        except Exception as error:
-            text = describe(error)
-            self.add(Finding(subject, text, find_advice(text)))
-            return False
-
-
-def find_advice(fault: str) -> str:
-    """Return what to do about a fault."""
-    row = diagnose(fault)
-    return "See the message" if row is None or row.has_remedy else f"{row.advice[0].upper()}{row.advice[1:]}"
-
-
 def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
     """Do what a trainer does until its first local step, and print what was found.
 
     :returns: the exit code: 0 if nothing is wrong, otherwise 1
     """
-    report, initial_peers = Report(), command_line.values.get("initial_peers", [])
-    report.add(check_versions(REQUIREMENTS.read_text()))
-    report.add(check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-    for maddr in initial_peers:
-        report.add(check_address(maddr))
+    findings = []
+    for finding in check_all(command_line, stop):
+        findings.append(finding)
+        print(finding.line, flush=True)
+    faults = sum(bool(finding.advice) for finding in findings)
+    print(f"{faults} of {len(findings)} checks failed" if faults else "All checks passed: this peer can train")
+    return 1 if faults else 0
+
+
+def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
+    """Yield each finding as soon as it is there."""
+    initial_peers = TrainerArguments(*command_line.arguments).collaboration.initial_peers
+    yield check_versions(REQUIREMENTS.read_text())
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
     try:
         args = TrainerArguments(*adopt_run_config(command_line, stop))
         peer_args = args.collaboration
@@ -120,23 +101,32 @@ def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
         task = load_task(args)
         size = task.model.num_parameters()
         text = f"{len(task.dataset):,} samples; model of {size / 1e6:,.1f} million parameters"
-        report.add(Finding("data and model", text))
-        for finding in check_memories(size, task.device, args.training.local_updates):
-            report.add(finding)
+        yield Finding("data and model", text)
+        yield from check_memories(size, task.device, args.training.local_updates)
         with open_peer(peer_args, Path(args.training.output_dir), peer_args.client_mode, stop) as peer:
-            report.add(Finding("joining", f"this peer is in run {peer_args.run_id}"))
-            for maddr in initial_peers:
-                report.add(check_peer(peer.dht, maddr, peer_args.client_mode))
-            report.attempt("settings", lambda: check_settings(peer, args))
-            report.attempt("device", lambda: measure_device(task, args.training))
-            report.attempt("state", lambda: measure_download(task.model, peer, args))
-            size, group = task.model.num_parameters(only_trainable=True), args.averager.target_group_size
-            report.add(check_upload(peer, initial_peers, size, peer_args, group))
+            yield Finding("joining", f"this peer is in run {peer_args.run_id}")
+            for peer_id in map(peer_id_in, initial_peers):
+                yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
+            yield attempt("device", partial(measure_device, task, args.training))
+            yield attempt("state", partial(measure_download, task.model, peer, args))
+            yield check_upload(peer.dht, task.model.num_parameters(only_trainable=True), args)
     except UserError as error:
-        report.add(Finding("joining", str(error), find_advice(str(error))))
-    faults = report.num_faults
-    print(f"{faults} of {len(report.findings)} checks failed" if faults else "All checks passed: this peer can train")
-    return 1 if faults else 0
+        yield Finding("joining", str(error), find_advice(str(error)))
+
+
+def attempt(subject: str, check: Callable[[], str]) -> Finding:
+    """Return the text that a check returns, or the error that it raises."""
+    try:
+        return Finding(subject, check())
+    except Exception as error:
+        text = describe(error)
+        return Finding(subject, text, find_advice(text))
+
+
+def find_advice(fault: str) -> str:
+    """Return what to do about a fault."""
+    row = diagnose(fault)
+    return "See the message" if row is None or row.has_remedy else f"{row.advice[0].upper()}{row.advice[1:]}"
 
 
 # On this machine
@@ -147,17 +137,21 @@ def check_versions(requirements: str) -> Finding:
 
     :param requirements: the text of requirements.txt
     """
-    differences = []
-    for name, pinned in re.findall(r"^([\w-]+)==([\w.]+)", requirements, re.MULTILINE):
-        try:
-            installed = version(name).partition("+")[0]
-        except PackageNotFoundError:
-            installed = "none"
-        if installed != pinned:
-            differences.append(f"{name} {installed} instead of {pinned}")
-    text = ", ".join(differences) or "those of requirements.txt"
-    is_wrong = any(difference.startswith(f"{MUST_BE_EQUAL} ") or " none " in difference for difference in differences)
-    return Finding("versions", text, "Run pip install -r requirements.txt" if is_wrong else "")
+    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", requirements, re.MULTILINE))
+    found = {name: find_version(name) for name in pinned}
+    wrong = [name for name in pinned if found[name] != pinned[name]]
+    text = ", ".join(f"{name} {found[name]} instead of {pinned[name]}" for name in wrong)
+    is_fault = any(name == MUST_BE_EQUAL or found[name] is None for name in wrong)
+    return Finding(
+        "versions", text or "those of requirements.txt", "Run pip install -r requirements.txt" if is_fault else ""
+    )
+
+
+def find_version(package: str) -> str | None:
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
 
 
 def check_open_files(limit: int) -> Finding:
@@ -172,9 +166,8 @@ def check_memories(num_parameters: int, device: torch.device, local_updates: boo
         copies -= 2  # model and gradients
         gpu_copies = GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES
         advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
-        yield compare_memory(
-            "GPU memory", torch.cuda.mem_get_info(device)[0], 4.0 * gpu_copies * num_parameters, advice
-        )
+        free = torch.cuda.mem_get_info(device)[0]
+        yield compare_memory("GPU memory", free, 4.0 * gpu_copies * num_parameters, advice)
     available, needed = psutil.virtual_memory().available, BASE_BYTES + 4.0 * copies * num_parameters
     yield compare_memory("memory", available, needed, "End other programs, or choose a machine with more memory")
     if os.path.isdir("/dev/shm"):
@@ -220,24 +213,23 @@ def measure_device(task: Task, args: LocalTrainingArguments) -> str:
 
 def check_address(maddr: str) -> Finding:
     """Try to open a TCP connection to an address."""
-    if (endpoint := find_tcp_endpoint(maddr)) is None:
-        return Finding(maddr, "no TCP address, tried below")
     try:
-        socket.create_connection(endpoint, timeout=DIAL_TIMEOUT).close()
+        socket.create_connection(find_tcp_endpoint(maddr), timeout=DIAL_TIMEOUT).close()
     except OSError as error:
-        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        reason = error.strerror or str(error)
         return Finding(maddr, reason, "Ask for the current address; check that no firewall is in between")
     return Finding(maddr, "the port answers")
 
 
-def check_peer(dht: DHT, maddr: str, client_mode: bool) -> Finding:
-    """Ask a peer for its clock, and whether it can dial this peer."""
-    peer_id = peer_id_in(maddr)
+def check_peer(dht: DHT, peer_id: PeerID, client_mode: bool) -> str:
+    """Ask a peer for its clock, and whether it can dial this peer.
+
+    :raises UserError: if something is wrong with the peer
+    """
     fault = dht.run_coroutine(partial(_ping, peer_id=peer_id), return_future=True).result(timeout=60.0)
-    if fault is None:
-        reach = "this peer dials only (--client_mode)" if client_mode else "it can dial this peer"
-        return Finding(str(peer_id), f"the clocks agree, {reach}")
-    return Finding(str(peer_id), fault, find_advice(fault))
+    if fault is not None:
+        raise UserError(fault)
+    return f"the clocks agree, {'this peer dials only (--client_mode)' if client_mode else 'it can dial this peer'}"
 
 
 async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
@@ -247,15 +239,6 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
     except Exception as error:
         return explain_clock(str(error)) or str(error)
     return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
-
-
-def check_settings(peer: Peer, args: TrainerArguments) -> str:
-    """Compare the flags with the settings of the run, as a trainer does.
-
-    :raises UserError: if one differs
-    """
-    relay = RunConfigRelay.of_run(peer, args, args.collaboration)
-    return "the run publishes none" if relay.config is None else "those of the run"
 
 
 def measure_download(model: PreTrainedModel, peer: Peer, args: TrainerArguments) -> str:
@@ -272,16 +255,29 @@ def measure_download(model: PreTrainedModel, peer: Peer, args: TrainerArguments)
     return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed})"
 
 
-def check_upload(
-    peer: Peer, initial_peers: Iterable[str], num_parameters: int, args: CollaborationArguments, max_group_size: int
-) -> Finding:
-    """Measure the upload to the first initial peer that takes part, and say how long a round takes at this speed."""
+def check_upload(dht: DHT, num_parameters: int, args: TrainerArguments) -> Finding:
+    """Measure the upload to the first initial peer that takes part, and how long a round takes at this speed.
+
+    :param num_parameters: trained parameters of the model
+    """
+    peer_args = args.collaboration
     try:
-        upload, name = measure_upload(peer.dht, initial_peers)
+        upload, name = measure_upload(dht, peer_args.initial_peers)
     except UploadError as error:
         return Finding("upload", f"not measured, {error}")
-    trainers = min(1 + count_trainers(peer.dht, args.run_id), max_group_size)
-    return describe_upload(upload.mbits_per_second, name, num_parameters, trainers, args)
+    trainers = max(2, min(1 + count_trainers(dht, peer_args.run_id), args.averager.target_group_size))
+    bits = BITS[peer_args.gradient_compression] + BITS[peer_args.state_compression]
+    # A trainer in client mode sends each tensor once, as one of two does.
+    group_size = 2 if peer_args.client_mode else trainers
+    seconds = round_seconds(num_parameters, group_size, bits, upload.mbits_per_second)
+    text = (
+        f"{upload.mbits_per_second:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes about "
+        f"{max(1, seconds):.0f} s"
+    )
+    if seconds <= peer_args.averaging_timeout:
+        return Finding("upload", text)
+    advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
+    return Finding("upload", f"{text}, and --averaging_timeout is {peer_args.averaging_timeout:.0f} s", advice)
 
 
 def count_trainers(dht: DHT, run_id: str) -> int:
@@ -294,21 +290,15 @@ def count_trainers(dht: DHT, run_id: str) -> int:
     return number
 
 
-def describe_upload(
-    upload: float, name: str, num_parameters: int, trainers: int, args: CollaborationArguments
-) -> Finding:
-    """Compare the longest round of a run with the time that it may take.
+def round_seconds(elements: int, peers: int, bits: float, upload: float) -> float:
+    """Return the seconds from a due global step to the averages.
 
-    :param upload: in Mbit/s
-    :param name: the peer that has received it
-    :param num_parameters: trained parameters of the model
-    :param trainers: members of a group. One in client mode sends each tensor once, as one of two does
+    The peers are equal and accept incoming connections. In butterfly all-reduce each of N peers reduces one part of
+    the tensors: it sends every other part to the peer that reduces that part, and the average of its part to all
+    other peers, which makes 2 (N-1)/N copies of the tensors. The slowest connection of a run determines its rounds.
+
+    :param elements: parameters of the model
+    :param bits: bits for each element: those of its gradient, and in rounds with parameters those of the parameter
+    :param upload: Mbit/s of a peer, or its download if that is slower
     """
-    bits, trainers = BITS[args.gradient_compression] + BITS[args.state_compression], max(2, trainers)
-    seconds = round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, upload)
-    duration = f"about {seconds:.0f} s" if seconds >= 1 else "less than a second"
-    text = f"{upload:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes {duration}"
-    if seconds <= args.averaging_timeout:
-        return Finding("upload", text)
-    advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
-    return Finding("upload", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)
+    return FIXED_SECONDS + SLOWDOWN * 2 * (peers - 1) / peers * elements * bits * 1e-6 / upload

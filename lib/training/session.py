@@ -299,7 +299,7 @@ class TrainingSession:
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
-        logger.info(describe_gift(self.status.compute()))
+        logger.info(describe_gift(self.status.update()))
         step = self.optimizer.local_epoch
         if not self._is_over():
             return

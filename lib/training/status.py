@@ -4,8 +4,9 @@ A trainer writes the file; `./run_trainer.py --status` reads it. This module imp
 """
 
 import json
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -14,37 +15,36 @@ FILE_NAME = "status.json"
 SILENT_SECONDS = 60.0  # age of the file from which on its process is frozen
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainerStatus:
     """What a trainer has contributed, and what it is doing. Times are `time.time`."""
 
-    time: float  # when the status was computed
-    pid: int
-    process_started_at: float  # tells the process from a later one with the same ID
-    run_id: str
     name: str
-    started_at: float  # when the trainer joined the run
-    worked_at: float | None  # end of the newest local step; None before the first one
-    ended_at: float | None  # None while the trainer runs
-    step: int  # newest global step that this trainer has reached
-    next_step: int  # the one it computes samples for
-    seconds_to_next: float | None  # None before the speed is known
-    own_samples: int  # of this trainer for `next_step` so far
-    all_samples: int  # the same, of all trainers
+    run_id: str
     target_batch_size: int
-    computed: int  # samples since the trainer joined, without those for pending steps
-    applied: int  # those of them that counted in a global step
-    joined: int  # global steps with this trainer
-    missed: int  # global steps without it, since it joined
-    last_miss: tuple[int, str] | None  # the newest missed step, and the reason
-    num_trainers: int  # live ones, including this one
-    rank: int | None  # place among them by samples per second, from 1; None before the speed is known
-    samples_per_second: float
-    loss: float | None  # local loss of the newest global step; None before the first one
-    first_loss: float | None  # the same of the first one
-    connections: tuple[int, int] | None  # connected peers of the run, direct and through a relay; None: not known
-    page: str | None  # address of the run's curves
-    end_time: float | None  # end of the run; None if there is none
+    page: str | None = None  # address of the run's curves
+    end_time: float | None = None  # end of the run; None if there is none
+    pid: int = field(default_factory=os.getpid)
+    started_at: float = field(default_factory=time.time)  # when the trainer joined the run
+    time: float = 0.0  # when the status was computed
+    worked_at: float | None = None  # end of the newest local step; None before the first one
+    ended_at: float | None = None  # None while the trainer runs
+    step: int = 0  # newest global step that this trainer has reached
+    next_step: int = 1  # the one it computes samples for
+    seconds_to_next: float | None = None  # None before the speed is known
+    own_samples: int = 0  # of this trainer for `next_step` so far
+    all_samples: int = 0  # the same, of all trainers
+    computed: int = 0  # samples since the trainer joined, without those for pending steps
+    applied: int = 0  # those of them that counted in a global step
+    joined: int = 0  # global steps with this trainer
+    missed: int = 0  # global steps without it, since it joined
+    last_miss: tuple[int, str] | None = None  # the newest missed step, and the reason
+    num_trainers: int = 1  # live ones, including this one
+    rank: int | None = None  # place among them by samples per second, from 1; None before the speed is known
+    samples_per_second: float = 0.0
+    loss: float | None = None  # local loss of the newest global step; None before the first one
+    first_loss: float | None = None  # the same of the first one
+    connections: tuple[int, int] | None = None  # connected peers of the run, direct and through a relay
 
     @property
     def applied_fraction(self) -> float | None:
@@ -138,31 +138,19 @@ def read_status(folder: Path) -> TrainerStatus | None:
         return None
 
 
-def find_fault(status: TrainerStatus | None, folder: Path, now: float) -> str | None:
+def find_fault(status: TrainerStatus | None, folder: Path) -> str | None:
     """Return one sentence that says why the trainer of an output folder does not run; None if it runs."""
     if status is None:
         return f"No trainer has started in '{folder}' yet."
-    subject = f"The trainer in '{folder}'"
+    subject, written_at = f"The trainer in '{folder}'", _format_time(status.time)
     if status.ended_at is not None:
         given = f"{plural(status.applied, 'sample')} in {plural(status.joined, 'global step')}"
         return f"{subject} ended at {_format_time(status.ended_at)}, after {given}."
-    if not _is_running(status):
-        return f"{subject} was killed or lost at about {_format_time(status.time)}: its process {status.pid} is gone."
-    if now > status.time + SILENT_SECONDS:
-        return (
-            f"{subject} has not written its status since {_format_time(status.time)}: its process {status.pid} is "
-            "frozen, or the disk is full."
-        )
+    if not psutil.pid_exists(status.pid):
+        return f"{subject} was killed or lost at about {written_at}: its process {status.pid} is gone."
+    if time.time() > status.time + SILENT_SECONDS:
+        return f"{subject} has not written its status since {written_at}: it was killed or hangs, or the disk is full."
     return None
-
-
-def _is_running(status: TrainerStatus) -> bool:
-    try:
-        process = psutil.Process(status.pid)
-        # Two readings of the same start differ by the resolution of the clock.
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - status.process_started_at) < 2
-    except psutil.NoSuchProcess:
-        return False
 
 
 def show_status(folder: Path) -> int:
@@ -171,7 +159,7 @@ def show_status(folder: Path) -> int:
     :returns: the exit code: 0 if the trainer runs, otherwise 1
     """
     status = read_status(folder)
-    if (fault := find_fault(status, folder, time.time())) is not None:
+    if (fault := find_fault(status, folder)) is not None:
         print(fault)
         return 1
     for label, text in describe_status(status):

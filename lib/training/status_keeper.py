@@ -1,14 +1,12 @@
 """Keeps the status of a trainer, writes it to its output folder, and shows it."""
 
 import contextlib
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 from hivemind.utils import get_logger
 
 from arguments import CollaborationArguments
@@ -60,15 +58,11 @@ class StatusKeeper(PeriodicThread):
         count_connections: Callable[[], tuple[int, int] | None] = lambda: None,
     ):
         super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
-        self.path, self.optimizer, self.args, self.name_of_peer = folder / FILE_NAME, optimizer, args, name
-        self.peer_id, self.loss_meter, self.panel, self.should_stop = peer_id, loss_meter, panel, should_stop
-        self.count_connections, self.connections = count_connections, None
-        self.joined = self.applied = 0  # global steps, and samples that counted in them
-        self.last_miss: tuple[int, str] | None = None  # step and reason
+        self.path, self.optimizer, self.peer_id, self.loss_meter = folder / FILE_NAME, optimizer, peer_id, loss_meter
+        self.should_stop, self.panel, self.count_connections = should_stop, panel, count_connections
+        end_time = None if args.ends_at is None else args.end_time
+        self._status = TrainerStatus(name, args.run_id, optimizer.target_batch_size, args.page, end_time)
         self._begun_at = 0  # step after which each one is joined or missed
-        self.loss = self.first_loss = None
-        self._process_started_at = psutil.Process().create_time()
-        self._started_at, self._worked_at = time.time(), None
         self._computed = 0
         self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
         self._write_at = self._count_at = float("-inf")  # time.monotonic
@@ -80,7 +74,7 @@ class StatusKeeper(PeriodicThread):
 
     def begin_at(self, step: int) -> None:
         """Count the global steps after this one, which the peer has downloaded or gone back to."""
-        self._begun_at = step - self.joined
+        self._begun_at = step - self._status.joined
 
     def record_round(self, entry: dict) -> None:
         """Count the round of a global step.
@@ -90,35 +84,36 @@ class StatusKeeper(PeriodicThread):
         outcome, samples = Outcome(entry["outcome"]), entry["samples"]
         own_weight = entry["weights"].get(self.peer_id, samples)
         if outcome == Outcome.ALONE or (outcome == Outcome.AVERAGED and own_weight >= 1):
-            self.joined += 1
-            self.applied += samples
+            self._status.joined += 1
+            self._status.applied += samples
         elif outcome != Outcome.STOPPED:
             error = " ".join(entry["error"].split())[:MAX_REASON] if outcome == Outcome.FAILED else ""
-            self.last_miss = entry["step"], error or REASONS[outcome]
+            self._status.last_miss = entry["step"], error or REASONS[outcome]
 
     def record_catch_up(self, step: int) -> None:
         """Record a global step that this peer has downloaded. It may have an entry in the round log, too."""
-        if self.last_miss is None or step > self.last_miss[0]:
-            self.last_miss = step, "this trainer was too far behind"
+        if self._status.last_miss is None or step > self._status.last_miss[0]:
+            self._status.last_miss = step, "this trainer was too far behind"
 
     def record_local_step(self) -> bool:
         """Count a local step unless its gradient was dropped or GradScaler skipped it; return whether it counts."""
         counts = self.optimizer.num_computed != self._computed
         if counts:
-            self._computed, self._worked_at = self.optimizer.num_computed, time.time()
+            self._computed, self._status.worked_at = self.optimizer.num_computed, time.time()
         return counts
 
     def record_loss(self, loss: float) -> None:
         """Keep the mean local loss of a global step."""
-        self.loss = loss
-        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self._status.loss = loss
+        if self._status.first_loss is None:
+            self._status.first_loss = loss
 
     def record_samples(self) -> tuple[int, int]:
         """Add the samples of a global step, and return those computed and applied for the newest MAX_ROUNDS steps.
 
         No more of them are applied than computed, although the two are not counted at the same moment.
         """
-        status = self.compute()
+        status = self.update()
         self._totals.append((status.computed, status.applied))
         computed, applied = (newest - first for newest, first in zip(self._totals[-1], self._totals[0], strict=True))
         computed = min(max(0, computed), MAX_COUNT)
@@ -127,12 +122,12 @@ class StatusKeeper(PeriodicThread):
     def work(self) -> None:
         now = time.monotonic()
         if now >= self._count_at:
-            self._count_at, self.connections = now + CONNECTION_SECONDS, self.count_connections()
+            self._count_at, self._status.connections = now + CONNECTION_SECONDS, self.count_connections()
         if self.panel is not None:
             self._draw()
         elif now >= self._log_at and not self.should_stop():
             self._log_at = now + LOG_SECONDS
-            logger.info(describe_progress(self.compute(), self.loss_meter.mean()))
+            logger.info(describe_progress(self.update(), self.loss_meter.mean()))
         if now >= self._write_at:
             self._write_at = now + WRITE_SECONDS
             self.write()
@@ -144,49 +139,30 @@ class StatusKeeper(PeriodicThread):
             logger.info("Stopping. A second Ctrl-C ends the trainer at once")
             return
         try:
-            self.panel.show(self.compute())
+            self.panel.show(self.update())
         except OSError:  # the terminal is gone
             self.panel = None
 
-    def write(self, has_ended: bool = False) -> None:
+    def write(self) -> None:
         with contextlib.suppress(OSError):  # on a full disk the file grows old, which `--status` says
-            write_json(self.path, asdict(self.compute(has_ended)))
+            write_json(self.path, asdict(self.update()))
 
-    def compute(self, has_ended: bool = False) -> TrainerStatus:
-        """Return the current status. It takes some ten microseconds for each peer of the run."""
-        tracker, now = self.optimizer.tracker, time.time()
+    def update(self) -> TrainerStatus:
+        """Return the status after an update from the tracker. It takes some ten microseconds for each peer."""
+        status, tracker = self._status, self.optimizer.tracker
         own, others = tracker.local_progress, tracker.alive(tracker.other_trainers)
         in_round = own.contributed if own.epoch > own.completed else 0
         rate, seconds = own.samples_per_second, tracker.seconds_to_step
-        return TrainerStatus(
-            time=now,
-            pid=os.getpid(),
-            process_started_at=self._process_started_at,
-            run_id=self.args.run_id,
-            page=self.args.page,
-            end_time=None if self.args.ends_at is None else self.args.end_time,
-            name=self.name_of_peer,
-            started_at=self._started_at,
-            worked_at=self._worked_at,
-            ended_at=now if has_ended else None,
-            step=own.completed,
-            next_step=own.epoch + 1,
-            seconds_to_next=seconds if seconds < MAX_SECONDS_TO_STEP else None,
-            own_samples=own.samples_accumulated,
-            all_samples=tracker.global_progress.samples_accumulated,
-            target_batch_size=self.optimizer.target_batch_size,
-            computed=max(0, self._computed - own.samples_accumulated - in_round),
-            applied=self.applied,
-            joined=self.joined,
-            missed=max(0, own.completed - self._begun_at - self.joined),
-            last_miss=self.last_miss,
-            num_trainers=1 + len(others),
-            rank=1 + sum(peer.samples_per_second > rate for peer in others) if rate else None,
-            samples_per_second=rate,
-            loss=self.loss,
-            first_loss=self.first_loss,
-            connections=self.connections,
-        )
+        status.time = time.time()
+        status.step, status.next_step = own.completed, own.epoch + 1
+        status.seconds_to_next = seconds if seconds < MAX_SECONDS_TO_STEP else None
+        status.own_samples = own.samples_accumulated
+        status.all_samples = tracker.global_progress.samples_accumulated
+        status.computed = max(0, self._computed - own.samples_accumulated - in_round)
+        status.missed = max(0, own.completed - self._begun_at - status.joined)
+        status.num_trainers, status.samples_per_second = 1 + len(others), rate
+        status.rank = 1 + sum(peer.samples_per_second > rate for peer in others) if rate else None
+        return status
 
     def close(self) -> None:
         """End the thread and write that the trainer has ended."""
@@ -195,4 +171,5 @@ class StatusKeeper(PeriodicThread):
             self.join()
             if self.panel is not None:
                 self.panel.close()
-            self.write(has_ended=True)
+            self._status.ended_at = time.time()
+            self.write()
