@@ -102,15 +102,6 @@ class Metric:
     def read_number(self) -> Callable[[object, float, float], int | float]:
         return read_whole if self.is_whole else read_real
 
-    def read(self, value: object) -> int | float | None:
-        """Check a value of an untrusted record and return it; None for an optional value that is missing.
-
-        :raises InvalidValue: if the type is wrong or the value is out of bounds
-        """
-        if value is None and self.is_optional:
-            return None
-        return self.read_number(value, self.minimum, self.maximum)
-
 
 @cache
 def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
@@ -170,17 +161,6 @@ def _read_unknown(value: object) -> None:
         read_real(value, -MAX_NUMBER, MAX_NUMBER)
 
 
-def read_record(record: dict, schema: type[LocalMetrics] = LocalMetrics) -> list[int | float | None]:
-    """Return the values of an untrusted record of metrics, in the order of the declaration.
-
-    :raises InvalidValue: if a field is missing or invalid
-    """
-    metrics = describe_metrics(schema)
-    if len(record) > MAX_FIELDS or any(metric.name not in record for metric in metrics if not metric.is_optional):
-        raise InvalidValue("wrong fields")
-    return [metric.read(record.get(metric.name)) for metric in metrics]
-
-
 def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int | float | None]:
     """Return the values of an untrusted entry of a history, without columns that a newer peer has added at the end.
 
@@ -193,7 +173,7 @@ def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int
         for value in row[len(columns) :]:
             _read_unknown(value)
         row = [*row, *[None] * (len(columns) - len(row))]
-    # A monitor reads 64 rows of each peer, again and again: without a call of `Metric.read` for each value.
+    # A monitor reads 64 rows of each peer, again and again: without a call per metric for each value.
     return [
         None if value is None and is_optional else read(value, minimum, maximum)
         for (read, minimum, maximum, is_optional), value in zip(columns, row, strict=False)

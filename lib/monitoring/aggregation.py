@@ -1,10 +1,11 @@
 """Aggregate the records that trainers publish on the DHT into one report per global step.
 
-Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; `parsing` reads them. A peer is a key.
+Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; the DHT's validators bound their values, and
+`parsing` reads them. A peer is a key.
 
 **Live peers.** A peer is alive if its heartbeat (its progress report) or, without heartbeats, its metrics changed
 within `alive_timeout` on the monitor's clock, unless it announced its departure. It takes part while its heartbeat is
-fresh (`MAX_SILENCE`) and its samples or its step change: a killed or hung trainer is not waited for.
+fresh (`MAX_SILENCE`): a killed trainer is not waited for.
 
 **Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
 later one, and the others have done so, too, or had `settle_time` to follow. Steps more than `MAX_SPREAD` ahead of the
@@ -20,10 +21,9 @@ none of their steps is lost.
 
 **Limits.** A vote costs no more than a key pair. Byzantine peers that outnumber the honest ones (two against one)
 decide the global step, and the steps that they skip are lost. One against one, a Byzantine peer is believed up to
-`MAX_SPREAD` steps ahead. A jump of more than `MAX_JUMP` steps must be visible for `settle_time` (longer if a single
-peer reports it), and the global step grows by at most `MAX_STEPS_PER_SECOND`, so that one Byzantine peer that is alone
-for a while does not decide. The loss and the speed of a peer are self-reported: their weight is bounded, see
-`StepReport`, their values are not.
+`MAX_SPREAD` steps ahead. A jump of more than `MAX_JUMP` steps must be visible for `settle_time`, and the global step
+grows by at most `MAX_STEPS_PER_SECOND`, so that a lie in a moment without honest peers does not decide for long. The
+loss and the speed of a peer are self-reported: their weight is bounded, see `StepReport`, their values are not.
 """
 
 import math
@@ -37,7 +37,6 @@ from lib.monitoring.parsing import Heartbeat, PeerStep, parse_history, parse_met
 
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
 MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
-LONE_JUMP_FACTOR = 6  # multiplies `settle_time` for a jump that a single peer reports
 MAX_SPREAD = 3  # steps between peers of the same run; peers that average together are hardly ever apart
 MAX_SILENCE = 20.0  # seconds; trainers publish a heartbeat every 5
 MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
@@ -72,10 +71,9 @@ class TrackedPeer:
     """State of one public key. Times are in seconds on the monitor's clock."""
 
     key: bytes
-    moved: float  # when its step or its number of samples last changed
     present: float = -math.inf  # when it was last found in the DHT
     last_alive: float = -math.inf
-    left: float | None = None  # when the aggregator found its goodbye
+    has_left: bool = False  # by a goodbye
     heartbeat: Heartbeat | None = None
     newest: PeerStep | None = None
     pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that no report contains
@@ -115,7 +113,7 @@ class MetricsAggregator:
         self.last_reported_step = last_reported_step
         self.alive_timeout, self.settle_time = alive_timeout, settle_time
         self.target_batch_size, self.schema = target_batch_size, schema
-        self.refused: Counter = Counter()  # records refused in the newest update, by reason
+        self.refused: Counter = Counter()  # heartbeats refused in the newest update, by reason
         self.live_peers: list[TrackedPeer] = []  # in the newest update
         self._peers: dict[bytes, TrackedPeer] = {}
         self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
@@ -125,7 +123,11 @@ class MetricsAggregator:
         self._outvoted_since: float | None = None  # when the newcomers were first found in the majority
 
     def update(
-        self, now: float, metrics: object = None, history: object = None, progress: object = None
+        self,
+        now: float,
+        metrics: Mapping | None = None,
+        history: Mapping | None = None,
+        progress: Mapping | None = None,
     ) -> list[StepReport]:
         """Process a snapshot of the DHT and return the newly completed steps, in ascending order.
 
@@ -139,29 +141,28 @@ class MetricsAggregator:
         self.live_peers = [peer for peer in self._peers.values() if self._is_alive(peer)]
         self._go_back_if_outvoted()
         reports = self._take_complete()
-        for key, peer in list(self._peers.items()):
-            if not self._is_alive(peer) and self._now - peer.present > 2 * self.alive_timeout:
-                del self._peers[key]
+        self._peers = {
+            key: peer
+            for key, peer in self._peers.items()
+            if self._is_alive(peer) or self._now - peer.present <= 2 * self.alive_timeout
+        }
         return reports
 
     # Records
 
-    def _read(self, metrics: object, history: object, progress: object) -> None:
+    def _read(self, metrics: Mapping | None, history: Mapping | None, progress: Mapping | None) -> None:
         """Update the state of each peer."""
         heartbeats, self.refused = parse_progress(progress)
-        newest, refused_metrics = parse_metrics(metrics, self.schema)
+        newest = parse_metrics(metrics, self.schema)
         for record in (*heartbeats, *newest):
-            peer = self._peers.setdefault(record.peer, TrackedPeer(record.peer, moved=self._now))
-            peer.present = self._now
+            self._peers.setdefault(record.peer, TrackedPeer(record.peer)).present = self._now
         for heartbeat in heartbeats:
             self._record_heartbeat(self._peers[heartbeat.peer], heartbeat)
         for record in newest:
             # Metrics stay in the DHT for minutes after their peer has died: where heartbeats are available, metrics
             # are a sign of life only when they change.
             self._record_newest(self._peers[record.peer], record, is_life_sign=not heartbeats)
-        older, refused_history = parse_history(history, self._is_known, self.schema)
-        self.refused += refused_metrics + refused_history
-        for record in (*older, *newest):
+        for record in (*parse_history(history, self._is_known, self.schema), *newest):
             if not self._is_known(record.peer, record.step):
                 pending = self._peers[record.peer].pending
                 pending[record.step] = record
@@ -174,15 +175,13 @@ class MetricsAggregator:
 
     def _record_heartbeat(self, peer: TrackedPeer, heartbeat: Heartbeat) -> None:
         if heartbeat.goodbye:
-            peer.left = self._now if peer.left is None else peer.left
+            peer.has_left = True
             return
         if peer.heartbeat and heartbeat.time <= peer.heartbeat.time:
             return  # nothing new, or an outdated copy in the DHT
-        before, peer.heartbeat, peer.left = peer.heartbeat, heartbeat, None
         # Without a previous heartbeat this one may be that of a peer that has died.
-        peer.last_alive = max(peer.last_alive, self._now if before else min(heartbeat.time, self._now))
-        if before and (before.epoch, before.samples_accumulated) != (heartbeat.epoch, heartbeat.samples_accumulated):
-            peer.moved = self._now
+        peer.last_alive = max(peer.last_alive, self._now if peer.heartbeat else min(heartbeat.time, self._now))
+        peer.heartbeat, peer.has_left = heartbeat, False
 
     def _record_newest(self, peer: TrackedPeer, record: PeerStep, is_life_sign: bool) -> None:
         if peer.newest and (record == peer.newest or record.expires < peer.newest.expires):
@@ -196,16 +195,15 @@ class MetricsAggregator:
             # After a restart of the monitor: the steps before are in reports, unless the run goes back from now on.
             peer.done = min(record.step - 1, self.last_reported_step)
             peer.is_newcomer = record.step < self.last_reported_step
-        peer.newest, peer.moved = record, self._now
+        peer.newest = record
 
     # Live peers and votes
 
     def _is_alive(self, peer: TrackedPeer) -> bool:
-        return peer.left is None and self._now - peer.last_alive <= self.alive_timeout
+        return not peer.has_left and self._now - peer.last_alive <= self.alive_timeout
 
     def _takes_part(self, peer: TrackedPeer) -> bool:
-        is_heard = peer.heartbeat is None or self._now - peer.last_alive <= MAX_SILENCE
-        return self._is_alive(peer) and is_heard and self._now - peer.moved <= 2 * self.alive_timeout
+        return self._is_alive(peer) and (peer.heartbeat is None or self._now - peer.last_alive <= MAX_SILENCE)
 
     def _go_back_if_outvoted(self) -> None:
         """Go back to the first step of the newcomers if they outnumber the others; see the module docstring."""
@@ -229,47 +227,30 @@ class MetricsAggregator:
             if peer not in voters:  # its unreported steps are not of this run
                 peer.pending, peer.done = {}, peer.reported_step
 
-    def _voters(self) -> list[TrackedPeer]:
-        """Return the peers that take part in the run, and those that left after a step that is not reported yet.
-
-        Without any of these: all known peers with a step that is not reported yet.
-        """
-        nearby = self.last_reported_step - MAX_SPREAD
-        taking_part = [peer for peer in self.live_peers if peer.reported_step >= nearby and self._takes_part(peer)]
-        unreported = [peer for peer in self._peers.values() if peer.reported_step > self.last_reported_step]
-        just_left = [
-            peer for peer in unreported if peer.left is not None and self._now - peer.left <= self.alive_timeout
-        ]
-        return taking_part + just_left or unreported
-
     # Complete steps
 
     def _take_complete(self) -> list[StepReport]:
-        levels = sorted(peer.reported_step for peer in self._voters())
+        nearby = self.last_reported_step - MAX_SPREAD
+        taking_part = [peer for peer in self.live_peers if peer.step >= nearby and self._takes_part(peer)]
+        # Those that left after a step that is not reported yet vote, too.
+        gone = [peer for peer in self._peers.values() if not self._takes_part(peer)]
+        voters = [peer for peer in taking_part if peer.reported_step >= nearby]
+        voters += [peer for peer in gone if max(peer.pending, default=-1) > self.last_reported_step]
+        levels = sorted(peer.reported_step for peer in voters)
         if not levels:
             return []
         agreed, half = levels[(len(levels) - 1) // 2], levels[len(levels) // 2]
         seconds = self._now - self._last_report_time
         possible = self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * seconds
         reached = min(half, agreed + MAX_SPREAD, possible)
-        pending = sorted(
-            {
-                step
-                for peer in self._peers.values()
-                for step in peer.pending
-                if self.last_reported_step < step <= reached
-            }
-        )
-        nearby = self.last_reported_step - MAX_SPREAD
-        taking_part = [peer for peer in self.live_peers if peer.step >= nearby and self._takes_part(peer)]
+        steps = {step for peer in self._peers.values() for step in peer.pending}
+        pending = sorted(step for step in steps if self.last_reported_step < step <= reached)
         all_there = min((peer.reported_step for peer in taking_part), default=math.inf)
         self._reached = {step: self._reached.get(step, self._now) for step in pending}
         complete = self.last_reported_step
         for step in pending:
             near = step <= complete + (MAX_JUMP if complete >= 0 else MAX_SPREAD)  # a run begins at step 0 or 1
-            is_lone = not near and sum(step in peer.pending for peer in self._peers.values()) == 1
-            patience = self.settle_time * (LONE_JUMP_FACTOR if is_lone else 1)
-            settled = self._now - self._reached[step] >= patience
+            settled = self._now - self._reached[step] >= self.settle_time
             if settled or (near and step <= all_there):
                 complete = step
         reports = [self._report(step) for step in pending if step <= complete]

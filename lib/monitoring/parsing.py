@@ -1,7 +1,7 @@
 """Parse the records that trainers publish on the DHT: metrics, histories, heartbeats, rounds and names.
 
-Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; invalid ones are counted, not raised. The
-DHT's validators bound the number of records and their size.
+Pure logic: no DHT, no clock, no torch. Untrusted peers write all records. The DHT's validators bound their number and
+size, and check them against `utils.MetricSchema`; heartbeats, which it leaves to the reader, are checked here.
 """
 
 import math
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from lib.common.metrics_schema import (
-    HISTORY_LENGTH,
     MAX_COUNT,
     MAX_NUMBER,
     MAX_ROUNDS,
@@ -22,7 +21,6 @@ from lib.common.metrics_schema import (
     LocalMetrics,
     describe_metrics,
     read_real,
-    read_record,
     read_row,
     read_whole,
 )
@@ -59,73 +57,50 @@ class Heartbeat:
     goodbye: bool = False
 
 
-def _records(raw: object, refused: Counter, kind: type = Mapping) -> Iterator[tuple[bytes, object, float]]:
-    """Yield public key, value and expiration time of each record that `dht.get` returned, which may lack the times.
-
-    :param kind: type of the values
-    """
-    raw = getattr(raw, "value", raw)
-    if raw is not None and not isinstance(raw, Mapping):
-        refused["not a dictionary"] += 1
-        return
+def _records(raw: Mapping | None) -> Iterator[tuple[bytes, object, float]]:
+    """Yield public key, value and expiration time of each record that `dht.get` returned, which may lack the times."""
     for subkey, record in (raw or {}).items():
-        value = getattr(record, "value", record)
-        if not isinstance(subkey, bytes) or not subkey:
-            refused["bad subkey"] += 1
-        elif not isinstance(value, kind):
-            refused["not a dictionary" if kind is Mapping else "not a list"] += 1
-        else:
-            tagged = _OWNER.search(subkey)
-            yield tagged[1] if tagged else subkey, value, getattr(record, "expiration_time", math.inf)
+        tagged = _OWNER.search(subkey)
+        owner = tagged[1] if tagged else subkey
+        yield owner, getattr(record, "value", record), getattr(record, "expiration_time", math.inf)
 
 
-def parse_metrics(raw: object, schema: type[LocalMetrics] = LocalMetrics) -> tuple[list[PeerStep], Counter]:
-    """Parse the records under `{run_id}_metrics`. Never raises.
+def parse_metrics(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics) -> list[PeerStep]:
+    """Parse the records under `{run_id}_metrics`.
 
     :param raw: subkey -> value, as `dht.get` returned it; a value may be a ValueWithExpiration
     :param schema: the metrics to read
-    :returns: the valid records, and the number of invalid ones by reason
     """
-    steps, refused = [], Counter()
-    for peer, value, expires in _records(raw, refused):
-        try:
-            steps.append(peer_step_class(schema)(peer, *read_record(value, schema), expires))
-        except InvalidValue as refusal:
-            refused[str(refusal)] += 1
-    return steps, refused
+    peer_step, names = peer_step_class(schema), [metric.name for metric in describe_metrics(schema)]
+    return [peer_step(peer, *map(value.get, names), expires) for peer, value, expires in _records(raw)]
 
 
 def parse_history(
-    raw: object,
+    raw: Mapping | None,
     is_known: Callable[[bytes, int], bool] = lambda peer, step: False,
     schema: type[LocalMetrics] = LocalMetrics,
-) -> tuple[list[PeerStep], Counter]:
+) -> list[PeerStep]:
     """Parse the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
 
     :param is_known: called with public key and step; known entries, most of a history, are skipped unread
     """
-    steps, refused, peer_step = [], Counter(), peer_step_class(schema)
-    for peer, entries, _ in _records(raw, refused, list | tuple):
-        if len(entries) > HISTORY_LENGTH:
-            refused["history too long"] += 1
-            continue
-        for entry in entries:
-            try:
-                if isinstance(entry, list | tuple) and entry and type(entry[0]) is int and is_known(peer, entry[0]):
-                    continue
-                steps.append(peer_step(peer, *read_row(entry, schema)))
-            except InvalidValue as refusal:
-                refused[str(refusal)] += 1
-    return steps, refused
+    return [
+        peer_step_class(schema)(peer, *read_row(entry, schema))
+        for peer, entries, _ in _records(raw)
+        for entry in entries
+        if not is_known(peer, entry[0])
+    ]
 
 
-def parse_progress(raw: object) -> tuple[list[Heartbeat], Counter]:
-    """Parse the heartbeats under `{run_id}_training_progress`; arguments and result as for `parse_metrics`.
+def parse_progress(raw: Mapping | None) -> tuple[list[Heartbeat], Counter]:
+    """Parse the heartbeats under `{run_id}_training_progress`. Never raises.
 
     Auxiliary peers are skipped: they compute no gradients.
+
+    :returns: the valid heartbeats, and the number of invalid ones by reason
     """
     heartbeats, refused = [], Counter()
-    for peer, value, _ in _records(raw, refused, Mapping | None):
+    for peer, value, _ in _records(raw):
         try:
             if value is None:
                 heartbeats.append(Heartbeat(peer, goodbye=True))
@@ -149,36 +124,22 @@ def _read_heartbeat(peer: bytes, value: Mapping) -> Heartbeat:
     )
 
 
-def parse_shares(raw: object) -> dict[str, float]:
+def parse_shares(raw: Mapping | None) -> dict[str, float]:
     """Parse the records under `{run_id}_rounds` into shares over all trainers, by curve name.
 
     "complete rounds": complete rounds / rounds. "applied share": applied samples / computed samples. A claim of many
     samples is not believed: no trainer has more weight than the median one. Without any, a share is missing.
     """
     shares = {}
-    for name, part, whole, most in (
-        ("complete rounds", "complete", "rounds", MAX_ROUNDS),
-        ("applied share", "applied", "computed", MAX_COUNT),
-    ):
-        counts = []
-        for _, value, _ in _records(raw, Counter()):
-            try:
-                number = read_whole(value.get(whole), 1, most)
-                counts.append((read_whole(value.get(part), 0, number), number))
-            except InvalidValue:
-                continue
+    for name, part, whole in (("complete rounds", "complete", "rounds"), ("applied share", "applied", "computed")):
+        counts = [(value[whole], value.get(part) or 0) for _, value, _ in _records(raw) if value.get(whole)]
         if counts:
-            bound = max(MAX_ROUNDS, statistics.median_low(number for _, number in counts))
-            weights = [min(number, bound) for _, number in counts]
-            total = sum(weight * partial / number for weight, (partial, number) in zip(weights, counts, strict=True))
-            shares[name] = total / sum(weights)
+            bound = max(MAX_ROUNDS, statistics.median_low(number for number, _ in counts))
+            weights = [min(number, bound) for number, _ in counts]
+            shares[name] = statistics.fmean((min(partial / number, 1.0) for number, partial in counts), weights)
     return shares
 
 
-def parse_usernames(raw: object) -> dict[bytes, str]:
+def parse_usernames(raw: Mapping | None) -> dict[bytes, str]:
     """Parse the names under `{run_id}_peers`: public key -> name, an arbitrary string that the peer chose."""
-    return {
-        peer: value["username"]
-        for peer, value, _ in _records(raw, Counter())
-        if isinstance(value.get("username"), str)
-    }
+    return {peer: value["username"] for peer, value, _ in _records(raw)}

@@ -13,7 +13,7 @@ from lib.monitoring import contributors
 from lib.monitoring.aggregation import MetricsAggregator, StepReport
 from lib.monitoring.contributors import Contributors, clean_name, format_leaderboard
 from lib.monitoring.monitor import TrainingMonitor
-from lib.monitoring.parsing import PeerStep, parse_usernames
+from lib.monitoring.parsing import PeerStep
 
 
 def make_report(step: int, **samples: int) -> StepReport:
@@ -115,13 +115,6 @@ def test_full_disk_is_one_warning_and_nothing_is_lost(tmp_path, monkeypatch, cap
 )
 def test_names_are_made_harmless_for_the_log(name, clean):
     assert clean_name(name) == clean
-
-
-def test_names_are_read_from_what_the_dht_returns():
-    good = SimpleNamespace(value={"username": "alice", "leaving": False})
-    raw = {b"[owner:ssh-rsa AAAA]": good, b"b": {"username": 7}, b"c": None, b"d": "x", "e": {"username": "eve"}}
-    assert parse_usernames(raw) == {b"ssh-rsa AAAA": "alice"}
-    assert parse_usernames(None) == {}
 
 
 def test_leaderboard_names_the_first_few_and_counts_the_rest(tmp_path):
