@@ -16,6 +16,7 @@ from lib.monitoring.aggregation import StepReport
 
 MAX_CONTRIBUTORS = 5000  # a key pair costs nothing; 5000 are half a megabyte
 MAX_NAME_LENGTH = 64
+_UNSAFE = re.compile(r"[^\w -]")  # characters that a dashboard does not accept in the name of a metric
 TABLE_COLUMNS = ("place", "name", "key", "samples", "steps")
 
 
@@ -38,10 +39,15 @@ def fingerprint(public_key: bytes) -> str:
     return hashlib.sha256(public_key).hexdigest()[:16]
 
 
+def one_line(text: str) -> str:
+    """Return a text on one line, without control characters and characters that change the text direction."""
+    spaced = "".join(" " if c.isspace() else c for c in text)
+    return " ".join("".join(c for c in spaced if c.isprintable()).split())
+
+
 def clean_name(name: str) -> str:
-    """Return a name on one line, without control characters and characters that change the text direction."""
-    spaced = "".join(" " if c.isspace() else c for c in unicodedata.normalize("NFC", name))
-    return " ".join("".join(c for c in spaced if c.isprintable()).split())[:MAX_NAME_LENGTH]
+    """Return the name that a peer has chosen, safe to log."""
+    return one_line(unicodedata.normalize("NFC", name))[:MAX_NAME_LENGTH]
 
 
 class Contributors:
@@ -60,15 +66,10 @@ class Contributors:
     def __len__(self) -> int:
         return len(self._contributors)
 
-    @property
-    def total_samples(self) -> int:
-        return sum(contributor.samples for contributor in self._contributors.values())
-
     def top(self, number: int) -> list[Contributor]:
         """Return the contributors with the most samples, in descending order."""
-        return sorted(self._contributors.values(), key=lambda contributor: (-contributor.samples, contributor.key))[
-            :number
-        ]
+        leaders = sorted(self._contributors.values(), key=lambda contributor: (-contributor.samples, contributor.key))
+        return leaders[:number]
 
     def find_name(self, public_key: bytes) -> str:
         """Return the name of a peer and the beginning of its fingerprint."""
@@ -117,10 +118,7 @@ class Contributors:
 def build_curves(contributors: Contributors, number: int = 10) -> dict[str, int]:
     """Return the samples of the top contributors, under metric names that every dashboard accepts."""
     leaders = contributors.top(number)
-    names = [re.sub(r"[^\w -]", "_", leader.name) for leader in leaders]
-    return {
-        f"contribution/{name} {leader.key[:8]}": leader.samples for name, leader in zip(names, leaders, strict=True)
-    }
+    return {f"contribution/{_UNSAFE.sub('_', leader.name)} {leader.key[:8]}": leader.samples for leader in leaders}
 
 
 def build_table(contributors: Contributors, number: int = 100) -> list[tuple[int, str, str, int, int]]:

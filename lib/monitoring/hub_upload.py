@@ -59,7 +59,10 @@ def check_repo(metadata: CardMetadata, private: bool = False) -> None:
         try:
             ModelCard(f"---\n{build_card_data(metadata).to_yaml()}\n---\n").validate()
         except ValueError as error:
-            raise UserError(f"the Hub does not know this --license or --language: {error}") from None
+            reason = " ".join(str(error).split())
+            raise UserError(f"the Hub does not know this --license or --language: {reason}") from None
+    except UserError:
+        raise
     except Exception as error:
         reason = explain(error, repo_id)
         if not isinstance(reason, TemporaryError):
@@ -77,24 +80,18 @@ def _open_repo(repo_id: str, private: bool) -> HfApi:
 
 def explain(error: Exception, repo_id: str) -> UserError:
     """Return one line for an error, with the remedy where one is known; a TemporaryError if it may pass by itself."""
-    causes = [error]
-    while (cause := causes[-1].__cause__) is not None:  # a failed transfer is a RuntimeError, by the Hub's response
-        causes.append(cause)
-    refusal = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
-    if isinstance(error, UserError):
-        return UserError(" ".join(str(error).split()))
-    if any(isinstance(cause, LocalTokenNotFoundError) for cause in causes):
+    known = (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled)
+    while not isinstance(error, known) and error.__cause__ is not None:
+        error = error.__cause__  # a failed transfer is a RuntimeError, by the Hub's response
+    if isinstance(error, LocalTokenNotFoundError):
         return UserError(f"no token of the Hugging Face Hub was found: {_REMEDY}")
-    if any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
+    if isinstance(error, OfflineModeIsEnabled):
         return UserError("HF_HUB_OFFLINE is set: unset it")
-    if refusal is None:
-        return TemporaryError(describe(causes[-1]).removesuffix(" (--debug shows where)"))
-    status = refusal.response.status_code
-    if status >= 500:
-        return TemporaryError(f"the Hub has an internal error ({status})")
-    message = " ".join(str(refusal.server_message or refusal).split())[:200]
+    if not isinstance(error, HfHubHTTPError):
+        return TemporaryError(describe(error).removesuffix(" (--debug shows where)"))
+    status, message = error.response.status_code, " ".join(str(error.server_message or error).split())[:200]
     reason = _REASONS.get(status, f"the Hub refused ({status}): {message}").replace("%s", repo_id)
-    return TemporaryError(reason) if status in (404, 429) else UserError(reason)
+    return TemporaryError(reason) if status in (404, 429) or status >= 500 else UserError(reason)
 
 
 class HubUploader:
@@ -136,18 +133,11 @@ class HubUploader:
         :param run_is_over: the last checkpoint need not wait for the interval
         """
         is_due = self._backoff.is_over and (run_is_over or time.monotonic() >= self._due_at)
-        if self.is_running or not is_due:
-            return
-        try:
+        if is_due and not self.is_running:
             newest = next(iter(list_checkpoints(self.folder)), None)
             if newest is not None and newest.name != self.uploaded:
-                step = int(newest.name.rsplit("-", 1)[-1])
-                curve = read_curve(self.folder / "metrics.jsonl", step)
-                card = build_card(self.metadata, step, curve, self.contributors, self.initial_peers, self.page)
-                self._thread = threading.Thread(target=self._upload, args=(newest, step, card), daemon=True)
+                self._thread = threading.Thread(target=self._upload, args=(newest,), daemon=True)
                 self._thread.start()
-        except Exception as error:
-            self._fail(error)
 
     def close(self) -> None:
         """Wait CLOSE_TIMEOUT seconds for the upload in progress. It ends with the process."""
@@ -156,11 +146,14 @@ class HubUploader:
         if self.is_running:
             logger.warning("Ended the upload in progress: the next start repeats it")
 
-    def _upload(self, checkpoint: Path, step: int, card: ModelCard) -> None:
+    def _upload(self, checkpoint: Path) -> None:
         started, repo_id = time.monotonic(), self.metadata.repo_id
         # A checkpoint that was downloaded from the Hub has a card and a hidden folder.
         left_out = shutil.ignore_patterns(".*", "README.md", *(() if self.with_training_state else _STATE_FILES))
         try:
+            step = int(checkpoint.name.rsplit("-", 1)[-1])
+            curve = read_curve(self.folder / "metrics.jsonl", step)
+            card = build_card(self.metadata, step, curve, self.contributors, self.initial_peers, self.page)
             with temporary_folder(self.folder / "upload") as folder:
                 shutil.copytree(checkpoint, folder, ignore=left_out, copy_function=_link, dirs_exist_ok=True)
                 card.save(folder / "README.md")
@@ -172,13 +165,10 @@ class HubUploader:
             self._backoff.reset()
             logger.info(f"Uploaded {checkpoint.name} to {repo_id}")
         except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        repo_id, pause = self.metadata.repo_id, self._backoff.fail()
-        logger.warning(
-            f"Could not upload to {repo_id}: {explain(error, repo_id)}; trying again in {pause:.0f} seconds"
-        )
+            pause = self._backoff.fail()
+            logger.warning(
+                f"Could not upload to {repo_id}: {explain(error, repo_id)}; trying again in {pause:.0f} seconds"
+            )
 
 
 def _link(source: str, target: str) -> None:

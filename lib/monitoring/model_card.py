@@ -17,6 +17,7 @@ from lib.common.objectives import OBJECTIVES
 from lib.monitoring.contributors import Contributors, build_table
 from lib.monitoring.trackers import read_records
 from lib.training.model import get_model_class, get_objective
+from lib.training.status import plural
 
 CURVE_ROWS = 12
 TABLE_ROWS = 100
@@ -127,9 +128,9 @@ def _contributor_table(contributors: Contributors) -> str:
     rows = build_table(contributors, TABLE_ROWS)
     if not rows:
         return ""
-    number = f"{len(contributors):,} contributor{'' if len(contributors) == 1 else 's'}"
+    samples = sum(leader.samples for leader in contributors.top(len(contributors)))
     shown = "" if len(rows) == len(contributors) else f"; the first {len(rows)} are"
-    lines = [f"## Contributors\n\n{contributors.total_samples:,} samples came from {number}{shown}:\n"]
+    lines = [f"## Contributors\n\n{samples:,} samples came from {plural(len(contributors), 'contributor')}{shown}:\n"]
     lines += ["| | name | key | samples | steps |", "|---|---|---|---|---|"]
     for place, name, key, samples, steps in rows:
         lines.append(f"| {place} | {escape_markdown(name)} | {escape_markdown(key)} | {samples:,} | {steps:,} |")

@@ -11,6 +11,8 @@ from lib.training.status import format_duration, plural
 logger = get_logger(__name__)
 
 MAX_NAMED = 5  # trainers in one line
+# Seconds between a line about progress and the one before, or the newest step
+PERIOD, IDLE_PERIOD = 30.0, 300.0  # while there is progress, and while there is none
 
 
 class ProgressLog:
@@ -18,19 +20,10 @@ class ProgressLog:
 
     :param target_batch_size: samples per global step
     :param find_name: returns the name of the trainer with a public key
-    :param period: least number of seconds between a line about progress and the one before, or the newest step
-    :param idle_period: the same while there is no progress
     """
 
-    def __init__(
-        self,
-        target_batch_size: int,
-        find_name: Callable[[bytes], str],
-        period: float = 30.0,
-        idle_period: float = 300.0,
-    ):
+    def __init__(self, target_batch_size: int, find_name: Callable[[bytes], str]):
         self.target_batch_size, self.find_name = target_batch_size, find_name
-        self.period, self.idle_period = period, idle_period
         self._present: set[bytes] = set()
         self._newest: tuple[int, int] | None = None  # step, and samples for the next one
         self._logged: tuple[int, int] | None = None  # the same in the newest line
@@ -57,12 +50,12 @@ class ProgressLog:
             self._newest, self._changed_at = (step, samples), now
         if shows_step:
             self._logged_at = now
-        if now - self._logged_at < (self.idle_period if self._logged == self._newest else self.period):
+        if now - self._logged_at < (IDLE_PERIOD if self._logged == self._newest else PERIOD):
             return
         self._logged_at, self._logged = now, self._newest
         if not peers:
             origin = (
-                "" if checkpoint_step < 0 else f"; the run continues from the checkpoint of step #{checkpoint_step}"
+                f"; the run continues from the checkpoint of step #{checkpoint_step}" if checkpoint_step >= 0 else ""
             )
             logger.info(f"Waiting for trainers{origin}")
             return

@@ -16,6 +16,7 @@ from transformers import (
 from lib.common.errors import UserError, describe
 from lib.common.objectives import OBJECTIVES
 from lib.data.loading import max_tokens
+from lib.monitoring.contributors import one_line
 from lib.monitoring.trackers import Reporters
 from lib.training.model import get_objective
 
@@ -38,15 +39,17 @@ def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: Pretrained
     """
     if not text.strip():
         raise UserError(f"{flag}: the sentence is empty; pass some words")
-    if not is_causal(config) and tokenizer.mask_token is None:
+    limit = max_tokens(config)
+    if is_causal(config):
+        limit -= MAX_NEW_TOKENS
+    elif tokenizer.mask_token is None:
         raise UserError(f"{flag}: the tokenizer has no mask token to fill; use the tokenizer of the model")
-    if not is_causal(config) and MASK not in text and tokenizer.mask_token not in text:
-        raise UserError(f"{flag}: there is no mask in '{text}'; put {MASK} in the place of a word")
-    if not is_causal(config):
+    else:
         text = text.replace(MASK, tokenizer.mask_token)
+        if tokenizer.mask_token not in text:
+            raise UserError(f"{flag}: there is no mask in '{text}'; put {MASK} in the place of a word")
     # Without the tokenizer's warning about the length, which is an error here.
     num_tokens = len(tokenizer(text, verbose=False)["input_ids"])
-    limit = max_tokens(config) - (MAX_NEW_TOKENS if is_causal(config) else 0)
     if num_tokens > limit:
         raise UserError(f"{flag}: the sentence has {num_tokens} tokens, the model takes {limit}; pass a shorter one")
 
@@ -74,7 +77,7 @@ def fill_masks(completer: Pipeline, text: str, number: int = 5) -> list[list[tup
 def continue_text(completer: Pipeline, text: str) -> str:
     """Return the text that follows by greedy decoding, at most `MAX_NEW_TOKENS` tokens."""
     (output,) = completer(text, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, return_full_text=False)
-    return _one_line(output["generated_text"])
+    return one_line(output["generated_text"])
 
 
 def complete(completer: Pipeline, text: str) -> str:
@@ -113,9 +116,4 @@ class SampleReporter:
 
 def _name(filling: dict, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a token, or its name in the vocabulary if the text is blank: SentencePiece has "▁"."""
-    return _one_line(filling["token_str"]) or _one_line(tokenizer.convert_ids_to_tokens(filling["token"]))
-
-
-def _one_line(text: str) -> str:
-    """Return a text without line breaks and control characters, which a tokenizer may contain."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return one_line(filling["token_str"]) or one_line(tokenizer.convert_ids_to_tokens(filling["token"]))

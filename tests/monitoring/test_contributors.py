@@ -39,7 +39,7 @@ def test_samples_add_up_by_key_and_two_of_one_name_stay_two(tmp_path):
     names = {b"a": "alice", b"b": "bob", b"c": "alice"}
     counted = count(tmp_path, make_report(1, a=10, b=5, c=1), make_report(2, a=10, b=30, idle=0), names=names)
     assert table(counted) == [("bob", 35, 2), ("alice", 20, 2), ("alice", 1, 1)]
-    assert (counted.total_samples, len(counted)) == (56, 3)
+    assert len(counted) == 3
 
 
 def test_restarted_monitor_counts_each_step_once(tmp_path):

@@ -92,12 +92,15 @@ def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, capl
     uploader = make_uploader()
     uploader.page = "https://huggingface.co/spaces/me/curves"
     checkpoint = save(uploader, 7)
+    (checkpoint / ".cache" / "huggingface").mkdir(parents=True)  # as in a checkpoint that was downloaded from the Hub
+    (checkpoint / "README.md").write_text("the card of then")
     with caplog.at_level("INFO"):
         upload_newest(uploader)
     assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
     assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
     for words in (b"step 7 ", b"/dns4/x.org/tcp/1/p2p/Qm", b"(https://huggingface.co/spaces/me/curves)"):
         assert words in hub.files["README.md"]
+    assert b"the card of then" not in hub.files["README.md"]
     assert [commit.message for commit in hub.commits] == ["Step 7 of my run"]
     assert hub.tags == {"step-7": hub.commits[0].oid}
     assert hub.repos == {"me/model": False}
@@ -111,17 +114,6 @@ def test_training_state_goes_up_where_asked_for(hub, make_uploader):
     upload_newest(uploader)
     assert {"training_state.pt", "collaboration.json"} < set(hub.files)
     assert hub.repos == {"me/model": True}
-
-
-def test_downloaded_checkpoint_is_uploaded_without_leftovers(hub, make_uploader):
-    uploader = make_uploader()
-    checkpoint = save(uploader, 7)
-    (checkpoint / ".cache" / "huggingface").mkdir(parents=True)
-    (checkpoint / "README.md").write_text("the card of then")
-    upload_newest(uploader)
-    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
-    assert b"the card of then" not in hub.files["README.md"]
-    assert (checkpoint / "README.md").read_text() == "the card of then"
 
 
 def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make_uploader):
@@ -160,12 +152,10 @@ def test_checkpoint_may_be_removed_while_it_is_uploaded(hub, make_uploader, monk
 @pytest.mark.parametrize(
     ("refusals", "words"),
     [
-        ({"/commit/": [500]}, "internal error (500)"),
+        ({"/commit/": [500]}, "refused (500)"),
         ({"/commit/": [429]}, "rate-limited by the Hub (429)"),
         ({"/commit/": [403]}, "may not write to 'me/model'"),
-        ({"/repos/create": [401], "/api/models/": [401]}, "hf auth login"),
         ({"/preupload/": [404]}, "no repository 'me/model'"),
-        ({"/commit/": [413]}, "refused (413)"),
         (OSError(28, "No space left on device", "out"), "the disk is full"),
     ],
 )
@@ -185,21 +175,6 @@ def test_failure_is_one_line_and_is_tried_again(hub, make_uploader, monkeypatch,
     assert len(hub.commits) == 1 and leftovers(uploader) == []
 
 
-def test_pauses_grow_and_are_reset_by_a_success(hub, make_uploader, monkeypatch, caplog):
-    monkeypatch.setattr(upload, "LONGEST_PAUSE", 0.4)
-    hub.refusals = {"/commit/": [500, 500, 500]}
-    uploader = make_uploader(interval=0)
-    fail, pauses = uploader._fail, []
-    monkeypatch.setattr(uploader, "_fail", lambda reason: (pauses.append(uploader._backoff.pause), fail(reason)))
-    save(uploader, 7)
-    upload_newest(uploader)
-    assert pauses == [0.2, 0.4, 0.4]
-    hub.refusals = {"/commit/": [500]}
-    save(uploader, 8)
-    upload_newest(uploader)
-    assert pauses[-1] == 0.2
-
-
 def test_silent_hub_delays_neither_the_monitor_nor_its_shutdown(hub, make_uploader, monkeypatch, caplog):
     monkeypatch.setattr(upload, "CLOSE_TIMEOUT", 0.5)
     hub.silent.set()
@@ -217,9 +192,8 @@ def test_silent_hub_delays_neither_the_monitor_nor_its_shutdown(hub, make_upload
 # Checks at the start
 
 
-def check(**options) -> None:
-    private = options.pop("private", False)
-    check_repo(CardMetadata("me/model", "run", CONFIG, **options), private)
+def check(license: str | None = None, language: str | None = None, private: bool = False) -> None:
+    check_repo(CardMetadata("me/model", "run", CONFIG, license, language), private)
 
 
 def test_check_creates_the_repository(hub):
@@ -244,7 +218,6 @@ def test_stored_token_is_found(hub, tmp_path, monkeypatch):
     [
         ("no token", "--repo_id: no token .*hf auth login"),
         ("wrong token", "does not accept the token"),
-        ("read-only token", "may not write to 'me/model'"),
         ("repository of another user", "may not write to 'me/model'"),
         ("unknown license", "--license or --language.*must be one of"),
         ("offline mode", "HF_HUB_OFFLINE"),
@@ -257,21 +230,16 @@ def test_trouble_that_does_not_pass_is_reported_at_the_start(hub, monkeypatch, t
         monkeypatch.setenv("HF_TOKEN", "hf_Wrong")
     elif trouble == "offline mode":
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    hub.writable = trouble not in ("read-only token", "repository of another user")
-    if trouble == "repository of another user":
-        hub.repos["me/model"] = False
-    elif trouble == "read-only token":
-        hub.refusals = {"/api/models/": [404]}
+    elif trouble == "repository of another user":
+        hub.writable, hub.repos["me/model"] = False, False
     with pytest.raises(UserError, match=words) as caught:
         check(license="my-own" if trouble == "unknown license" else None)
     assert "\n" not in str(caught.value) and "hf_Wrong" not in str(caught.value)
 
 
-@pytest.mark.parametrize("trouble", ["closed", "silent", "broken"])
+@pytest.mark.parametrize("trouble", ["silent", "broken"])
 def test_hub_that_cannot_be_reached_is_a_warning(hub, monkeypatch, caplog, trouble):
-    if trouble == "closed":
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    elif trouble == "silent":
+    if trouble == "silent":
         hub.silent.set()
         monkeypatch.setattr(upload, "TIMEOUTS", (1.0, 1.0, 1.0, None))
     else:
