@@ -170,20 +170,6 @@ class BaseTrainingArguments:
 
 
 @dataclass
-class AveragerArguments:
-    """How groups of peers form."""
-
-    _argument_group_name = "Groups"
-
-    target_group_size: int = flag(
-        256, "Maximum number of peers in one group. A full group starts its round immediately", setting=True
-    )
-
-    def __post_init__(self):
-        require(self.target_group_size >= 2, f"--target_group_size must be 2 or more, got {self.target_group_size}")
-
-
-@dataclass
 class ProgressTrackerArguments:
     """How often a trainer asks the others for their progress."""
 
@@ -239,6 +225,9 @@ class OptimizerArguments:
         "Network bandwidth of this peer in Mbit/s (decides its fraction of the work in all-reduce). Default: a "
         "trainer measures its upload when it starts, at most 100",
     )
+    target_group_size: int = flag(
+        256, "Maximum number of peers in one group. A full group starts its round immediately", setting=True
+    )
     averaging_timeout: float = flag(
         60.0,
         "Abort an averaging round after this many seconds. Set it to about twice the time of a round",
@@ -279,6 +268,7 @@ class OptimizerArguments:
         require_positive(self, "target_batch_size", "bandwidth", "averaging_timeout", "load_state_timeout",
                           "average_state_every")  # fmt: skip
         require_not_negative(self, "batch_size_lead")
+        require(self.target_group_size >= 2, f"--target_group_size must be 2 or more, got {self.target_group_size}")
         require(
             self.state_compression in STATE_COMPRESSIONS,
             f"--state_compression must be {', '.join(STATE_COMPRESSIONS[:-1])} or {STATE_COMPRESSIONS[-1]}, got "
@@ -555,7 +545,6 @@ class TrainerArguments(NamedTuple):
     training: LocalTrainingArguments
     dataset: DatasetArguments
     collaboration: CollaborationArguments
-    averager: AveragerArguments
     tracker: ProgressTrackerArguments
 
 

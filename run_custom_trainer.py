@@ -46,9 +46,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
 
         # hivemind's optimizer, around LAMB or AdamW
         batch_size_per_step = training_args.batch_size_per_step(num_devices=1)
-        optimizer = build_optimizer(
-            model, peer, batch_size_per_step, training_args, args.collaboration, args.averager, args.tracker
-        )
+        optimizer = build_optimizer(model, peer, batch_size_per_step, args)
         stack.callback(optimizer.shutdown)
 
         # Session: joining, metrics, rollback, checkpoints

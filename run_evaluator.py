@@ -86,7 +86,7 @@ def evaluate(
     from lib.monitoring.trackers import build_reporters
     from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, load_config
-    from lib.training.observer import open_observer
+    from lib.training.optimizer import open_observer
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)

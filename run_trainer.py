@@ -39,9 +39,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
 
         # hivemind's optimizer, around LAMB or AdamW. `step` counts a local step; once all peers together have
         # target_batch_size samples, the optimizer averages the gradients and takes the global step.
-        optimizer = build_optimizer(
-            model, peer, batch_size_per_step, args.training, args.collaboration, args.averager, args.tracker
-        )
+        optimizer = build_optimizer(model, peer, batch_size_per_step, args)
         stack.callback(optimizer.shutdown)
 
         # Session: joining, metrics, rollback, checkpoints

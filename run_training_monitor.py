@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import (
-    AveragerArguments,
     BaseTrainingArguments,
     DataSourceArguments,
     HyperparameterArguments,
@@ -121,7 +120,6 @@ class RunArguments(
     SampleArguments,
     HyperparameterArguments,
     OptimizerArguments,
-    AveragerArguments,
     ProgressTrackerArguments,
 ):
     """Settings of the run. The monitor signs and publishes them; it uses some of them."""
@@ -173,7 +171,7 @@ def monitor(
     from lib.peer.lifecycle import open_peer, supervise
     from lib.peer.run_config import RunConfig, RunConfigRelay
     from lib.training.model import build_model, load_config
-    from lib.training.observer import open_observer
+    from lib.training.optimizer import open_observer
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)

@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from arguments import (
-    AveragerArguments,
     CollaborationArguments,
     LocalTrainingArguments,
     ModelArguments,
     ProgressTrackerArguments,
+    TrainerArguments,
 )
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
@@ -55,7 +55,6 @@ def train(
     training_args: LocalTrainingArguments,
     model_args: ModelArguments,
     collaboration_args: CollaborationArguments,
-    averager_args: AveragerArguments,
     tracker_args: ProgressTrackerArguments,
     stop: StopSignal,
 ) -> None:
@@ -74,10 +73,8 @@ def train(
     with ExitStack() as stack:
         peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
         log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=False)
-        optimizer = build_optimizer(
-            model, peer, training_args.batch_size_per_step(1), training_args, collaboration_args, averager_args,
-            tracker_args,
-        )  # fmt: skip
+        args = TrainerArguments(training_args, None, collaboration_args, tracker_args)
+        optimizer = build_optimizer(model, peer, training_args.batch_size_per_step(1), args)
         stack.callback(optimizer.shutdown)
         stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
         optimizer.round_log = RoundLog(output_dir)
@@ -110,7 +107,6 @@ def main() -> None:
                 LocalTrainingArguments,
                 ModelArguments,
                 CollaborationArguments,
-                AveragerArguments,
                 ProgressTrackerArguments,
             ),
             __doc__,

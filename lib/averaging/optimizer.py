@@ -16,7 +16,6 @@ from contextlib import contextmanager
 
 import hivemind
 import torch
-from hivemind.compression import CompressionBase
 from hivemind.utils import get_logger
 
 from lib.averaging.accumulators import GradientAccumulator, clip_norm
@@ -58,16 +57,10 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         tracker_opts: dict,
         round_opts: dict,
         state_opts: dict,
-        gradient_compression: CompressionBase,
-        parameter_compression: CompressionBase,
         **kwargs,
     ):
         self._public_key, self._tracker_opts = public_key, tracker_opts
         self._round_opts, self._state_opts = round_opts, state_opts
-        self._compressions = {
-            "gradient_compression": gradient_compression,
-            "parameter_compression": parameter_compression,
-        }
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self.last_group_size = 0
@@ -95,7 +88,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     # Builders that hivemind.Optimizer calls
 
-    def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
+    def _make_progress_tracker(self, target_batch_size: int, **_options) -> ProgressTracker:
         return ProgressTracker(
             dht=self.dht,
             run_id=self.run_id,
@@ -104,7 +97,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             client_mode=self.dht.client_mode,
             auxiliary=False,
             **self._tracker_opts,
-            performance_ema_alpha=kwargs["performance_ema_alpha"],
         )
 
     def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
@@ -130,13 +122,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._offloaded_parameters(),
             dht=self.dht,
             prefix=f"{self.run_id}_round_averager",
-            min_matchmaking_time=self.matchmaking_time,
-            allreduce_timeout=self.allreduce_timeout,
             shutdown_timeout=self.shutdown_timeout,
-            next_chunk_timeout=self.next_chunk_timeout,
             client_mode=self.dht.client_mode,
-            average_parameters_every=self.average_state_every,
-            **self._compressions,
             **self._round_opts,
         )
         for parameter, gradient in zip(self._offloaded_parameters(), averager.averaged_gradients, strict=True):

@@ -109,12 +109,12 @@ def open_auxiliary_peer(
 
     :param model: of the run; its values are not used
     :param folder: of this peer alone: the key of an invitation is written there
-    :param run_args: OptimizerArguments, with HyperparameterArguments, AveragerArguments and ProgressTrackerArguments
+    :param run_args: OptimizerArguments, with HyperparameterArguments and ProgressTrackerArguments
     """
     with contextlib.ExitStack() as stack:
         peer = start_peer(peer_args, folder / "identity.key", client_mode=False, should_stop=stop.event)
         stack.callback(peer.dht.shutdown)
-        tracker, averager = build_auxiliary(model, peer, peer_args.run_id, run_args, run_args, run_args, run_args)
+        tracker, averager = build_auxiliary(model, peer, peer_args.run_id, run_args)
         stack.callback(averager.shutdown)
         children = {"assistant's DHT": peer.dht, "assistant's averager": averager}
         stack.enter_context(supervise(children, seconds=12.0, exit_code=0))

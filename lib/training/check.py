@@ -21,7 +21,7 @@ from hivemind.utils import get_dht_time
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from arguments import LocalTrainingArguments, TrainerArguments
+from arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
 from lib.averaging.progress import parse_progress
 from lib.common.argument_parser import CommandLine
 from lib.common.diagnosis import diagnose
@@ -34,7 +34,7 @@ from lib.peer.peer import Peer, explain_clock
 from lib.peer.run_config import adopt_run_config
 from lib.peer.upload import UploadError, measure_upload
 from lib.training.hf_trainer import autocast_dtype
-from lib.training.observer import open_observer
+from lib.training.optimizer import open_observer
 from lib.training.task import Task, load_task
 from utils import get_dictionary
 
@@ -109,7 +109,7 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
                 yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
             yield attempt("device", partial(measure_device, task, args.training))
             yield attempt("state", partial(measure_download, task.model, peer, args))
-            yield check_upload(peer.dht, task.model.num_parameters(only_trainable=True), args)
+            yield check_upload(peer.dht, task.model.num_parameters(only_trainable=True), peer_args)
     except UserError as error:
         yield Finding("joining", str(error), find_advice(str(error)))
 
@@ -255,29 +255,28 @@ def measure_download(model: PreTrainedModel, peer: Peer, args: TrainerArguments)
     return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed})"
 
 
-def check_upload(dht: DHT, num_parameters: int, args: TrainerArguments) -> Finding:
+def check_upload(dht: DHT, num_parameters: int, args: CollaborationArguments) -> Finding:
     """Measure the upload to the first initial peer that takes part, and how long a round takes at this speed.
 
     :param num_parameters: trained parameters of the model
     """
-    peer_args = args.collaboration
     try:
-        upload, name = measure_upload(dht, peer_args.initial_peers)
+        upload, name = measure_upload(dht, args.initial_peers)
     except UploadError as error:
         return Finding("upload", f"not measured, {error}")
-    trainers = max(2, min(1 + count_trainers(dht, peer_args.run_id), args.averager.target_group_size))
-    bits = BITS[peer_args.gradient_compression] + BITS[peer_args.state_compression]
+    trainers = max(2, min(1 + count_trainers(dht, args.run_id), args.target_group_size))
+    bits = BITS[args.gradient_compression] + BITS[args.state_compression]
     # A trainer in client mode sends each tensor once, as one of two does.
-    group_size = 2 if peer_args.client_mode else trainers
+    group_size = 2 if args.client_mode else trainers
     seconds = round_seconds(num_parameters, group_size, bits, upload.mbits_per_second)
     text = (
         f"{upload.mbits_per_second:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes about "
         f"{max(1, seconds):.0f} s"
     )
-    if seconds <= peer_args.averaging_timeout:
+    if seconds <= args.averaging_timeout:
         return Finding("upload", text)
     advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
-    return Finding("upload", f"{text}, and --averaging_timeout is {peer_args.averaging_timeout:.0f} s", advice)
+    return Finding("upload", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)
 
 
 def count_trainers(dht: DHT, run_id: str) -> int:

@@ -3,6 +3,8 @@
 Peers exchange the optimizer state by position, so all of them must use these builders.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 
@@ -19,12 +21,11 @@ from transformers import get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import get_parameter_names
 
 from arguments import (
-    AveragerArguments,
     CollaborationArguments,
     HyperparameterArguments,
-    LocalTrainingArguments,
     OptimizerArguments,
     ProgressTrackerArguments,
+    TrainerArguments,
 )
 from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.local_updates import LocalUpdatesOptimizer
@@ -33,6 +34,7 @@ from lib.averaging.progress import ProgressTracker
 from lib.averaging.rounds import RoundAverager
 from lib.averaging.state import TrainingStateAverager
 from lib.common.errors import UserError
+from lib.peer.lifecycle import supervise
 from lib.peer.peer import Peer
 from lib.peer.upload import MAX_BANDWIDTH, measure_bandwidth
 
@@ -83,18 +85,14 @@ def build_local_optimizer(param_groups: list[dict], args: HyperparameterArgument
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
     does not. Its updates had 0.32 of the paper's size at the first step and 0.15 at the tenth.
     """
-    common = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-    }
-    if args.optimizer == "lamb":
-        optimizer = Lamb(param_groups, **common, clamp_value=args.clamp_value, debias=False)
-    elif args.optimizer == "adamw":
-        optimizer = PortableAdamW(param_groups, **common)
-    else:
-        raise ValueError(f"unknown optimizer: {args.optimizer}")
+    builders = {"lamb": partial(Lamb, clamp_value=args.clamp_value, debias=False), "adamw": PortableAdamW}
+    optimizer = builders[args.optimizer](
+        param_groups,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+    )
     initialize_optimizer_state(optimizer)
     return optimizer
 
@@ -145,25 +143,36 @@ def _step_optimizer(args: HyperparameterArguments) -> dict:
     return {"optimizer": partial(build_local_optimizer, args=args), "scheduler": partial(build_scheduler, args=args)}
 
 
-def _round_bounds(args: HyperparameterArguments, optimizer_args: OptimizerArguments) -> dict:
-    """Return the bounds on contributions, as RoundAverager takes them: the same at all peers of a run."""
-    steps = LOCAL_PARAMETER_STEPS if args.local_updates else PARAMETER_STEPS
+def _tracker_options(args: ProgressTrackerArguments, local_updates: bool) -> dict:
+    """Return the options of ProgressTracker."""
+    names = [field.name for field in fields(ProgressTrackerArguments)]
+    return {"local_updates": local_updates, **{name: getattr(args, name) for name in names}}
+
+
+def _round_options(hyperparameter_args: HyperparameterArguments, args: OptimizerArguments, bandwidth: float) -> dict:
+    """Return the options of RoundAverager. The bounds on contributions are the same at all peers of a run."""
+    local_updates = hyperparameter_args.local_updates
+    steps = LOCAL_PARAMETER_STEPS if local_updates else PARAMETER_STEPS
     return {
-        "local_updates": args.local_updates,
-        "max_grad_norm": args.max_update_norm if args.local_updates else args.max_grad_norm,
-        "parameter_step": steps * args.learning_rate,
-        "max_weight": MAX_TARGET_BATCHES * optimizer_args.target_batch_size,
+        "local_updates": local_updates,
+        "max_grad_norm": hyperparameter_args.max_update_norm if local_updates else hyperparameter_args.max_grad_norm,
+        "parameter_step": steps * hyperparameter_args.learning_rate,
+        "max_weight": MAX_TARGET_BATCHES * args.target_batch_size,
+        "gradient_compression": COMPRESSIONS[args.gradient_compression](),
+        "parameter_compression": COMPRESSIONS[args.state_compression](),
+        "average_parameters_every": args.average_state_every,
+        "target_group_size": args.target_group_size,
+        "bandwidth": bandwidth,
+        "min_matchmaking_time": args.matchmaking_time,
+        "allreduce_timeout": args.averaging_timeout,
+        # Seconds of silence after which a peer is excluded from a round. hivemind's default is `matchmaking_time`,
+        # which busy machines and slow connections exceed.
+        "next_chunk_timeout": max(args.matchmaking_time, args.averaging_timeout / 4),
     }
 
 
 def build_optimizer(
-    model: torch.nn.Module,
-    peer: Peer,
-    batch_size_per_step: int,
-    training_args: LocalTrainingArguments,
-    collaboration_args: CollaborationArguments,
-    averager_args: AveragerArguments,
-    tracker_args: ProgressTrackerArguments,
+    model: torch.nn.Module, peer: Peer, batch_size_per_step: int, args: TrainerArguments
 ) -> CollaborativeOptimizer:
     """Build the collaborative optimizer around the local one and its schedule. Call this in the main thread.
 
@@ -171,12 +180,13 @@ def build_optimizer(
     :param batch_size_per_step: samples of a local step
     :raises UserError: if the target batch size is below the samples of one local step
     """
-    args = collaboration_args
-    target_batch_size = args.target_batch_size - args.batch_size_lead
+    run_args, training_args = args.collaboration, args.training
+    target_batch_size = run_args.target_batch_size - run_args.batch_size_lead
     if target_batch_size < batch_size_per_step:
         raise UserError(
-            f"--target_batch_size {args.target_batch_size} (less --batch_size_lead) is below {batch_size_per_step}, "
-            f"the samples of one local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
+            f"--target_batch_size {run_args.target_batch_size} (less --batch_size_lead) is below "
+            f"{batch_size_per_step}, the samples of one local step (--per_device_train_batch_size x devices x "
+            "--gradient_accumulation_steps)"
         )
     params = build_param_groups(model, training_args.weight_decay)
     optimizer_class = CollaborativeOptimizer
@@ -191,53 +201,38 @@ def build_optimizer(
     return optimizer_class(
         dht=peer.dht,
         public_key=peer.public_key,
-        run_id=args.run_id,
+        run_id=run_args.run_id,
         target_batch_size=target_batch_size,
         batch_size_per_step=batch_size_per_step,
         params=params,
         **_step_optimizer(training_args),
         offload_optimizer=True,
-        delay_grad_averaging=args.delay_grad_averaging,
-        delay_optimizer_step=args.delay_optimizer_step,
-        client_mode=args.client_mode,
-        average_state_every=args.average_state_every,
-        matchmaking_time=args.matchmaking_time,
-        averaging_timeout=args.averaging_timeout,
-        next_chunk_timeout=_chunk_timeout(args),
-        load_state_compression=build_state_compression(args.load_state_compression),
-        performance_ema_alpha=tracker_args.performance_ema_alpha,
-        tracker_opts={"local_updates": training_args.local_updates, **_tracker_options(tracker_args)},
-        round_opts={
-            "target_group_size": averager_args.target_group_size,
-            "bandwidth": _choose_bandwidth(peer, args),
-            **_round_bounds(training_args, args),
-        },
+        delay_grad_averaging=run_args.delay_grad_averaging,
+        delay_optimizer_step=run_args.delay_optimizer_step,
+        client_mode=run_args.client_mode,
+        matchmaking_time=run_args.matchmaking_time,
+        averaging_timeout=run_args.averaging_timeout,
+        load_state_compression=build_state_compression(run_args.load_state_compression),
+        performance_ema_alpha=args.tracker.performance_ema_alpha,
+        tracker_opts=_tracker_options(args.tracker, training_args.local_updates),
+        round_opts=_round_options(training_args, run_args, _choose_bandwidth(peer, run_args)),
         state_opts={
             "initialize_optimizer": False,  # see initialize_optimizer_state
-            "download_timeout": args.load_state_timeout,
-            "donor_timeout": args.averaging_timeout,
+            "download_timeout": run_args.load_state_timeout,
+            "donor_timeout": run_args.averaging_timeout,
         },
-        **_averaging_compressions(args),
         verbose=True,
     )
 
 
-def build_auxiliary(
-    model: torch.nn.Module,
-    peer: Peer,
-    run_id: str,
-    hyperparameter_args: HyperparameterArguments,
-    optimizer_args: OptimizerArguments,
-    averager_args: AveragerArguments,
-    tracker_args: ProgressTrackerArguments,
-) -> tuple[ProgressTracker, RoundAverager]:
+def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tuple[ProgressTracker, RoundAverager]:
     """Build the progress tracker and the averager of an auxiliary peer, which joins rounds without gradients.
 
     Call this in the main thread.
 
     :param model: a model of the run, for the shapes of its parameters; their values are not used
+    :param args: HyperparameterArguments, OptimizerArguments and ProgressTrackerArguments in one
     """
-    args = optimizer_args
     tracker = ProgressTracker(
         dht=peer.dht,
         run_id=run_id,
@@ -245,25 +240,15 @@ def build_auxiliary(
         public_key=peer.public_key,
         client_mode=False,
         auxiliary=True,
-        performance_ema_alpha=tracker_args.performance_ema_alpha,
-        local_updates=hyperparameter_args.local_updates,
-        **_tracker_options(tracker_args),
+        **_tracker_options(args, args.local_updates),
     )
-    groups = build_param_groups(model, hyperparameter_args.weight_decay)
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    groups = build_param_groups(model, args.weight_decay)
     averager = RoundAverager(
-        [parameter.detach().cpu().float().clone() for parameter in parameters],
+        [parameter.detach().cpu().float().clone() for group in groups for parameter in group["params"]],
         dht=peer.dht,
         prefix=f"{run_id}_round_averager",
         auxiliary=True,
-        min_matchmaking_time=args.matchmaking_time,
-        allreduce_timeout=args.averaging_timeout,
-        next_chunk_timeout=_chunk_timeout(args),
-        average_parameters_every=args.average_state_every,
-        target_group_size=averager_args.target_group_size,
-        bandwidth=args.bandwidth or MAX_BANDWIDTH,
-        **_round_bounds(hyperparameter_args, args),
-        **_averaging_compressions(args),
+        **_round_options(args, args, args.bandwidth or MAX_BANDWIDTH),
     )
     return tracker, averager
 
@@ -273,22 +258,6 @@ def _choose_bandwidth(peer: Peer, args: CollaborationArguments) -> float:
     if args.bandwidth is not None or args.client_mode:
         return args.bandwidth or MAX_BANDWIDTH
     return measure_bandwidth(peer.dht, args.initial_peers)
-
-
-def _chunk_timeout(args: OptimizerArguments) -> float:
-    """Return the seconds of silence after which a peer is excluded from a round.
-
-    hivemind's default is `matchmaking_time`, which busy machines and slow connections exceed.
-    """
-    return max(args.matchmaking_time, args.averaging_timeout / 4)
-
-
-def _averaging_compressions(args: OptimizerArguments) -> dict[str, CompressionBase]:
-    """Return the compressions of gradients and of parameters, as RoundAverager takes them."""
-    return {
-        "gradient_compression": COMPRESSIONS[args.gradient_compression](),
-        "parameter_compression": COMPRESSIONS[args.state_compression](),
-    }
 
 
 def build_state_compression(name: str) -> CompressionBase:
@@ -301,12 +270,6 @@ def build_state_compression(name: str) -> CompressionBase:
     statistics = compression if name == "none" else Float16Compression()
     by_role = RoleAdaptiveCompression(optimizer=statistics, default=compression)
     return SizeAdaptiveCompression(threshold=2, less=NoCompression(), greater_equal=by_role)
-
-
-def _tracker_options(args: ProgressTrackerArguments) -> dict[str, float]:
-    """Return the options of ProgressTracker, but for the one that hivemind passes on by itself."""
-    names = [field.name for field in fields(ProgressTrackerArguments) if field.name != "performance_ema_alpha"]
-    return {name: getattr(args, name) for name in names}
 
 
 def build_state_averager(
@@ -332,3 +295,16 @@ def build_state_averager(
         donor_timeout=download_timeout / 2,
         start=True,
     )
+
+
+@contextlib.contextmanager
+def open_observer(
+    model: torch.nn.Module, peer: Peer, run_id: str, args: HyperparameterArguments, download_timeout: float
+) -> Iterator[TrainingStateAverager]:
+    """Open an averager that downloads the trainers' state into `model`, as `build_state_averager`."""
+    averager = build_state_averager(model, peer, run_id, args, download_timeout)
+    try:
+        with supervise({"averager": averager}, seconds=12.0, exit_code=0):
+            yield averager
+    finally:
+        averager.shutdown()

@@ -113,7 +113,7 @@ def test_assistant_takes_its_options_from_the_settings_of_the_run(monkeypatch):
         monkeypatch.setattr(optimizer, name, lambda *_args, _name=name, **options: built.update({_name: options}))
     args = RunArguments(target_batch_size=512, target_group_size=7, min_refresh_period=0.25, matchmaking_time=3.5)
     peer = SimpleNamespace(dht=None, public_key=b"assistant")
-    build_auxiliary(torch.nn.Linear(2, 2), peer, "run", args, args, args, args)
+    build_auxiliary(torch.nn.Linear(2, 2), peer, "run", args)
     tracker, averager = built["ProgressTracker"], built["RoundAverager"]
     assert (tracker["target_batch_size"], tracker["min_refresh_period"]) == (512, 0.25)
     assert (averager["target_group_size"], averager["min_matchmaking_time"]) == (7, 3.5)

@@ -15,7 +15,6 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import (
     TRAINER_ARGUMENTS,
-    AveragerArguments,
     BaseTrainingArguments,
     DataSourceArguments,
     HyperparameterArguments,
@@ -255,8 +254,7 @@ def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
     everything = {name: getattr(args, name) for args in line.arguments for name in run_config.SETTINGS
                   if hasattr(args, name)}  # fmt: skip
     assert everything.keys() == set(run_config.SETTINGS)
-    of_the_run = (HyperparameterArguments, SampleArguments, ModelArguments, DataSourceArguments, OptimizerArguments,
-                  AveragerArguments)  # fmt: skip
+    of_the_run = (HyperparameterArguments, SampleArguments, ModelArguments, DataSourceArguments, OptimizerArguments)
     local = {"tokenizer_path", "cache_dir", "client_mode", "batch_size_lead", "bandwidth", "load_state_compression",
              "load_state_timeout", "delay_grad_averaging", "delay_optimizer_step"}  # fmt: skip
     flags = {option.name for dataclass_type in of_the_run for option in dataclasses.fields(dataclass_type)}

@@ -13,7 +13,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import AveragerArguments, CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments
+from arguments import CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments, TrainerArguments
 from lib.averaging.coordinator import Outcome
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.averaging.records import signer_of
@@ -142,7 +142,7 @@ def offline_optimizer(model: torch.nn.Module, **flags) -> CollaborativeOptimizer
         run_id="run", bandwidth=flags.pop("bandwidth", 50.0),
         **{name: value for name, value in flags.items() if name not in known},
     )  # fmt: skip
-    averager_args, tracker_args = AveragerArguments(), ProgressTrackerArguments()
-    optimizer = build_optimizer(model, PEER, 4, training_args, collaboration_args, averager_args, tracker_args)
+    args = TrainerArguments(training_args, None, collaboration_args, ProgressTrackerArguments())
+    optimizer = build_optimizer(model, PEER, 4, args)
     optimizer.coordinator = Rounds(optimizer)
     return optimizer

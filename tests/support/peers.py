@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 
 from arguments import (
-    AveragerArguments,
     BaseTrainingArguments,
     CollaborationArguments,
     HyperparameterArguments,
     LocalTrainingArguments,
     ProgressTrackerArguments,
+    TrainerArguments,
 )
 from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
 
@@ -394,15 +394,9 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
     }
     collaboration_args = CollaborationArguments(**options)
     training_args = LocalTrainingArguments(**{**hyperparameters, **overrides})
-    optimizer = build_optimizer(
-        model,
-        peer,
-        batch_size_per_step,
-        training_args,
-        collaboration_args,
-        AveragerArguments(),
-        ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2),
-    )
+    tracker_args = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2)
+    args = TrainerArguments(training_args, None, collaboration_args, tracker_args)
+    optimizer = build_optimizer(model, peer, batch_size_per_step, args)
     try:
         yield optimizer
     finally:

@@ -11,7 +11,7 @@ import torch
 from hivemind.utils import PerformanceEMA
 from transformers import AlbertConfig
 
-from arguments import AveragerArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments
+from arguments import HyperparameterArguments, ProgressTrackerArguments
 from lib.averaging.accumulators import clip_norm
 from lib.averaging.matchmaking import RoundControl, rank
 from lib.averaging.rounds import RoundAverager
@@ -19,6 +19,7 @@ from lib.monitoring.auxiliary_peer import AuxiliaryPeer
 from lib.peer.peer import Peer
 from lib.training.model import build_model
 from lib.training.optimizer import build_auxiliary, build_local_optimizer, build_param_groups, build_scheduler
+from run_training_monitor import RunArguments
 from tests.support.fakes import make_batch
 from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer, wait_until
 
@@ -239,16 +240,9 @@ class Swarm:
 
     def add_auxiliary_peer(self) -> AuxiliaryPeer:
         """Add and start an auxiliary peer."""
-        names = OptimizerArguments.__dataclass_fields__
-        options = {name: value for name, value in self.options.items() if name in names}
-        args = OptimizerArguments(**{**TIMEOUTS, **options})
-        names = HyperparameterArguments.__dataclass_fields__
-        overrides = {name: value for name, value in self.options.items() if name in names}
-        model, hyperparameters = build_model(CONFIG, "run"), HyperparameterArguments(**HYPERPARAMETERS | overrides)
-        peer = self.borrow()
-        tracker, averager = build_auxiliary(
-            model, peer, self.run_id, hyperparameters, args, AveragerArguments(), TRACKER
-        )
+        options = {name: value for name, value in self.options.items() if name in RunArguments.__dataclass_fields__}
+        args = RunArguments(**{**HYPERPARAMETERS, **TIMEOUTS, **vars(TRACKER), **options})
+        tracker, averager = build_auxiliary(build_model(CONFIG, "run"), self.borrow(), self.run_id, args)
         self.stack.callback(averager.shutdown)
         auxiliary_peer = AuxiliaryPeer(tracker, averager, self.folder / "auxiliary_peer", args)
         auxiliary_peer.round_log = RecordingLog()

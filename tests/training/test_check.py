@@ -11,7 +11,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import AveragerArguments, CollaborationArguments
+from arguments import CollaborationArguments
 from lib.averaging.progress import PeerProgress
 from lib.common.errors import UserError
 from lib.peer.upload import Upload
@@ -111,7 +111,7 @@ def make_heartbeat(auxiliary: bool) -> dict:
 def measure(monkeypatch):
     """Return a function that checks the upload to two initial peers, in a run with some trainers."""
 
-    def measure(*uploads: Upload | str, trainers: int = 7, group_size: int = 256, **options) -> str:
+    def measure(*uploads: Upload | str, trainers: int = 7, **options) -> str:
         # Malformed records and auxiliary peers are no trainers.
         records = [*[make_heartbeat(False)] * trainers, make_heartbeat(True), {}, None]
         subkeys = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in records]
@@ -123,8 +123,7 @@ def measure(monkeypatch):
         args = CollaborationArguments(run_id="run", **{
             "averaging_timeout": 300.0, "initial_peers": initial_peers, **options
         })  # fmt: skip
-        run = SimpleNamespace(collaboration=args, averager=AveragerArguments(target_group_size=group_size))
-        return check_upload(FakeUploads(*uploads), ALBERT_LARGE, run).line
+        return check_upload(FakeUploads(*uploads), ALBERT_LARGE, args).line
 
     return measure
 
@@ -136,7 +135,7 @@ def measure(monkeypatch):
         ({"gradient_compression": "blockwise8"}, 8, 92),
         ({"client_mode": True}, 8, 70),
         ({"trainers": 0}, 2, 70),
-        ({"group_size": 4}, 4, 105),
+        ({"target_group_size": 4}, 4, 105),
     ],
 )
 def test_round_at_the_measured_upload(measure, options, trainers, seconds):

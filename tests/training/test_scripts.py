@@ -13,7 +13,6 @@ import run_custom_trainer
 import run_trainer
 import utils
 from arguments import (
-    AveragerArguments,
     CollaborationArguments,
     DatasetArguments,
     LocalTrainingArguments,
@@ -89,7 +88,7 @@ def test_script_trains_saves_and_reports(tmp_path, monkeypatch, script):
     monkeypatch.setattr(lifecycle, "exit_after", lambda *_args: None)
     monkeypatch.setattr(session, "RunConfigRelay", SimpleNamespace(of_run=lambda *_args: None))
 
-    def build_optimizer(model, _peer, batch_size_per_step: int, *_args) -> LoneOptimizer:
+    def build_optimizer(model, _peer, batch_size_per_step: int, _args) -> LoneOptimizer:
         assert batch_size_per_step == 8
         optimizers.append(LoneOptimizer(model))
         return optimizers[-1]
@@ -102,9 +101,7 @@ def test_script_trains_saves_and_reports(tmp_path, monkeypatch, script):
         output_dir=str(tmp_path), use_cpu=True, dataloader_num_workers=0, disable_tqdm=True, save_steps=2
     )
     collaboration = CollaborationArguments(run_id="run", max_global_steps=5, leave_timeout=0.0)
-    args = TrainerArguments(
-        training, DatasetArguments(), collaboration, AveragerArguments(), ProgressTrackerArguments()
-    )
+    args = TrainerArguments(training, DatasetArguments(), collaboration, ProgressTrackerArguments())
     with StopSignal() as stop:
         script.train(args, stop)
     assert [path.name for path in list_checkpoints(Path(tmp_path))] == ["checkpoint-5", "checkpoint-4"]

@@ -8,16 +8,17 @@ import torch
 from hivemind.compression import CompressionInfo, TensorRole
 
 from arguments import (
-    AveragerArguments,
     CollaborationArguments,
     HyperparameterArguments,
     LocalTrainingArguments,
     OptimizerArguments,
     ProgressTrackerArguments,
+    TrainerArguments,
 )
 from lib.averaging.compression import name_of
 from lib.training import optimizer as builders
 from lib.training.hf_trainer import build_training_arguments
+from run_training_monitor import RunArguments
 
 # Values unlike the defaults
 HYPERPARAMETERS = {
@@ -29,7 +30,7 @@ COLLABORATION = {
     "target_batch_size": 640, "client_mode": False, "batch_size_lead": 64, "bandwidth": 7.0, "averaging_timeout": 80.0,
     "matchmaking_time": 9.0, "average_state_every": 3, "gradient_compression": "blockwise8",
     "state_compression": "scaled_float16", "load_state_compression": "none", "load_state_timeout": 100.0,
-    "delay_grad_averaging": False, "delay_optimizer_step": False,
+    "delay_grad_averaging": False, "delay_optimizer_step": False, "target_group_size": 17,
 }  # fmt: skip
 TRACKER = {
     "min_refresh_period": 0.25, "max_refresh_period": 11.0, "default_refresh_period": 4.0, "expected_drift_peers": 5.0,
@@ -57,24 +58,18 @@ PEER = SimpleNamespace(dht="dht", public_key=b"key")
 @pytest.fixture
 def built(monkeypatch) -> SimpleNamespace:
     """The trainer's optimizer with and without local updates, and the tracker and averager of an auxiliary peer."""
-    names = (
-        "CollaborativeOptimizer",
-        "LocalUpdatesOptimizer",
-        "ProgressTracker",
-        "RoundAverager",
-        "TrainingStateAverager",
-    )
-    for name in names:
+    for name in ("CollaborativeOptimizer", "LocalUpdatesOptimizer", "ProgressTracker", "RoundAverager",
+                 "TrainingStateAverager"):  # fmt: skip
         monkeypatch.setattr(builders, name, Received)
-    averager_args, tracker_args = AveragerArguments(target_group_size=17), ProgressTrackerArguments(**TRACKER)
     found = SimpleNamespace()
     for name, local_updates in (("local", True), ("plain", False)):
-        training = LocalTrainingArguments(**{**HYPERPARAMETERS, "local_updates": local_updates})
+        hyperparameters = {**HYPERPARAMETERS, "local_updates": local_updates}
+        training = LocalTrainingArguments(**hyperparameters)
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
-        optimizer = builders.build_optimizer(Model(), PEER, 8, training, collaboration, averager_args, tracker_args)
-        auxiliary = builders.build_auxiliary(
-            Model(), PEER, "run", training, OptimizerArguments(**COLLABORATION), averager_args, tracker_args
-        )
+        args = TrainerArguments(training, None, collaboration, ProgressTrackerArguments(**TRACKER))
+        optimizer = builders.build_optimizer(Model(), PEER, 8, args)
+        run_args = RunArguments(**hyperparameters, **COLLABORATION, **TRACKER)
+        auxiliary = builders.build_auxiliary(Model(), PEER, "run", run_args)
         vars(found)[name], vars(found)[f"{name}_tracker"], vars(found)[f"{name}_averager"] = optimizer, *auxiliary
     found.observer = builders.build_state_averager(Model(), PEER, "run", training, download_timeout=70.0)
     return found
@@ -111,11 +106,10 @@ TABLE = [
     ("averaging_timeout", BOTH, "averaging_timeout", 80.0),
     ("averaging_timeout", ROUNDS, "next_chunk_timeout", 20.0),
     ("averaging_timeout", BOTH, "donor_timeout", 80.0),
-    ("averaging_timeout", ("plain_averager",), "allreduce_timeout", 80.0),
+    ("averaging_timeout", ROUNDS, "allreduce_timeout", 80.0),
     ("matchmaking_time", BOTH, "matchmaking_time", 9.0),
-    ("matchmaking_time", ("plain_averager",), "min_matchmaking_time", 9.0),
-    ("average_state_every", BOTH, "average_state_every", 3),
-    ("average_state_every", ("plain_averager",), "average_parameters_every", 3),
+    ("matchmaking_time", ROUNDS, "min_matchmaking_time", 9.0),
+    ("average_state_every", ROUNDS, "average_parameters_every", 3),
     ("gradient_compression", ROUNDS, "gradient_compression", "blockwise8"),
     ("state_compression", ROUNDS, "parameter_compression", "scaled_float16"),
     ("load_state_timeout", BOTH, "download_timeout", 100.0),
@@ -141,12 +135,12 @@ def test_flag_reaches_what_it_is_for(built, flag, objects, attribute, expected):
     for name in objects:
         value = getattr(getattr(built, name), attribute)
         assert (value if isinstance(value, int | float) else name_of(value)) == expected, (flag, name)
-        if flag in TRACKER and flag != "performance_ema_alpha":
+        if flag in TRACKER:
             assert getattr(built.plain.tracker_opts, attribute) == expected
 
 
 def test_table_has_each_flag():
-    types = (HyperparameterArguments, OptimizerArguments, AveragerArguments, ProgressTrackerArguments)
+    types = (HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments)
     assert {flag for flag, *_ in TABLE} | ELSEWHERE == {field.name for kind in types for field in fields(kind)}
 
 
