@@ -1,11 +1,11 @@
-"""Functions of deploy_on_aws.ipynb: a coordinator and spot trainers on EC2, identified by tags.
+"""Functions of deploy_on_aws.ipynb: a coordinator and spot trainers on EC2, as one stack of CloudFormation.
 
-No state is kept on the organiser's machine. All resources of a deployment have its name as a tag. Every call queries
-the existing resources first, so all calls are idempotent.
+No state is kept on the organiser's machine, and all calls are idempotent. Coordinator and trainers are Auto Scaling
+groups, which replace instances that fail or are interrupted.
 
-The coordinator is an on-demand instance with an elastic IP and an identity stored as an encrypted parameter, so its
-address does not change when it is replaced. The trainers form an Auto Scaling group, which replaces interrupted
-instances. They receive the address and no secret; the settings of the run come from the coordinator.
+The coordinator has an elastic IP and an identity, stored as an encrypted parameter. Both are outside of the stack and
+are taken at the first boot, so the address does not change when the coordinator is replaced. The trainers receive the
+address and no secret; the settings of the run come from the coordinator.
 """
 
 import base64
@@ -16,8 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,16 +27,14 @@ from lib.common.errors import UserError, describe
 try:
     import boto3
     from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, WaiterError
 except ModuleNotFoundError as error:
     raise UserError(describe(error)) from None
 
 PROJECT = Path(__file__).parent.parent
-TAG, ROLE_TAG = "CollaborativeTraining", "Role"
+TAG, ROLE = "CollaborativeTraining", "Role"  # the tags of all resources
 COORDINATOR, TRAINER = "coordinator", "trainer"
-EXISTING = ("pending", "running", "stopping", "stopped")
 
-MAX_USER_DATA = 16 * 1024  # bytes, EC2's limit
 PUBLIC_IP_PRICE = 0.005  # USD per hour and public IPv4 address
 DISK_PRICE = 0.08 / 730  # USD per hour and GiB of gp3
 
@@ -46,7 +43,7 @@ DISK_PRICE = 0.08 / 730  # USD per hour and GiB of gp3
 class Settings:
     """Settings of a deployment. Prices are in USD per hour.
 
-    :param name: tag of all resources of this deployment, which identifies it
+    :param name: name of the stack, and tag of all resources of this deployment
     :param dataset_url: archive written by `tokenize_wikitext103.py --archive`
     :param revision: branch or tag of the project
     :param monitor_flags: flags of the monitor, including the settings of the run, e.g. "--target_batch_size 2048"
@@ -76,11 +73,9 @@ class Settings:
     disk_gib: int = 40
 
     def __post_init__(self):
-        name = re.fullmatch(r"[A-Za-z0-9-]{1,30}", self.name)
-        require(name is not None, "NAME must have 1 to 30 characters: letters, digits and '-'")
+        name = re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,29}", self.name)
+        require(name is not None, "NAME must have 1 to 30 characters: a letter, then letters, digits and '-'")
         require("." not in self.run_id and bool(self.run_id.strip()), "RUN_ID must not be empty or contain '.'")
-        require(0 < self.port < 65536, f"port: {self.port} is not a port; choose one from 1 to 65535")
-        require(bool(self.trainer_types), "trainer_types: name at least one instance type")
         for field in ("repo_url", "dataset_url"):
             parts, flag = urlsplit(getattr(self, field)), field.upper()
             require(bool(parts.scheme and parts.path), f"{flag} must be an address like https://example.org/x")
@@ -92,15 +87,17 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-@dataclass(frozen=True)
-class Instance:
-    id: str
-    role: str
-    type: str
-    zone: str
-    state: str
-    ip: str
-    age: float  # seconds since the start
+def resource(kind: str, **properties: object) -> dict:
+    """Return a resource of a template."""
+    return {"Type": f"AWS::{kind}", "Properties": properties}
+
+
+def policy(statements: list[dict]) -> dict:
+    return {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", **statement} for statement in statements]}
+
+
+def arn(service: str, name: str) -> dict:
+    return {"Fn::Sub": f"arn:${{AWS::Partition}}:{service}:${{AWS::Region}}:${{AWS::AccountId}}:{name}"}
 
 
 @contextlib.contextmanager
@@ -108,7 +105,7 @@ def readable_errors() -> Iterator[None]:
     """Convert exceptions of boto3 into UserError with a message of one line."""
     try:
         yield
-    except (NoCredentialsError, PartialCredentialsError):
+    except NoCredentialsError:
         raise UserError("no AWS credentials found: run `aws configure`, or set AWS_PROFILE") from None
     except ClientError as error:
         details = error.response["Error"]
@@ -117,60 +114,27 @@ def readable_errors() -> Iterator[None]:
         raise UserError(f"the request to AWS failed: {error}") from None
 
 
-@contextlib.contextmanager
-def ignoring(*codes: str) -> Iterator[None]:
-    """Suppress errors of AWS with one of these codes."""
-    try:
-        yield
-    except ClientError as error:
-        if error.response["Error"]["Code"] not in codes:
-            raise
-
-
-def retry(call: Callable[..., dict], fault: str, **request) -> dict:
-    """Repeat a call for two minutes while AWS's answer contains the words `fault`."""
-    for attempt in range(24):
-        try:
-            return call(**request)
-        except ClientError as error:
-            if fault not in str(error) or attempt == 23:
-                raise
-        time.sleep(5)
-
-
 class Deployment:
-    """All resources tagged with `settings.name` in one region."""
+    """The stack `settings.name` in one region, and its address."""
 
     def __init__(self, settings: Settings):
-        self.settings, self._trainers = settings, f"{settings.name}-trainers"
+        self.settings, self._trainers = settings, f"{settings.name}-{TRAINER}s"
         self._identity_parameter = f"/collaborative-training/{settings.name}/identity"
+        self._ours = [{"Name": f"tag:{TAG}", "Values": [settings.name]}]
         retries = {"max_attempts": 5, "mode": "standard"}
         config = Config(region_name=settings.region, connect_timeout=10, read_timeout=60, retries=retries)
-        services = ("ec2", "ssm", "iam", "autoscaling")
-        self.ec2, self.ssm, self.iam, self.scaling = (boto3.client(service, config=config) for service in services)
+        services = ("ec2", "ssm", "cloudformation", "autoscaling")
+        self.ec2, self.ssm, self.stacks, self.scaling = (boto3.client(service, config=config) for service in services)
 
-    # --- existing resources ------------------------------------------------------------------------------------------
+    # --- status ------------------------------------------------------------------------------------------------------
 
     @readable_errors()
-    def instances(self, role: str | None = None) -> list[Instance]:
-        """Return the instances that are not terminated, the oldest first."""
-        filters = [*self._ours(role), {"Name": "instance-state-name", "Values": list(EXISTING)}]
-        pages = self.ec2.get_paginator("describe_instances").paginate(Filters=filters)
-        found = [
-            Instance(
-                id=one["InstanceId"],
-                role=next(tag["Value"] for tag in one["Tags"] if tag["Key"] == ROLE_TAG),
-                type=one["InstanceType"],
-                zone=one["Placement"]["AvailabilityZone"],
-                state=one["State"]["Name"],
-                ip=one.get("PublicIpAddress", ""),
-                age=(datetime.now(UTC) - one["LaunchTime"]).total_seconds(),
-            )
-            for page in pages
-            for reservation in page["Reservations"]
-            for one in reservation["Instances"]
-        ]
-        return sorted(found, key=lambda instance: (-instance.age, instance.id))
+    def instances(self) -> list[dict]:
+        """Return EC2's descriptions of the instances that are not terminated, the oldest first."""
+        running = {"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}
+        pages = self.ec2.get_paginator("describe_instances").paginate(Filters=[*self._ours, running])
+        found = [one for page in pages for reservation in page["Reservations"] for one in reservation["Instances"]]
+        return sorted(found, key=lambda one: (one["LaunchTime"], one["InstanceId"]))
 
     @readable_errors()
     def address(self) -> str:
@@ -189,19 +153,25 @@ class Deployment:
     @readable_errors()
     def status(self) -> str:
         """Return a table of the instances, why trainers are missing, the highest costs, and the address."""
-        instances, group = self.instances(), self._find_group()
+        instances = self.instances()
         if not instances:
             return f"No instance is running in '{self.settings.name}'"
         rows = [("role", "instance", "type", "zone", "state", "address", "hours")]
-        rows += [(x.role, x.id, x.type, x.zone, x.state, x.ip, f"{x.age / 3600:.1f}") for x in instances]
+        for one in instances:
+            tags = {tag["Key"]: tag["Value"] for tag in one["Tags"]}
+            zone, ip = one["Placement"]["AvailabilityZone"], one.get("PublicIpAddress", "")
+            hours = f"{(datetime.now(UTC) - one['LaunchTime']).total_seconds() / 3600:.1f}"
+            rows.append((tags[ROLE], one["InstanceId"], one["InstanceType"], zone, one["State"]["Name"], ip, hours))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        trainers = sum(instance.role == TRAINER for instance in instances)
-        if group is not None and trainers < group["DesiredCapacity"]:
+        trainers = sum(role == TRAINER for role, *_ in rows)
+        groups = self.scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self._trainers])
+        wanted = sum(group["DesiredCapacity"] for group in groups["AutoScalingGroups"])
+        if trainers < wanted:
             activities = self.scaling.describe_scaling_activities(AutoScalingGroupName=self._trainers)["Activities"]
             reasons = [x["StatusMessage"] for x in activities if x["StatusCode"] == "Failed"]
-            lines += [f"{trainers} of {group['DesiredCapacity']} trainers", *reasons[:1]]
-        disks = sum(volume["Size"] for volume in self.ec2.describe_volumes(Filters=self._ours())["Volumes"])
+            lines += [f"{trainers} of {wanted} trainers", *reasons[:1]]
+        disks = sum(volume["Size"] for volume in self.ec2.describe_volumes(Filters=self._ours)["Volumes"])
         costs = self.settings.coordinator_price + trainers * self.settings.max_spot_price
         costs += len(instances) * PUBLIC_IP_PRICE + disks * DISK_PRICE
         lines += ["", f"At most ${costs:.2f} an hour, ${24 * costs:.2f} a day, without traffic"]
@@ -212,32 +182,6 @@ class Deployment:
         """Return the last lines of an instance's console, which AWS shows with a delay of some minutes."""
         output = self.ec2.get_console_output(InstanceId=instance_id).get("Output", "")
         return "\n".join(output.splitlines()[-lines:]) or "No output yet: AWS shows it with a delay of some minutes"
-
-    # --- the coordinator ---------------------------------------------------------------------------------------------
-
-    @readable_errors()
-    def start_coordinator(self) -> str:
-        """Start the coordinator unless it exists, and return its address."""
-        elastic_ip = self._find_elastic_ip() or self.ec2.allocate_address(
-            Domain="vpc", TagSpecifications=[{"ResourceType": "elastic-ip", "Tags": self._tags("address")}]
-        )
-        if self._find_identity() is None:
-            self._make_identity()
-        existing = self.instances(COORDINATOR)
-        if existing:
-            coordinator = existing[0]
-            print(f"The coordinator {coordinator.id} is {coordinator.state}")
-            if coordinator.state in ("stopping", "stopped"):
-                self._wait("instance_stopped", [coordinator.id])
-                self.ec2.start_instances(InstanceIds=[coordinator.id])
-            instance_id = coordinator.id
-        else:
-            instance_id = self._launch_coordinator(elastic_ip["PublicIp"])
-            print(f"Started the coordinator {instance_id}")
-        self._wait("instance_running", [instance_id])
-        allocation = elastic_ip["AllocationId"]
-        self.ec2.associate_address(AllocationId=allocation, InstanceId=instance_id, AllowReassociation=True)
-        return self.address()
 
     def wait_until_ready(self, timeout: float = 1200.0) -> str:
         """Wait until this machine can join the coordinator; return the output of the probe.
@@ -253,36 +197,18 @@ class Deployment:
             raise UserError(f"{reason}. To see the machine's output: print(deployment.console(INSTANCE_ID))")
         return result.stdout.strip()
 
-    def coordinator_user_data(self, public_ip: str) -> str:
-        s = self.settings
-        digest = ["--dataset_sha256", s.dataset_sha256] if s.dataset_sha256 else []
-        return self._user_data(
-            COORDINATOR,
-            "run_training_monitor.py",
-            ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)],
-            PUBLIC_IP=public_ip,
-            DATASET_URL=s.dataset_url,
-            DATASET_SHA256=s.dataset_sha256.lower(),
-            IDENTITY_PARAMETER=self._identity_parameter,
-        )
+    # --- changes -----------------------------------------------------------------------------------------------------
 
-    def _launch_coordinator(self, public_ip: str) -> str:
-        identity = self.ssm.get_parameter(Name=self._identity_parameter)["Parameter"]["ARN"]
-        profile = self._make_instance_profile(COORDINATOR, "ssm:GetParameter", identity)
-        reply = retry(
-            self.ec2.run_instances,
-            "iamInstanceProfile",  # a new one takes some seconds to propagate
-            **self._machine(COORDINATOR, self.settings.coordinator_image, self.coordinator_user_data(public_ip)),
-            InstanceType=self.settings.coordinator_type,
-            IamInstanceProfile={"Name": profile},
-            MinCount=1,
-            MaxCount=1,
-        )
-        instance_id = reply["Instances"][0]["InstanceId"]
-        self._wait("instance_exists", [instance_id])  # otherwise the next query may miss it
-        return instance_id
-
-    # --- the trainers ------------------------------------------------------------------------------------------------
+    @readable_errors()
+    def start_coordinator(self) -> str:
+        """Start the coordinator unless it exists, and return its address."""
+        if self._find_elastic_ip() is None:
+            tags = [{"ResourceType": "elastic-ip", "Tags": self._tags("address")}]
+            self.ec2.allocate_address(Domain="vpc", TagSpecifications=tags)
+        if self._find_identity() is None:
+            self._make_identity()
+        self._deploy()
+        return self.address()
 
     @readable_errors()
     def set_trainers(self, wanted: int) -> None:
@@ -290,159 +216,169 @@ class Deployment:
 
         A trainer that completes the run, or cannot start, is not replaced. A lower number terminates trainers.
         """
-        s, user_data = self.settings, self.trainer_user_data()
-        machine = self._machine(TRAINER, s.trainer_image, base64.b64encode(user_data.encode()).decode())
-        group_arn = f"arn:*:autoscaling:{s.region}:*:autoScalingGroup:*:autoScalingGroupName/{self._trainers}"
-        action = "autoscaling:TerminateInstanceInAutoScalingGroup"
-        machine["IamInstanceProfile"] = {"Name": self._make_instance_profile(TRAINER, action, group_arn)}
-        self._delete_template()  # of an earlier call, which may have had other settings
-        self.ec2.create_launch_template(
-            LaunchTemplateName=self._trainers,
-            LaunchTemplateData=machine,
-            TagSpecifications=[{"ResourceType": "launch-template", "Tags": self._tags(TRAINER)}],
-        )
-        subnets = self.ec2.describe_subnets(Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
-        template = {
-            "LaunchTemplateSpecification": {"LaunchTemplateName": self._trainers},
-            "Overrides": [{"InstanceType": name} for name in s.trainer_types],
-        }
-        spot = {
-            "OnDemandPercentageAboveBaseCapacity": 0,
-            "SpotAllocationStrategy": "price-capacity-optimized",
-            "SpotMaxPrice": str(s.max_spot_price),
-        }
-        group = {
-            "AutoScalingGroupName": self._trainers,
-            "MinSize": 0,
-            "MaxSize": wanted,
-            "DesiredCapacity": wanted,
-            "VPCZoneIdentifier": ",".join(subnet["SubnetId"] for subnet in subnets),
-            "MixedInstancesPolicy": {"LaunchTemplate": template, "InstancesDistribution": spot},
-        }
-        if self._find_group() is None:
-            tags = [{**tag, "PropagateAtLaunch": True} for tag in self._tags(TRAINER)]
-            self.scaling.create_auto_scaling_group(**group, Tags=tags)
-        else:
-            self.scaling.update_auto_scaling_group(**group)
+        self._deploy()
+        self.scaling.set_desired_capacity(AutoScalingGroupName=self._trainers, DesiredCapacity=wanted)
         print(f"AWS keeps {wanted} trainers running")
-
-    def trainer_user_data(self) -> str:
-        s = self.settings
-        flags = ["--initial_peers", self.address(), "--username", f"{s.name}-aws", "--disable_tqdm"]
-        return self._user_data(TRAINER, "run_trainer.py", [*flags, *shlex.split(s.trainer_flags)], PUBLIC_IP="")
-
-    def _delete_template(self) -> None:
-        for template in self.ec2.describe_launch_templates(Filters=self._ours())["LaunchTemplates"]:
-            self.ec2.delete_launch_template(LaunchTemplateId=template["LaunchTemplateId"])
-
-    def _find_group(self) -> dict | None:
-        reply = self.scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self._trainers])
-        return next(iter(reply["AutoScalingGroups"]), None)
-
-    # --- cleanup -----------------------------------------------------------------------------------------------------
 
     @readable_errors()
     def clean_up(self, keep_address: bool = False) -> None:
-        """Remove all resources with the tag, including the checkpoints on the coordinator's disk.
+        """Remove all resources, including the checkpoints on the coordinator's disk.
 
         :param keep_address: keep the elastic IP, which costs money, and the identity, so that a new coordinator has
             the same address
         """
-        if self._find_group() is not None:
-            self.scaling.delete_auto_scaling_group(AutoScalingGroupName=self._trainers, ForceDelete=True)
-        self._delete_template()
-        instances = [instance.id for instance in self.instances()]
-        if instances:
-            self.ec2.terminate_instances(InstanceIds=instances)
-            print(f"Terminating {len(instances)} instances: this takes some minutes")
-            self._wait("instance_terminated", instances)
-        for group in self.ec2.describe_security_groups(Filters=self._ours())["SecurityGroups"]:
-            # Network interfaces are removed some time after their instances.
-            retry(self.ec2.delete_security_group, "DependencyViolation", GroupId=group["GroupId"])
-        for role in (COORDINATOR, TRAINER):
-            self._delete_instance_profile(role)
+        print("Removing the stack: this takes some minutes")
+        self.stacks.delete_stack(StackName=self.settings.name)
+        self._wait("stack_delete_complete", self.settings.name)
         if not keep_address:
-            if (address := self._find_elastic_ip()) is not None:
-                self.ec2.release_address(AllocationId=address["AllocationId"])
-            with ignoring("ParameterNotFound"):
-                self.ssm.delete_parameter(Name=self._identity_parameter)
+            if (elastic_ip := self._find_elastic_ip()) is not None:
+                self.ec2.release_address(AllocationId=elastic_ip["AllocationId"])
+            self.ssm.delete_parameters(Names=[self._identity_parameter])
         print(f"Removed all resources of '{self.settings.name}'" + (", except its address" if keep_address else ""))
 
-    # --- helpers -----------------------------------------------------------------------------------------------------
+    def _deploy(self) -> None:
+        """Create the stack, or update it: running instances stay, and later ones have the new settings."""
+        stack = {
+            "StackName": self.settings.name,
+            "TemplateBody": json.dumps(self.template()),
+            "Capabilities": ["CAPABILITY_IAM"],
+            "Tags": [{"Key": TAG, "Value": self.settings.name}],
+        }
+        try:
+            reply = self.stacks.create_stack(**stack, OnFailure="DELETE")
+            self._wait("stack_create_complete", reply["StackId"])
+        except self.stacks.exceptions.AlreadyExistsException:
+            try:
+                reply = self.stacks.update_stack(**stack)
+                self._wait("stack_update_complete", reply["StackId"])
+            except ClientError as error:
+                if "No updates are to be performed" not in str(error):
+                    raise
 
-    def _ours(self, role: str | None = None) -> list[dict]:
-        filters = [{"Name": f"tag:{TAG}", "Values": [self.settings.name]}]
-        return filters if role is None else [*filters, {"Name": f"tag:{ROLE_TAG}", "Values": [role]}]
+    def _wait(self, what: str, stack: str) -> None:
+        """Wait until AWS has changed the stack.
 
-    def _tags(self, role: str) -> list[dict]:
-        tags = {"Name": f"{self.settings.name}-{role}", TAG: self.settings.name, ROLE_TAG: role}
-        return [{"Key": key, "Value": value} for key, value in tags.items()]
+        :raises UserError: if AWS could not change it, with the reason
+        """
+        try:
+            self.stacks.get_waiter(what).wait(StackName=stack, WaiterConfig={"Delay": 5, "MaxAttempts": 360})
+        except WaiterError:
+            events = self.stacks.describe_stack_events(StackName=stack)["StackEvents"]  # the newest first
+            failures = [event["ResourceStatusReason"] for event in events if "FAILED" in event["ResourceStatus"]]
+            reasons = [reason for reason in failures if "cancelled" not in reason] or ["see it in the AWS console"]
+            raise UserError(f"AWS could not change the stack '{self.settings.name}': {reasons[0]}") from None
 
-    def _wait(self, what: str, instances: list[str]) -> None:
-        self.ec2.get_waiter(what).wait(InstanceIds=instances)  # ten minutes at most
+    # --- the stack ---------------------------------------------------------------------------------------------------
 
-    def _machine(self, role: str, image: str, user_data: str) -> dict:
-        """Return what the coordinator's instance and the template of the trainers have in common."""
+    def template(self) -> dict:
+        """Return the template of the stack: the port of the peers, and the groups of coordinator and trainers."""
+        s, user_data, elastic_ip = self.settings, self.trainer_user_data(), self._find_elastic_ip()
+        port = {"IpProtocol": "tcp", "FromPort": s.port, "ToPort": s.port, "CidrIp": "0.0.0.0/0"}
+        address = (f"elastic-ip/{elastic_ip['AllocationId']}", "instance/*", "network-interface/*")
+        coordinator_may = [
+            {"Action": "ssm:GetParameter", "Resource": arn("ssm", f"parameter{self._identity_parameter}")},
+            {"Action": "ec2:AssociateAddress", "Resource": [arn("ec2", name) for name in address]},
+        ]
+        group = arn("autoscaling", f"autoScalingGroup:*:autoScalingGroupName/{self._trainers}")
+        trainer_may = [{"Action": "autoscaling:TerminateInstanceInAutoScalingGroup", "Resource": group}]
+        spot = {"SpotAllocationStrategy": "price-capacity-optimized", "SpotMaxPrice": str(s.max_spot_price)}
+        resources = {
+            "peers": resource("EC2::SecurityGroup", GroupDescription="Port of the peers", SecurityGroupIngress=[port]),
+            **self._machine(COORDINATOR, s.coordinator_image, self.coordinator_user_data(elastic_ip), coordinator_may),
+            **self._machine(TRAINER, s.trainer_image, user_data, trainer_may),
+            "coordinators": self._group(COORDINATOR, [s.coordinator_type], (1, 1), 100),
+            # The stack does not state the number of trainers: it would fail if AWS cannot start them all.
+            "trainers": self._group(TRAINER, s.trainer_types, (0, 1000), 0, **spot),
+        }
+        return {"Resources": resources}
+
+    def _machine(self, role: str, image: str, user_data: str, may: list[dict]) -> dict[str, dict]:
+        """Return the launch template of a role, with what its machines may do."""
         image_id = self.ssm.get_parameter(Name=image)["Parameter"]["Value"] if image.startswith("/") else image
         (found,) = self.ec2.describe_images(ImageIds=[image_id])["Images"]
         disks = {mapping["DeviceName"]: mapping.get("Ebs") for mapping in found["BlockDeviceMappings"]}
         size = max(self.settings.disk_gib, disks[found["RootDeviceName"]]["VolumeSize"])
         disk = {"VolumeSize": size, "VolumeType": "gp3", "DeleteOnTermination": True}
-        return {
+        machine = {
             "ImageId": image_id,
-            "UserData": user_data,
-            "SecurityGroupIds": [self._security_group()],
+            "UserData": base64.b64encode(user_data.encode()).decode(),
+            "IamInstanceProfile": {"Arn": {"Fn::GetAtt": [f"{role}Profile", "Arn"]}},
+            "SecurityGroupIds": [{"Fn::GetAtt": ["peers", "GroupId"]}],
             "BlockDeviceMappings": [{"DeviceName": found["RootDeviceName"], "Ebs": disk}],
             "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
             "TagSpecifications": [{"ResourceType": kind, "Tags": self._tags(role)} for kind in ("instance", "volume")],
         }
+        trust = policy([{"Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}])
+        policies = [{"PolicyName": role, "PolicyDocument": policy(may)}]
+        return {
+            f"{role}Role": resource("IAM::Role", AssumeRolePolicyDocument=trust, Policies=policies),
+            f"{role}Profile": resource("IAM::InstanceProfile", Roles=[{"Ref": f"{role}Role"}]),
+            f"{role}Template": resource("EC2::LaunchTemplate", LaunchTemplateData=machine),
+        }
+
+    def _group(
+        self, role: str, types: Iterable[str], sizes: tuple[int, int], on_demand: int, **distribution: str
+    ) -> dict:
+        """Return an Auto Scaling group.
+
+        :param sizes: smallest and largest number of instances
+        :param on_demand: percentage of on-demand instances; the others are spot instances
+        """
+        subnets = self.ec2.describe_subnets(Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
+        version = {"Fn::GetAtt": [f"{role}Template", "LatestVersionNumber"]}
+        template = {
+            "LaunchTemplateSpecification": {"LaunchTemplateId": {"Ref": f"{role}Template"}, "Version": version},
+            "Overrides": [{"InstanceType": name} for name in types],
+        }
+        distribution = {"OnDemandPercentageAboveBaseCapacity": on_demand, **distribution}
+        return resource(
+            "AutoScaling::AutoScalingGroup",
+            AutoScalingGroupName=f"{self.settings.name}-{role}s",
+            MinSize=str(sizes[0]),
+            MaxSize=str(sizes[1]),
+            VPCZoneIdentifier=[subnet["SubnetId"] for subnet in subnets],
+            MixedInstancesPolicy={"LaunchTemplate": template, "InstancesDistribution": distribution},
+        )
+
+    def coordinator_user_data(self, elastic_ip: dict) -> str:
+        s = self.settings
+        digest = ["--dataset_sha256", s.dataset_sha256] if s.dataset_sha256 else []
+        return self._user_data(
+            COORDINATOR,
+            "run_training_monitor.py",
+            ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)],
+            PUBLIC_IP=elastic_ip["PublicIp"],
+            ALLOCATION_ID=elastic_ip["AllocationId"],
+            DATASET_URL=s.dataset_url,
+            DATASET_SHA256=s.dataset_sha256.lower(),
+            IDENTITY_PARAMETER=self._identity_parameter,
+        )
+
+    def trainer_user_data(self) -> str:
+        s = self.settings
+        flags = ["--initial_peers", self.address(), "--username", f"{s.name}-aws", "--disable_tqdm"]
+        return self._user_data(TRAINER, "run_trainer.py", [*flags, *shlex.split(s.trainer_flags)])
 
     def _user_data(self, role: str, script: str, flags: list[str], **more: str) -> str:
         s = self.settings
-        values = {
-            "ROLE": role,
-            "FOLDER": "/opt/collaboration",
-            "UNITS": "/etc/systemd/system",
-            "METADATA": "http://169.254.169.254/latest",
-            "REPO_URL": s.repo_url,
-            "REVISION": s.revision,
-            "PORT": str(s.port),
-            "REGION": s.region,
-            "SCRIPT": script,
-            **more,
-        }
+        values = {"ROLE": role, "REPO_URL": s.repo_url, "REVISION": s.revision, "REGION": s.region, "SCRIPT": script}
+        values |= {"PORT": str(s.port), **more}
         head = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
         shebang, body = (Path(__file__).parent / "user_data.sh").read_text().split("\n", 1)
-        user_data = "\n".join([shebang, *head, f"FLAGS=({shlex.join(flags)})", "", body])
-        size = len(user_data.encode())
-        require(size <= MAX_USER_DATA, f"the user data has {size} bytes of {MAX_USER_DATA}: pass fewer flags")
-        return user_data
+        return "\n".join([shebang, *head, f"FLAGS=({shlex.join(flags)})", "", body])
 
-    def _security_group(self) -> str:
-        """Return a security group that allows incoming connections to the peers' port only."""
-        for group in self.ec2.describe_security_groups(Filters=self._ours())["SecurityGroups"]:
-            return group["GroupId"]
-        group = self.ec2.create_security_group(
-            GroupName=f"{self.settings.name}-peers",
-            Description="Peers of a collaborative training",
-            TagSpecifications=[{"ResourceType": "security-group", "Tags": self._tags("peers")}],
-        )["GroupId"]
-        self.ec2.get_waiter("security_group_exists").wait(GroupIds=[group])
-        port = {"FromPort": self.settings.port, "ToPort": self.settings.port}
-        rule = {"IpProtocol": "tcp", **port, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
-        self.ec2.authorize_security_group_ingress(GroupId=group, IpPermissions=[rule])
-        return group
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
-    # the address: an elastic IP and an identity
+    def _tags(self, role: str) -> list[dict]:
+        tags = {"Name": f"{self.settings.name}-{role}", TAG: self.settings.name, ROLE: role}
+        return [{"Key": key, "Value": value} for key, value in tags.items()]
 
     def _find_elastic_ip(self) -> dict | None:
-        return next(iter(self.ec2.describe_addresses(Filters=self._ours())["Addresses"]), None)
+        return next(iter(self.ec2.describe_addresses(Filters=self._ours)["Addresses"]), None)
 
     def _find_identity(self) -> bytes | None:
-        with ignoring("ParameterNotFound"):
-            parameter = self.ssm.get_parameter(Name=self._identity_parameter, WithDecryption=True)["Parameter"]
-            return base64.b64decode(parameter["Value"])
-        return None
+        reply = self.ssm.get_parameters(Names=[self._identity_parameter], WithDecryption=True)
+        return next((base64.b64decode(parameter["Value"]) for parameter in reply["Parameters"]), None)
 
     def _make_identity(self) -> None:
         from lib.peer.peer import load_identity  # the import takes seconds
@@ -450,43 +386,10 @@ class Deployment:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "identity.key"
             load_identity(path)
-            with ignoring("ParameterAlreadyExists"):
-                self.ssm.put_parameter(
-                    Name=self._identity_parameter,
-                    Value=base64.b64encode(path.read_bytes()).decode(),
-                    Type="SecureString",
-                    Description="Private key of the coordinator, which determines its peer ID",
-                    Tags=self._tags("identity"),
-                )
-
-    # roles: the coordinator reads the identity, and a trainer gives its machine back. They are global, not per region
-
-    def _make_instance_profile(self, role: str, action: str, resource: str) -> str:
-        """Create a role that may do this one thing, and return its name."""
-        name, tags = f"{self.settings.name}-{self.settings.region}-{role}", self._tags(role)
-        trust = {"Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}
-        allow = {"Action": action, "Resource": resource}
-        trust, allow = (
-            json.dumps({"Version": "2012-10-17", "Statement": [{"Effect": "Allow", **statement}]})
-            for statement in (trust, allow)
-        )
-        with ignoring("EntityAlreadyExists"):
-            self.iam.create_role(RoleName=name, AssumeRolePolicyDocument=trust, Tags=tags)
-        self.iam.put_role_policy(RoleName=name, PolicyName=role, PolicyDocument=allow)
-        with ignoring("EntityAlreadyExists"):
-            self.iam.create_instance_profile(InstanceProfileName=name, Tags=tags)
-        with ignoring("LimitExceeded"):  # the profile already has its role
-            self.iam.add_role_to_instance_profile(InstanceProfileName=name, RoleName=name)
-        return name
-
-    def _delete_instance_profile(self, role: str) -> None:
-        name = f"{self.settings.name}-{self.settings.region}-{role}"
-        role_name, profile = {"RoleName": name}, {"InstanceProfileName": name}
-        for delete, arguments in (
-            (self.iam.remove_role_from_instance_profile, {**profile, **role_name}),
-            (self.iam.delete_instance_profile, profile),
-            (self.iam.delete_role_policy, {**role_name, "PolicyName": role}),
-            (self.iam.delete_role, role_name),
-        ):
-            with ignoring("NoSuchEntity"):
-                delete(**arguments)
+            self.ssm.put_parameter(
+                Name=self._identity_parameter,
+                Value=base64.b64encode(path.read_bytes()).decode(),
+                Type="SecureString",
+                Description="Private key of the coordinator, which determines its peer ID",
+                Tags=self._tags("identity"),
+            )

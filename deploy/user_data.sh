@@ -5,15 +5,17 @@
 # anybody who may describe the instance, and any program on it, can read it.
 #
 #   ROLE                coordinator or trainer
-#   FOLDER, UNITS       where the project and its services go: /opt/collaboration, /etc/systemd/system
-#   METADATA, REGION    the instance metadata service: http://169.254.169.254/latest; AWS's region
 #   REPO_URL, REVISION  the project, and its branch or tag
 #   SCRIPT, FLAGS       what the service runs
-#   PORT, PUBLIC_IP     where others reach this peer; an empty address is looked up
-#   DATASET_URL, DATASET_SHA256, IDENTITY_PARAMETER  for a coordinator
+#   PORT, REGION        where others reach this peer; AWS's region
+#   PUBLIC_IP, ALLOCATION_ID, DATASET_URL, DATASET_SHA256, IDENTITY_PARAMETER  for a coordinator
 # shellcheck disable=SC2154
 set -euo pipefail
 trap give_up EXIT
+
+FOLDER=/opt/collaboration
+UNITS=/etc/systemd/system
+METADATA=http://169.254.169.254/latest # the instance metadata service
 
 give_up() {
     [[ $? == 0 ]] && return
@@ -46,8 +48,9 @@ as_user() {
     runuser --user collaboration -- env "HOME=$FOLDER" "TMPDIR=$FOLDER/tmp" "$@"
 }
 
-has_address() { # the elastic IP comes a moment after the start, and cuts all connections that are open by then
-    [[ $(metadata public-ipv4) == "$PUBLIC_IP" ]]
+take_address() { # the elastic IP, which cuts all connections that are open by then
+    aws ec2 associate-address --region "$REGION" --instance-id "$(metadata instance-id)" \
+        --allocation-id "$ALLOCATION_ID" --allow-reassociation && [[ $(metadata public-ipv4) == "$PUBLIC_IP" ]]
 }
 
 install_project() { # FILE: the list of requirements
@@ -119,7 +122,7 @@ EOF
 }
 
 if [[ $ROLE == coordinator ]]; then
-    retry has_address
+    retry take_address
     install_project requirements-organiser.txt # its flags may ask for a dashboard
     download_tokenizer
     load_identity

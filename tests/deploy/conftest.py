@@ -11,7 +11,6 @@ import requests
 from moto.server import ThreadedMotoServer
 from moto.utilities.utils import load_resource
 
-from deploy import aws
 from deploy.aws import Deployment
 from lib.data.archive import DATASET, TOKENIZER, write_archive
 from tests.support.aws import make_settings
@@ -41,8 +40,7 @@ def account(cloud, monkeypatch) -> None:
 
 
 @pytest.fixture
-def deployment(account, monkeypatch) -> Deployment:
-    monkeypatch.setattr(aws.time, "sleep", lambda seconds: None)
+def deployment(account) -> Deployment:
     return Deployment(make_settings())
 
 

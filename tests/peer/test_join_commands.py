@@ -127,7 +127,10 @@ def test_aws_trainers_take_the_settings_in_the_monitors_flags(publish, tmp_path,
     monkeypatch.setattr(deployment, "address", lambda: ADDRESS)
     monitor_flags, trainer_flags = (
         shlex.split(re.search(r"^FLAGS=\((.*)\)$", text, re.MULTILINE)[1])
-        for text in (deployment.coordinator_user_data("203.0.113.1"), deployment.trainer_user_data())
+        for text in (
+            deployment.coordinator_user_data({"PublicIp": "203.0.113.1", "AllocationId": "x"}),
+            deployment.trainer_user_data(),
+        )
     )
     address = publish(ArgumentParser(MONITOR_ARGUMENTS, "test").parse(monitor_flags).values)
     taken = settings_in(adopt("run_trainer.py", trainer_flags, tmp_path, address))

@@ -2,7 +2,7 @@
 
 import base64
 
-from deploy.aws import Deployment, Instance, Settings
+from deploy.aws import ROLE, Deployment, Settings
 
 IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"  # the only image in moto
 DATA = "https://example.org/data.tar.gz"
@@ -14,6 +14,13 @@ def make_settings(**changes) -> Settings:
     return Settings(**{**values, **changes})
 
 
-def read_user_data(deployment: Deployment, instance: Instance) -> str:
-    reply = deployment.ec2.describe_instance_attribute(InstanceId=instance.id, Attribute="userData")
+def ids(deployment: Deployment, role: str) -> list[str]:
+    """Return the IDs of the instances with this role."""
+    return [one["InstanceId"] for one in deployment.instances() if {"Key": ROLE, "Value": role} in one["Tags"]]
+
+
+def read_user_data(deployment: Deployment, role: str) -> str:
+    """Return the user data of the first instance with this role."""
+    instance, *_ = ids(deployment, role)
+    reply = deployment.ec2.describe_instance_attribute(InstanceId=instance, Attribute="userData")
     return base64.b64decode(reply["UserData"]["Value"]).decode()
