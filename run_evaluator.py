@@ -110,18 +110,7 @@ def evaluate(
         averager = stack.enter_context(observer)
         reporter = build_reporters(output_dir, run_id, args.report_to, wandb_project=args.wandb_project)
         stack.callback(reporter.close)
-        loop = EvaluationLoop(
-            peer,
-            run_id,
-            averager,
-            model,
-            evaluator,
-            reporter,
-            interval=args.evaluation_interval,
-            step_interval=args.evaluation_steps,
-            last_step=args.max_global_steps,
-            refresh_period=args.refresh_period,
-        )
+        loop = EvaluationLoop(peer, run_id, averager, model, evaluator, reporter, args)
         while not (stop.is_set() or loop.is_done):
             loop.refresh()
             watchdog.record_work()

@@ -37,15 +37,14 @@ class Dashboard:
     Create it after the DHT: the start of the DHT forks this process, which the trackers do not support.
 
     :param tracker: a tracker that is not started yet
-    :param record: file with the same values, named in the warning
     """
 
-    def __init__(self, tracker: GeneralTracker, record: Path):
+    def __init__(self, tracker: GeneralTracker):
         PartialState(cpu=True)  # without it, the trackers' log messages raise
         tracker.main_process_only = False  # the monitor has a single process
-        self.tracker, self.record = tracker, record
+        self.tracker = tracker
         self._waiting = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
-        self._has_warned = self._is_closed = False
+        self._has_warned = False
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
 
@@ -72,10 +71,7 @@ class Dashboard:
             self._waiting.put(call)
 
     def close(self) -> None:
-        """Finish the upload within CLOSE_TIMEOUT seconds. May be called twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Finish the upload within CLOSE_TIMEOUT seconds."""
         self._waiting.put(None)
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
@@ -97,8 +93,8 @@ class Dashboard:
 
     def _warn(self, problem: str, error: Exception | None = None) -> None:
         if not self._has_warned:
-            message = f"{self.tracker.name} {problem}; see {self.record} instead"
-            logger.warning(message, exc_info=error if logger.isEnabledFor(logging.DEBUG) else None)
+            logger.warning(f"{self.tracker.name} {problem}; see metrics.jsonl instead")
+            logger.debug("The dashboard's error", exc_info=error)
             self._has_warned = True
 
 
@@ -111,7 +107,9 @@ def build_tracker(
         return OfflineCapableWandbTracker(output_dir, wandb_project or run_id, run_id)
     if name == "trackio":
         return ProjectTrackioTracker(output_dir / name, run_id, space_id)
-    return LocalTensorBoardTracker(output_dir / name, run_id)
+    # Each start adds an event file; TensorBoard merges them.
+    logger.info(f"Curves: tensorboard --logdir {shlex.quote(str(output_dir / name))}")
+    return TensorBoardTracker(run_id, output_dir / name)
 
 
 class OfflineCapableWandbTracker(WandBTracker):
@@ -217,14 +215,3 @@ class ProjectTrackioTracker(TrackioTracker):
         import trackio
 
         self.log({table_name: trackio.Table(columns=columns, data=data)}, step=step)
-
-
-class LocalTensorBoardTracker(TensorBoardTracker):
-    """TensorBoard event files in the output folder. Each start adds a file, and TensorBoard merges them."""
-
-    def __init__(self, folder: Path, run_name: str):
-        super().__init__(run_name, folder)
-
-    def start(self) -> None:
-        super().start()
-        logger.info(f"Curves: tensorboard --logdir {shlex.quote(str(self.logging_dir_param))}")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import datasets
 import torch
 from hivemind.utils import get_logger
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -22,7 +23,7 @@ from lib.common.backoff import Backoff
 from lib.common.objectives import OBJECTIVES
 from lib.monitoring.aggregation import MAX_SPREAD
 from lib.monitoring.parsing import parse_progress
-from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
+from lib.monitoring.trackers import Reporters
 from lib.peer.peer import Peer
 from lib.training.model import get_objective
 from utils import Evaluation
@@ -30,7 +31,7 @@ from utils import Evaluation
 logger = get_logger(__name__)
 
 MAX_PAUSE = 60.0  # seconds between two attempts to download a state
-MAX_LIFETIME = 43_200.0  # seconds; half of the maximum that ReadableValidator accepts
+LIFETIME = 3600.0  # seconds; of an evaluation in the DHT
 
 
 @dataclass
@@ -116,15 +117,13 @@ class Evaluator:
         for index in indices:
             torch.manual_seed(index)
             samples.append(self.collator([self.dataset[index]]))
-        length = max(sample["input_ids"].shape[1] for sample in samples)
         padding = {"input_ids": self.collator.tokenizer.pad_token_id, "labels": -100}
-        return {name: torch.cat([_pad(sample[name], length, padding.get(name, 0)) for sample in samples])
-                for name in samples[0]}  # fmt: skip
+        return {name: _stack([sample[name][0] for sample in samples], padding.get(name, 0)) for name in samples[0]}
 
 
-def _pad(values: torch.Tensor, length: int, value: int) -> torch.Tensor:
-    """Right-pad a tensor of shape [1, tokens] to `length` tokens; a tensor of shape [1] is returned unchanged."""
-    return values if values.ndim == 1 else pad(values, (0, length - values.shape[1]), value=value)
+def _stack(values: list[torch.Tensor], padding: int) -> torch.Tensor:
+    """Stack the samples' values of a column: numbers, or sequences, which are padded to the longest one."""
+    return pad_sequence(values, batch_first=True, padding_value=padding) if values[0].ndim else torch.stack(values)
 
 
 def _add(sums: MetricSums, outputs, batch: dict[str, torch.Tensor], objective: str) -> None:
@@ -139,7 +138,7 @@ def _add(sums: MetricSums, outputs, batch: dict[str, torch.Tensor], objective: s
 
 def _summarize(sums: MetricSums, objective: str, step: int, samples: int) -> Evaluation:
     is_causal, has_sentence_order = OBJECTIVES[objective].is_causal, OBJECTIVES[objective].has_sentence_order
-    loss = sums.tokens.mean_loss + (sums.order.mean_loss if has_sentence_order else 0.0)
+    loss = sums.tokens.mean_loss + sums.order.mean_loss
     return Evaluation(
         step=step,
         samples=samples,
@@ -154,10 +153,7 @@ class EvaluationLoop:
     """Periodically downloads the training state from trainers, evaluates it, and reports the result.
 
     :param averager: that of an observer, around `model`; it offers no state and joins no group
-    :param interval: seconds between two evaluations
-    :param step_interval: global steps between two evaluations; overrides `interval`
-    :param last_step: the loop is done once this step, or a later one, is evaluated
-    :param refresh_period: seconds between two calls of `refresh`
+    :param args: EvaluatorArguments of run_evaluator.py
     """
 
     def __init__(
@@ -168,18 +164,15 @@ class EvaluationLoop:
         model: PreTrainedModel,
         evaluator: Evaluator,
         reporter: Reporters,
-        *,
-        interval: float,
-        step_interval: int | None,
-        last_step: int | None,
-        refresh_period: float,
+        args,
     ):
         self.peer, self.run_id, self.averager, self.model = peer, run_id, averager, model
         self.evaluator, self.reporter = evaluator, reporter
-        self.interval, self.step_interval, self.last_step = interval, step_interval, last_step
+        self.interval, self.step_interval = args.evaluation_interval, args.evaluation_steps
+        self.last_step = args.max_global_steps
         self.evaluated_step = 0  # the initial weights are not evaluated
         self._next_time = float("-inf")
-        self._backoff = Backoff(first=refresh_period, longest=MAX_PAUSE)
+        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
 
     def refresh(self) -> None:
         """Read the trainers' progress, and evaluate if an evaluation is due."""
@@ -221,11 +214,6 @@ class EvaluationLoop:
             return
         self.evaluated_step = evaluation.step
         self._next_time = started + self.interval
-        values = evaluation_values(evaluation)
-        logger.info(
-            f"{describe_evaluation(evaluation.step, values)}\t({time.monotonic() - started:.1f} s, from {donor})"
-        )
-        self.reporter.report_evaluation(evaluation.step, values)
-        lifetime = min(MAX_LIFETIME, 4 * self.interval + 600)
+        self.reporter.report_evaluation(evaluation, f"\t({time.monotonic() - started:.1f} s, from {donor})")
         key = f"{self.run_id}_evaluation"
-        utils.store_record(self.peer.dht, key, self.peer.public_key, evaluation.dict(), lifetime)
+        utils.store_record(self.peer.dht, key, self.peer.public_key, evaluation.dict(), LIFETIME)

@@ -16,7 +16,7 @@ from lib.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curve
 from lib.monitoring.hub_upload import HubUploader
 from lib.monitoring.parsing import parse_shares, parse_usernames
 from lib.monitoring.progress_log import ProgressLog
-from lib.monitoring.trackers import Reporters, describe_evaluation, evaluation_values
+from lib.monitoring.trackers import Reporters
 from lib.peer.peer import Peer
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
@@ -220,9 +220,7 @@ class TrainingMonitor:
         records = {owner: Evaluation(**record.value) for owner, record in self._read("evaluation").items()}
         for owner, evaluation in records.items():
             if self._evaluated.get(owner, -1) < evaluation.step <= self.aggregator.last_reported_step:
-                values = evaluation_values(evaluation)
-                logger.info(describe_evaluation(evaluation.step, values))
-                self.reporter.report_evaluation(evaluation.step, values)
+                self.reporter.report_evaluation(evaluation)
                 self._evaluated[owner] = evaluation.step
         self._evaluated = {owner: step for owner, step in self._evaluated.items() if owner in records}
 

@@ -8,7 +8,6 @@ dashboard is for display only: its failure causes one warning, and the monitor c
 import errno
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -38,8 +37,7 @@ def build_reporters(output_dir: Path, run_id: str, report_to: str = "none", **op
     if report_to != "none":
         from lib.monitoring.dashboards import Dashboard, build_tracker
 
-        tracker = build_tracker(report_to, output_dir, run_id, **options)
-        reporters.dashboard = Dashboard(tracker, reporters.metrics_file.path)
+        reporters.dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options))
     return reporters
 
 
@@ -63,16 +61,26 @@ class Reporters:
 
     def report(self, report: StepReport, extra: dict | None = None) -> None:
         """:param extra: more values of this step by name"""
-        record = to_record(report, extra)
+        record = to_record(report) | (extra or {})
         more = {"contributors": report.contributors, "mini_steps": report.mini_steps, "time": round(report.time, 3)}
         self.metrics_file.write(record | more)
-        if self.dashboard is not None:
-            values = {name: value for name, value in record.items() if value is not None and name != "step"}
-            self.dashboard.log(values, report.step)
+        self._log({name: value for name, value in record.items() if value is not None and name != "step"}, report.step)
 
-    def report_evaluation(self, step: int, values: dict[str, float]) -> None:
-        """:param values: what was found for the parameters of a step, by name, such as "validation loss\""""
-        self.evaluations_file.write({"step": step, **values, "time": round(time.time(), 3)})
+    def report_evaluation(self, evaluation: Evaluation, remark: str = "") -> None:
+        """:param remark: added to the line in the log"""
+        values = {
+            "validation loss": evaluation.loss,
+            "perplexity": evaluation.perplexity,
+            "mlm accuracy": evaluation.mlm_accuracy,
+            "sop accuracy": evaluation.sop_accuracy,
+        }
+        values = {name: value for name, value in values.items() if value is not None}
+        described = "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
+        logger.info(f"Step #{evaluation.step}\t{described}{remark}")
+        self.evaluations_file.write({"step": evaluation.step, **values, "time": round(time.time(), 3)})
+        self._log(values, evaluation.step)
+
+    def _log(self, values: dict, step: int) -> None:
         if self.dashboard is not None:
             self.dashboard.log(values, step)
 
@@ -87,47 +95,23 @@ class Reporters:
             self.dashboard.log_table(name, columns, rows, step)
 
     def close(self) -> None:
-        """Write the remaining lines and free resources. May be called twice."""
+        """Write the remaining lines and free resources."""
         self.metrics_file.close()
         self.evaluations_file.close()
         if self.dashboard is not None:
             self.dashboard.close()
 
 
-def to_record(step_report: StepReport, extra: dict | None = None) -> dict:
-    """Return the values of a step, named as in hivemind's example, then those of `extra` that have other names.
-
-    NaN and Inf become None.
-    """
-    record = {
-        "step": step_report.step,
-        "loss": step_report.loss,
-        "alive peers": step_report.alive_peers,
-        "samples": step_report.samples,
-        "performance": step_report.performance,
-        **step_report.metrics,
-    }
-    values = record | (extra or {}) | record
+def to_record(report: StepReport) -> dict:
+    """Return the values of a step, named as in hivemind's example."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
+        "step": report.step,
+        "loss": report.loss,
+        "alive peers": report.alive_peers,
+        "samples": report.samples,
+        "performance": report.performance,
+        **report.metrics,
     }
-
-
-def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
-    """Return the values of an evaluation by curve name."""
-    values = {
-        "validation loss": evaluation.loss,
-        "perplexity": evaluation.perplexity,
-        "mlm accuracy": evaluation.mlm_accuracy,
-        "sop accuracy": evaluation.sop_accuracy,
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def describe_evaluation(step: int, values: dict[str, float]) -> str:
-    """Return one line for the log."""
-    return f"Step #{step}\t" + "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
 
 
 def read_records(path: Path) -> list[dict]:

@@ -98,21 +98,24 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
         (7, [8, 0], {}, True),
         (7, [8, 8, 0], {}, True),
         (7, [None, 8], {}, True),  # a goodbye
-        (7, [9], {"step_interval": 3}, False),
-        (7, [10], {"step_interval": 3}, True),
-        (7, [9], {"step_interval": 3, "last_step": 9}, True),
-        (7, [8], {"interval": 3600.0}, False),
-        (7, [8], {"interval": 3600.0, "last_step": 8}, True),
+        (7, [9], {"evaluation_steps": 3}, False),
+        (7, [10], {"evaluation_steps": 3}, True),
+        (7, [9], {"evaluation_steps": 3, "max_global_steps": 9}, True),
+        (7, [8], {"evaluation_interval": 3600.0}, False),
+        (7, [8], {"evaluation_interval": 3600.0, "max_global_steps": 8}, True),
     ],
 )
 def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypatch):
     records = {b"%d" % number: None if epoch is None else heartbeat(1.0, epoch) for number, epoch in enumerate(epochs)}
     monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key: {"run_training_progress": records}[key])
-    options = {"interval": 0.0, "step_interval": None, "last_step": None, "refresh_period": 1.0} | options
-    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, **options)
+    args = SimpleNamespace(
+        **{"evaluation_interval": 0.0, "evaluation_steps": None, "max_global_steps": None, "refresh_period": 1.0}
+        | options
+    )
+    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, args)
     evaluations = []
     loop._evaluate = lambda: evaluations.append(1)
-    loop.evaluated_step, loop._next_time = evaluated, time.monotonic() + options["interval"]
+    loop.evaluated_step, loop._next_time = evaluated, time.monotonic() + args.evaluation_interval
     loop.refresh()
     assert bool(evaluations) == is_due
 
