@@ -86,7 +86,7 @@ class CollaborativeTrainer(Trainer):
 
     def _wrap_model(self, model: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
         wrapped = super()._wrap_model(model, *args, **kwargs)
-        dtype = _dtype_of(self.args.fp16, self.args.bf16)
+        dtype = torch.float16 if self.args.fp16 else torch.bfloat16 if self.args.bf16 else None
         is_wrapped_now = wrapped is not model  # in DataParallel: the scripts use no other wrapper
         return AutocastDataParallel(model, dtype) if is_wrapped_now and dtype is not None else wrapped
 
@@ -108,14 +108,15 @@ def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
 
     :raises UserError: if the device does not support the requested precision
     """
-    choose_precision(args)
+    autocast_dtype(args)
     num_gpus = 0 if args.use_cpu else torch.cuda.device_count()
     return torch.device("cuda:0" if num_gpus else "cpu"), max(1, num_gpus)
 
 
-def choose_precision(args: LocalTrainingArguments) -> tuple[bool, bool]:
-    """Return whether to use fp16 and bf16: the requested precision, or on a GPU bf16 if supported and fp16 if not.
+def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
+    """Return the dtype of mixed precision: the requested one, or on a GPU bf16 if supported and fp16 if not.
 
+    :returns: None without mixed precision
     :raises UserError: if the device does not support the requested precision
     """
     has_gpu = torch.cuda.is_available() and not args.use_cpu
@@ -123,23 +124,16 @@ def choose_precision(args: LocalTrainingArguments) -> tuple[bool, bool]:
         raise UserError(
             "--fp16 needs a GPU, and none is in use; drop the flag (transformers would silently ignore it)"
         )
-    if args.bf16 and has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    has_bf16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.bf16 and has_gpu and not has_bf16:
         raise UserError(
             f"--bf16: {torch.cuda.get_device_name()} does not support bfloat16; pass --fp16 or no precision flag"
         )
-    if args.fp16 or args.bf16 or args.fp32 or not has_gpu:
-        return args.fp16, args.bf16
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return not has_bf16, has_bf16
-
-
-def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
-    """Return the dtype for `torch.autocast` in a custom training loop; None without mixed precision."""
-    return _dtype_of(*choose_precision(args))
-
-
-def _dtype_of(fp16: bool, bf16: bool) -> torch.dtype | None:
-    return torch.float16 if fp16 else torch.bfloat16 if bf16 else None
+    if args.fp16:
+        return torch.float16
+    if args.bf16 or (has_bf16 and not args.fp32):
+        return torch.bfloat16
+    return torch.float16 if has_gpu and not args.fp32 else None
 
 
 def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> TrainingArguments:
@@ -147,8 +141,8 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
 
     Schedule, optimizer and clipping are switched off: they belong to the global step.
     """
-    fp16, bf16 = choose_precision(args)
     device, _ = choose_devices(args)
+    dtype = autocast_dtype(args)
     return TrainingArguments(
         output_dir=args.output_dir,
         per_device_train_batch_size=args.per_device_train_batch_size,
@@ -156,8 +150,8 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         max_steps=_ENDLESS,
         max_grad_norm=0.0,  # clipped once per global step instead, see GradientAccumulator
         learning_rate=args.learning_rate,
-        fp16=fp16,
-        bf16=bf16,
+        fp16=dtype == torch.float16,
+        bf16=dtype == torch.bfloat16,
         use_cpu=device.type == "cpu",
         dataloader_num_workers=args.dataloader_num_workers,
         dataloader_pin_memory=device.type == "cuda",

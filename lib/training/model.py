@@ -85,11 +85,6 @@ def get_model_class(config: PretrainedConfig) -> type:
     return getattr(transformers, OBJECTIVES[get_objective(config)].model_class)
 
 
-def build_trainer_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
-    """Build the model that a trainer begins with, from scratch or from pretrained weights."""
-    return load_pretrained_model(config, args, run_id) if args.from_pretrained else build_model(config, run_id)
-
-
 def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
     """Build a model with initial weights that are seeded by the run ID alone, hence equal on all peers.
 
@@ -105,11 +100,15 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
     return build(config)
 
 
-def load_pretrained_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
-    """Load the weights at `args.model_name_or_path`; layers without weights are initialized as in `build_model`.
+def build_trainer_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
+    """Build the model that a trainer begins with, from scratch or from the weights at `args.model_name_or_path`.
+
+    Layers without pretrained weights are initialized as in `build_model`.
 
     :raises UserError: if there are no weights, or they do not fit the configuration
     """
+    if not args.from_pretrained:
+        return build_model(config, run_id)
     name = args.model_name_or_path
     if is_inline(name) or Path(name).is_file():
         raise UserError(

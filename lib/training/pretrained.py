@@ -27,17 +27,11 @@ def find_checkpoint(folder: Path) -> Path:
 
     :raises UserError: if there is none
     """
-    if not folder.is_dir():
-        raise UserError(f"CHECKPOINT: there is no folder '{folder}'; {_REMEDY}")
     for path in (folder, *list_checkpoints(folder)):
-        if _is_complete(path):
+        has_files = all((path / name).is_file() for name in ("config.json", "tokenizer_config.json"))
+        if has_files and any(path.glob("model.safetensors*")):
             return path
     raise UserError(f"CHECKPOINT: there is no complete checkpoint in '{folder}'; {_REMEDY}")
-
-
-def _is_complete(folder: Path) -> bool:
-    has_weights = any((folder / f"model.safetensors{suffix}").is_file() for suffix in ("", ".index.json"))
-    return has_weights and all((folder / name).is_file() for name in ("config.json", "tokenizer_config.json"))
 
 
 def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

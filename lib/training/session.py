@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,8 +20,7 @@ from lib.common.errors import TemporaryError, UserError
 from lib.common.metrics_schema import history_length
 from lib.common.names import derive_name
 from lib.common.processes import StopSignal, Watchdog
-from lib.peer.addresses import log_visible_maddrs, peer_id_in
-from lib.peer.connections import count_connections
+from lib.peer.addresses import log_visible_maddrs
 from lib.peer.lifecycle import supervise
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay
@@ -70,24 +68,14 @@ class TrainingSession:
         peer_id = str(peer.dht.peer_id)
         self.name = args.username or derive_name(peer_id)
         self.loss_meter = LossMeter()
-        self.status = StatusKeeper(
-            folder,
-            optimizer,
-            args,
-            self.name,
-            peer_id,
-            self.loss_meter,
-            should_stop,
-            open_panel(disable_tqdm),
-            lambda: count_connections(peer.dht, self._find_peers()),
-        )
+        panel = open_panel(disable_tqdm)
+        self.status = StatusKeeper(folder, optimizer, args, self.name, peer_id, self.loss_meter, should_stop, panel)
         optimizer.round_log = RoundLog(folder, on_entry=self.status.record_round)
         self.should_stop = should_stop
         self.relay = relay
         self.watchdog = watchdog or Watchdog({})
         self.backup = BackupWriter(folder / "backup.pt", args.run_id)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
-        self.last_reported_step = 0  # the newest global step that was reported, joined at or restored
         self.total_samples_processed = 0
         self.num_recoveries = 0
         self.client_mode_alarm = ClientModeAlarm()
@@ -114,7 +102,6 @@ class TrainingSession:
         elif own_step == 0:
             logger.info("No peer offers a trained state: starting with the initial weights")
         optimizer.pop_steps()
-        self.last_reported_step = optimizer.local_epoch
         self.status.begin_at(optimizer.local_epoch)
         self.introduce(leaving=False)
 
@@ -130,8 +117,8 @@ class TrainingSession:
         """
         tracker = self.optimizer.tracker
         deadline = time.monotonic() + self.args.load_state_timeout
-        tracker.refresh()
         for attempt in itertools.count(1):
+            tracker.refresh()
             if self.optimizer.load_state_from_peers():
                 return True
             ahead = [
@@ -152,12 +139,6 @@ class TrainingSession:
                     "they are reachable from this machine and use the same model and optimizer"
                 )
             time.sleep(min(5.0, tracker.default_refresh_period))
-            tracker.refresh()
-
-    def _find_peers(self) -> set[str]:
-        """Return the peer IDs of the run's other peers that are known: trainers, auxiliary peers, initial peers."""
-        reported = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
-        return reported | {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
 
     def after_local_step(self) -> bool:
         """Check the parameters and report new global steps. Call this after each local step.
@@ -187,19 +168,15 @@ class TrainingSession:
     def _report_steps(self) -> None:
         for step, samples in self.optimizer.pop_steps():
             if samples is None:
-                self._catch_up(step)
+                logger.info(f"Caught up with the collaboration at step #{step}")
+                self.status.record_catch_up(step)
+                if self.optimizer.accumulator.num_samples == 0:
+                    self.loss_meter.pop()  # the losses of dropped samples
             else:
                 self.report(step, samples)
                 self.num_recoveries = 0
                 if step % self.args.backup_every_steps == 0:
                     self.backup.write(*self.optimizer.state_averager.snapshot())
-
-    def _catch_up(self, step: int) -> None:
-        logger.info(f"Caught up with the collaboration at step #{step}")
-        self.last_reported_step = step
-        self.status.record_catch_up(step)
-        if self.optimizer.accumulator.num_samples == 0:
-            self.loss_meter.pop()  # the losses of dropped samples
 
     def report(self, step: int, samples: int) -> None:
         """Log a global step and publish this peer's metrics for it.
@@ -209,7 +186,6 @@ class TrainingSession:
 
         :param samples: samples that this peer contributed to the step
         """
-        self.last_reported_step = step
         self.total_samples_processed += samples
         loss, mini_steps = self.loss_meter.pop()
         samples_per_second = float(self.optimizer.local_progress.samples_per_second)
@@ -262,23 +238,20 @@ class TrainingSession:
             return
         with self.optimizer.frozen_state():
             backup = self.backup.read()
-            downloaded = self.optimizer.state_averager.download_state(min_epoch=0 if backup is None else backup.step)
-            if self.num_recoveries > self.MAX_RECOVERIES or (downloaded is None and backup is None):
+            newest = self.optimizer.state_averager.download_state(min_epoch=0 if backup is None else backup.step)
+            if newest is None and backup is not None:
+                newest = self.backup.path, backup.metadata, backup.tensors
+            if newest is None or self.num_recoveries > self.MAX_RECOVERIES:
                 raise UserError(
                     "the parameters are not finite and there is no valid state to roll back to: lower "
                     "--learning_rate or --max_grad_norm, remove the checkpoints in --output_dir, and start again"
                 )
+            source, metadata, tensors = newest
             try:
-                if downloaded is not None:
-                    donor, metadata, tensors = downloaded
-                    self.optimizer.restore(metadata, tensors)
-                    logger.info(f"Rolled back to the state of step #{self.optimizer.local_epoch} from {donor}")
-                else:
-                    self.optimizer.restore(backup.metadata, backup.tensors)
-                    logger.info(f"Rolled back to the backup of step #{self.optimizer.local_epoch}")
+                self.optimizer.restore(metadata, tensors)
             except StateLoadError as error:
-                raise UserError(f"the backup {self.backup.path} does not fit this model: {error}; remove it") from None
-        self.last_reported_step = self.optimizer.local_epoch
+                raise UserError(f"the state from {source} does not fit this model: {error}") from None
+        logger.info(f"Rolled back to the state of step #{self.optimizer.local_epoch} from {source}")
         self.status.begin_at(self.optimizer.local_epoch)
 
     def introduce(self, leaving: bool) -> None:

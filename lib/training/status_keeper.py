@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
 from arguments import CollaborationArguments
@@ -15,6 +16,8 @@ from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.common.json_file import write_json
 from lib.common.metrics_schema import MAX_COUNT, MAX_ROUNDS
 from lib.common.threads import PeriodicThread
+from lib.peer.addresses import peer_id_in
+from lib.peer.connections import count_connections
 from lib.training.console import StatusPanel
 from lib.training.loss_meter import LossMeter
 from lib.training.status import FILE_NAME, TrainerStatus, describe_progress
@@ -42,7 +45,6 @@ class StatusKeeper(PeriodicThread):
     :param loss_meter: has the losses since the previous global step
     :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
     :param panel: shows the status, if there is a terminal
-    :param count_connections: returns the connected peers of the run, direct and through a relay
     """
 
     def __init__(
@@ -55,11 +57,10 @@ class StatusKeeper(PeriodicThread):
         loss_meter: LossMeter,
         should_stop: Callable[[], bool] = bool,
         panel: StatusPanel | None = None,
-        count_connections: Callable[[], tuple[int, int] | None] = lambda: None,
     ):
         super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
-        self.path, self.optimizer, self.peer_id, self.loss_meter = folder / FILE_NAME, optimizer, peer_id, loss_meter
-        self.should_stop, self.panel, self.count_connections = should_stop, panel, count_connections
+        self.path, self.optimizer, self.args, self.peer_id = folder / FILE_NAME, optimizer, args, peer_id
+        self.loss_meter, self.should_stop, self.panel = loss_meter, should_stop, panel
         end_time = None if args.ends_at is None else args.end_time
         self._status = TrainerStatus(name, args.run_id, optimizer.target_batch_size, args.page, end_time)
         self._begun_at = 0  # step after which each one is joined or missed
@@ -122,7 +123,7 @@ class StatusKeeper(PeriodicThread):
     def work(self) -> None:
         now = time.monotonic()
         if now >= self._count_at:
-            self._count_at, self._status.connections = now + CONNECTION_SECONDS, self.count_connections()
+            self._count_at, self._status.connections = now + CONNECTION_SECONDS, self._count_connections()
         if self.panel is not None:
             self._draw()
         elif now >= self._log_at and not self.should_stop():
@@ -131,6 +132,12 @@ class StatusKeeper(PeriodicThread):
         if now >= self._write_at:
             self._write_at = now + WRITE_SECONDS
             self.write()
+
+    def _count_connections(self) -> tuple[int, int] | None:
+        """Return how many known peers of the run are connected directly and through a relay."""
+        reported = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
+        initial = {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
+        return count_connections(self.optimizer.dht, reported | initial)
 
     def _draw(self) -> None:
         if self.should_stop():

@@ -253,7 +253,7 @@ def test_wrong_use_gets_one_line_that_names_the_culprit(script, command, culprit
 
 
 def test_defaults_are_those_of_the_albert_example():
-    training, dataset, collaboration, averager, tracker = parse("run_trainer.py", "")
+    training, dataset, collaboration, tracker = parse("run_trainer.py", "")
     assert (training.learning_rate, training.warmup_steps, training.total_steps) == (0.00176, 5000, 125_000)
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 2)
     assert (training.weight_decay, training.adam_epsilon, training.clamp_value) == (0.01, 1e-6, 10000.0)
@@ -265,7 +265,7 @@ def test_defaults_are_those_of_the_albert_example():
     )
     assert (collaboration.averaging_timeout, collaboration.matchmaking_time) == (60, 5)
     assert (collaboration.statistics_expiration, collaboration.backup_every_steps) == (600, 10)
-    assert (averager.target_group_size, tracker.metadata_expiration) == (256, 120)
+    assert (collaboration.target_group_size, tracker.metadata_expiration) == (256, 120)
 
 
 def test_batch_size_per_step_counts_the_devices_that_are_used():

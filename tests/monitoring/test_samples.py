@@ -256,7 +256,7 @@ def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
 def test_folder_that_does_not_exist(show):
     for name in ("./nowhere", "monitor_outputs/checkpoint-5"):
         code, _, err = show(name, TEXT)
-        assert code == 1 and err.count("\n") == 1 and "there is no folder" in err and "pass a folder" in err
+        assert code == 1 and err.count("\n") == 1 and "no complete checkpoint" in err and "pass a folder" in err
 
 
 def test_usage_error(show, checkpoint):

@@ -56,7 +56,7 @@ def test_commands_agree(train_file):
         for name in ("one", "two")
     ]
     monitor_args, run, peer = monitor
-    training, dataset, collaboration, averager, _ = trainers[0]
+    training, dataset, collaboration, _ = trainers[0]
     assert (tokenization.train_file, tokenization.vocab_size) == (train_file, 300)
     assert tokenization.sample == (train_file is None)
     assert (tokenization.output_path, tokenization.tokenizer_path) == (dataset.dataset_path, dataset.tokenizer_path)
@@ -65,7 +65,7 @@ def test_commands_agree(train_file):
     assert peer.run_id == collaboration.run_id
     assert collaboration.initial_peers == [ADDRESS]
     assert collaboration.max_global_steps == 5
-    assert averager.target_group_size == 3
+    assert collaboration.target_group_size == 3
     assert len({monitor_args.output_dir, *(trainer[0].output_dir for trainer in trainers)}) == 3
 
 

@@ -39,6 +39,7 @@ class FakeTracker:
     """
 
     default_refresh_period = 0.1
+    others = ()  # with auxiliary peers
 
     def __init__(self, epoch: int = 0, others: Sequence[tuple[int, float]] = ()):
         self.local_progress = SimpleNamespace(
@@ -130,10 +131,7 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
     optimizer = SimpleNamespace(
         local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
         restore=state_averager.restore, discard_local_updates=lambda: False, target_batch_size=8, pop_steps=list,
-        num_computed=0, tracker=FakeTracker(epoch=9),
-        recent_rounds=[],
+        num_computed=0, tracker=FakeTracker(epoch=9), recent_rounds=[], dht=None,
     )  # fmt: skip
     args = CollaborationArguments(run_id="run")
-    session = TrainingSession(FAKE_PEER, optimizer, model, args, folder, lambda: False)
-    session.last_reported_step = 9
-    return session
+    return TrainingSession(FAKE_PEER, optimizer, model, args, folder, lambda: False)

@@ -42,7 +42,7 @@ def log(name: str, num_lines: int) -> None:
 def main() -> None:
     setup_logging()
     folder, num_lines = Path(sys.argv[1]), int(sys.argv[2])
-    optimizer = SimpleNamespace(tracker=FakeTracker(epoch=7), target_batch_size=256, num_computed=0)
+    optimizer = SimpleNamespace(tracker=FakeTracker(epoch=7), target_batch_size=256, num_computed=0, dht=None)
     panel, stop = open_panel(disable=False), threading.Event()
     args = CollaborationArguments(run_id="run")
     keeper = StatusKeeper(folder, optimizer, args, "quick-otter-3f2a", "me", LossMeter(), stop.is_set, panel)

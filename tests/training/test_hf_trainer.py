@@ -18,8 +18,8 @@ from lib.training.hf_trainer import (
     CollaborativeTrainer,
     NoOpScheduler,
     PeerSampler,
+    autocast_dtype,
     build_training_arguments,
-    choose_precision,
 )
 from lib.training.loss_meter import LossMeter
 from lib.training.model import build_model
@@ -185,9 +185,9 @@ def test_loss_meter_skips_what_is_not_finite():
 
 def test_fp16_without_a_gpu_is_refused():
     with pytest.raises(UserError, match="--fp16"):
-        choose_precision(LocalTrainingArguments(fp16=True, use_cpu=True))
-    assert choose_precision(LocalTrainingArguments(use_cpu=True)) == (False, False)
-    assert choose_precision(LocalTrainingArguments(use_cpu=True, bf16=True)) == (False, True)
+        autocast_dtype(LocalTrainingArguments(fp16=True, use_cpu=True))
+    assert autocast_dtype(LocalTrainingArguments(use_cpu=True)) is None
+    assert autocast_dtype(LocalTrainingArguments(use_cpu=True, bf16=True)) == torch.bfloat16
 
 
 def test_bf16_without_a_gpu_needs_no_other_flag(tmp_path, monkeypatch):

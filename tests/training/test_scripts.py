@@ -33,13 +33,13 @@ from tests.training.test_hf_trainer import CONFIG
 class LoneOptimizer(torch.optim.SGD):
     """Optimizer with the interface of CollaborativeOptimizer, for which each local step is a global one."""
 
-    target_batch_size, local_progress, processes = 8, SimpleNamespace(samples_per_second=1.0), {}
+    target_batch_size, local_progress, processes, dht = 8, SimpleNamespace(samples_per_second=1.0), {}, None
     saved_state = frozen_state = staticmethod(contextlib.nullcontext)
 
     def __init__(self, model: torch.nn.Module):
         super().__init__(model.parameters(), lr=0.01)
         self.tracker, self.state_averager = FakeTracker(), FakeStateAverager(model, 0, None)
-        self.tracker.others, self.recent_rounds = [], []
+        self.recent_rounds = []
         self.local_epoch = self.num_computed = 0
         self.has_ended = False
 

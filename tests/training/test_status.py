@@ -28,7 +28,7 @@ from lib.training.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker, make_session
 from tests.support.peers import ROOT
 
-PEERS = ("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG")
+PEERS = ("QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
 
 
 def make_status(**fields) -> TrainerStatus:
@@ -48,7 +48,7 @@ def round_entry(step: int, outcome: str, samples: int = 64, error: str = "", **w
 
 
 def make_keeper(folder: Path, tracker: FakeTracker | None = None, **options) -> StatusKeeper:
-    optimizer = SimpleNamespace(tracker=tracker or FakeTracker(), target_batch_size=256, num_computed=0)
+    optimizer = SimpleNamespace(tracker=tracker or FakeTracker(), target_batch_size=256, num_computed=0, dht="dht")
     args = CollaborationArguments(run_id="run")
     return StatusKeeper(folder, optimizer, args, "quick-otter-3f2a", "me", LossMeter(), **options)
 
@@ -154,13 +154,14 @@ def test_file_exists_from_the_start_and_says_when_the_trainer_ended(tmp_path, ca
     assert show_status(tmp_path) == 1 and "ended at" in capsys.readouterr().out
 
 
-def test_session_looks_for_trainers_and_initial_peers(tmp_path):
-    session = make_session(tmp_path, offered=None)
-    initial, trainer = map(PeerID.from_base58, PEERS)
-    session.args.initial_peers = [f"/ip4/192.0.2.1/tcp/31337/p2p/{initial}"]
-    session.optimizer.tracker.others = [SimpleNamespace(peer_id=trainer.to_bytes())]
-    assert session._find_peers() == {str(initial), str(trainer)}
-    session.close()
+def test_connections_to_trainers_and_initial_peers_are_counted(tmp_path, monkeypatch):
+    keeper, (initial, trainer) = make_keeper(tmp_path), PEERS
+    keeper.args.initial_peers = [f"/ip4/192.0.2.1/tcp/31337/p2p/{initial}"]
+    keeper.optimizer.tracker.others = [SimpleNamespace(peer_id=PeerID.from_base58(trainer).to_bytes())]
+    counts = {("dht", *PEERS): (1, 1)}
+    monkeypatch.setattr(status_keeper, "count_connections", lambda dht, peers: counts[dht, *sorted(peers)])
+    keeper.work()
+    assert keeper.update().connections == (1, 1)
 
 
 def test_progress_is_logged_without_a_terminal(tmp_path, caplog, monkeypatch):
