@@ -3,18 +3,14 @@ that needs one prints how to install it."""
 
 import importlib
 import logging
-import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from lib.common.errors import ORGANISER_MODULES, UserError
 from lib.monitoring.trackers import build_reporters
-from tests.support.launcher import Launcher
 from tests.support.peers import ROOT, Script, local_peer
 
-VOLUNTEER = ROOT / "tests" / "support" / "volunteer.py"
 INSTALL = "pip install -r requirements-organiser.txt"
 
 
@@ -23,23 +19,14 @@ def read_requirements(name: str) -> list[str]:
     return [line for line in lines if line]
 
 
-@pytest.fixture(scope="module")
-def volunteers(tmp_path_factory) -> Iterator[Launcher]:
-    """Return a launcher without the organiser's packages: all its imports are those of a volunteer."""
-    launcher = Launcher(tmp_path_factory.mktemp("volunteers") / "launcher.log", wrappers=[VOLUNTEER])
-    yield launcher
-    launcher.close()
-
-
 @pytest.fixture
-def run_as_volunteer(volunteers, tmp_path):
-    """Return a function that runs a script to its end without the organiser's packages."""
+def run_as_volunteer(launcher, tmp_path):
+    """Return a function that runs a script to its end without the organiser's packages, and returns its output."""
 
-    def run(name: str, *args: object) -> Script:
-        assert volunteers.can_start({})
-        script = Script(name, *args, log=tmp_path / "script.log", launcher=volunteers)
-        script.wait(300)
-        return script
+    def run(name: str, *args: object, code: int = 1) -> str:
+        script = Script("tests/support/volunteer.py", name, *args, log=tmp_path / "script.log", launcher=launcher)
+        assert script.wait(300) == code, script.output
+        return script.output
 
     return run
 
@@ -52,41 +39,37 @@ def test_each_list_builds_on_the_one_before():
     assert not {line.split("==")[0] for line in trainer} & ORGANISER_MODULES
 
 
-@pytest.mark.parametrize("script", ["run_trainer.py", "run_custom_trainer.py"])
-def test_trainer_loads_its_data_without_the_organisers_packages(data, run_as_volunteer, script):
-    flags = ("--tokenizer_path", data / "tokenizer", "--dataset_path", data / "dataset",
-             "--model_name_or_path", data / "config.json", "--seq_length", 7)  # fmt: skip
-    result = run_as_volunteer(script, *flags)
-    assert "--seq_length 7: the data has sequences of" in result.output, (
-        "everything is imported before the data is read"
-    )
-    assert result.process.returncode == 1
+# Each script finds the wrong flag after all its imports.
+SEQ_LENGTH = ("--seq_length 7 --dataset_path DATA/dataset", "--seq_length 7: the data has sequences of")
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "error"),
+    [
+        ("run_trainer.py", *SEQ_LENGTH),
+        ("run_custom_trainer.py", *SEQ_LENGTH),
+        ("run_training_monitor.py", "--client_mode", "--client_mode: peers join through the monitor"),
+    ],
+)
+def test_trainer_and_monitor_start_without_the_organisers_packages(data, run_as_volunteer, script, flags, error):
+    flags = f"--tokenizer_path DATA/tokenizer --model_name_or_path DATA/config.json {flags}"
+    assert error in run_as_volunteer(script, *flags.replace("DATA", str(data)).split())
 
 
 @pytest.mark.peers
 def test_evaluator_loads_its_data_without_the_organisers_packages(data, run_as_volunteer, tmp_path):
     with local_peer(tmp_path / "peer", "run") as peer:
-        result = run_as_volunteer(
+        output = run_as_volunteer(
             "run_evaluator.py", "--tokenizer_path", data / "tokenizer", "--dataset_path", tmp_path / "none",
             "--model_name_or_path", data / "config.json", "--run_id", "run", "--initial_peers",
             peer.dht.get_visible_maddrs()[0],
         )  # fmt: skip
-    assert "--dataset_path: there is no folder" in result.output, "found after all imports"
-    assert result.process.returncode == 1
+    assert "--dataset_path: there is no folder" in output, "found after all imports"
 
 
-def test_monitor_starts_without_the_organisers_packages(run_as_volunteer):
-    result = run_as_volunteer("run_training_monitor.py", "--client_mode")
-    assert "--client_mode: peers join through the monitor" in result.output, "found after all imports"
-    assert result.process.returncode == 1
-
-
-@pytest.mark.programs
-def test_data_is_prepared_without_the_organisers_packages(tmp_path):
-    flags = ("--sample", "--train_tokenizer", "--vocab_size", "1000")
-    command = [sys.executable, VOLUNTEER, "tokenize_wikitext103.py", *flags]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0 and (tmp_path / "data" / "tokenizer").is_dir(), result.stderr
+def test_data_is_prepared_without_the_organisers_packages(run_as_volunteer, tmp_path):
+    run_as_volunteer("tokenize_wikitext103.py", "--sample", "--train_tokenizer", "--vocab_size", 1000, code=0)
+    assert (tmp_path / "data" / "tokenizer").is_dir()
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb"])

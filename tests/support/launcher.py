@@ -1,27 +1,28 @@
 """Fast start of our scripts: fork them from a process that has already imported their modules.
 
-A script spends 7 CPU seconds on its imports, and the tests start hundreds of scripts. The launcher process exchanges
-requests and answers with the tests through a socket, one JSON line each, and ends with the tests. Tests that depend on
-the imports start their scripts without the launcher.
+A script spends 7 CPU seconds on its imports, and the tests start hundreds of scripts. The launcher process gets its
+requests from the tests through a pipe, and ends with them. Tests that depend on the imports start their scripts
+without the launcher.
 """
 
 import ctypes
 import gc
 import importlib
-import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from lib.common.errors import ORGANISER_MODULES
 from lib.common.processes import keep_memory_shared, signal_at_end_of_parent
 
 ROOT = Path(__file__).parents[2]
@@ -85,20 +86,17 @@ class Launcher:
     """Client of the launcher process. Build it in the main thread: the process ends with the thread that starts it.
 
     :param log: file for the output of the launcher process
-    :param wrappers: scripts that run the launcher process, such as tests/support/volunteer.py
     """
 
-    def __init__(self, log: Path, wrappers: Sequence[Path] = ()):
+    def __init__(self, log: Path):
         self._lock = threading.Lock()
         self._environment = dict(os.environ)
-        ours, theirs = socket.socketpair()
-        command = [*PYTHON, *map(str, wrappers), __file__, str(theirs.fileno())]
+        self._connection, theirs = Pipe()
         with theirs, open(log, "ab") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT}, pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,
+                [*PYTHON, __file__, str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                cwd=ROOT, env={**os.environ, **ENVIRONMENT}, pass_fds=[theirs.fileno()], preexec_fn=end_with_parent,
             )  # fmt: skip
-        self._socket, self._file = ours, ours.makefile("rw")
 
     def can_start(self, environment: dict[str, str]) -> bool:
         """Whether a forked script gets the right environment: the imported libraries have already read theirs."""
@@ -125,37 +123,36 @@ class Launcher:
 
     def ask(self, **request):
         with self._lock:
-            print(json.dumps(request), file=self._file, flush=True)
-            return json.loads(self._file.readline())
+            self._connection.send(request)
+            return self._connection.recv()
 
     def close(self) -> None:
-        self._file.close()
-        self._socket.close()
+        self._connection.close()
         self.process.wait(60)  # Python takes its time to leave on a busy machine
 
 
-def serve(connection: socket.socket) -> dict:
+def serve(connection: Connection) -> dict:
     """Fork a process for each start request until the connection closes. Runs in the launcher process.
 
     :returns: the request, in the forked process only
     """
     codes: dict[int, int] = {}
-    with connection, connection.makefile("rw") as file:
-        for line in file:
-            request = json.loads(line)
-            if "poll" in request:
-                pid = request["poll"]
-                if pid not in codes:
-                    ended, status = os.waitpid(pid, os.WNOHANG)
-                    if ended:
-                        codes[pid] = os.waitstatus_to_exitcode(status)
-                answer = codes.get(pid)
-            else:
+    with connection:
+        while True:
+            try:
+                request = connection.recv()
+            except EOFError:
+                sys.exit(0)
+            if "poll" not in request:
                 answer = os.fork()
                 if answer == 0:
                     return request
-            print(json.dumps(answer), file=file, flush=True)
-    sys.exit(0)
+            else:
+                pid = request["poll"]
+                if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[pid] = os.waitstatus_to_exitcode(ended[1])
+                answer = codes.get(pid)
+            connection.send(answer)
 
 
 def become(command: list[str], changes: dict[str, str | None], log: str, namespace: str | None) -> None:
@@ -193,16 +190,18 @@ def enter_namespace(path: str) -> None:
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()  # garbage collection takes 2 of 9 CPU seconds of the imports
+    sys.modules |= dict.fromkeys(ORGANISER_MODULES)  # not installed: the imports are those of a volunteer
     for name in MODULES:
         importlib.import_module(name)
+    for name in ORGANISER_MODULES:
+        del sys.modules[name]
     gc.enable()
     threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
     # A forked process has no copies of threads. Only the thread of pyarrow's allocator restarts there.
     assert len(threads - {"jemalloc_bg_thd"}) == 1, threads
     keep_memory_shared()  # otherwise each script looks through the imported objects for garbage
-    become(**serve(connection))
+    become(**serve(Connection(int(sys.argv[1]))))
 
 
 if __name__ == "__main__":
