@@ -5,8 +5,11 @@ import gc
 import inspect
 import os
 import shutil
+import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -126,6 +129,20 @@ def data(tmp_path_factory) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             prepare_data(folder)
     return folder
+
+
+@pytest.fixture
+def dataset_url(data, tmp_path) -> Iterator[str]:
+    """Serve the archive of `data` on this machine."""
+    from lib.data.archive import DATASET, TOKENIZER, write_archive  # it imports a lot
+
+    (tmp_path / "www").mkdir()
+    write_archive(tmp_path / "www" / "data.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "www")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/data.tar.gz"
+        server.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,7 @@
-"""A fake AWS server (moto), an empty account on it, and a deployment there; a web server with the data."""
+"""A fake AWS server (moto), an empty account on it, and a deployment there."""
 
-import functools
 import logging
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import requests
@@ -12,7 +9,6 @@ from moto.server import ThreadedMotoServer
 from moto.utilities.utils import load_resource
 
 from deploy.aws import Deployment
-from lib.data.archive import DATASET, TOKENIZER, write_archive
 from tests.support.aws import make_settings
 
 
@@ -48,14 +44,3 @@ def deployment(account) -> Deployment:
 def started(deployment) -> Deployment:
     deployment.start_coordinator()
     return deployment
-
-
-@pytest.fixture
-def dataset_url(data, tmp_path) -> Iterator[str]:
-    (tmp_path / "www").mkdir()
-    write_archive(tmp_path / "www" / "data.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path / "www")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/data.tar.gz"
-        server.shutdown()

@@ -7,7 +7,6 @@ import json
 import shutil
 import socket
 import sys
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -19,7 +18,11 @@ import run_training_monitor
 from lib.common.errors import TEMPORARY, run_script
 from tests.support.peers import LOCAL, TINY_ALBERT, local_peer
 
-UNKNOWN_PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+UNKNOWN_PEERS = (
+    "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+    "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC",
+    "QmSoLPppuBtQSGwKDZT2M73ULpjvfd3aZ6ha4oFGL1KrGM",
+)
 
 
 @pytest.fixture
@@ -120,43 +123,21 @@ def test_port_that_is_in_use(trainer):
 
 
 @pytest.mark.peers
-def test_peers_that_do_not_answer(trainer):
-    peer = f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEER}"
-    message = trainer(TEMPORARY, initial_peers=peer, bootstrap_timeout=4)
-    assert "--initial_peers" in message and peer in message
-
-
-@pytest.mark.peers
-def test_peer_with_another_id_than_its_address_says(trainer, tmp_path):
-    with local_peer(tmp_path / "peer", "albert") as peer:
-        address = str(peer.dht.get_visible_maddrs()[0])
-        wrong = address.replace(address.split("/")[-1], UNKNOWN_PEER)
-        assert wrong in trainer(TEMPORARY, initial_peers=wrong, bootstrap_timeout=4)
-
-
-@pytest.mark.peers
-def test_peer_that_accepts_and_does_not_respond(trainer):
-    """The port is open, but no process responds."""
-    with closing(socket.socket()) as silent:
+def test_one_good_initial_peer_among_bad_ones_is_enough(trainer, tmp_path):
+    """The bad ones: a closed port, a port whose program never answers, another peer's address, an unknown host."""
+    with closing(socket.socket()) as silent, local_peer(tmp_path / "good", "albert") as peer:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        threading.Thread(target=silent.accept, daemon=True).start()
-        peer = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{UNKNOWN_PEER}"
-        assert "--initial_peers" in trainer(TEMPORARY, initial_peers=peer, bootstrap_timeout=6)
-
-
-@pytest.mark.peers
-def test_one_good_peer_among_bad_ones_is_enough(tmp_path):
-    with closing(socket.socket()) as silent, local_peer(tmp_path / "good", "run") as good:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        peers = (
-            f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEER}",
-            f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC",
-            "/dns4/no-such-host.invalid/tcp/9/p2p/QmSoLPppuBtQSGwKDZT2M73ULpjvfd3aZ6ha4oFGL1KrGM",
-            str(good.dht.get_visible_maddrs()[0]),
+        good = str(peer.dht.get_visible_maddrs()[0])
+        bad = (
+            f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEERS[0]}",
+            f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{UNKNOWN_PEERS[1]}",
+            good.replace(good.split("/")[-1], UNKNOWN_PEERS[2]),
+            f"/dns4/no-such-host.invalid/tcp/9/p2p/{UNKNOWN_PEERS[2]}",
         )
-        with local_peer(tmp_path / "joiner", "run", peers) as joiner:
+        message = trainer(TEMPORARY, initial_peers=",".join(bad), bootstrap_timeout=6)
+        assert all(word in message for word in ("--initial_peers", *bad))
+        with local_peer(tmp_path / "joiner", "albert", (*bad, good)) as joiner:
             assert joiner.dht.is_alive()
 
 

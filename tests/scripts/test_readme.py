@@ -64,64 +64,50 @@ def read_script_calls() -> Iterator[tuple[str, str, list[str]]]:
                 yield page.name, match["script"], shlex.split(match["arguments"], comments=True)
 
 
-class Intercepted(BaseException):
-    """Ends a script at its command line parser. A BaseException, since the script would handle an Exception."""
-
-    def __init__(self, parser: HfArgumentParser, arguments: list[str]):
-        self.parser, self.arguments = parser, arguments
-
-    @property
-    def flags(self) -> set[str]:
-        """Return the flags of the script."""
-        return {option for action in self.parser._actions for option in action.option_strings}
-
-    def parse(self) -> None:
-        """Parse the command line as the script would.
-
-        :raises SystemExit, ValueError: if a value is wrong
-        """
-        *_, unknown = self.parser.parse_args_into_dataclasses(self.arguments, return_remaining_strings=True)
-        assert not unknown
+class Parsed(BaseException):
+    """Ends a script after its command line parser. A BaseException, since the script would handle an Exception."""
 
 
-def intercept(script: str, arguments: list[str]) -> Intercepted:
-    """Run a script's `main` up to the call of its parser, in whichever module."""
+@pytest.fixture
+def parse(tmp_path, monkeypatch):
+    """Return a function that lets a script parse a command line, in whichever module, and returns all its flags."""
+    parse_as_before, flags = HfArgumentParser.parse_args_into_dataclasses, set()
 
     def parse(parser: HfArgumentParser, args=None, **_options):
-        raise Intercepted(parser, args)
+        flags.update(option for action in parser._actions for option in action.option_strings)
+        *_, unknown = parse_as_before(parser, args, return_remaining_strings=True)
+        raise Parsed(unknown)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Intercepted) as caught:
-        patch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
-        patch.setattr(sys, "argv", [script, *arguments])
-        importlib.import_module(MODULES[script]).main()
-    return caught.value
+    def parse_command(script: str, *arguments: str) -> set[str]:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(Parsed) as parsed:
+            importlib.import_module(MODULES[script]).main()
+        assert parsed.value.args == ([],), "unknown flags"
+        return flags
 
-
-def test_command_lines_are_ones_that_the_scripts_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
     monkeypatch.chdir(tmp_path)
     Path("my_text.txt").touch()
     Path("configs").symlink_to(ROOT / "configs")
+    return parse_command
+
+
+def test_scripts_take_the_command_lines_and_flags(parse):
     calls = list(read_script_calls())
     assert {script for _, script, _ in calls} == set(MODULES)
     for page, script, arguments in calls:
         try:
-            intercept(script, arguments).parse()
+            flags = parse(script, *arguments)
         except (AssertionError, ValueError, SystemExit) as error:
             raise AssertionError(f"{page}: {script} {shlex.join(arguments)}") from error
+    for page in PAGES:
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+        assert named <= flags | FLAGS_OF_OTHERS, (page, named - flags)
 
 
-@pytest.mark.parametrize("arguments", [["--no_such_flag"], ["--seed", "x"], ["--initial_peers", "1.2.3.4:5"]])
-def test_wrong_command_line_is_noticed(arguments):
-    with pytest.raises((AssertionError, ValueError, SystemExit)):
-        intercept("run_trainer.py", arguments).parse()
-
-
-def test_flags_targets_and_files_exist():
-    calls = [*((script, []) for script in MODULES), ("invite.py", ["revoke"])]
-    flags = set().union(*(intercept(script, arguments).flags for script, arguments in calls)) | FLAGS_OF_OTHERS
+def test_targets_and_files_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
-        assert not (named := set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text())) - flags), (page, named)
         code = read_inline_code(page)
         commands = [*"\n".join(read_code_blocks(page, "bash")).splitlines(), *code]
         named = {target for line in commands for target in re.findall(r"^make ([a-z-]+)", line)}

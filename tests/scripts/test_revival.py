@@ -15,24 +15,30 @@ from tests.support.peers import local_peer, read_jsonl, wait_until
 
 @pytest.mark.parametrize(
     "reboot",
-    [pytest.param(False, id="monitor stays"), pytest.param(True, id="monitor is killed, too", marks=pytest.mark.long)],
+    [
+        pytest.param(False, id="monitor stays"),
+        pytest.param(True, id="monitor is killed, too, and trainers update locally", marks=pytest.mark.long),
+    ],
 )
 def test_run_goes_on_after_all_its_trainers_were_killed(scripts, reboot):
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 2, "--metadata_expiration", 10)
+    """The second trainer runs the custom loop and is slower."""
+    mode = ("--local_updates", "--learning_rate", 0.01) if reboot else ()
+    of_monitor = ("--save_checkpoint_step_interval", 2, "--metadata_expiration", 10, *mode)
+    monitor = scripts.monitor(*of_monitor)
     address, folder = monitor.address, scripts.folder / "monitor"
     common = ("--initial_peers", address, "--target_batch_size", 512, "--metadata_expiration", 10,
-              "--statistics_expiration", 20)  # fmt: skip
-    trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
+              "--statistics_expiration", 20, *mode)  # fmt: skip
+    trainers = [
+        scripts.trainer("one", *common),
+        scripts.trainer("two", *common, name_of_script="run_custom_trainer.py", pace=0.4),
+    ]
     monitor.wait_for(r"Saved \S+checkpoint-", 120)
     wait_until(lambda: read_steps(folder)[-1] > newest_checkpoint(folder), 120, "a step after the checkpoint")
     for script in (*trainers, monitor) if reboot else trainers:
         script.kill()
     saved, reported = newest_checkpoint(folder), read_steps(folder)[-1]
     if reboot:
-        monitor = scripts.monitor(
-            "--save_checkpoint_step_interval", 2, "--metadata_expiration", 10, "--host_maddrs",
-            address.split("/p2p/")[0],
-        )  # fmt: skip
+        monitor = scripts.monitor(*of_monitor, "--host_maddrs", address.split("/p2p/")[0])
         monitor.wait_for(f"Offering the checkpoint of step #{saved}")
 
     newcomer = scripts.trainer("newcomer", *common)

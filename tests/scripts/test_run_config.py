@@ -1,34 +1,18 @@
 """A run that is joined with --initial_peers alone: real scripts, and data from a web server on this machine."""
 
-import functools
 import json
 import re
 import resource
-import threading
-from collections.abc import Callable, Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
 from lib.common.model_config import CONFIGS
-from lib.data.archive import DATASET, TOKENIZER, write_archive
 from tests.support.peers import ALTERED, LOCAL, Script, invite, reserve_maddr
 
 
-@pytest.fixture
-def archive_url(data, tmp_path) -> Iterator[str]:
-    folder = tmp_path / "www"
-    folder.mkdir()
-    write_archive(folder / "data.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/data.tar.gz"
-        server.shutdown()
-
-
-def start_run(scripts, archive_url: str, *flags: object) -> tuple[Script, Callable[..., Script]]:
+def start_run(scripts, dataset_url: str, *flags: object) -> tuple[Script, Callable[..., Script]]:
     """Start a monitor with the settings of a run in a file.
 
     :param flags: more flags of the monitor
@@ -38,7 +22,7 @@ def start_run(scripts, archive_url: str, *flags: object) -> tuple[Script, Callab
     settings, model = folder / "run.yaml", json.loads((CONFIGS / "albert-tiny.json").read_text())
     (folder / "config.json").write_text(json.dumps({**model, "hidden_size": 96}))  # a file of the organiser
     settings.write_text(
-        f"run_id: tree\nmodel_name_or_path: {folder / 'config.json'}\ndataset_url: {archive_url}\n"
+        f"run_id: tree\nmodel_name_or_path: {folder / 'config.json'}\ndataset_url: {dataset_url}\n"
         "target_batch_size: 32\nlearning_rate: 0.01\nends_at: 2100-01-02\n"
         "warmup_steps: 0\ngradient_compression: blockwise8\nmatchmaking_time: 4\n"
         "page: https://example.org/curves\n"
@@ -60,10 +44,10 @@ def start_run(scripts, archive_url: str, *flags: object) -> tuple[Script, Callab
     return monitor, volunteer
 
 
-def test_invited_volunteers_need_the_address_and_their_invitation(scripts, archive_url, tmp_path):
+def test_invited_volunteers_need_the_address_and_their_invitation(scripts, dataset_url, tmp_path):
     authority = RSAPrivateKey()
     organiser, alice, bob = (invite(authority, tmp_path / f"{name}.invitation") for name in ("organiser", "al", "bob"))
-    monitor, volunteer = start_run(scripts, archive_url, "--invitation", organiser)
+    monitor, volunteer = start_run(scripts, dataset_url, "--invitation", organiser)
     address = monitor.address
     trainers = [volunteer("alice", address, "--invitation", alice), volunteer("bob", address, "--invitation", bob)]
     stranger = volunteer("mallory", address, "--bootstrap_timeout", 5)
@@ -78,13 +62,13 @@ def test_invited_volunteers_need_the_address_and_their_invitation(scripts, archi
 
 
 @pytest.mark.early
-def test_volunteers_take_all_settings_from_the_run(scripts, archive_url, tmp_path):
+def test_volunteers_take_all_settings_from_the_run(scripts, dataset_url, tmp_path):
     """The second volunteer joins through the first one, after the organiser's machine has gone."""
-    monitor, volunteer = start_run(scripts, archive_url)
+    monitor, volunteer = start_run(scripts, dataset_url)
     monitor_address = monitor.address
     alice = volunteer("alice", monitor_address)
     alice.wait_for(r"Joining run tree of organiser Qm\w+\n")
-    alice.wait_for(rf"Downloading {archive_url}, [\d.]+ MB")
+    alice.wait_for(rf"Downloading {dataset_url}, [\d.]+ MB")
     alice.wait_for("Curves of the run: https://example.org/curves\n")
     alice.wait_for(r"\bStep #2\b")
     checked = volunteer("finn", alice.address, "--check")
