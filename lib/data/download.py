@@ -5,7 +5,6 @@ or killed. The partial archive is kept under a hidden name beside the dataset un
 """
 
 import contextlib
-import http.client
 import logging
 import re
 import time
@@ -17,10 +16,8 @@ from urllib.parse import urljoin, urlsplit
 
 import requests
 import urllib3
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm.auto import tqdm
-from urllib3.exceptions import InvalidHeader, MaxRetryError
-from urllib3.util import Retry
 
 from arguments import DatasetArguments
 from lib.common.atomic_files import check_target, make_parent, new_folder
@@ -34,8 +31,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
 BLOCK = 2**20
-# Six attempts in a row without new bytes, with pauses of 0, 2, 4, 8 and 16 seconds, or the pause the server requests.
-RETRY_POLICY = Retry(total=5, backoff_factor=1, backoff_jitter=1, retry_after_max=60)
+PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
 NOT_PUBLISHED = {403, 404, 410}  # S3 answers 403 for a missing file
@@ -46,14 +42,7 @@ RECEIPT = "archive.sha256"
 
 
 class TransientError(Exception):
-    """A transfer failed temporarily and may be retried. The message never contains the whole address.
-
-    :param response: the response, which may have a Retry-After header
-    """
-
-    def __init__(self, reason: str, response: urllib3.BaseHTTPResponse | None = None):
-        super().__init__(reason)
-        self.response = response
+    """A transfer failed temporarily and may be retried. The message never contains the whole address."""
 
 
 def fetch_data(args: DatasetArguments, disable_tqdm: bool = False) -> None:
@@ -66,19 +55,15 @@ def fetch_data(args: DatasetArguments, disable_tqdm: bool = False) -> None:
         return
     dataset_path = Path(args.dataset_path).resolve()
     make_parent(dataset_path)
-    lock_path = _beside(dataset_path, "lock")
+    lock_path = dataset_path.with_name(f".{dataset_path.name}.lock")
     try:
-        with _one_at_a_time(FileLock(lock_path)):
+        with _acquire(FileLock(lock_path)):
             if missing := _find_missing(args):
-                _fetch(args, missing, _beside(dataset_path, "download"), disable_tqdm)
+                _fetch(args, missing, dataset_path.with_name(f".{dataset_path.name}.download"), disable_tqdm)
             lock_path.unlink(missing_ok=True)  # later processes find the data
     except OSError as error:
         error.filename = error.filename or str(dataset_path.parent)  # a failed write does not say where
         raise
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{suffix}")
 
 
 def _find_missing(args: DatasetArguments) -> dict[str, Path]:
@@ -103,18 +88,13 @@ def _find_missing(args: DatasetArguments) -> dict[str, Path]:
     return missing
 
 
-@contextlib.contextmanager
-def _one_at_a_time(lock: FileLock) -> Iterator[None]:
-    """Hold a lock that lets one process of this machine download at a time. The lock ends with its process."""
+def _acquire(lock: FileLock) -> AcquireReturnProxy:
+    """Take the lock that lets one process of this machine download at a time. It ends with its process."""
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         logger.info("Another process is downloading the data; waiting for it")
-        lock.acquire(poll_interval=0.5)
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire(poll_interval=0.5)
 
 
 def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
@@ -123,8 +103,8 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
     with requests.Session() as session:
         session.max_redirects = 10
         session.hooks["response"].append(partial(_check_redirect, session))
-        expected = args.dataset_sha256 or _fetch_checksum(session, args.dataset_url)
-        digest = Download(session, args.dataset_url, path, expected, disable_tqdm).complete()
+        expected = args.dataset_sha256 or _retry(args.dataset_url, partial(_fetch_checksum, session, args.dataset_url))
+        digest = _download(session, args.dataset_url, path, expected, disable_tqdm)
     if expected is None:
         logger.warning(
             f"Could not verify the archive: there is no .sha256 file next to {address}. Compare its SHA-256 "
@@ -168,17 +148,10 @@ def _fetch_checksum(session: requests.Session, url: str) -> str | None:
     """Return the checksum in the .sha256 file (of `sha256sum`) beside the archive; None if there is none."""
     parts = urlsplit(url)
     url = parts._replace(path=f"{parts.path}.sha256", fragment="").geturl()
-    return _retry(url, lambda: _fetch_checksum_once(session, url))
-
-
-def _fetch_checksum_once(session: requests.Session, url: str) -> str | None:
-    with _get(session, url, {}) as response:
-        if response.status_code in NOT_PUBLISHED:
-            return None
-        _check_status(response, url, {200})
+    with _get(session, url, expected={200, *NOT_PUBLISHED}) as response:
         text = response.raw.read(1000, decode_content=True).decode(errors="replace")
-        match = re.match(r"([0-9a-fA-F]{64})\b", text)
-        return match and match[1].lower()  # some hosts answer any request with a web page
+        match = re.match(r"([0-9a-fA-F]{64})\b", text)  # some hosts answer any request with a web page
+        return match[1].lower() if match else None
 
 
 def _check_redirect(session: requests.Session, response: requests.Response, **_) -> None:
@@ -198,48 +171,37 @@ def _check_redirect(session: requests.Session, response: requests.Response, **_)
 
 
 @contextlib.contextmanager
-def _get(session: requests.Session, url: str, headers: dict[str, str]) -> Iterator[requests.Response]:
+def _get(session: requests.Session, url: str, expected: set[int], start: int = 0) -> Iterator[requests.Response]:
     """Send a GET request and yield the response, whose body is not read yet.
 
     The messages of requests and urllib3 quote the whole address, so no error message contains them.
 
+    :param expected: status codes
+    :param start: number of bytes that are there already
     :raises TransientError: for network errors, also in the body of the `with` statement, and temporary status codes
-    :raises UserError: if the request is invalid
+    :raises UserError: if the request is invalid, or for other status codes
     """
+    # No content encoding: offsets and checksum refer to the bytes of the file on the server.
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        timeout = (CONNECT_TIMEOUT, READ_TIMEOUT)
-        # No content encoding: offsets and checksum refer to the bytes of the file on the server.
-        headers = {"Accept-Encoding": "identity", **headers}
-        with session.get(url, headers=headers, stream=True, timeout=timeout) as response:
+        with session.get(url, headers=headers, stream=True, timeout=(CONNECT_TIMEOUT, READ_TIMEOUT)) as response:
             if response.status_code in TEMPORARY_TROUBLE:
-                raise TransientError(f"the server answers with status {response.status_code}", response.raw)
+                raise TransientError(f"the server answers with status {response.status_code}")
+            if response.status_code not in expected:
+                raise UserError(
+                    f"--dataset_url: {public_address(url)} answers with status {response.status_code}; check the "
+                    "address and that it is public"
+                )
             yield response
     except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
-        raise TransientError(_root_cause(error)) from None
+        cause = error
+        while deeper := cause.__cause__ or cause.__context__:
+            cause = deeper
+        raise TransientError(getattr(cause, "strerror", None) or type(cause).__name__) from None
     except requests.RequestException as error:
         raise UserError(
             f"--dataset_url: {public_address(url)} cannot be requested ({type(error).__name__}); check the address"
         ) from None
-
-
-def _root_cause(error: BaseException) -> str:
-    while cause := error.__cause__ or error.__context__:
-        error = cause
-    if isinstance(error, TimeoutError):
-        return "the server does not respond"
-    if isinstance(error, http.client.IncompleteRead):
-        return "the connection was lost"
-    if isinstance(error, OSError | http.client.HTTPException):
-        return getattr(error, "strerror", None) or str(error)
-    return type(error).__name__
-
-
-def _check_status(response: requests.Response, url: str, expected: set[int]) -> None:
-    if response.status_code not in expected:
-        raise UserError(
-            f"--dataset_url: {public_address(url)} answers with status {response.status_code}; check the "
-            "address and that it is public"
-        )
 
 
 def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lambda: 0) -> T:
@@ -248,104 +210,84 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
     :param received: returns the number of bytes received so far; an attempt that adds bytes resets the pause
     :raises TemporaryError: after too many attempts
     """
-    retries, most = RETRY_POLICY, received()
+    failures = most = 0
     for _ in range(MAX_TRIES):
         try:
             return attempt()
         except TransientError as transient:
             error = transient
         if (size := received()) > most:  # no reset if each attempt fails at the same offset
-            retries, most = RETRY_POLICY, size
-        try:
-            retries = retries.increment("GET", error=error)
-        except MaxRetryError:
+            failures, most = 0, size
+        if failures == len(PAUSES):
             break
-        logger.warning(f"{public_address(url)}: {error}; trying again")
-        try:
-            retries.sleep(error.response)
-        except InvalidHeader:
-            retries.sleep()
+        logger.warning(f"{public_address(url)}: {error}; trying again in {PAUSES[failures]} s")
+        time.sleep(PAUSES[failures])
+        failures += 1
     raise TemporaryError(f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later")
 
 
-class Download:
-    """Download of an archive to a file, which is resumed if its SHA-256 is known.
+def _download(session: requests.Session, url: str, path: Path, expected: str | None, disable_tqdm: bool) -> str:
+    """Download the archive, and resume a partial file at `path` if the SHA-256 is known.
 
-    :param path: the target file; a partial one stays there
     :param expected: SHA-256; None: any
+    :returns: SHA-256 of the archive
+    :raises UserError: if the SHA-256 differs from the expected one, or the server does not provide the file
     """
 
-    def __init__(
-        self, session: requests.Session, url: str, path: Path, expected: str | None, disable_tqdm: bool = False
-    ):
-        self.session, self.url, self.path, self.expected = session, url, path, expected
-        self.disable_tqdm = disable_tqdm or None  # None: disabled unless the output is a terminal
-        self.is_resumed = False
+    def count() -> int:
+        return path.stat().st_size if path.exists() else 0
 
-    def complete(self) -> str:
-        """Download the remaining bytes and verify the checksum.
+    def receive() -> bool:
+        """Try once to receive the remaining bytes; return whether a partial file was resumed."""
+        start = count() if expected is not None else 0
+        with _get(session, url, {200, 206, 416} if start else {200}, start) as response:
+            if response.status_code == 416:
+                return True  # nothing is missing, or it is another file: the SHA-256 shows which
+            start = start if response.status_code == 206 else 0
+            _write(response.raw, path, start, url, disable_tqdm)
+            return start > 0
 
-        :returns: SHA-256 of the archive
-        :raises UserError: if the SHA-256 differs from the expected one, or the server does not provide the file
-        """
-        digest = self._receive_all()
-        if self.is_resumed and digest != self.expected:
-            logger.warning("The resumed download does not match the SHA-256; downloading the whole archive again")
-            self.path.unlink()
-            digest = self._receive_all()
-        if self.expected not in (None, digest):
-            self.path.unlink()
-            raise UserError(
-                f"--dataset_url: {public_address(self.url)} has SHA-256 {digest}, but --dataset_sha256 or the .sha256 "
-                f"file beside it says {self.expected}; ask the organiser which is right"
-            )
-        return digest
+    for _ in range(2):
+        is_resumed = _retry(url, receive, received=count)
+        digest = file_sha256(path)
+        if expected in (None, digest):
+            return digest
+        path.unlink()
+        if not is_resumed:
+            break
+        logger.warning("The resumed download does not match the SHA-256")
+    raise UserError(
+        f"--dataset_url: {public_address(url)} has SHA-256 {digest}, but --dataset_sha256 or the .sha256 "
+        f"file beside it says {expected}; ask the organiser which is right"
+    )
 
-    def _receive_all(self) -> str:
-        _retry(self.url, self._receive, received=self._count)
-        return file_sha256(self.path)
 
-    def _count(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
+def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, url: str, disable_tqdm: bool) -> None:
+    """Write the body of a response to a file, after the first `start` bytes.
 
-    def _receive(self) -> None:
-        """Try once to receive the remaining bytes.
-
-        :raises TransientError: if bytes are still missing
-        """
-        start = self._count() if self.expected is not None else 0
-        with _get(self.session, self.url, {"Range": f"bytes={start}-"} if start else {}) as response:
-            self.is_resumed = bool(start) and response.status_code in (206, 416)
-            if self.is_resumed and response.status_code == 416:
-                return  # nothing is missing, or it is another file: the SHA-256 shows which
-            _check_status(response, self.url, {200, 206} if start else {200})
-            start = start if self.is_resumed else 0
-            missing = response.raw.length_remaining
-            verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
-            size = "" if missing is None else f", {(start + missing) / 1e6:,.1f} MB"
-            logger.info(f"{verb} {public_address(self.url)}{size}")
-            check_space(self.path.parent, missing or 0)
-            self._write(response.raw, start, missing)
-
-    def _write(self, body: urllib3.BaseHTTPResponse, start: int, missing: int | None) -> None:
-        size = None if missing is None else start + missing
-        with (
-            open(self.path, "ab" if start else "wb") as file,
-            tqdm(
-                desc="Downloading the data", initial=start, total=size, unit="B", unit_scale=True,
-                disable=self.disable_tqdm,
-            ) as progress,
-        ):  # fmt: skip
-            since, received = time.monotonic(), 0
-            # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
-            while block := body.read1(BLOCK, decode_content=False):
-                file.write(block)
-                progress.update(len(block))
-                received += len(block)
-                if (now := time.monotonic()) - since > SPEED_WINDOW:
-                    if received < MIN_SPEED * SPEED_WINDOW:
-                        raise TransientError(f"fewer than {MIN_SPEED:,} bytes a second")
-                    check_space(self.path.parent, 0)  # not every server sends the size
-                    if progress.disable:
-                        logger.info(f"Downloaded {file.tell() / 1e6:,.0f} MB")
-                    since, received = now, 0
+    :raises TransientError: if the server is too slow
+    """
+    missing = body.length_remaining
+    size = None if missing is None else start + missing
+    verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
+    logger.info(f"{verb} {public_address(url)}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
+    check_space(path.parent, missing or 0)
+    with (
+        open(path, "ab" if start else "wb") as file,
+        tqdm(
+            desc="Downloading the data", initial=start, total=size, unit="B", unit_scale=True,
+            disable=disable_tqdm or None,  # None: disabled unless the output is a terminal
+        ) as progress,
+    ):  # fmt: skip
+        since, received = time.monotonic(), 0
+        # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
+        while block := body.read1(BLOCK, decode_content=False):
+            file.write(block)
+            progress.update(len(block))
+            received += len(block)
+            if (now := time.monotonic()) - since > SPEED_WINDOW:
+                if received < MIN_SPEED * SPEED_WINDOW:
+                    raise TransientError(f"fewer than {MIN_SPEED:,} bytes a second")
+                if progress.disable:
+                    logger.info(f"Downloaded {file.tell() / 1e6:,.0f} MB")
+                since, received = now, 0
