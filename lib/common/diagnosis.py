@@ -6,7 +6,6 @@ from functools import cache, cached_property
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("messages.md")
-REMEDY_HEADING = "## Messages that contain the remedy"
 HINT = "What to do: "
 MAX_CHARACTERS = 500  # of a message; a repr of an exception may have many more
 
@@ -18,13 +17,11 @@ class Diagnosis:
     :param message: the fixed words of a message that a peer logs or ends with, in their order; … stands for anything
     :param meaning: what has happened, in Markdown
     :param action: what to do, in Markdown
-    :param has_remedy: whether the message itself says what to do, so that the log needs no hint
     """
 
     message: str
     meaning: str
     action: str
-    has_remedy: bool
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -44,9 +41,8 @@ class Diagnosis:
 @cache
 def read_diagnoses() -> tuple[Diagnosis, ...]:
     """Return the rows of the table, in their order."""
-    hinted, complete = TABLE.read_text(encoding="utf-8").split(REMEDY_HEADING)
-    rows = [(row, text is complete) for text in (hinted, complete) for row in re.findall(r"^\| `(.*) \|$", text, re.M)]
-    return tuple(Diagnosis(*re.split(r"`? \| ", row, maxsplit=2), has_remedy) for row, has_remedy in rows)
+    rows = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    return tuple(Diagnosis(*row) for row in rows)
 
 
 def diagnose(text: str) -> Diagnosis | None:
@@ -59,9 +55,9 @@ _hinted: set[str] = set()  # messages whose hint this process has given
 
 
 def next_hint(text: str) -> str | None:
-    """Return "What to do: ..." for a message; None if nothing is known, the message says it, or it was said before."""
+    """Return "What to do: ..." for a message; None if nothing is known, or it was said before."""
     row = diagnose(text)
-    if row is None or row.has_remedy or row.message in _hinted:
+    if row is None or row.message in _hinted:
         return None
     _hinted.add(row.message)
     return f"{HINT}{row.advice}"

@@ -98,10 +98,6 @@ class Metric:
     combine: str | None
     per: str | None
 
-    @property
-    def read_number(self) -> Callable[[object, float, float], int | float]:
-        return read_whole if self.is_whole else read_real
-
 
 @cache
 def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
@@ -184,8 +180,8 @@ def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int
 def _columns(schema: type[LocalMetrics]) -> tuple[tuple[tuple[Callable, float, float, bool], ...], int]:
     """Return (reader, minimum, maximum, is optional) of each column of a history, and the number of required ones."""
     metrics = describe_metrics(schema)
-    columns = tuple((m.read_number, m.minimum, m.maximum, m.is_optional) for m in metrics)
-    return columns, sum(not metric.is_optional for metric in metrics)
+    columns = ((read_whole if m.is_whole else read_real, m.minimum, m.maximum, m.is_optional) for m in metrics)
+    return tuple(columns), sum(not metric.is_optional for metric in metrics)
 
 
 class HistoryRow(list):

@@ -22,8 +22,6 @@ def test_each_row_is_found_by_its_words():
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("wandb is not installed: pip install -r requirements-organiser.txt", "… is not installed"),
-        ("--output_dir: 'outputs' is in use by another peer; pass a different folder for each peer", "… is in use by"),
         ("[WARN] No group for step #39 in time: proceeding with local gradients", "No group for step"),
         ("Averaging: received 60.7% results", "Averaging: received"),
     ],

@@ -40,19 +40,10 @@ def test_hint_follows_the_first_warning_of_a_kind(log):
     assert hint.startswith(HINT) and "Behind a firewall (docs/networking.md#behind-a-firewall)" in hint
 
 
-@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
-def test_no_hint_for_what_is_no_warning(log, level):
+@pytest.mark.parametrize("level, message", [(logging.INFO, NO_GROUP), (logging.ERROR, "something else")])
+def test_no_hint_for_what_is_no_warning_or_unknown(log, level, message):
     logger, read = log
-    logger.log(level, NO_GROUP)
-    assert HINT not in read()
-
-
-def test_no_hint_if_the_message_has_the_remedy_or_is_unknown(log):
-    logger, read = log
-    for row in read_diagnoses():
-        if row.has_remedy:
-            logger.error(row.message)
-    logger.error("something else")
+    logger.log(level, message)
     assert HINT not in read()
 
 
@@ -64,8 +55,7 @@ def test_malformed_record_raises_nothing(log):
 
 def test_hints_are_plain_text():
     hints = [next_hint(row.message) for row in read_diagnoses()]
-    assert sum(hint is not None for hint in hints) > 25
-    assert not any("](" in hint for hint in hints if hint)
+    assert len(hints) > 25 and not any("](" in hint for hint in hints)
     assert all(next_hint(row.message) is None for row in read_diagnoses()), "each is given once"
 
 
@@ -105,4 +95,4 @@ def test_a_peer_of_this_project_and_hivemind_are_hinted():
     lines = result.stderr.splitlines()
     assert len(lines) == 4, result.stderr
     assert NO_GROUP in lines[0] and "60.7%" in lines[2]
-    assert all(f"[INFO] {HINT}nothing now and then" in line for line in lines[1::2])
+    assert all(f"[INFO] {HINT}nothing if it is rare" in line for line in lines[1::2])
