@@ -3,54 +3,24 @@
 import asyncio
 import threading
 import time
-from concurrent.futures import wait
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import pytest
 import torch
-from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging import wire
-from lib.averaging.download import (
-    OldStateError,
-    StateDownload,
-    StateQuery,
-    TooSlowError,
-    check_epoch,
-    rank_donors,
-)
+from lib.averaging.download import OldStateError, StateDownload, StateQuery, TooSlowError, check_epoch, rank_donors
 from lib.averaging.records import signer_of
 from lib.averaging.state import StateLoadError, TrainingStateAverager
 from tests.support.peers import wait_until
-from tests.support.state import (
-    arguments,
-    fill_gradients,
-    fill_parameters,
-    flat,
-    learning_rates,
-    offer,
-)
-
-
-@pytest.fixture(autouse=True)
-def donors_behave_as_told(monkeypatch) -> None:
-    monkeypatch.setattr(DecentralizedAverager, "rpc_download_state", serve)
-
-
-hiveminds_rpc_download_state = DecentralizedAverager.rpc_download_state
-
-
-async def serve(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    behaviour = getattr(self, "behaviour", None) or hiveminds_rpc_download_state
-    async for message in behaviour(self, request, context):
-        yield message
+from tests.support.state import arguments, fill_gradients, fill_parameters, flat, learning_rates, offer
 
 
 def statistics(averager: TrainingStateAverager) -> list:
@@ -124,62 +94,39 @@ def test_silent_donor_is_passed_over_and_without_any_ours_stays(donors):
     assert newcomer.local_epoch == 1
 
 
-async def trickle(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    async for message in hiveminds_rpc_download_state(self, request, context):
-        yield message
-        await asyncio.sleep(1)
+def send_every(seconds: float) -> Callable[[AsyncIterator], AsyncIterator]:
+    async def send_slowly(messages: AsyncIterator) -> AsyncIterator:
+        async for message in messages:
+            yield message
+            await asyncio.sleep(seconds)
+
+    return send_slowly
 
 
-async def send_slowly(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    async for message in hiveminds_rpc_download_state(self, request, context):
-        yield message
-        await asyncio.sleep(0.01)
+trickle = send_every(1.0)
 
 
-async def break_off(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    messages = aiter(hiveminds_rpc_download_state(self, request, context))
+async def break_off(messages: AsyncIterator) -> AsyncIterator:
     for _ in range(3):
         yield await anext(messages)
 
 
-async def fail(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    yield await anext(aiter(hiveminds_rpc_download_state(self, request, context)))
+async def fail(messages: AsyncIterator) -> AsyncIterator:
+    yield await anext(messages)
     raise ConnectionResetError("as when the donor's process dies")
-
-
-downloads_served = []
-
-
-async def break_off_once(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    downloads_served.append(request)
-    behaviour = break_off if len(downloads_served) == 1 else hiveminds_rpc_download_state
-    async for message in behaviour(self, request, context):
-        yield message
-
-
-def test_shutdown_cancels_the_download(build_swarm):
-    swarm = build_swarm()
-    newcomer, silent = (trainer.optimizer.state_averager for trainer in swarm.add_several(False, False))
-    offer(silent, step=5)
-    wait_until(lambda: newcomer.download_state(only_metadata=True), 60, "the offer")
-    with silent.lock_averaged_tensors:
-        answer = swarm.pool.submit(newcomer.download_state)
-        assert not wait([answer], timeout=1).done
-        newcomer.shutdown()
-        assert answer.result(5) is None
 
 
 def test_download_that_breaks_off_is_tried_again(donors):
     """The donor may be the only peer with the run's state; a newcomer without it would begin a second run."""
-    downloads_served.clear()
-    donor, newcomer = donors.add(behaviour=break_off_once), donors.add()
+    behaviours = iter([break_off])
+    donor, newcomer = donors.add(lambda messages: next(behaviours, aiter)(messages)), donors.add()
     offer(donor, step=5)
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
 @pytest.mark.parametrize("behaviour", [trickle, break_off, fail])
 def test_unfinished_download_takes_bounded_time_and_changes_nothing(donors, behaviour):
-    donor, newcomer = donors.add(behaviour=behaviour), donors.add(donor_timeout=1.0, download_timeout=3.0)
+    donor, newcomer = donors.add(behaviour), donors.add(donor_timeout=1.0, download_timeout=3.0)
     offer(donor, step=5)
     before = flat(newcomer.snapshot()[1])
     started = time.monotonic()
@@ -190,7 +137,7 @@ def test_unfinished_download_takes_bounded_time_and_changes_nothing(donors, beha
 
 
 def test_donor_that_trickles_leaves_the_others_their_time(donors):
-    slow, good = donors.add(behaviour=trickle), donors.add()
+    slow, good = donors.add(trickle), donors.add()
     newcomer = donors.add(download_timeout=12.0)
     offer(slow, step=5, priority=100)
     offer(good, step=5)
@@ -200,22 +147,23 @@ def test_donor_that_trickles_leaves_the_others_their_time(donors):
 
 def test_slow_donor_without_alternatives_may_finish(donors):
     """The other offers are of peers that do not exist."""
-    slow, newcomer = donors.add(behaviour=send_slowly), donors.add(download_timeout=100.0)
+    slow, newcomer = donors.add(send_every(0.01)), donors.add(download_timeout=100.0)
     offer(slow, step=5)
     donors.offers = {RSASignatureValidator(RSAPrivateKey()).local_public_key: 2.0**30 for _ in range(3)}
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
-def make_query(timeout: float = 100.0, **options) -> StateQuery:
-    return StateQuery(
-        **{"min_epoch": 0, "credible_epoch": None, "only_metadata": False, "timeout": timeout, **options}
-    )
-
-
-def make_dial(result: Exception | None) -> asyncio.Future:
-    dial = asyncio.Future()
-    dial.set_result(result)
-    return dial
+def make_download(
+    *dials: Exception | None, timeout: float = 100.0, credible_epoch: int | None = None
+) -> StateDownload:
+    """Build a download that has dialed further donors, with these results."""
+    averager = SimpleNamespace(donor_timeout=60.0, max_metadata_bytes=100, serializer=MSGPackSerializer)
+    download = StateDownload(averager, StateQuery(0, credible_epoch, only_metadata=False, timeout=timeout))
+    for number, result in enumerate(dials):
+        download._dials[number] = Future()
+        download._dials[number].set_result(result)
+        download._queue.append(number)
+    return download
 
 
 @pytest.mark.parametrize(
@@ -223,33 +171,15 @@ def make_dial(result: Exception | None) -> asyncio.Future:
     [(5, 0.0, False), (11, 0.0, True), (50, 0.6, True), (50, 0.7, False), (90, 1.0, True), (70, 0.95, False)],
 )
 def test_slow_donor_is_abandoned_for_reachable_donors(elapsed, fraction, is_too_slow):
-    async def check(dials: list[Exception | None]) -> bool:
-        download = StateDownload(SimpleNamespace(donor_timeout=60.0), make_query())
-        began = download.started = time.monotonic() - elapsed
-        download.deadline = began + 100
-        for number, result in enumerate(dials):
-            download._dials[number] = make_dial(result)
-            download._queue.append(number)
-        try:
-            download._check_pace(began, fraction)
-        except TooSlowError:
-            return True
-        return False
-
-    assert asyncio.run(check([OSError(), None])) == is_too_slow
-    assert not asyncio.run(check([OSError()])), "nobody else can be reached"
-    assert not asyncio.run(check([])), "it is the last one"
+    for dials in ([OSError(), None], [OSError()], []):
+        download = make_download(*dials, timeout=100 - elapsed)
+        with pytest.raises(TooSlowError) if is_too_slow and None in dials else nullcontext():
+            download._check_pace(download.started - elapsed, fraction)
 
 
 def test_donor_may_be_silent_for_a_quarter_of_the_time_while_others_are_left():
-    async def max_silence(*dials: Exception | None) -> float:
-        download = StateDownload(SimpleNamespace(donor_timeout=60.0), make_query(timeout=100.0))
-        download._dials = {number: make_dial(result) for number, result in enumerate(dials)}
-        download._queue.extend(download._dials)
-        return download._max_silence()
-
-    assert asyncio.run(max_silence(None)) == pytest.approx(25.0, abs=1.0)
-    assert asyncio.run(max_silence(OSError())) == 60.0
+    assert make_download(None)._max_silence() == pytest.approx(25.0, abs=1.0)
+    assert make_download(OSError())._max_silence() == 60.0
 
 
 def test_offers_of_nonexistent_peers_take_little_time(donors, monkeypatch):
@@ -263,23 +193,18 @@ def test_offers_of_nonexistent_peers_take_little_time(donors, monkeypatch):
     assert time.monotonic() - started < 9 * donors.DIAL_SECONDS, "three are dialed at a time"
 
 
-begun, may_continue = threading.Event(), threading.Event()
-
-
-async def pause(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    messages = aiter(hiveminds_rpc_download_state(self, request, context))
-    yield await anext(messages)
-    begun.set()
-    while not may_continue.is_set():
-        await asyncio.sleep(0.05)
-    async for message in messages:
-        yield message
-
-
 def test_download_that_takes_longer_than_a_step_is_of_one_step(donors):
-    begun.clear()
-    may_continue.clear()
-    donor, newcomer = donors.add(behaviour=pause), donors.add()
+    begun, may_continue = threading.Event(), threading.Event()
+
+    async def pause(messages: AsyncIterator) -> AsyncIterator:
+        yield await anext(messages)
+        begun.set()
+        while not may_continue.is_set():
+            await asyncio.sleep(0.05)
+        async for message in messages:
+            yield message
+
+    donor, newcomer = donors.add(pause), donors.add()
     metadata, tensors = donor.snapshot()
     donor.restore({**metadata, "epoch": 5}, [torch.ones_like(tensor) for tensor in tensors])
     donor.state_sharing_priority, donor.allow_state_sharing = 5, True
@@ -320,7 +245,7 @@ def test_donor_of_a_doubtful_step_is_the_last_resort(donors):
 
 
 def test_doubtful_step_is_refused_although_the_credible_donor_fails(donors):
-    honest, liar, newcomer = donors.add(behaviour=break_off), donors.add(), donors.add()
+    honest, liar, newcomer = donors.add(break_off), donors.add(), donors.add()
     offer(honest, step=7)
     offer(liar, step=30_000)
     newcomer.credible_epoch = lambda: 7
@@ -329,18 +254,18 @@ def test_doubtful_step_is_refused_although_the_credible_donor_fails(donors):
     assert newcomer.download_state()[1]["epoch"] == 30_000
 
 
-@pytest.mark.parametrize(("epoch", "is_refused"), [(4, True), (5, False), (6, False)])
-def test_state_of_an_earlier_step_is_refused(epoch, is_refused):
-    with pytest.raises(OldStateError) if is_refused else nullcontext():
-        check_epoch({"epoch": epoch}, min_epoch=5)
+def test_state_of_an_earlier_step_is_refused():
+    check_epoch({"epoch": 5}, min_epoch=5)
+    with pytest.raises(OldStateError):
+        check_epoch({"epoch": 4}, min_epoch=5)
 
 
 def test_credible_step_grows_with_the_time_of_a_download():
-    download = StateDownload(SimpleNamespace(), make_query(credible_epoch=10))
+    download = make_download(credible_epoch=10)
     assert 12 <= download.max_epoch < 13
     download.started -= 100
     assert 112 <= download.max_epoch < 113
-    assert StateDownload(SimpleNamespace(), make_query()).max_epoch == float("inf")
+    assert make_download().max_epoch == float("inf")
 
 
 def test_donors_are_ranked_by_step_without_malformed_offers():
@@ -355,7 +280,7 @@ def test_donors_are_ranked_by_step_without_malformed_offers():
 
 
 def test_metadata_query_does_not_wait_for_the_tensors(donors):
-    donor, newcomer = donors.add(behaviour=trickle), donors.add(donor_timeout=20.0)
+    donor, newcomer = donors.add(trickle), donors.add(donor_timeout=20.0)
     offer(donor, step=5)
     started = time.monotonic()
     assert newcomer.download_state(min_epoch=5, only_metadata=True)[1]["epoch"] == 5
@@ -366,14 +291,14 @@ def test_metadata_query_does_not_wait_for_the_tensors(donors):
 # Invalid states
 
 
-async def send_strings(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    async for message in hiveminds_rpc_download_state(self, request, context):
+async def send_strings(messages: AsyncIterator) -> AsyncIterator:
+    async for message in messages:
         message.tensor_part.dtype = "U50000"
         yield message
 
 
-async def send_another_optimizer(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    async for message in hiveminds_rpc_download_state(self, request, context):
+async def send_another_optimizer(messages: AsyncIterator) -> AsyncIterator:
+    async for message in messages:
         if message.metadata:
             metadata = MSGPackSerializer.loads(message.metadata)
             metadata["optimizer_metadata"].pop()
@@ -381,8 +306,8 @@ async def send_another_optimizer(self, request: DownloadRequest, context) -> Asy
         yield message
 
 
-async def send_forever(self, request: DownloadRequest, context) -> AsyncIterator[DownloadData]:
-    async for message in hiveminds_rpc_download_state(self, request, context):
+async def send_forever(messages: AsyncIterator) -> AsyncIterator:
+    async for message in messages:
         for _ in range(1000):
             yield message
 
@@ -394,7 +319,7 @@ def test_unexpected_tensors_are_refused_before_they_are_deserialized(donors, mon
     monkeypatch.setattr(
         wire, "deserialize_torch_tensor", lambda message: deserialized.add(message.dtype) or deserialize(message)
     )
-    liar, good, newcomer = donors.add(behaviour=behaviour), donors.add(), donors.add(download_timeout=60.0)
+    liar, good, newcomer = donors.add(behaviour), donors.add(), donors.add(download_timeout=60.0)
     offer(liar, step=5, priority=100)
     offer(good, step=5)
     donor, _, _ = newcomer.download_state()
@@ -403,18 +328,23 @@ def test_unexpected_tensors_are_refused_before_they_are_deserialized(donors, mon
 
 @pytest.mark.parametrize("serialized", [b"", b"\xc1", b"x" * 200, MSGPackSerializer.dumps([5])])
 def test_invalid_metadata_are_refused(serialized):
-    averager = SimpleNamespace(max_metadata_bytes=100, serializer=MSGPackSerializer)
-    download = StateDownload(averager, make_query())
+    download = make_download()
     with pytest.raises(StateLoadError):
         download._read_metadata(serialized, believe_all=True)
     assert download._read_metadata(MSGPackSerializer.dumps({"epoch": 5}), believe_all=True) == {"epoch": 5}
 
 
-def test_download_closes_the_stream_when_complete(build_swarm, monkeypatch):
+def test_download_closes_the_stream_when_complete_and_ends_with_its_averager(build_swarm, monkeypatch):
     monkeypatch.setattr(TrainingStateAverager, "LINGER_SECONDS", 60.0)
-    donor, newcomer = (trainer.optimizer.state_averager for trainer in build_swarm().add_several(False, False))
+    swarm = build_swarm()
+    donor, newcomer = (trainer.optimizer.state_averager for trainer in swarm.add_several(False, False))
     offer(donor, step=5)
     wait_until(lambda: newcomer.download_state(only_metadata=True), 60, "the offer")
     started = time.monotonic()
     assert newcomer.load_state_from_peers()
     assert time.monotonic() - started < 30
+    with donor.lock_averaged_tensors:
+        answer = swarm.pool.submit(newcomer.download_state)
+        assert not wait([answer], timeout=1).done
+        newcomer.shutdown()
+        assert answer.result(5) is None

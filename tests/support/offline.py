@@ -84,10 +84,10 @@ class Donors:
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool, self.averagers, self.offers = pool, {}, {}
 
-    def add(self, behaviour: Callable | None = None, **options) -> TrainingStateAverager:
+    def add(self, behaviour: Callable[[AsyncIterator], AsyncIterator] = aiter, **options) -> TrainingStateAverager:
         """Add a peer.
 
-        :param behaviour: replaces hivemind's method that serves downloads
+        :param behaviour: takes the messages of a download and returns those that the peer sends instead
         """
         subkey = RSASignatureValidator(RSAPrivateKey()).local_public_key
         dht = SimpleNamespace(peer_id=signer_of(subkey), client_mode=False, get=self._find_offers)
@@ -122,7 +122,7 @@ class Donors:
         return SimpleNamespace(rpc_download_state=partial(self._open, self.averagers[peer_id]))
 
     async def _open(self, donor: TrainingStateAverager, request) -> AsyncIterator:
-        return donor.rpc_download_state(request, None)
+        return donor.behaviour(donor.rpc_download_state(request, None))
 
     async def _get_state(self, donor: TrainingStateAverager) -> tuple:
         metadata, *state = await asyncio.get_running_loop().run_in_executor(self.pool, donor.get_current_state)
