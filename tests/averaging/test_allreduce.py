@@ -293,15 +293,19 @@ def enlarge(message: averaging_pb2.AveragingData) -> None:
     message.tensor_part.size[0], message.tensor_part.buffer = 10**6, bytes(4 * 10**6)
 
 
+def poison(message: averaging_pb2.AveragingData) -> None:
+    message.tensor_part.buffer = NOT_FINITE[:10].numpy().tobytes()
+
+
 def recompress(message: averaging_pb2.AveragingData) -> None:
     part = Float16Compression().compress(torch.zeros(10), GRADIENT)
     message.tensor_part.CopyFrom(part)
 
 
 @pytest.mark.usefixtures("patches")
-@pytest.mark.parametrize("alter", [expand, enlarge, recompress])
+@pytest.mark.parametrize("alter", [expand, enlarge, poison, recompress])
 @pytest.mark.parametrize("kind", ["part", "answer"])
-async def test_malformed_message_is_refused_before_it_is_deserialized(kind, alter, monkeypatch):
+async def test_invalid_message_is_refused_and_a_malformed_one_before_it_is_deserialized(kind, alter, monkeypatch):
     deserialized = []
 
     def deserialize(message):

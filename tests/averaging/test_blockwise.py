@@ -3,7 +3,6 @@
 import math
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hivemind.averaging.partition import TensorPartContainer
@@ -177,16 +176,6 @@ def test_any_buffer_gives_the_expected_values_or_is_refused(buffer, numel, bits)
         assert restored.shape == (numel,) and not restored.isnan().any()
 
 
-@formats
-def test_training_state_is_not_accepted_in_blocks(compression):
-    with pytest.raises(ValueError, match="not expected"):
-        check_tensor(compression.compress(normal(100), None), TensorSpec((100,)))
-
-
 def test_integers_have_no_levels():
     with pytest.raises(ValueError, match="int64"):
         Blockwise8Bit().compress(torch.arange(5), None)
-
-
-def test_numbers_of_both_formats_are_those_of_their_bits():
-    assert {np.frombuffer(number, np.uint8)[0]: c.bits for number, c in FORMATS.items()} == {8: 8, 4: 4}

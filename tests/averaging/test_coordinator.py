@@ -125,20 +125,13 @@ def begin(parts, number: int = 5):
     return future, averager.controls[-1] if averager.controls else None
 
 
-def test_round_that_succeeds(parts):
-    future, control = begin(parts)
-    assert (control.number, control.weight, control.parameter_weight, control.is_triggered) == (5, 8.0, 4.0, True)
-    control.stage = AveragingStage.RUNNING_ALLREDUCE
-    control.finish("result")
-    assert future.result(5) == (Outcome.AVERAGED, "result")
-
-
-def test_search_ends_once_the_others_have_completed_the_step(parts):
+@pytest.mark.parametrize(("done", "outcome"), [(2, Outcome.MISSED), (0, Outcome.ALONE)])
+def test_search_ends_once_the_others_have_completed_the_step_or_left(parts, done, outcome):
     _, tracker, _, _ = parts
     future, control = begin(parts)
-    tracker.others, tracker.done = 0, 2
+    tracker.others, tracker.done = 0, done
     started = time.monotonic()
-    assert future.result(5)[0] == Outcome.MISSED
+    assert future.result(5)[0] == outcome
     assert time.monotonic() - started < 2 and control.is_called_off
     assert tracker.num_looks > 0, "it keeps looking at the reports"
 
@@ -158,19 +151,13 @@ def test_revoked_report_does_not_end_the_search(parts, clock):
 def test_running_all_reduce_is_not_abandoned(parts):
     _, tracker, _, _ = parts
     future, control = begin(parts)
+    assert (control.number, control.weight, control.parameter_weight, control.is_triggered) == (5, 8.0, 4.0, True)
     control.stage = AveragingStage.RUNNING_ALLREDUCE
     tracker.others, tracker.done = 0, 2
     time.sleep(0.5)
     assert not future.done()
     control.finish("result")
-    assert future.result(5)[0] == Outcome.AVERAGED
-
-
-def test_peer_continues_alone_after_the_others_have_left(parts):
-    _, tracker, _, _ = parts
-    future, control = begin(parts)
-    tracker.others = 0
-    assert future.result(5)[0] == Outcome.ALONE and control.is_called_off
+    assert future.result(5) == (Outcome.AVERAGED, "result")
 
 
 def test_lone_peer_skips_matchmaking(parts):

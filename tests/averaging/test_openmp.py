@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lib.averaging.openmp import use_one_core
+from tests.support.offline import offline_optimizer
 from tests.support.peers import wait_until
 
 
@@ -31,16 +32,11 @@ def test_one_thread_is_limited_and_no_other():
     assert (numbers, torch.get_num_threads()) == ([1], 2)
 
 
-def test_global_steps_leave_the_cores_to_the_local_steps(build_swarm, monkeypatch):
-    swarm = build_swarm()
-    trainer, numbers = swarm.add(), []
-    advance = trainer.optimizer._advance
-
-    def recording_advance() -> None:
-        numbers.append(torch.get_num_threads())
-        advance()
-
-    monkeypatch.setattr(trainer.optimizer, "_advance", recording_advance)
-    trainer.local_step(swarm.take(2))
+@pytest.mark.usefixtures("offline")
+def test_global_steps_leave_the_cores_to_the_local_steps(monkeypatch):
+    optimizer, numbers = offline_optimizer(torch.nn.Linear(2, 1)), []
+    monkeypatch.setattr(optimizer, "_advance", lambda: numbers.append(torch.get_num_threads()))
+    optimizer._start_thread()
     wait_until(lambda: numbers, 30, "the step thread")
+    optimizer.stop_averaging()
     assert (numbers[0], torch.get_num_threads()) == (1, 2)

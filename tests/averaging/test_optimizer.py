@@ -122,7 +122,7 @@ def test_peer_that_missed_an_update_recovers_by_a_complete_round_with_parameters
     take(optimizer, Outcome.MISSED)
     for received, missed, parameter in ((0.9, 1, 2.9), (1.0, 1, 2.9), (1.0, 0, 2.8)):  # steps 2, 3 and 4
         take(optimizer, received=received, parameters=2.9 if received < 1 else 2.8)
-        assert optimizer.missed_updates == missed
+        assert optimizer.missed_updates == missed and optimizer.recent_rounds[-1] == (received == 1)
         assert value_of(optimizer._offloaded_parameters()) == pytest.approx(parameter, abs=0.02)
     assert optimizer._convalescence == CONVALESCENCE_ROUNDS
     take(optimizer)
@@ -229,6 +229,35 @@ def test_global_step_moves_by_the_average_of_the_local_changes():
     take(optimizer, gradients=0.4)
     assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.1 / INNER_WARMUP_STEPS, rel=0.02)
     assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 - 0.5 * 1.5 * 0.4)  # Nesterov
+
+
+def test_local_steps_during_a_round_count_in_the_next_one():
+    optimizer = build_local()
+    (parameter,) = optimizer.state_averager.main_parameters
+    compute(optimizer, 0.2)
+    before = parameter[0, 0].item()
+    take(optimizer, gradients=0.4, during=lambda: compute(optimizer, 0.2, samples=3))
+    change = parameter[0, 0].item() - before
+    optimizer.finish_pending_update()
+    assert value_of([parameter]) == pytest.approx(value_of(optimizer._offloaded_parameters()) + change) and change < 0
+    assert optimizer.accumulator.num_samples == optimizer.tracker.local_progress.samples_accumulated == 3
+    take(optimizer, gradients=0.4, during=lambda: None)
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(-change)
+
+
+def test_peer_that_missed_a_round_downloads_its_result_and_keeps_its_local_updates(monkeypatch):
+    optimizer = build_local()
+    compute(optimizer, 0.2, samples=12)
+    change = value_of(optimizer.state_averager.main_parameters) - 3.0
+    take(optimizer, Outcome.MISSED)
+    assert optimizer.accumulator.num_samples == 12 and not optimizer._may_begin_step()
+    assert value_of(optimizer.accumulator.local_changes()) == pytest.approx(change)
+    monkeypatch.setattr(optimizer, "_start_thread", lambda: None)
+    downloads = []
+    monkeypatch.setattr(optimizer.state_averager, "load_state_from_peers", lambda: downloads.append(1))
+    optimizer.step(batch_size=4)
+    assert downloads == [1] and optimizer._may_begin_step(), "without an offered state it goes on with its own"
+    assert optimizer.accumulator.num_samples == 16
 
 
 def test_local_updates_are_bounded_by_the_parameters_and_by_each_other():

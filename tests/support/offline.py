@@ -47,7 +47,7 @@ PEER = SimpleNamespace(dht=SilentDHT(), public_key=SUBKEY)
 class Rounds:
     """Coordinator whose rounds have the outcome that the test sets.
 
-    :param gradients, parameters: values of the averages
+    Its attribute `during` is called in each round, `gradients` and `parameters` are the values of the averages.
     """
 
     num_attempts, last_error, has_group, is_called_off = 1, "", False, False
@@ -56,10 +56,12 @@ class Rounds:
         self.averager = optimizer.grad_averager
         self.outcome, self.received = Outcome.AVERAGED, 1.0
         self.gradients, self.parameters = 0.0, None
+        self.during: Callable[[], object] = lambda: None
         self.weights: list[tuple[float, float]] = []
 
     def average(self, _step: int, weight: float, parameter_weight: float) -> tuple[Outcome, RoundResult | None]:
         self.weights.append((weight, parameter_weight))
+        self.during()
         if self.outcome != Outcome.AVERAGED:
             return self.outcome, None
         averager = self.averager
@@ -71,6 +73,8 @@ class Rounds:
 
     def call_off(self) -> None:
         self.is_called_off = True
+
+    stop = call_off
 
 
 class Donors:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 from hivemind.utils import PerformanceEMA
-from transformers import AlbertConfig
 
-from arguments import HyperparameterArguments, ProgressTrackerArguments
+from arguments import ProgressTrackerArguments
 from lib.averaging.accumulators import clip_norm
 from lib.averaging.matchmaking import RoundControl, rank
 from lib.averaging.rounds import RoundAverager
@@ -21,21 +20,14 @@ from lib.training.model import build_model
 from lib.training.optimizer import build_auxiliary, build_local_optimizer, build_param_groups, build_scheduler
 from run_training_monitor import RunArguments
 from tests.support.fakes import make_batch
-from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer, wait_until
+from tests.support.peers import local_optimizer, local_peer, wait_until
+from tests.support.state import CONFIG, arguments, flat
 
-CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
-HYPERPARAMETERS = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000}
 TIMEOUTS = {"matchmaking_time": 3.1, "averaging_timeout": 20.0}
 TRACKER = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2)
-
-
 SAMPLES = make_batch(size=200)
-
-
 # The local steps of one trainer: a batch, and the global step at whose parameters its gradient was computed
 Contribution = list[tuple[dict[str, torch.Tensor], int]]
-
-
 DELAYED = {"delay_grad_averaging": True, "delay_optimizer_step": True}
 
 
@@ -56,13 +48,15 @@ class RecordingLog:
         self.entries.append(entry)
 
 
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
 def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Return the parameters in the optimizer's order."""
     return [parameter for group in build_param_groups(model, 0.01) for parameter in group["params"]]
+
+
+@torch.no_grad()
+def set_parameters(model: torch.nn.Module, values: Sequence[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters_of(model), values, strict=True):
+        parameter.copy_(value)
 
 
 class Trainer:
@@ -74,7 +68,7 @@ class Trainer:
     def __init__(self, stack: ExitStack, peer: Peer, client_mode: bool = False, **options):
         self.peer, self.stack = peer, stack
         self.model = build_model(CONFIG, "run")
-        options = {"client_mode": client_mode, **HYPERPARAMETERS, **TIMEOUTS, **options}
+        options = {"client_mode": client_mode, **TIMEOUTS, **options}
         self.optimizer = stack.enter_context(local_optimizer(self.model, peer, 1, **options))
         self.optimizer.tracker.performance_ema = NoEstimate()
         self.optimizer.round_log = self.log = RecordingLog()
@@ -118,17 +112,12 @@ class Trainer:
             self.version = self.optimizer.state_averager.applied_epoch  # frozen_state applies a pending update
             yield
 
-    def local_step(self, batch: dict[str, torch.Tensor], poison: float | None = None) -> None:
-        """Compute the mean gradient of a batch and call `step`.
-
-        :param poison: a value to put into the gradient
-        """
+    def local_step(self, batch: dict[str, torch.Tensor]) -> None:
+        """Compute the mean gradient of a batch and call `step`."""
         optimizer = self.optimizer
         self.contribution.append((batch, self.version))
         optimizer.zero_grad()
         self.model(**batch).loss.backward()
-        if poison is not None:
-            next(self.model.parameters()).grad[0, 0] = poison
         optimizer.step(batch_size=len(batch["labels"]))
 
     def pop_contribution(self) -> Contribution:
@@ -241,7 +230,7 @@ class Swarm:
     def add_auxiliary_peer(self) -> AuxiliaryPeer:
         """Add and start an auxiliary peer."""
         options = {name: value for name, value in self.options.items() if name in RunArguments.__dataclass_fields__}
-        args = RunArguments(**{**HYPERPARAMETERS, **TIMEOUTS, **vars(TRACKER), **options})
+        args = RunArguments(**{**vars(arguments()), **TIMEOUTS, **vars(TRACKER), **options})
         tracker, averager = build_auxiliary(build_model(CONFIG, "run"), self.borrow(), self.run_id, args)
         self.stack.callback(averager.shutdown)
         auxiliary_peer = AuxiliaryPeer(tracker, averager, self.folder / "auxiliary_peer", args)
@@ -334,10 +323,9 @@ class Replay:
     :param max_grad_norm: bound on the norm of each contribution's mean gradient, 0: none
     """
 
-    def __init__(self, max_grad_norm: float = 0.0, **hyperparameters):
-        self.max_grad_norm = max_grad_norm
+    def __init__(self, max_grad_norm: float = 0.0):
+        self.max_grad_norm, args = max_grad_norm, arguments()
         self.model = build_model(CONFIG, "run")
-        args = HyperparameterArguments(**{**HYPERPARAMETERS, **hyperparameters})
         self.optimizer = build_local_optimizer(build_param_groups(self.model, args.weight_decay), args)
         self.scheduler = build_scheduler(self.optimizer, args)
         # The parameters after each step
@@ -355,7 +343,7 @@ class Replay:
             self.norms.append(clip_norm(mean, self.max_grad_norm))
             torch._foreach_add_(total, mean, alpha=size)
             num_samples += size
-        self._go_to(-1)
+        set_parameters(self.model, self.versions[-1])
         for parameter, gradient in zip(parameters_of(self.model), total, strict=True):
             parameter.grad = gradient / num_samples
         self.optimizer.step()
@@ -370,18 +358,13 @@ class Replay:
         """Return the mean gradient over all samples of a contribution, and the number of samples."""
         total, num_samples = [torch.zeros_like(p) for p in parameters_of(self.model)], 0
         for batch, version in contribution:
-            self._go_to(version)
+            set_parameters(self.model, self.versions[version])
             self.model.zero_grad()
             self.model(**batch).loss.backward()
             size = len(batch["labels"])
             torch._foreach_add_(total, [p.grad for p in parameters_of(self.model)], alpha=size)
             num_samples += size
         return torch._foreach_div(total, num_samples), num_samples
-
-    @torch.no_grad()
-    def _go_to(self, version: int) -> None:
-        for parameter, value in zip(parameters_of(self.model), self.versions[version], strict=True):
-            parameter.copy_(value)
 
 
 def assert_equal_parameters(trainers: list[Trainer], expected: torch.Tensor, tolerance: float = 1e-6) -> None:
