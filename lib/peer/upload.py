@@ -1,8 +1,8 @@
 """Measurement of the upload to another peer: a service that receives bytes and discards them, and its caller.
 
-Protocol: the caller announces a number of bytes in 4 bytes. The service answers READY or, if they are too many, BUSY.
-It discards the bytes and then answers RECEIVED; a stream may carry several requests. Admission of invited peers is
-below this service, as for all services, see `lib.peer.admission`.
+Protocol: the service answers READY or, if it serves too many, BUSY. It then takes NUM_CHUNKS chunks at most, discards
+them, and answers RECEIVED to each. Admission of invited peers is below this service, as for all services, see
+`lib.peer.admission`.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from lib.peer.addresses import peer_id_in
 
 logger = get_logger(__name__)
 
-PROTOCOL = "collaboration.receive_upload.v1"
-HEADER_BYTES = 4
+PROTOCOL = "collaboration.receive_upload.v2"
 READY, RECEIVED, BUSY = b"G", b"R", b"B"  # other bytes are errors of the admission
-WARM_UP_BYTES = 256 * 2**10  # TCP sends slowly at first
-UPLOAD_BYTES = 2 * 2**20
-MAIN_SECONDS = 2.0  # for the bytes after the warm-up, at its speed; on slow links they are fewer than UPLOAD_BYTES
+CHUNK_BYTES = 64 * 2**10
+NUM_CHUNKS = 36  # 2.25 MiB
+WARM_UP_CHUNKS = 4  # not measured: TCP sends slowly at first
+MAX_SECONDS = 2.0  # for the chunks after the warm-up; on slow links they are fewer
 TIMEOUT = 60.0  # seconds for the caller
 START_TIMEOUT = 5.0  # the same, when a trainer starts
 # Mbit/s. Used if nothing is measured, and the most that is claimed: the few bytes cannot tell faster links apart.
@@ -45,57 +45,35 @@ class UploadError(Exception):
 class UploadSink:
     """Service that receives and discards bytes, within bounds for all callers together: peer IDs cost nothing."""
 
-    MAX_REQUEST = 5 * 2**20  # a measurement has 2.25 MiB
-    MAX_TOTAL = 32 * 2**20  # in a period: 4.5 Mbit/s
-    MIN_CHARGE = 64 * 2**10  # for a request of few bytes; at most 512 requests in a period
+    MAX_UPLOADS = 14  # in a period: 4.4 Mbit/s
     MAX_CALLERS = 4  # at the same time
     PERIOD = 60.0  # seconds
     TIMEOUT = 1.5 * TIMEOUT  # seconds for a caller
-    CHUNK = 64 * 2**10
 
     def __init__(self):
-        self._received, self._num_callers = 0, 0  # bytes in this period, and streams now
+        self._num_uploads, self._num_callers = 0, 0  # in this period, and now
         self._period_ends_at = float("-inf")  # time.monotonic
 
     async def handle(self, _info: StreamInfo, reader: StreamReader, writer: StreamWriter) -> None:
         """Serve one stream of a caller."""
         with closing(writer):
-            if self._num_callers >= self.MAX_CALLERS:
+            if time.monotonic() >= self._period_ends_at:
+                self._num_uploads, self._period_ends_at = 0, time.monotonic() + self.PERIOD
+            if self._num_callers >= self.MAX_CALLERS or self._num_uploads >= self.MAX_UPLOADS:
                 writer.write(BUSY)
                 return
+            self._num_uploads += 1
             self._num_callers += 1
             try:
                 async with asyncio.timeout(self.TIMEOUT):
-                    while self._admit(num_bytes := await self._read_header(reader)):
-                        writer.write(READY)
-                        await self._discard(reader, num_bytes)
+                    writer.write(READY)
+                    for _ in range(NUM_CHUNKS):
+                        await reader.readexactly(CHUNK_BYTES)
                         writer.write(RECEIVED)
-                    writer.write(BUSY)
             except (OSError, EOFError, TimeoutError):
                 pass  # the caller has what it needs, or has left
             finally:
                 self._num_callers -= 1
-
-    @staticmethod
-    async def _read_header(reader: StreamReader) -> int:
-        return int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
-
-    async def _discard(self, reader: StreamReader, num_bytes: int) -> None:
-        while num_bytes > 0:
-            chunk = await reader.read(min(num_bytes, self.CHUNK))
-            if not chunk:
-                raise EOFError
-            num_bytes -= len(chunk)
-
-    def _admit(self, num_bytes: int) -> bool:
-        """Count the bytes of a request if they are within the bounds."""
-        if time.monotonic() >= self._period_ends_at:
-            self._received, self._period_ends_at = 0, time.monotonic() + self.PERIOD
-        charge = max(num_bytes, self.MIN_CHARGE)
-        if num_bytes > self.MAX_REQUEST or self._received + charge > self.MAX_TOTAL:
-            return False
-        self._received += charge
-        return True
 
 
 def serve_uploads(dht: DHT) -> None:
@@ -109,7 +87,7 @@ async def _serve(_dht: DHT, node: DHTNode) -> None:
 
 @dataclass(frozen=True)
 class Upload:
-    """Bytes that another peer has received, and the seconds from the first of them to its answer."""
+    """Bytes that another peer has received, and the seconds that they took."""
 
     num_bytes: int
     seconds: float
@@ -157,12 +135,12 @@ async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID, timeout: float) ->
     try:
         async with asyncio.timeout(timeout):
             _, reader, writer = await node.p2p.call_binary_stream_handler(peer_id, PROTOCOL)
-            with closing(writer):
-                first = await _send(reader, writer, WARM_UP_BYTES)
-                num_bytes = min(UPLOAD_BYTES, int(MAIN_SECONDS * first.num_bytes / max(first.seconds, 1e-6)))
-                return await _send(reader, writer, num_bytes) if num_bytes > WARM_UP_BYTES else first
-    except UploadError as error:
-        return str(error)
+            try:
+                if (answer := await reader.readexactly(1)) != READY:
+                    return "it takes no more uploads now, try again later" if answer == BUSY else "it has refused"
+                return await _send(reader, writer)
+            finally:
+                writer.transport.abort()  # `close` would first send what is left
     except TimeoutError:
         return f"it has not received the bytes within {timeout:.0f} s"
     except P2PDaemonError as error:
@@ -173,20 +151,11 @@ async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID, timeout: float) ->
         return "it has closed the connection"
 
 
-async def _send(reader: StreamReader, writer: StreamWriter, num_bytes: int) -> Upload:
-    data = os.urandom(num_bytes)  # which no tunnel can compress
-    writer.write(num_bytes.to_bytes(HEADER_BYTES, "big"))
-    await _expect(READY, reader)
-    started = time.monotonic()
-    writer.write(data)
-    await writer.drain()
-    await _expect(RECEIVED, reader)
-    return Upload(num_bytes, time.monotonic() - started)
-
-
-async def _expect(expected: bytes, reader: StreamReader) -> None:
-    answer = await reader.readexactly(1)
-    if answer == BUSY:
-        raise UploadError("it takes no more uploads now, try again in a minute")
-    if answer != expected:
-        raise UploadError("it has refused")
+async def _send(reader: StreamReader, writer: StreamWriter) -> Upload:
+    writer.write(os.urandom(NUM_CHUNKS * CHUNK_BYTES))  # which no tunnel can compress
+    await reader.readexactly(WARM_UP_CHUNKS)
+    started, num_chunks = time.monotonic(), 0
+    while num_chunks < NUM_CHUNKS - WARM_UP_CHUNKS and time.monotonic() < started + MAX_SECONDS:
+        await reader.readexactly(1)
+        num_chunks += 1
+    return Upload(num_chunks * CHUNK_BYTES, time.monotonic() - started)

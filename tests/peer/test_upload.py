@@ -2,20 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from functools import wraps
 
 import pytest
 
 from lib.common.names import derive_name
 from lib.peer.upload import (
     BUSY,
+    CHUNK_BYTES,
     MAX_BANDWIDTH,
+    NUM_CHUNKS,
     READY,
     RECEIVED,
     START_TIMEOUT,
-    UPLOAD_BYTES,
-    WARM_UP_BYTES,
+    WARM_UP_CHUNKS,
     Upload,
     UploadError,
     UploadSink,
@@ -43,86 +42,56 @@ class Caller:
     def close(self) -> None:
         self.is_closed = True
 
-    def announce(self, num_bytes: int) -> None:
-        self.reader.feed_data(num_bytes.to_bytes(4, "big"))
-
-    def send(self, num_bytes: int) -> None:
-        self.announce(num_bytes)
-        self.reader.feed_data(bytes(num_bytes))
-
-    async def end(self) -> bytes:
-        """Close the stream and return all answers."""
+    async def send(self, num_chunks: int) -> bytes:
+        """Send some chunks, close the stream, and return all answers."""
+        self.reader.feed_data(bytes(num_chunks * CHUNK_BYTES))
         self.reader.feed_eof()
         await self.task
         assert self.is_closed
         return self.answers
 
 
-def run_async(test: Callable[[], Coroutine]) -> Callable[[], None]:
-    """Make a test of a coroutine function."""
-
-    @wraps(test)
-    def run() -> None:
-        asyncio.run(test())
-
-    return run
-
-
-@run_async
-async def test_large_request_is_refused_before_its_first_byte():
-    for num_bytes in (5 * MIB + 1, 2**32 - 1):
-        caller = Caller(UploadSink())
-        caller.announce(num_bytes)
-        await caller.task
-        assert caller.answers == BUSY and caller.is_closed
+async def overload() -> None:
+    sink = UploadSink()
+    for num_chunks in (0, 1, *(sink.MAX_UPLOADS - 2) * [NUM_CHUNKS + 1]):
+        assert await Caller(sink).send(num_chunks) == READY + min(num_chunks, NUM_CHUNKS) * RECEIVED
+    assert await Caller(sink).send(1) == BUSY
+    sink._period_ends_at = 0.0
+    assert await Caller(sink).send(1) == READY + RECEIVED, "a minute later"
 
 
-@run_async
-async def test_all_requests_of_a_minute_are_bounded():
-    for num_bytes, number in ((0, 512), (1000, 512), (4 * MIB, 8)):
-        sink = UploadSink()
-        for answers in number * [READY + RECEIVED] + [BUSY]:
-            caller = Caller(sink)
-            caller.send(num_bytes)
-            assert await caller.end() == answers
-        sink._period_ends_at = 0.0
-        caller = Caller(sink)
-        caller.send(UPLOAD_BYTES)
-        assert await caller.end() == READY + RECEIVED, "a minute later"
-
-
-@run_async
-async def test_few_callers_at_a_time():
+async def call_together() -> None:
     sink = UploadSink()
     callers = [Caller(sink) for _ in range(5)]
     await asyncio.sleep(0)
-    for caller in callers:
-        await caller.end()
-    assert [caller.answers for caller in callers] == [b"", b"", b"", b"", BUSY]
+    assert [await caller.send(0) for caller in callers] == [READY, READY, READY, READY, BUSY]
     assert not sink._num_callers
 
 
-@run_async
-async def test_caller_that_stops_sending_is_dropped():
+async def stop_sending() -> None:
     sink = UploadSink()
     sink.TIMEOUT = 0.1
     caller = Caller(sink)
-    caller.announce(1000)
-    caller.reader.feed_data(bytes(999))
+    caller.reader.feed_data(bytes(CHUNK_BYTES - 1))
     await caller.task
     assert caller.is_closed and caller.answers == READY and not sink._num_callers
+
+
+@pytest.mark.parametrize("abuse", [overload, call_together, stop_sending])
+def test_service_is_bounded(abuse):
+    asyncio.run(abuse())
 
 
 @pytest.mark.peers
 def test_upload_between_two_peers(tmp_path, monkeypatch):
     """A peer in client mode measures its upload, and offers no service itself."""
-    monkeypatch.setattr(UploadSink, "MAX_TOTAL", 5 * MIB)
+    monkeypatch.setattr(UploadSink, "MAX_UPLOADS", 2)
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
         with local_peer(tmp_path / "two", "run", (address,), client_mode=True) as second:
             upload, name = measure_upload(second.dht, [address])
             assert name == derive_name(str(first.dht.peer_id))
-            assert upload.num_bytes == UPLOAD_BYTES and 1 < upload.mbits_per_second < 1e5
+            assert upload.num_bytes == 2 * MIB and upload.mbits_per_second > 1
             with pytest.raises(UploadError, match="an older version"):
                 measure_upload(first.dht, [f"/p2p/{second.dht.peer_id}"])
             # Of two initial peers, the first one is gone.
@@ -152,13 +121,14 @@ def test_bandwidth_is_the_measured_upload(caplog, results, bandwidth, message):
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_slow_upload_is_measured_in_bounded_time(tmp_path, monkeypatch, seconds):
     """At 2 Mbit/s the first bytes take a second; at none, the start of a trainer is delayed by START_TIMEOUT."""
-    delay = seconds or 60.0
+    readexactly = asyncio.StreamReader.readexactly
 
-    async def discard(self, reader, num_bytes: int) -> None:
-        await reader.readexactly(num_bytes)
-        await asyncio.sleep(delay * num_bytes / WARM_UP_BYTES)
+    async def read_slowly(reader: asyncio.StreamReader, num_bytes: int) -> bytes:
+        if num_bytes == CHUNK_BYTES:
+            await asyncio.sleep((seconds or 60.0) / WARM_UP_CHUNKS)
+        return await readexactly(reader, num_bytes)
 
-    monkeypatch.setattr(UploadSink, "_discard", discard)
+    monkeypatch.setattr(asyncio.StreamReader, "readexactly", read_slowly)
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
         with local_peer(tmp_path / "two", "run", (address,), client_mode=True) as second:

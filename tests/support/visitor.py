@@ -95,13 +95,12 @@ async def _take_first(call) -> object:
 
 
 async def _upload(p2p: P2P, peer: PeerID) -> bytes:
-    """Announce one byte to the service that measures uploads, and return its answer.
+    """Return the answer of the service that measures uploads.
 
     :raises PermissionError: if the answer is an error of the admission
     """
-    _, reader, writer = await p2p.call_binary_stream_handler(peer, "collaboration.receive_upload.v1")
+    _, reader, writer = await p2p.call_binary_stream_handler(peer, "collaboration.receive_upload.v2")
     with contextlib.closing(writer):
-        writer.write((1).to_bytes(4, "big"))
         if (answer := await reader.readexactly(1)) != P2P.ERROR_MARKER:
             return answer
         raise PermissionError((await P2P.receive_raw_data(reader)).decode(errors="replace"))
