@@ -1,4 +1,4 @@
-"""Fake tunnels: a TCP forwarder, and ngrok's servers."""
+"""Fake servers of ngrok."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import ssl
 import struct
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections import defaultdict
 from pathlib import Path
 
 from cryptography import x509
@@ -17,76 +17,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 # ngrok's protocol: a frame has 3 bytes of length, 4 bits of type, 4 bits of flags, and 4 bytes with the number of its
 # stream. A stream begins with 4 bytes for its type.
-_RESET, _DATA, _WINDOW, _GO_AWAY = 0, 1, 2, 3  # types of frames
+_RESET, _DATA, _WINDOW = 0, 1, 2  # types of frames
 _FIN, _SYN = 1, 2  # flags of frames
 _LOGIN, _BIND, _UNBIND, _PROXY, _HEARTBEAT = 0, 1, 2, 3, 0xFFFFFFFF  # types of streams
-
-
-class _Server:
-    """An asyncio server in a background thread."""
-
-    def __init__(self):
-        self.bytes_passed = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=type(self).__name__, daemon=True)
-
-    def __enter__(self):
-        self._thread.start()
-        self.run(self.start())
-        return self
-
-    def __exit__(self, *_exception) -> None:
-        self.break_down()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def run(self, coroutine: Coroutine) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=10)
-
-    def break_down(self) -> None:
-        """Close all connections and stop accepting new ones."""
-        self.run(self.stop())
-
-    def repair(self) -> None:
-        """Start again, at the same port."""
-        self.run(self.start())
-
-
-class Forwarder(_Server):
-    """Forwards TCP connections to another port of this machine, as bore, frp, `ssh -R` or a router does."""
-
-    def __init__(self, target_port: int):
-        super().__init__()
-        self.port, self.target_port = 0, target_port
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connect, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    async def stop(self) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        self._writers.clear()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            target_reader, target_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
-        except OSError:
-            writer.transport.abort()
-            return
-        self._writers |= {writer, target_writer}
-        await asyncio.gather(self._pass(reader, target_writer), self._pass(target_reader, writer))
-
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(2**16):
-                self.bytes_passed += len(data)
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-        self._writers.discard(writer)
 
 
 def make_certificate() -> tuple[bytes, bytes]:
@@ -104,27 +37,25 @@ def make_certificate() -> tuple[bytes, bytes]:
     )
 
 
-class FakeNgrok(_Server):
+class FakeNgrok:
     """Fake ngrok server: TLS, streams within one connection, and the calls that open a TCP endpoint.
 
-    Connections to the endpoint pass through the real SDK.
+    Connections to the endpoint pass through the real SDK. The server runs in a background thread.
 
     :param refuse_login: error to answer a login with
     :param refuse_endpoint: error to answer a request for an endpoint with
-    :param silent: whether to answer no request
     """
 
-    def __init__(self, refuse_login: str = "", refuse_endpoint: str = "", silent: bool = False):
-        super().__init__()
+    def __init__(self, refuse_login: str = "", refuse_endpoint: str = ""):
         self.refusals = {_LOGIN: refuse_login, _BIND: refuse_endpoint}
-        self.silent = silent
-        self.port = self.public_port = 0  # for the SDK, and of the endpoint
+        self.port = self.public_port = 0  # for the SDK, and of the newest endpoint
         self.tokens: list[str] = []  # of all logins
-        self.sessions: list[_Session] = []
-        self.calls: list[int] = []
+        self.bytes_passed = 0
+        self.was_told_to_close = False
         self.certificate, key = make_certificate()
-        self._endpoint: asyncio.Server | None = None
-        self._owner: _Session | None = None
+        self._sessions: list[_Session] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=type(self).__name__, daemon=True)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "both.pem").write_bytes(self.certificate + key)
@@ -132,42 +63,34 @@ class FakeNgrok(_Server):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session or an endpoint."""
-        return self._endpoint is not None or not all(session.has_ended for session in self.sessions)
+        """Whether there is a session, which may have an endpoint."""
+        return any(session.is_open for session in self._sessions)
 
-    @property
-    def was_told_to_close(self) -> bool:
-        return _UNBIND in self.calls
+    def __enter__(self) -> "FakeNgrok":
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(timeout=10)
+        return self
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self._context)
+    async def _start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._context)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def stop(self) -> None:
+    def __exit__(self, *_exception) -> None:
+        self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join()
+
+    def _stop(self) -> None:
         self._server.close()
-        await self.close_endpoint(self._owner)
-        for session in self.sessions:
-            session.writer.transport.abort()
+        for session in self._sessions:
+            session.close()
+        self._loop.call_soon(self._loop.stop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session = _Session(self, reader, writer)
-        self.sessions.append(session)
+        self._sessions.append(session)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ssl.SSLError):
             await session.read_frames()
-        session.has_ended = True
-        await self.close_endpoint(session)
-        writer.transport.abort()
-
-    async def open_endpoint(self, session: "_Session") -> int:
-        await self.close_endpoint(self._owner)  # a session that reconnects still has one
-        self._endpoint = await asyncio.start_server(session.let_in, "127.0.0.1", self.public_port)
-        self._owner, self.public_port = session, self._endpoint.sockets[0].getsockname()[1]
-        return self.public_port
-
-    async def close_endpoint(self, session: "_Session | None") -> None:
-        if self._endpoint is not None and session is self._owner:
-            self._endpoint.close()
-            self._endpoint = None
+        session.close()
 
 
 class _Session:
@@ -175,10 +98,17 @@ class _Session:
 
     def __init__(self, server: FakeNgrok, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.server, self.reader, self.writer = server, reader, writer
-        self.has_ended = False
-        self._requests: dict[int, bytes] = {}  # stream -> bytes received so far
+        self.is_open = True
+        self._endpoint: asyncio.Server | None = None
+        self._requests: dict[int, bytes] = defaultdict(bytes)  # stream -> bytes received so far
         self._visitors: dict[int, asyncio.StreamWriter] = {}
         self._last_stream = 0
+
+    def close(self) -> None:
+        self.is_open = False
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self.writer.transport.abort()
 
     def _send(self, kind: int, flags: int, stream: int, body: bytes = b"") -> None:
         if not self.writer.is_closing():
@@ -189,19 +119,18 @@ class _Session:
             head, stream = struct.unpack(">II", await self.reader.readexactly(8))
             body = await self.reader.readexactly(head >> 8)
             kind, flags = head >> 4 & 15, head & 15
-            if kind == _GO_AWAY:
-                return
-            if kind == _RESET and stream in self._visitors:
-                self._visitors.pop(stream).close()
-            elif kind == _DATA and stream in self._visitors:
+            if kind == _DATA and body:
                 self._send(_WINDOW, 0, stream, struct.pack(">I", len(body)))
-                await self._to_visitor(stream, body, bool(flags & _FIN))
-            elif kind == _DATA and body and not self.server.silent:  # an empty frame ends an answered call
-                self._send(_WINDOW, 0, stream, struct.pack(">I", len(body)))
-                self._requests[stream] = self._requests.get(stream, b"") + body
-                await self._answer(stream)
+                if stream not in self._visitors:
+                    await self._answer(stream, body)
+            if stream in self._visitors and kind in (_DATA, _RESET):
+                self.server.bytes_passed += len(body)
+                self._visitors[stream].write(body)
+                if kind == _RESET or flags & _FIN:
+                    self._visitors.pop(stream).close()
 
-    async def _answer(self, stream: int) -> None:
+    async def _answer(self, stream: int, body: bytes) -> None:
+        self._requests[stream] += body
         kind, request = self._requests[stream][:4], self._requests[stream][4:]
         if kind == struct.pack(">I", _HEARTBEAT):
             self._send(_DATA, 0, stream, request)
@@ -212,20 +141,20 @@ class _Session:
             self._send(_DATA, _FIN, stream, json.dumps(answer).encode())
 
     async def _call(self, kind: int, request: dict) -> dict:
-        self.server.calls.append(kind)
         if refusal := self.server.refusals.get(kind):
             return {"Error": refusal}
         if kind == _LOGIN:
             self.server.tokens.append(request["Extra"]["AuthToken"])
             return {"Version": request["Version"][0], "ClientId": "client", "Extra": {}}
         if kind == _BIND:
-            port = await self.server.open_endpoint(self)
+            self._endpoint = await asyncio.start_server(self._let_in, "127.0.0.1", 0)
+            self.server.public_port = port = self._endpoint.sockets[0].getsockname()[1]
             return {"Id": "endpoint", "URL": f"tcp://localhost:{port}", "Proto": "tcp", "Opts": request["Opts"],
                     "Extra": {"Token": "token"}}  # fmt: skip
-        await self.server.close_endpoint(self)
+        self.server.was_told_to_close |= kind == _UNBIND
         return {}
 
-    async def let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass a connection to the endpoint on to the SDK, in a new stream."""
         self._last_stream = stream = self._last_stream + 2
         self._visitors[stream] = writer
@@ -239,11 +168,3 @@ class _Session:
                 self._send(_DATA, 0, stream, data)
                 await self.writer.drain()
         self._send(_DATA, _FIN, stream)
-
-    async def _to_visitor(self, stream: int, body: bytes, is_last: bool) -> None:
-        self.server.bytes_passed += len(body)
-        with contextlib.suppress(ConnectionError):
-            self._visitors[stream].write(body)
-            await self._visitors[stream].drain()
-            if is_last:
-                self._visitors.pop(stream).close()
