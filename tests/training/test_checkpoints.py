@@ -156,9 +156,7 @@ def test_monitor_retries_a_checkpoint_that_could_not_be_written(tmp_path, monkey
         keeper._pending.result()
     assert keeper.saved_step == -1 and list(tmp_path.iterdir()) == []
     assert "trying again later" in caplog.text and "Traceback" not in caplog.text
-    keeper._backoff.reset()
-    keeper.update(5, trainers_are_leaving=False)
-    keeper._pending.result()
+    update(keeper, 5)
     assert keeper.saved_step == 5
     assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-5"]
     keeper.close()
@@ -174,15 +172,6 @@ def test_checkpoint_is_due_every_interval_and_when_trainers_leave(tmp_path, step
     keeper.close()
 
 
-def test_keeper_says_which_checkpoint_it_has_saved(tmp_path):
-    keeper = make_keeper(tmp_path, FakeAverager(step=5))
-    saved = []
-    keeper.on_saved = lambda step: saved.append((step, (tmp_path / f"checkpoint-{step}").is_dir()))
-    update(keeper, 5)
-    assert saved == [(5, True)]
-    keeper.close()
-
-
 def update(keeper: CheckpointKeeper, step: int) -> None:
     """Update a keeper with a step, and wait until its work is done."""
     keeper._backoff.reset()  # as if the pause after a failure were over
@@ -194,8 +183,9 @@ def update(keeper: CheckpointKeeper, step: int) -> None:
 def test_monitor_offers_its_newest_checkpoint_all_the_time(tmp_path):
     for step in (3, 4):
         save(tmp_path, step)
-    averager = FakeAverager(step=4)
+    averager, saved = FakeAverager(step=4), []
     keeper = make_keeper(tmp_path, averager)
+    keeper.on_saved = lambda step: saved.append((step, (tmp_path / f"checkpoint-{step}").is_dir()))
     keeper.restore()
     assert averager.offered_step == 4
     update(keeper, 4)
@@ -203,7 +193,7 @@ def test_monitor_offers_its_newest_checkpoint_all_the_time(tmp_path):
     assert averager.offered_step == 4, "a step that somebody claims, and whose state nobody has"
     averager.step = 9
     update(keeper, 9)
-    assert averager.offered_step == keeper.saved_step == 9
+    assert averager.offered_step == keeper.saved_step == 9 and saved == [(9, True)]
     keeper.close()
 
 
@@ -226,16 +216,11 @@ def test_monitor_saves_what_a_revived_run_does_again(tmp_path):
 def test_monitor_neither_saves_nor_offers_a_state_far_ahead_of_the_reports(tmp_path, caplog):
     averager = FakeAverager(step=10**6)
     keeper = make_keeper(tmp_path, averager)
+    keeper.restore()
     update(keeper, 10)
     assert averager.offered_step is None and keeper.saved_step == -1 and averager.local_epoch == 0
     assert "step #1000000, which no trainer has reported" in caplog.text
     keeper.close()
-
-
-def test_fresh_monitor_offers_nothing(tmp_path):
-    averager = FakeAverager(step=0)
-    make_keeper(tmp_path, averager).restore()
-    assert averager.offered_step is None
 
 
 def test_second_peer_in_a_folder_is_refused(tmp_path):

@@ -2,10 +2,9 @@
 
 import time
 
-import pytest
 import torch
 
-from lib.training.checkpoints import list_checkpoints, load_training_state
+from lib.training.checkpoints import load_training_state
 from tests.support.peers import LONG_STEPS, join_together, read_jsonl
 
 # Without compression, so that the parameters can be compared to rounding errors.
@@ -57,15 +56,3 @@ def test_custom_loop_and_trainer_have_the_same_parameters_after_each_step(script
         if is_same and step > 0:
             same.append(step)
     assert len(same) >= 3, (same, together)  # a backup is skipped during the write of the previous one
-
-
-@pytest.mark.long
-def test_custom_trainer_resumes_its_own_checkpoint(scripts):
-    common = ("--leave_timeout", 0, "--gradient_accumulation_steps", 2)
-    first = scripts.trainer("custom", "--max_global_steps", 2, *common, name_of_script="run_custom_trainer.py")
-    assert first.wait(240) == 0, first.output
-    assert list_checkpoints(scripts.folder / "custom")[0].name == "checkpoint-2"
-    second = scripts.trainer("custom", "--max_global_steps", 4, *common, name_of_script="run_custom_trainer.py")
-    assert second.wait(240) == 0, second.output
-    assert "Resumed from a checkpoint at step #2" in second.output
-    assert second.steps == [3, 4]

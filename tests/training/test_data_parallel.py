@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from datasets import Dataset
-from torch.optim import SGD
-from transformers import TrainingArguments
 
 from lib.training.data_parallel import AutocastDataParallel
-from lib.training.hf_trainer import CollaborativeTrainer, NoOpScheduler
-from lib.training.loss_meter import LossMeter
 from lib.training.model import build_model, enable_gradient_checkpointing
 from tests.support.devices import record_precision, use_two_fake_devices
-from tests.support.fakes import collate, make_batch
-from tests.training.test_hf_trainer import CONFIG, FixedSampler
+from tests.support.fakes import make_batch
+from tests.training.test_hf_trainer import CONFIG, build_trainer
 
 
 def train_one_step(tmp_path, device: str = "cpu", **options) -> tuple[float, list[tuple[int, torch.dtype | None]]]:
@@ -21,23 +16,9 @@ def train_one_step(tmp_path, device: str = "cpu", **options) -> tuple[float, lis
     :param options: of TrainingArguments
     :returns: the loss, and the threads and precisions of the calls of one layer
     """
-    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=8).items()})
-    model = build_model(CONFIG, "run").to(device)
+    trainer = build_trainer(tmp_path, per_device_train_batch_size=4, use_cpu=device == "cpu", **options)
+    model, meter = trainer.model, trainer.loss_meter
     calls = record_precision(model.predictions.dense)
-    optimizer, meter = SGD(model.parameters(), lr=0.0), LossMeter()
-    trainer = CollaborativeTrainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=1, max_grad_norm=0.0,
-            remove_unused_columns=False, report_to="none", save_strategy="no", disable_tqdm=True,
-            use_cpu=device == "cpu", **options,
-        ),
-        train_dataset=dataset,
-        data_collator=collate,
-        optimizers=(optimizer, NoOpScheduler(optimizer)),
-        sampler=FixedSampler(len(dataset)),
-        loss_meter=meter,
-    )  # fmt: skip
     trainer.train()
     assert trainer.accelerator.unwrap_model(trainer.model_wrapped) is model, "checkpoints have the model itself"
     return meter.pop()[0], calls

@@ -39,25 +39,27 @@ class FixedSampler(PeerSampler):
         return iter(range(self.length))
 
 
-def build_trainer(folder: Path, **options) -> CollaborativeTrainer:
-    """Build a trainer of eight samples.
+def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -> CollaborativeTrainer:
+    """Build a trainer of eight samples, whose optimizer changes nothing.
 
+    :param sampler: orders the samples, of which there may be another number; default: they keep their order
     :param options: of TrainingArguments
     """
-    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=8).items()})
-    model = build_model(CONFIG, "run")
-    optimizer = SGD(model.parameters(), lr=0.0)
+    sampler = sampler or FixedSampler(8)
+    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=sampler.length).items()})
     options = {
         "per_device_train_batch_size": 8, "max_grad_norm": 0.0, "remove_unused_columns": False, "report_to": "none",
-        "disable_tqdm": True, "use_cpu": True, "save_total_limit": 2, **options,
+        "disable_tqdm": True, "use_cpu": True, "save_total_limit": 2, "save_strategy": "no", "max_steps": 1, **options,
     }  # fmt: skip
+    model = build_model(CONFIG, "run").to("cpu" if options["use_cpu"] else "cuda")
+    optimizer = SGD(model.parameters(), lr=0.0)
     return CollaborativeTrainer(
         model=model,
         args=TrainingArguments(output_dir=str(folder), **options),
         train_dataset=dataset,
         data_collator=collate,
         optimizers=(optimizer, NoOpScheduler(optimizer)),
-        sampler=FixedSampler(len(dataset)),
+        sampler=sampler,
         loss_meter=LossMeter(),
     )
 
@@ -65,9 +67,8 @@ def build_trainer(folder: Path, **options) -> CollaborativeTrainer:
 def train_one_step(tmp_path, batch_size: int, accumulation: int) -> tuple[float, torch.Tensor]:
     """Return the reported loss and the gradients of one step over the same eight samples."""
     trainer = build_trainer(
-        tmp_path, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, max_steps=1,
-        save_strategy="no", logging_steps=1,
-    )  # fmt: skip
+        tmp_path, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, logging_steps=1
+    )
     gradients, meter = [], trainer.loss_meter
     trainer.optimizer.register_step_pre_hook(
         lambda *_: gradients.append(torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters()]))
@@ -117,7 +118,7 @@ class FakeSession:
 def test_callback_saves_the_state_of_the_session(tmp_path):
     """Not a checkpoint of transformers, whose loss scale only a peer with fp16 can load."""
     session = FakeSession()
-    trainer = build_trainer(tmp_path, max_steps=100, save_steps=2, save_strategy="no")
+    trainer = build_trainer(tmp_path, max_steps=100, save_steps=2)
     trainer.processing_class = trainer.callback_handler.processing_class = "tokenizer"
     trainer.add_callback(CollaborativeCallback(session))
     trainer.train()
@@ -153,23 +154,12 @@ def test_pass_is_a_multiple_of_a_local_step(length, batch_size_per_step, expecte
 @pytest.mark.parametrize("length", [10, 6], ids=["a micro-batch too many", "fewer than a local step has"])
 def test_each_local_step_has_all_its_micro_batches(tmp_path, length):
     """Over three passes, with steps of four micro-batches of two."""
-    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=length).items()})
-    model = build_model(CONFIG, "run")
-    optimizer, meter, micro_batches = SGD(model.parameters(), lr=0.0), LossMeter(), []
-    optimizer.register_step_pre_hook(lambda *_: micro_batches.append(meter.pop()[1]))
-    trainer = CollaborativeTrainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3,
-            remove_unused_columns=False, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
-            dataloader_drop_last=True,
-        ),
-        train_dataset=dataset,
-        data_collator=collate,
-        optimizers=(optimizer, NoOpScheduler(optimizer)),
-        sampler=PeerSampler(length, "peer", 0, SimpleNamespace(local_epoch=0), batch_size_per_step=8),
-        loss_meter=meter,
+    sampler, micro_batches = PeerSampler(length, "peer", 0, SimpleNamespace(local_epoch=0), batch_size_per_step=8), []
+    trainer = build_trainer(
+        tmp_path, sampler, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3,
+        dataloader_drop_last=True,
     )  # fmt: skip
+    trainer.optimizer.register_step_pre_hook(lambda *_: micro_batches.append(trainer.loss_meter.pop()[1]))
     trainer.train()
     assert micro_batches == [4, 4, 4]
 

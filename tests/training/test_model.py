@@ -1,7 +1,5 @@
 """The model and its optimizer, without a network."""
 
-import math
-
 import pytest
 import torch
 from transformers import AlbertConfig, AlbertForPreTraining, AutoConfig
@@ -25,24 +23,13 @@ def config() -> AlbertConfig:
 
 def test_initial_weights_depend_on_the_run_alone(config):
     torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
     one = build_model(config, "run").state_dict()
-    torch.manual_seed(2)
+    assert torch.equal(torch.rand(3), expected), "the random generator is left alone"
     same, other = build_model(config, "run").state_dict(), build_model(config, "another").state_dict()
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
-
-
-def test_building_a_model_leaves_the_random_generator_alone(config):
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    build_model(config, "run")
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_first_loss_is_that_of_a_guess(config):
-    loss = build_model(config, "run")(**make_batch()).loss.item()
-    assert loss == pytest.approx(math.log(1000) + math.log(2), rel=0.03)
 
 
 @pytest.mark.parametrize("family", TINY_CONFIGS)

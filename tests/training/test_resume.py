@@ -1,17 +1,14 @@
 """A trainer resumes from its checkpoint without a difference: weights, LAMB's statistics, losses."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
 from transformers import AlbertConfig
 
 from arguments import CollaborationArguments, LocalTrainingArguments
 from callback import CollaborativeCallback
-from lib.training.checkpoints import list_checkpoints
 from lib.training.hf_trainer import (
     CollaborativeTrainer,
     NoOpScheduler,
@@ -20,7 +17,6 @@ from lib.training.hf_trainer import (
     build_training_arguments,
 )
 from lib.training.model import build_model
-from lib.training.optimizer import build_param_groups
 from lib.training.session import TrainingSession
 from tests.support.fakes import FakeTokenizer, collate, make_batch
 from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer
@@ -128,6 +124,23 @@ def assert_equal(state: tuple[dict, list[torch.Tensor]], other: tuple[dict, list
     assert all(torch.equal(one, two) for one, two in zip(state[1], other[1], strict=True))
 
 
+def assert_format_of_all_versions(content: dict, weights: list[torch.Tensor]) -> None:
+    """Assert that a training state has the parameters, then the optimizer's options and statistics, sorted by name."""
+    assert content.keys() == {"format", "run_id", "metadata", "tensors"} and content["format"] == 1
+    assert content["metadata"].keys() == {"epoch", "optimizer_metadata"}
+    values, tensors = content["metadata"]["optimizer_metadata"], content["tensors"]
+    options, statistics = values[: -len(weights) * len(STATISTICS)], values[-len(weights) * len(STATISTICS) :]
+    # Of both groups: betas, eps, initial_lr, lr, numbers of the parameters, weight_decay
+    assert len(options) == 12 + len(weights) and all(entry["type"] == "value" for entry in options)
+    assert [entry["value"] for entry in options[:3]] == [0.9, 0.999, 1e-6]
+    for number, parameter in enumerate(tensors[: len(weights)]):
+        of_parameter = dict(zip(STATISTICS, statistics[number * len(STATISTICS) :], strict=False))
+        assert of_parameter.pop("step") == {"type": "value", "value": content["metadata"]["epoch"]}
+        moments = {name: tensors[len(weights) + entry["index"]] for name, entry in of_parameter.items()}
+        assert moments["exp_avg"].shape == moments["exp_avg_sq"].shape == parameter.shape
+        assert (moments["exp_avg_sq"] >= 0).all() and moments["weight_norm"].ndim == 0
+
+
 @pytest.mark.peers
 @pytest.mark.parametrize("is_custom", [False, True], ids=["Trainer", "loop of one's own"])
 def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, is_custom):
@@ -141,80 +154,8 @@ def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, is_custo
     assert [*(before.losses | after.losses)] == [*whole.losses] == [1, 2, 3, 4]
     assert before.losses | after.losses == pytest.approx(whole.losses, rel=1e-4)
     assert whole.losses[4] < whole.losses[1] - 1e-3, "or else there is nothing to compare"
+    content = torch.load(tmp_path / "resumed" / "checkpoint-4" / "training_state.pt")
+    assert_format_of_all_versions(content, whole.weights[4])
     for one, two in zip(after.states[4][1], whole.states[4][1], strict=True):
         if one.ndim:  # norms derive from the rest; that of a gradient which is zero up to rounding is arbitrary
             assert torch.allclose(one, two, rtol=1e-3, atol=1e-5)
-
-
-def make_old_values(number: int, weights: torch.Tensor) -> dict:
-    """Build LAMB's statistics of a parameter in the old format, all distinct; a trust ratio of 1 was a number."""
-    scale = number + 1.0
-    return {
-        "step": 7,
-        "exp_avg": torch.full_like(weights, 1e-3 * scale),
-        "exp_avg_sq": torch.full_like(weights, 1e-5 * scale),
-        "weight_norm": weights.norm().clamp(0, 10),
-        "adam_norm": torch.tensor(2.0 * scale),
-        "trust_ratio": 1 if number == 3 else torch.tensor(0.01 * scale),
-    }
-
-
-def write_old_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict]]:
-    """Write the files that commit 6b289d5 wrote at step 7, without using the current code.
-
-    :returns: weights by name, and the statistics in the order of the optimizer's parameters
-    """
-    model = build_model(CONFIG, "run")
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.add_(0.01 * (number + 1))
-    groups = [group["params"] for group in build_param_groups(model, 0.01)]
-    parameters = [parameter.detach().clone() for group in groups for parameter in group]
-    statistics = [make_old_values(number, parameter) for number, parameter in enumerate(parameters)]
-    options = {"betas": (0.9, 0.999), "eps": 1e-6, "initial_lr": 0.01, "lr": 0.00993}
-    indices = [list(range(len(groups[0]))), list(range(len(groups[0]), len(parameters)))]
-    param_groups = [
-        {**options, "weight_decay": decay, "params": group} for decay, group in zip((0.01, 0.0), indices, strict=True)
-    ]
-    checkpoint = folder / "checkpoint-7"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.json").write_text(json.dumps(CONFIG.to_dict()))
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    values = []
-    for group in param_groups:
-        values += [*group["betas"], group["eps"], group["initial_lr"], group["lr"]]
-        values += [*group["params"], group["weight_decay"]]
-    values += [entry[name] for entry in statistics for name in STATISTICS]
-    metadata, tensors = [], []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            metadata.append({"type": "tensor", "index": len(tensors)})
-            tensors.append(value)
-        else:
-            metadata.append({"type": "value", "value": value})
-    content = {"format": 1, "run_id": "run", "metadata": {"epoch": 7, "optimizer_metadata": metadata},
-               "tensors": [*parameters, *tensors]}  # fmt: skip
-    torch.save(content, checkpoint / "training_state.pt")
-    (checkpoint / "collaboration.json").write_text(json.dumps({"run_id": "run", "step": 7, "time": 1.0}) + "\n")
-    return weights, statistics
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("is_custom", [False, True], ids=["Trainer", "loop of one's own"])
-def test_checkpoint_of_an_older_version_is_resumed(tmp_path, is_custom):
-    weights, statistics = write_old_checkpoint(tmp_path)
-    recorder = train(tmp_path, 8, is_custom)
-    assert recorder.first_step == 7 and recorder.losses.keys() == {8}
-    assert all(torch.equal(one, two) for one, two in zip(recorder.weights[7], weights.values(), strict=True))
-    metadata, tensors = recorder.states[7]
-    values = [
-        tensors[entry["index"] + len(weights)] if entry["type"] == "tensor" else entry["value"]
-        for entry in metadata["optimizer_metadata"]
-    ][-len(statistics) * len(STATISTICS) :]
-    expected = [entry[name] for entry in statistics for name in STATISTICS]
-    assert all(
-        float(torch.as_tensor(one).sub(two).abs().max()) == 0 for one, two in zip(values, expected, strict=True)
-    )
-    newest = list_checkpoints(tmp_path)[0]
-    assert load_file(newest / "model.safetensors").keys() == weights.keys()

@@ -109,5 +109,5 @@ def test_script_trains_saves_and_reports(tmp_path, monkeypatch, script):
     assert state.step == 5 and (tmp_path / "checkpoint-5" / "model.safetensors").is_file()
     status = read_status(tmp_path)
     assert (status.step, status.joined, status.missed, status.applied) == (5, 5, 0, 40)
-    assert status.ended_at is not None and optimizers[0].has_ended
+    assert status.ended_at is not None and status.loss is not None and optimizers[0].has_ended
     assert {"run_metrics", "run_history", "run_rounds", "run_peers"} == set(published)
