@@ -25,7 +25,6 @@ from lib.common.flags import flag
 
 Compression = Literal["none", "float16", "scaled_float16"]
 GradientCompression = Literal[Compression, "blockwise8", "blockwise4"]
-STATE_COMPRESSIONS = ("none", "float16", "scaled_float16")
 
 
 @dataclass
@@ -36,8 +35,7 @@ class BaseTrainingArguments:
 
     run_id: str = flag(
         "albert",
-        "Unique name of this training run, the same for all of its peers. It also seeds the initial "
-        "weights, so that peers that start together have equal weights. Must not contain '.'",
+        "Name of the training run, the same for all of its peers. It seeds the initial weights. Must not contain '.'",
         setting=True,
     )
     initial_peers: list[str] = flag(
@@ -47,13 +45,11 @@ class BaseTrainingArguments:
     )
     use_ipfs: bool = flag(
         False,
-        "Find initial_peers through IPFS, which needs only the /p2p/XXXX part of their addresses. "
-        "Connecting takes longer than with full addresses",
+        "Find initial_peers by the /p2p/XXXX part of their addresses, through IPFS. Takes longer than full addresses",
     )
     host_maddrs: list[str] = flag(
         lambda: ["/ip4/0.0.0.0/tcp/0"],
-        "Multiaddresses to listen on. The default is any free TCP port on all IPv4 interfaces; set a "
-        "port to keep the same address across restarts, e.g. /ip4/0.0.0.0/tcp/31337",
+        "Multiaddresses to listen on. Set a port to keep the address across restarts, e.g. /ip4/0.0.0.0/tcp/31337",
     )
     announce_maddrs: list[str] = flag(
         list,
@@ -62,9 +58,8 @@ class BaseTrainingArguments:
     )
     tunnel: Literal["none", "ngrok"] = flag(
         "none",
-        "Open a tunnel and announce its address, so that other peers can join through this one although "
-        "it is behind a firewall or NAT. ngrok needs its SDK and an account; the authtoken is read from "
-        "NGROK_AUTHTOKEN or ngrok.yml",
+        "Open a tunnel and announce its address, so that others can join through a peer behind a firewall or NAT. "
+        "ngrok needs its SDK and an account; the authtoken is read from NGROK_AUTHTOKEN or ngrok.yml",
     )
     announce_tunnel: str | None = flag(
         None,
@@ -79,25 +74,23 @@ class BaseTrainingArguments:
     )
     trusted_relays: list[str] = flag(
         list,
-        "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer "
-        "ID. Default: initial_peers. All traffic between this peer and other peers behind NAT passes through "
-        "one of them, unless there are four and the routers allow direct connections",
+        "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer ID. Default: "
+        "initial_peers. Traffic to peers behind NAT passes through one of them, unless there are four and the routers "
+        "allow direct connections",
     )
     identity_path: str | None = flag(
         None,
-        "File with this peer's private key, created if it does not exist. The key determines the peer "
-        "ID: a peer that restarts with the same file keeps its address and counts as the same contributor. "
-        "Default: identity.key in --output_dir",
+        "File with this peer's private key, created if it does not exist. With the same file a peer keeps its peer "
+        "ID, address and contribution across restarts. Default: identity.key in --output_dir",
     )
     invitation: str | None = flag(
         None,
-        "Invitation file from the organiser, for a run that only invited peers may join; see invite.py. "
-        "It contains this peer's identity",
+        "Invitation file from the organiser, see invite.py; it contains this peer's identity",
     )
     revocations: str | None = flag(
         None,
-        "File with the organiser's list of revoked invitations, written by invite.py revoke. This peer "
-        "sends the list to all other peers. The file may be created later and is read again when it changes",
+        "File with the organiser's list of revoked invitations, written by invite.py revoke, for all peers. It may be "
+        "created later and is read again when it changes",
     )
     bootstrap_timeout: float = flag(60.0, "Give up joining after this many seconds if none of initial_peers answers")
     page: str | None = flag(
@@ -133,12 +126,10 @@ class BaseTrainingArguments:
         require(self.use_relay or not self.use_auto_relay, "--use_auto_relay needs relays: drop --no_use_relay")
         if self.use_auto_relay and not self.use_ipfs:
             self.trusted_relays = self.trusted_relays or self.initial_peers
-        for name in ("host_maddrs", "announce_maddrs"):
-            for maddr in getattr(self, name):
-                protocols = check_maddr(f"--{name}", maddr)
-                if name == "announce_maddrs":
-                    port = protocols.get("tcp", protocols.get("udp"))
-                    require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
+        for maddr in self.announce_maddrs:
+            protocols = check_maddr("--announce_maddrs", maddr)
+            port = protocols.get("tcp", protocols.get("udp"))
+            require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
         self._check_tunnel()
         check_page("--page", self.page)
         require(self.end_time > time.time(), f"--ends_at: the run has ended at {self.ends_at}")
@@ -216,14 +207,13 @@ class OptimizerArguments:
     )
     client_mode: bool = flag(
         False,
-        "Accept no incoming connections, for peers behind NAT or a firewall (Colab, Kaggle). At least one "
-        "trainer of the run must not be in client mode",
+        "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
     )
     batch_size_lead: int = flag(0, "Begin looking for a group in advance, this many samples before target_batch_size")
     bandwidth: float | None = flag(
         None,
-        "Network bandwidth of this peer in Mbit/s (decides its fraction of the work in all-reduce). Default: a "
-        "trainer measures its upload when it starts, at most 100",
+        "Network bandwidth of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: the "
+        "upload that a trainer measures when it starts, at most 100",
     )
     target_group_size: int = flag(
         256, "Maximum number of peers in one group. A full group starts its round immediately", setting=True
@@ -236,8 +226,8 @@ class OptimizerArguments:
     )
     matchmaking_time: float = flag(
         5.0,
-        "The search for a group begins this many seconds before a step is due, and the leader waits at "
-        "most this long for a late peer. Raise it if latency is high; hivemind needs more than 3",
+        "Search for a group this many seconds before a step is due, and wait at most this long for a late peer. "
+        "Raise it if latency is high; hivemind needs more than 3",
         setting=True,
         optional=True,
     )
@@ -246,14 +236,11 @@ class OptimizerArguments:
     )
     gradient_compression: GradientCompression = flag(
         "float16",
-        "How peers compress gradients or pseudo-gradients while they average them. The number is that of the bits",
+        "How peers compress gradients or pseudo-gradients while they average them; the number is that of the bits",
         setting=True,
     )
-    state_compression: str = flag(
-        "float16",
-        "How peers compress parameters while they average them: none, float16 or scaled_float16. 8 bits "
-        "are less accurate than the parameters that the peers have",
-        setting=True,
+    state_compression: Compression = flag(
+        "float16", "How peers compress parameters while they average them", setting=True
     )
     load_state_compression: Compression = flag(
         "float16", "How this peer compresses its state for peers that download it"
@@ -269,11 +256,6 @@ class OptimizerArguments:
                           "average_state_every")  # fmt: skip
         require_not_negative(self, "batch_size_lead")
         require(self.target_group_size >= 2, f"--target_group_size must be 2 or more, got {self.target_group_size}")
-        require(
-            self.state_compression in STATE_COMPRESSIONS,
-            f"--state_compression must be {', '.join(STATE_COMPRESSIONS[:-1])} or {STATE_COMPRESSIONS[-1]}, got "
-            f"{self.state_compression}: 8 bits are less accurate than the parameters that the peers have",
-        )
         require(
             self.batch_size_lead < self.target_batch_size,
             f"--batch_size_lead {self.batch_size_lead} must be smaller than "
@@ -308,8 +290,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     )
     username: str = flag(
         "",
-        "Name to show in the public list of contributors, at most 64 characters. Default: two words and "
-        "four digits that are derived from the peer ID, such as quick-otter-3f2a",
+        "Name in the public list of contributors, at most 64 characters. Default: one derived from the peer ID",
     )
 
     def __post_init__(self):
@@ -322,9 +303,9 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
         require_not_negative(self, "leave_timeout")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
-        for name, is_set in (("tunnel", self.tunnel != "none"), ("announce_tunnel", self.announce_tunnel is not None)):
+        for name in ("tunnel", "announce_tunnel"):
             require(
-                not (self.client_mode and is_set),
+                not self.client_mode or getattr(self, name) in (None, "none"),
                 f"--client_mode accepts no connections, so --{name} has no effect: drop one of the two",
             )
 
@@ -342,16 +323,15 @@ class ModelArguments:
 
     model_name_or_path: str = flag(
         "albert-large-v2",
-        "Model configuration: a config.json, a folder that has one, or a name on the Hugging Face Hub. "
-        "ALBERT, BERT, RoBERTa, DistilBERT and GPT-2 are supported. Built in: albert-large-v2, albert-tiny, "
-        "bert-base-uncased, roberta-base, distilbert-base-uncased, gpt2",
+        "ALBERT, BERT, RoBERTa, DistilBERT or GPT-2: a config.json, a folder that has one, or a name on the Hugging "
+        "Face Hub. Built in: albert-large-v2, albert-tiny, bert-base-uncased, roberta-base, distilbert-base-uncased, "
+        "gpt2",
         setting=True,
         aliases=["--config_path"],
     )
     from_pretrained: bool = flag(
         False,
-        "Start from the weights at --model_name_or_path, a folder or a name on the Hub, instead of "
-        "random weights. Pass it to every trainer of the run",
+        "Start from the weights at --model_name_or_path, a folder or a name on the Hub, on every trainer of the run",
         setting=True,
     )
     tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
@@ -366,9 +346,8 @@ class DataSourceArguments:
 
     dataset_url: str | None = flag(
         None,
-        "http(s) address of an archive written by tokenize_wikitext103.py --archive. If the dataset or "
-        "the tokenizer is missing, the archive is downloaded and unpacked to dataset_path and "
-        "tokenizer_path",
+        "http(s) address of an archive written by tokenize_wikitext103.py --archive. It is unpacked to dataset_path "
+        "and tokenizer_path if one of them is missing",
         setting=True,
     )
     dataset_sha256: str | None = flag(
@@ -413,14 +392,11 @@ class HyperparameterArguments:
 
     optimizer: Literal["lamb", "adamw"] = flag(
         "lamb",
-        "Optimizer. LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) "
-        "and --adam_epsilon 1e-8",
+        "LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) and --adam_epsilon 1e-8",
         setting=True,
     )
     total_steps: int = flag(
-        125_000,
-        "Length of the learning-rate schedule in global steps; training may continue after its end",
-        setting=True,
+        125_000, "Global steps of the learning-rate schedule; training may continue after its end", setting=True
     )
     warmup_steps: int = flag(5000, "Linear warm-up in global steps", setting=True)
     learning_rate: float = flag(0.00176, "Peak learning rate, for target_batch_size", setting=True)
@@ -431,28 +407,25 @@ class HyperparameterArguments:
     clamp_value: float = flag(10000.0, "LAMB: weight norms are clamped to this value", setting=True)
     max_grad_norm: float = flag(
         1.0,
-        "Bound on the norm of the gradient that a peer contributes to a global step, or with "
-        "--local_updates of the gradient of each local step; 0: no bound",
+        "Bound on the norm of a peer's gradient in a global step, or with --local_updates in a local step; 0: none",
         setting=True,
     )
     local_updates: bool = flag(
         False,
-        "DiLoCo, for slow connections: each peer takes an optimizer step at each local step, and the "
-        "peers average their changes once per global step. Choose a --target_batch_size of 30 to 500 local steps "
-        "of each peer, and a --learning_rate for the batch of one local step. See docs/tuning.md",
+        "DiLoCo, for slow connections: each local step is an optimizer step, and peers average their changes once per "
+        "global step. Choose a --target_batch_size of 30 to 500 local steps of each peer, and a --learning_rate for "
+        "the batch of one local step, see docs/tuning.md",
         setting=True,
     )
     outer_learning_rate: float = flag(0.7, "With --local_updates: learning rate of the global step", setting=True)
     outer_momentum: float = flag(
         0.5,
-        "With --local_updates: Nesterov momentum of the global step. Published runs, which are long, use "
-        "0.9; see docs/tuning.md",
+        "With --local_updates: Nesterov momentum of the global step, in long published runs 0.9; see docs/tuning.md",
         setting=True,
     )
     max_update_norm: float = flag(
         1.0,
-        "With --local_updates: bound on the norm of the change that a peer contributes to a global step, "
-        "relative to the norm of the parameters; 0: no bound",
+        "With --local_updates: bound on the norm of a peer's change, relative to that of the parameters; 0: none",
         setting=True,
     )
 
@@ -517,13 +490,11 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
     disable_tqdm: bool = flag(False, "Show no progress bar and no status panel on the terminal")
     status: bool = flag(
         False,
-        "Print the status of the trainer that runs with this --output_dir, and exit: with code 0 if it "
-        "runs, otherwise with 1",
+        "Print the status of the trainer of this --output_dir, and exit: with code 0 if it runs, otherwise with 1",
     )
     check: bool = flag(
         False,
-        "Try everything that this trainer needs, print what is wrong and what to do, and exit without "
-        "training: with code 0 if nothing is wrong, otherwise with 1",
+        "Try everything that this trainer needs, print what is wrong and what to do, and exit, with code 0 or 1",
     )
 
     def __post_init__(self):
