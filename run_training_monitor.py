@@ -160,7 +160,7 @@ def monitor(
     from lib.common.logs import setup_logging
     from lib.data.tokenizers import load_tokenizer
     from lib.monitoring.aggregation import MetricsAggregator
-    from lib.monitoring.auxiliary_peer import join_through, open_auxiliary_peer
+    from lib.monitoring.auxiliary_peer import open_auxiliary_peer
     from lib.monitoring.contributors import Contributors
     from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
     from lib.monitoring.model_card import CardMetadata
@@ -207,21 +207,15 @@ def monitor(
         if args.store_checkpoints:
             model = build_model(config, run_id)
             observer = open_observer(model, peer, run_id, run_args, run_args.load_state_timeout)
-            averager = stack.enter_context(observer)
-            interval, keep, period = args.save_checkpoint_step_interval, args.save_total_limit, args.refresh_period
-            keeper = CheckpointKeeper(averager, model, tokenizer, run_id, output_dir, interval, keep, period)
+            keeper = CheckpointKeeper(stack.enter_context(observer), model, tokenizer, run_id, args)
             stack.callback(keeper.close)
             keeper.restore()
 
         # The auxiliary peer is a second peer: the monitor's own answers for checkpoints under the same name
         if args.assist_in_averaging:
-            auxiliary_args = join_through(peer_args, visible_maddrs, args.assistant_maddrs, args.assistant_invitation)
-            if args.use_google_dns:
-                announce_public_ip(auxiliary_args, args.public_ip_service)
-            folder = output_dir / "assistant"
-            stack.enter_context(
-                open_auxiliary_peer(build_model(config, run_id), auxiliary_args, folder, run_args, stop)
-            )
+            auxiliary_model = build_model(config, run_id)
+            assistant = open_auxiliary_peer(auxiliary_model, peer_args, args, run_args, visible_maddrs, stop)
+            stack.enter_context(assistant)
 
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.
@@ -231,11 +225,11 @@ def monitor(
         contributors = Contributors(output_dir, run_id)
         if args.repo_id is not None:
             initial_peers = choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
-            upload_args = (args.private_repo, args.upload_interval, args.upload_training_state)
-            uploader = HubUploader(output_dir, card_metadata, contributors, initial_peers, *upload_args)
+            uploader = HubUploader(card_metadata, contributors, initial_peers, args)
             stack.callback(uploader.close)
-        places = {"wandb_project": args.wandb_project, "space_id": args.space_id}
-        reporter = build_reporters(output_dir, run_id, args.report_to, **places)
+        reporter = build_reporters(
+            output_dir, run_id, args.report_to, wandb_project=args.wandb_project, space_id=args.space_id
+        )
         stack.callback(reporter.close)
         if args.sample_text:
             keeper.on_saved = SampleReporter(model, tokenizer, args.sample_text, reporter).report
@@ -245,10 +239,7 @@ def monitor(
             settle_time=max(10.0, args.refresh_period),
             target_batch_size=run_args.target_batch_size,
         )
-        interval = args.save_checkpoint_step_interval
-        training_monitor = TrainingMonitor(
-            peer, run_id, aggregator, reporter, contributors, keeper, uploader, args.refresh_period, interval
-        )
+        training_monitor = TrainingMonitor(peer, run_id, aggregator, reporter, contributors, keeper, uploader, args)
         relay = RunConfigRelay(peer, None, lifetime=longest_wait)
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
         while not stop.is_set() and time.time() < end_time:
@@ -256,10 +247,8 @@ def monitor(
             if relay.config is None or relay.config.settings.get("page") != page:
                 published = {"run_id": run_id, **stated, **({} if page is None else {"page": page})}
                 relay.config = RunConfig.sign(published, peer.private_key)
-            if uploader is not None:
-                uploader.page = page
             relay.publish()
-            training_monitor.refresh()
+            training_monitor.refresh(page)
             watchdog.record_work()
             stop.event.wait(args.refresh_period)
     logger.info("The monitor has stopped")

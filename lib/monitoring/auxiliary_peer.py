@@ -20,6 +20,7 @@ from lib.averaging.round_log import RoundLog, describe_round
 from lib.averaging.rounds import RoundAverager
 from lib.common.processes import StopSignal
 from lib.common.threads import PeriodicThread
+from lib.peer.addresses import announce_public_ip
 from lib.peer.lifecycle import supervise
 from lib.peer.peer import start_peer
 from lib.training.optimizer import build_auxiliary
@@ -31,18 +32,10 @@ class AuxiliaryPeer(PeriodicThread):
     """Thread of an auxiliary peer: takes part in each round until `stop` is called.
 
     :param folder: where it keeps its log of rounds
-    :param period: seconds between two looks at whether a step is due
     """
 
-    def __init__(
-        self,
-        tracker: ProgressTracker,
-        averager: RoundAverager,
-        folder: Path,
-        args: OptimizerArguments,
-        period: float = 0.1,
-    ):
-        super().__init__(period)
+    def __init__(self, tracker: ProgressTracker, averager: RoundAverager, folder: Path, args: OptimizerArguments):
+        super().__init__(period=0.1)  # seconds between two looks at whether a step is due
         self.tracker, self.averager = tracker, averager
         self.coordinator = RoundCoordinator(tracker, averager, args.matchmaking_time, args.averaging_timeout)
         self.round_log = RoundLog(folder)
@@ -54,13 +47,11 @@ class AuxiliaryPeer(PeriodicThread):
     def work(self) -> None:
         try:
             self.coordinator.look_ahead()
-            if self.coordinator.has_group or (self._is_needed() and self.tracker.seconds_to_step <= 0):
+            is_needed = self.tracker.num_expected(self.tracker.next_step) > 0
+            if self.coordinator.has_group or (is_needed and self.tracker.seconds_to_step <= 0):
                 self._assist(self.tracker.next_step)
         except Exception as error:
             logger.warning(f"Could not assist in averaging ({error!r}); trying again at the next step")
-
-    def _is_needed(self) -> bool:
-        return self.tracker.num_expected(self.tracker.next_step) > 0
 
     def _assist(self, step: int) -> None:
         self.tracker.begin_step(step, contributed=0)
@@ -80,37 +71,37 @@ class AuxiliaryPeer(PeriodicThread):
         self.tracker.shutdown(1.0)
 
 
-def join_through(
-    peer_args: BaseTrainingArguments, maddrs: Iterable[Multiaddr], host_maddrs: list[str], invitation: str | None
-) -> BaseTrainingArguments:
-    """Return the arguments of a peer that joins through another peer of this machine.
-
-    :param peer_args: of the other peer
-    :param maddrs: of the other peer
-    """
-    return dataclasses.replace(
-        peer_args,
-        initial_peers=[str(maddr) for maddr in maddrs],
-        use_ipfs=False,
-        host_maddrs=host_maddrs,
-        announce_maddrs=[],
-        identity_path=None,
-        invitation=invitation,
-        tunnel="none",
-        announce_tunnel=None,
-    )
-
-
 @contextlib.contextmanager
 def open_auxiliary_peer(
-    model: torch.nn.Module, peer_args: BaseTrainingArguments, folder: Path, run_args, stop: StopSignal
+    model: torch.nn.Module,
+    peer_args: BaseTrainingArguments,
+    args,
+    run_args,
+    maddrs: Iterable[Multiaddr],
+    stop: StopSignal,
 ) -> Iterator[None]:
     """Run an auxiliary peer in a thread. Call it in the main thread.
 
     :param model: of the run; its values are not used
-    :param folder: of this peer alone: the key of an invitation is written there
+    :param peer_args: of the monitor
+    :param args: TrainingMonitorArguments of run_training_monitor.py
     :param run_args: OptimizerArguments, with HyperparameterArguments and ProgressTrackerArguments
+    :param maddrs: of the monitor, through which this peer joins
     """
+    peer_args = dataclasses.replace(
+        peer_args,
+        initial_peers=[str(maddr) for maddr in maddrs],
+        use_ipfs=False,
+        host_maddrs=args.assistant_maddrs,
+        announce_maddrs=[],
+        identity_path=None,
+        invitation=args.assistant_invitation,
+        tunnel="none",
+        announce_tunnel=None,
+    )
+    if args.use_google_dns:
+        announce_public_ip(peer_args, args.public_ip_service)
+    folder = Path(args.output_dir) / "assistant"  # the key of an invitation is written there
     with contextlib.ExitStack() as stack:
         peer = start_peer(peer_args, folder / "identity.key", client_mode=False, should_stop=stop.event)
         stack.callback(peer.dht.shutdown)

@@ -97,27 +97,13 @@ def explain(error: Exception, repo_id: str) -> UserError:
 class HubUploader:
     """Keeps a repository on the Hub up to date with the newest checkpoint. A failure is one log line and never raises.
 
-    :param folder: of the checkpoints
     :param initial_peers: addresses through which newcomers join over the internet; none if they cannot
-    :param private: whether a repository that has to be created is private
-    :param interval: seconds between two uploads
-    :param with_training_state: upload the optimizer's state, too
+    :param args: TrainingMonitorArguments of run_training_monitor.py
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        metadata: CardMetadata,
-        contributors: Contributors,
-        initial_peers: Sequence[str] = (),
-        private: bool = False,
-        interval: float = 3600.0,
-        with_training_state: bool = False,
-    ):
-        self.folder, self.metadata, self.contributors = folder, metadata, contributors
-        self.initial_peers = initial_peers
-        self.private, self.interval, self.with_training_state = private, interval, with_training_state
-        self.page: str | None = None  # address of the run's curves, for the model card
+    def __init__(self, metadata: CardMetadata, contributors: Contributors, initial_peers: Sequence[str], args):
+        self.metadata, self.contributors, self.initial_peers = metadata, contributors, initial_peers
+        self.folder, self.args = Path(args.output_dir), args
         self.uploaded: str | None = None  # the checkpoint's name
         self._thread: threading.Thread | None = None
         self._due_at = float("-inf")
@@ -127,16 +113,17 @@ class HubUploader:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def update(self, run_is_over: bool = False) -> None:
+    def update(self, page: str | None, run_is_over: bool) -> None:
         """Start an upload if one is due.
 
+        :param page: address of the run's curves, for the model card
         :param run_is_over: the last checkpoint need not wait for the interval
         """
         is_due = self._backoff.is_over and (run_is_over or time.monotonic() >= self._due_at)
         if is_due and not self.is_running:
             newest = next(iter(list_checkpoints(self.folder)), None)
             if newest is not None and newest.name != self.uploaded:
-                self._thread = threading.Thread(target=self._upload, args=(newest,), daemon=True)
+                self._thread = threading.Thread(target=self._upload, args=(newest, page), daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
@@ -146,22 +133,24 @@ class HubUploader:
         if self.is_running:
             logger.warning("Ended the upload in progress: the next start repeats it")
 
-    def _upload(self, checkpoint: Path) -> None:
+    def _upload(self, checkpoint: Path, page: str | None) -> None:
         started, repo_id = time.monotonic(), self.metadata.repo_id
         # A checkpoint that was downloaded from the Hub has a card and a hidden folder.
-        left_out = shutil.ignore_patterns(".*", "README.md", *(() if self.with_training_state else _STATE_FILES))
+        left_out = shutil.ignore_patterns(
+            ".*", "README.md", *(() if self.args.upload_training_state else _STATE_FILES)
+        )
         try:
             step = int(checkpoint.name.rsplit("-", 1)[-1])
             curve = read_curve(self.folder / "metrics.jsonl", step)
-            card = build_card(self.metadata, step, curve, self.contributors, self.initial_peers, self.page)
+            card = build_card(self.metadata, step, curve, self.contributors, self.initial_peers, page)
             with temporary_folder(self.folder / "upload") as folder:
                 shutil.copytree(checkpoint, folder, ignore=left_out, copy_function=_link, dirs_exist_ok=True)
                 card.save(folder / "README.md")
-                api = _open_repo(repo_id, self.private)
+                api = _open_repo(repo_id, self.args.private_repo)
                 message = f"Step {step} of {' '.join(self.metadata.run_id.split())}"
                 commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
                 api.create_tag(repo_id, tag=f"step-{step}", revision=commit.oid, exist_ok=True)
-            self.uploaded, self._due_at = checkpoint.name, started + self.interval
+            self.uploaded, self._due_at = checkpoint.name, started + self.args.upload_interval
             self._backoff.reset()
             logger.info(f"Uploaded {checkpoint.name} to {repo_id}")
         except Exception as error:

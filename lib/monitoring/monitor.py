@@ -40,9 +40,7 @@ class CheckpointKeeper:
 
     Downloads may take long, so they run in a thread.
 
-    :param step_interval: global steps between two checkpoints
-    :param keep: number of checkpoints to keep, the newest ones
-    :param retry_period: seconds after the first failure; they grow with each further one
+    :param args: TrainingMonitorArguments of run_training_monitor.py
     """
 
     def __init__(
@@ -51,17 +49,14 @@ class CheckpointKeeper:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         run_id: str,
-        folder: Path,
-        step_interval: int = 5,
-        keep: int = 2,
-        retry_period: float = 30.0,
+        args,
     ):
-        self.averager, self.model, self.tokenizer = averager, model, tokenizer
-        self.run_id, self.folder, self.step_interval, self.keep = run_id, folder, step_interval, keep
+        self.averager, self.model, self.tokenizer, self.run_id, self.args = averager, model, tokenizer, run_id, args
+        self.folder = Path(args.output_dir)
         self.saved_step = self._reported_step = -1
-        averager.credible_epoch = self._credible_epoch
+        averager.credible_epoch = lambda: self._reported_step if self._reported_step >= 0 else None
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
-        self._backoff = Backoff(first=retry_period, longest=MAX_PAUSE)
+        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
         # Called in the thread with the step of each saved checkpoint, while the model has its parameters
         self.on_saved: Callable[[int], None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
@@ -80,16 +75,13 @@ class CheckpointKeeper:
         # The priority of a donor is its step. At the same step peers ask a trainer first: its connection is faster.
         self.averager.offer(priority=step - 0.5)
 
-    def _credible_epoch(self) -> int | None:
-        return self._reported_step if self._reported_step >= 0 else None
-
     def update(self, step: int, trainers_are_leaving: bool) -> None:
         """Start a download if a checkpoint is due. Called after each refresh.
 
         `step`: the newest reported global step, -1 if there is none.
         """
         self._reported_step = step
-        interval = 1 if trainers_are_leaving else self.step_interval
+        interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
         next_step = max(self.saved_step, 0) + interval
         is_idle = self._pending is None or self._pending.done()
         if step >= next_step and is_idle and self._backoff.is_over:
@@ -116,7 +108,7 @@ class CheckpointKeeper:
             path = checkpoints.save_checkpoint(self.folder, self.model, self.tokenizer, state, info)
             self._offer(state.step)
             logger.info(f"Saved {path}")
-            checkpoints.remove_old_checkpoints(self.folder, keep=self.keep)
+            checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)
             self._backoff.reset()
             if self.on_saved is not None:
                 self.on_saved(state.step)
@@ -133,8 +125,7 @@ class TrainingMonitor:
 
     :param keeper: keeps checkpoints, None to keep none
     :param uploader: uploads them, None to keep them here
-    :param refresh_period: seconds between two calls of `refresh`
-    :param leaderboard_interval: global steps between two leaderboards in the log
+    :param args: TrainingMonitorArguments of run_training_monitor.py
     """
 
     def __init__(
@@ -146,12 +137,10 @@ class TrainingMonitor:
         contributors: Contributors,
         keeper: CheckpointKeeper | None,
         uploader: HubUploader | None,
-        refresh_period: float = 30.0,
-        leaderboard_interval: int = 5,
+        args,
     ):
         self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
-        self.contributors, self.keeper, self.uploader = contributors, keeper, uploader
-        self.refresh_period, self.leaderboard_interval = refresh_period, leaderboard_interval
+        self.contributors, self.keeper, self.uploader, self.args = contributors, keeper, uploader, args
         self._refused_logged_at = float("-inf")
         self._client_mode_alarm = ClientModeAlarm()
         self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
@@ -159,15 +148,22 @@ class TrainingMonitor:
         self._evaluated: dict[bytes, int] = {}  # an evaluator's public key -> its newest step that was reported
         self._leaders_shown_at = contributors.step
 
-    def refresh(self) -> None:
-        """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status."""
+    @property
+    def checkpoint_step(self) -> int:
+        """Step of the newest checkpoint, -1 if there is none."""
+        return -1 if self.keeper is None else self.keeper.saved_step
+
+    def refresh(self, page: str | None = None) -> None:
+        """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status.
+
+        :param page: address of the run's curves, for the model card
+        """
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
         peers = self._read("peers")
         self.contributors.record_names(parse_usernames(peers))
         reports = self.aggregator.update(get_dht_time(), *views)
         trainers = self.aggregator.live_peers
-        checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
-        self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
+        self._progress_log.update(time.monotonic(), trainers, bool(reports), self.checkpoint_step)
         self._report(reports)
         self._log_refused()
         num_clients = sum(trainer.heartbeat is not None and trainer.heartbeat.client_mode for trainer in trainers)
@@ -177,8 +173,10 @@ class TrainingMonitor:
         if self.keeper is not None:
             self.keeper.update(self.aggregator.last_reported_step, any(leaving))
         if self.uploader is not None:
-            self.uploader.update(run_is_over=bool(leaving) and all(leaving))
-        self._publish_status()
+            self.uploader.update(page, run_is_over=bool(leaving) and all(leaving))
+        status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=self.checkpoint_step)
+        lifetime = 4 * self.args.refresh_period + 60
+        utils.store_record(self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime)
 
     def _read(self, name: str) -> dict:
         return utils.get_dictionary(self.peer.dht, f"{self.run_id}_{name}")
@@ -208,7 +206,7 @@ class TrainingMonitor:
 
         A dashboard with tables gets the leaderboard, too.
         """
-        if step < self._leaders_shown_at + self.leaderboard_interval or not len(self.contributors):
+        if step < self._leaders_shown_at + self.args.save_checkpoint_step_interval or not len(self.contributors):
             return {}
         self._leaders_shown_at = step
         logger.info(format_leaderboard(self.contributors))
@@ -231,13 +229,3 @@ class TrainingMonitor:
             self._refused_logged_at = now
             reasons = ", ".join(f"{number} x {reason}" for reason, number in self.aggregator.refused.most_common(5))
             logger.warning(f"Refused records: {reasons}")
-
-    def _publish_status(self) -> None:
-        status = MonitorStatus(
-            stores_checkpoints=self.keeper is not None,
-            checkpoint_step=-1 if self.keeper is None else self.keeper.saved_step,
-        )
-        lifetime = 4 * self.refresh_period + 60
-        utils.store_record(
-            self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime=lifetime
-        )

@@ -14,6 +14,7 @@ from lib.monitoring.aggregation import MetricsAggregator, StepReport
 from lib.monitoring.contributors import Contributors, clean_name, format_leaderboard
 from lib.monitoring.monitor import TrainingMonitor
 from lib.monitoring.parsing import PeerStep
+from run_training_monitor import TrainingMonitorArguments
 
 
 def make_report(step: int, **samples: int) -> StepReport:
@@ -141,7 +142,8 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
     monkeypatch.setattr(utils, "store_record", lambda *_args, **_options: None)
     reporter, counted = FakeReporter(), Contributors(tmp_path, "run")
     peer = SimpleNamespace(dht=None, public_key=b"monitor")
-    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, counted, None, None, leaderboard_interval=2)
+    args = TrainingMonitorArguments(save_checkpoint_step_interval=2)
+    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, counted, None, None, args)
     views["run_peers"] = {b"[owner:a]": SimpleNamespace(value={"username": "al\ni/<c>e", "leaving": False})}
     for step in range(1, 5):
         metric = {"step": step, "samples_per_second": 1.0, "samples_accumulated": 8, "loss": 2.0, "mini_steps": 1}

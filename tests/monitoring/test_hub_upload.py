@@ -22,6 +22,7 @@ from lib.monitoring.parsing import PeerStep
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState
 from lib.training.model import build_model
+from run_training_monitor import TrainingMonitorArguments
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.support.peers import TINY_ALBERT, wait_until
 
@@ -49,9 +50,9 @@ def make_uploader(tmp_path, hub):
     uploaders = []
 
     def make_uploader(**options) -> HubUploader:
-        folder = tmp_path / "out"
-        metadata, contributors = CardMetadata("me/model", "my run", CONFIG), Contributors(folder, "my run")
-        uploader = HubUploader(folder, metadata, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], **options)
+        args = TrainingMonitorArguments(output_dir=str(tmp_path / "out"), **options)
+        metadata, contributors = CardMetadata("me/model", "my run", CONFIG), Contributors(tmp_path / "out", "my run")
+        uploader = HubUploader(metadata, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], args)
         uploaders.append(uploader)
         return uploader
 
@@ -71,11 +72,11 @@ def save(uploader: HubUploader, step: int, size: int = 10_000) -> Path:
     return folder
 
 
-def upload_newest(uploader: HubUploader, **options) -> None:
+def upload_newest(uploader: HubUploader, page: str | None = None, run_is_over: bool = False) -> None:
     newest = checkpoints.list_checkpoints(uploader.folder)[0].name
 
     def is_uploaded() -> bool:
-        uploader.update(**options)
+        uploader.update(page, run_is_over)
         return uploader.uploaded == newest and not uploader.is_running
 
     wait_until(is_uploaded, 60, f"the upload of {newest}")
@@ -90,12 +91,11 @@ def leftovers(uploader: HubUploader) -> list[str]:
 
 def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, caplog):
     uploader = make_uploader()
-    uploader.page = "https://huggingface.co/spaces/me/curves"
     checkpoint = save(uploader, 7)
     (checkpoint / ".cache" / "huggingface").mkdir(parents=True)  # as in a checkpoint that was downloaded from the Hub
     (checkpoint / "README.md").write_text("the card of then")
     with caplog.at_level("INFO"):
-        upload_newest(uploader)
+        upload_newest(uploader, "https://huggingface.co/spaces/me/curves")
     assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
     assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
     for words in (b"step 7 ", b"/dns4/x.org/tcp/1/p2p/Qm", b"(https://huggingface.co/spaces/me/curves)"):
@@ -109,7 +109,7 @@ def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, capl
 
 
 def test_training_state_goes_up_where_asked_for(hub, make_uploader):
-    uploader = make_uploader(with_training_state=True, private=True)
+    uploader = make_uploader(upload_training_state=True, private_repo=True)
     save(uploader, 7)
     upload_newest(uploader)
     assert {"training_state.pt", "collaboration.json"} < set(hub.files)
@@ -117,14 +117,14 @@ def test_training_state_goes_up_where_asked_for(hub, make_uploader):
 
 
 def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make_uploader):
-    uploader = make_uploader(interval=3600)
+    uploader = make_uploader(upload_interval=3600)
     save(uploader, 1)
     upload_newest(uploader)
     save(uploader, 2)
-    uploader.update()
+    uploader.update(None, run_is_over=False)
     assert not uploader.is_running
     upload_newest(uploader, run_is_over=True)
-    uploader.update(run_is_over=True)
+    uploader.update(None, run_is_over=True)
     assert not uploader.is_running, "once is enough"
     assert [commit.message for commit in hub.commits] == ["Step 1 of my run", "Step 2 of my run"]
 
@@ -139,7 +139,7 @@ def test_checkpoint_may_be_removed_while_it_is_uploaded(hub, make_uploader, monk
         monkeypatch.setattr(os, "link", refuse)
     uploader = make_uploader()
     content = (save(uploader, 7) / "model.safetensors").read_bytes()
-    uploader.update()
+    uploader.update(None, run_is_over=False)
     wait_until(lambda: hub.requests, 30, "the first request, for which the files are linked")
     checkpoints.remove_old_checkpoints(uploader.folder, keep=0)
     wait_until(lambda: uploader.uploaded == "checkpoint-7", 30, "the upload")
@@ -165,7 +165,7 @@ def test_failure_is_one_line_and_is_tried_again(hub, make_uploader, monkeypatch,
     if isinstance(refusals, OSError):
         with monkeypatch.context() as patch:
             patch.setattr(upload, "read_curve", lambda *_args: (_ for _ in ()).throw(refusals))
-            uploader.update()
+            uploader.update(None, run_is_over=False)
     else:
         hub.refusals = refusals
     upload_newest(uploader)
@@ -181,9 +181,9 @@ def test_silent_hub_delays_neither_the_monitor_nor_its_shutdown(hub, make_upload
     uploader = make_uploader()
     save(uploader, 7)
     started = time.monotonic()
-    uploader.update()
+    uploader.update(None, run_is_over=False)
     wait_until(lambda: hub.requests, 30, "a request")
-    uploader.update()
+    uploader.update(None, run_is_over=False)
     assert uploader.is_running
     uploader.close()
     assert time.monotonic() - started < 10 and "next start repeats it" in caplog.text

@@ -16,9 +16,11 @@ from lib.monitoring.parsing import parse_shares
 from lib.monitoring.trackers import build_reporters
 from lib.training import optimizer
 from lib.training.optimizer import build_auxiliary
-from run_training_monitor import RunArguments
+from run_training_monitor import RunArguments, TrainingMonitorArguments
 from tests.support.dht_records import metric
 from tests.support.fakes import make_session
+
+ARGS = TrainingMonitorArguments()
 
 
 @pytest.fixture
@@ -48,7 +50,7 @@ def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, s
     monitor = TrainingMonitor(
         SimpleNamespace(dht=None, public_key=b"monitor"), "run", MetricsAggregator(last_reported_step=9),
         SimpleNamespace(report=lambda report, extra: extras.append(extra)), Contributors(tmp_path, "run"),
-        keeper=None, uploader=None, leaderboard_interval=100,
+        keeper=None, uploader=None, args=TrainingMonitorArguments(save_checkpoint_step_interval=100),
     )  # fmt: skip
     monitor.refresh()
     assert extras == [{"complete rounds": 0.75}]
@@ -84,9 +86,9 @@ def test_last_checkpoint_is_uploaded_when_all_trainers_leave(tmp_path, stored, l
         session.introduce(leaving=leaves)
         session.close()
     updates, peer = [], SimpleNamespace(dht=None, public_key=b"monitor")
-    uploader = SimpleNamespace(update=lambda run_is_over: updates.append(run_is_over))
+    uploader = SimpleNamespace(update=lambda page, run_is_over: updates.append(run_is_over))
     reporter, contributors = SimpleNamespace(), Contributors(tmp_path, "run")
-    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, contributors, None, uploader)
+    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, contributors, None, uploader, ARGS)
     monitor.refresh()
     assert updates == [run_is_over]
 
@@ -95,7 +97,7 @@ def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
     reporters = build_reporters(tmp_path, "run")
     aggregator = MetricsAggregator(settle_time=1.0)
     peer = SimpleNamespace(dht=None, public_key=b"monitor")
-    monitor = TrainingMonitor(peer, "run", aggregator, reporters, Contributors(tmp_path, "run"), None, None)
+    monitor = TrainingMonitor(peer, "run", aggregator, reporters, Contributors(tmp_path, "run"), None, None, ARGS)
     for key, steps in ((b"killed", range(1, 17)), (b"revived", range(15, 19))):
         for step in steps:
             stored["run_metrics"] = {key: ValueWithExpiration(metric(step), 0.0)}

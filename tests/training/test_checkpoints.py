@@ -19,6 +19,7 @@ from lib.monitoring.monitor import CheckpointKeeper
 from lib.training import checkpoints
 from lib.training.backup import BackupWriter
 from lib.training.model import build_model
+from run_training_monitor import TrainingMonitorArguments
 from tests.support.fakes import FakeAverager, FakeTokenizer, make_state
 from tests.support.peers import TINY_ALBERT
 
@@ -137,10 +138,9 @@ def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
     backup.close()
 
 
-def make_keeper(folder: Path, averager: FakeAverager, **options) -> CheckpointKeeper:
-    return CheckpointKeeper(
-        averager, build_model(CONFIG, "run"), FakeTokenizer(), "run", folder, retry_period=0.01, **options
-    )
+def make_keeper(folder: Path, averager: FakeAverager) -> CheckpointKeeper:
+    args = TrainingMonitorArguments(output_dir=str(folder), refresh_period=0.01)
+    return CheckpointKeeper(averager, build_model(CONFIG, "run"), FakeTokenizer(), "run", args)
 
 
 def test_monitor_retries_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch, caplog):
@@ -166,7 +166,7 @@ def test_monitor_retries_a_checkpoint_that_could_not_be_written(tmp_path, monkey
     ("step", "leaving", "is_due"), [(-1, False, False), (4, False, False), (5, False, True), (4, True, True)]
 )
 def test_checkpoint_is_due_every_interval_and_when_trainers_leave(tmp_path, step, leaving, is_due):
-    keeper = make_keeper(tmp_path, FakeAverager(step=max(step, 0)), step_interval=5)
+    keeper = make_keeper(tmp_path, FakeAverager(step=max(step, 0)))
     keeper.update(step, leaving)
     assert (keeper._pending is not None) == is_due
     keeper.close()
@@ -201,7 +201,7 @@ def test_monitor_saves_what_a_revived_run_does_again(tmp_path):
     """The trainers are killed after step 17 is reported, and before a state newer than step 10 is saved."""
     save(tmp_path, 10)
     averager = FakeAverager(step=10)
-    keeper = make_keeper(tmp_path, averager, step_interval=5)
+    keeper = make_keeper(tmp_path, averager)
     keeper.restore()
     for step in range(10, 15):
         averager.step = step
