@@ -20,14 +20,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import lock_descriptor
-
-from lib.common.atomic_files import check_target
-from lib.common.checks import require, require_positive
+from lib.common.atomic_files import check_target, lock_folder
+from lib.common.checks import require
 from lib.common.cli import parse_arguments
 from lib.common.diagnosis import HINT
 from lib.common.errors import UserError, run_script
@@ -37,8 +35,6 @@ from lib.common.processes import leave_with_parent
 SCRIPTS = Path(__file__).parent
 COMMANDS_FILE = "commands.txt"  # also marks a folder that the next demo may replace
 
-RUN_ID = "demo"
-SEQUENCE_LENGTH = 128
 # A core computes about 85 samples per second, so two trainers need about 3 seconds for a global step. One of these
 # seconds covers the averaging of gradients and parameters in the background.
 TARGET_BATCH_SIZE = 512
@@ -64,20 +60,8 @@ class DemoArguments:
     debug: bool = flag(False, "Show the traceback of a fatal error")
 
     def __post_init__(self):
-        require_positive(self, "vocab_size")
-        require(
-            self.trainers >= 2,
-            f"--trainers must be 2 or more, got {self.trainers}: a single trainer has no peer to average with",
-        )
-        require(
-            self.max_global_steps >= 2,
-            f"--max_global_steps must be 2 or more, got {self.max_global_steps}: the loss of the first step is that "
-            f"of the initial weights",
-        )
-        require(
-            self.train_file is None or Path(self.train_file).is_file(),
-            f"--train_file: there is no file '{self.train_file}'",
-        )
+        for name in ("trainers", "max_global_steps"):  # one trainer cannot average, and one step shows no progress
+            require(getattr(self, name) >= 2, f"--{name} must be 2 or more, got {getattr(self, name)}")
 
 
 def main() -> None:
@@ -85,57 +69,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which stops the processes
     started = time.monotonic()
     with new_demo_folder(Path(args.output_dir)) as folder:
-        with Workers(folder) as workers:
+        workers = Workers(folder)
+        with closing(workers):
             train_together(args, workers)
         steps = read_jsonl(folder / "monitor" / "metrics.jsonl")
         rounds = count_rounds(entry for path in folder.glob("trainer-*/rounds.jsonl") for entry in read_jsonl(path))
         print(f"\nDone in {time.monotonic() - started:.0f} s: {len(steps)} steps")
         print(summarize(steps, rounds, folder))
-        check_result(steps, rounds)
-
-
-def train_together(args: DemoArguments, workers: Workers) -> None:
-    """Prepare the data, start monitor and trainers, and wait until the trainers have completed all global steps.
-
-    :raises UserError: if a process fails or no step completes within `STALL_TIMEOUT` seconds
-    """
-    print("You can also run each command below yourself, in a separate terminal or on a separate machine.\n")
-    print("1. Text and tokenizer (some 10 seconds, if the text is not long)")
-    workers.start("tokenize", tokenize_command(args))
-    workers.wait_for(lambda: not workers.is_running("tokenize"), math.inf, "the tokenized text")
-
-    print("2. The monitor, the peer through which the trainers join (some 10 seconds)")
-    workers.start("monitor", monitor_command(args))
-    peer_file = workers.folder / "monitor" / "peer.json"
-    workers.wait_for(peer_file.exists, STALL_TIMEOUT, "the address of the monitor")
-    address = json.loads(peer_file.read_text())["initial_peers"][0]
-
-    print(f"3. {args.trainers} trainers, which join through its address")
-    trainers = [f"trainer-{number}" for number in range(1, args.trainers + 1)]
-    for name in trainers:
-        workers.start(name, trainer_command(args, name, address), OMP_NUM_THREADS="1")  # one core each
-
-    print("4. Training (the first step takes longer: the trainers start)", flush=True)
-    metrics = workers.folder / "monitor" / "metrics.jsonl"
-    num_steps = 0
-    while any(map(workers.is_running, trainers)):
-        workers.wait_for(
-            lambda: len(read_jsonl(metrics)) > num_steps or not any(map(workers.is_running, trainers)),  # noqa: B023
-            STALL_TIMEOUT,
-            "the next step",
-        )
-        if not workers.is_running("monitor"):
-            raise UserError(f"the monitor has ended before the trainers; see {workers.folder / 'monitor.log'}")
-        steps = read_jsonl(metrics)
-        for step in steps[num_steps:]:
-            print(
-                f"Step {step['step']} of {args.max_global_steps}   loss {format_loss(step['loss'])}   "
-                f"{step['performance']:.0f} samples/s   {step['alive peers']} peers",
-                flush=True,
-            )
-        num_steps = len(steps)
-    workers.stop()  # the monitor
-    workers.check()
 
 
 @contextmanager
@@ -145,112 +85,119 @@ def new_demo_folder(folder: Path) -> Iterator[Path]:
     :raises UserError: if the folder contains other files, or another demo uses it
     """
     check_target(folder, "--output_dir", overwrite=True, replaceable=(COMMANDS_FILE,))
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / COMMANDS_FILE, "a") as file:
-        if not lock_descriptor(file.fileno(), blocking=False):
-            raise UserError(f"--output_dir: another demo is running in '{folder}'; pass another folder")
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != COMMANDS_FILE:
-                path.unlink()
-        file.truncate(0)
+    with lock_folder(folder, "--output_dir"):
+        for path in folder.glob("[!.]*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (folder / COMMANDS_FILE).touch()
         yield folder
 
 
-# --- command lines ---------------------------------------------------------------------------------------------------
+def train_together(args: DemoArguments, workers: Workers) -> None:
+    """Prepare the data, start monitor and trainers, and wait until the trainers have completed all global steps.
 
-
-def quote(path: Path) -> str:
-    return shlex.quote(str(path))
-
-
-def as_typed(command: str) -> str:
-    """Return a command of this project for a shell in the current folder."""
-    return f"{shlex.quote(os.path.relpath(SCRIPTS))}/{command}"
-
-
-def tokenize_command(args: DemoArguments) -> str:
-    data = Path(args.output_dir) / "data"
-    source = "--sample" if args.train_file is None else f"--train_file {shlex.quote(args.train_file)}"
-    return (
-        f"tokenize_wikitext103.py {source} --train_tokenizer --vocab_size {args.vocab_size} "
-        f"--max_seq_length {SEQUENCE_LENGTH} --output_path {quote(data / 'dataset')} "
-        f"--tokenizer_path {quote(data / 'tokenizer')} --cache_dir {quote(data / 'cache')}"
+    :raises UserError: if a process fails or no step completes within `STALL_TIMEOUT` seconds
+    """
+    folder = workers.folder
+    data, tokenizer = quote(folder / "data" / "dataset"), quote(folder / "data" / "tokenizer")
+    print("You can also run each command below yourself, in a separate terminal or on a separate machine.\n")
+    print("1. Text and tokenizer (some 10 seconds, if the text is not long)")
+    source = "--sample" if args.train_file is None else f"--train_file {quote(args.train_file)}"
+    workers.start(
+        "tokenize",
+        f"tokenize_wikitext103.py {source} --train_tokenizer --vocab_size {args.vocab_size} --max_seq_length 128 "
+        f"--output_path {data} --tokenizer_path {tokenizer} --cache_dir {quote(folder / 'data' / 'cache')}",
     )
+    workers.wait_for(lambda: not workers.is_running("tokenize"), "the tokenized text", math.inf)
 
-
-def peer_flags(args: DemoArguments, name: str) -> str:
-    """Return the flags that the monitor and all trainers have in common, and the output folder of peer `name`."""
-    folder = Path(args.output_dir)
-    return (
-        f"--run_id {RUN_ID} --host_maddrs /ip4/127.0.0.1/tcp/0 --model_name_or_path albert-tiny "
-        f"--tokenizer_path {quote(folder / 'data' / 'tokenizer')} --learning_rate {LEARNING_RATE} --warmup_steps 0 "
-        f"--target_batch_size {TARGET_BATCH_SIZE} --output_dir {quote(folder / name)}"
+    print("2. The monitor, which states the settings of the run (some 10 seconds)")
+    local = f"--host_maddrs /ip4/127.0.0.1/tcp/0 --tokenizer_path {tokenizer}"
+    workers.start(
+        "monitor",
+        f"run_training_monitor.py --run_id demo {local} --output_dir {quote(folder / 'monitor')} "
+        f"--model_name_or_path albert-tiny --learning_rate {LEARNING_RATE} --warmup_steps 0 "
+        f"--target_batch_size {TARGET_BATCH_SIZE} --target_group_size {args.trainers} --matchmaking_time 3.5 "
+        f"--refresh_period 1 --report_to trackio",
     )
+    peer_file = folder / "monitor" / "peer.json"
+    workers.wait_for(peer_file.exists, "the address of the monitor")
+    address = json.loads(peer_file.read_text())["initial_peers"][0]
 
+    print(f"3. {args.trainers} trainers, which join through its address")
+    trainers = [f"trainer-{number}" for number in range(1, args.trainers + 1)]
+    for name in trainers:
+        workers.start(
+            name,
+            f"run_trainer.py --initial_peers {address} --username {name} {local} --output_dir {quote(folder / name)} "
+            f"--dataset_path {data} --use_cpu --dataloader_num_workers 0 --per_device_train_batch_size 16 "
+            f"--gradient_accumulation_steps 1 --max_global_steps {args.max_global_steps} --leave_timeout 30",
+        )
 
-def monitor_command(args: DemoArguments) -> str:
-    return f"run_training_monitor.py {peer_flags(args, 'monitor')} --refresh_period 1 --report_to trackio"
-
-
-def trainer_command(args: DemoArguments, name: str, address: str) -> str:
-    # A complete group does not wait for more peers.
-    return (
-        f"run_trainer.py --initial_peers {address} --username {name} {peer_flags(args, name)} "
-        f"--dataset_path {quote(Path(args.output_dir) / 'data' / 'dataset')} --use_cpu --dataloader_num_workers 0 "
-        f"--per_device_train_batch_size 16 --gradient_accumulation_steps 1 "
-        f"--target_group_size {args.trainers} --matchmaking_time 3.5 --max_global_steps {args.max_global_steps} "
-        "--leave_timeout 30"
-    )
+    print("4. Training (the first step takes longer: the trainers start)", flush=True)
+    metrics, num_steps = folder / "monitor" / "metrics.jsonl", 0
+    while any(map(workers.is_running, trainers)):
+        workers.wait_for(
+            lambda: len(read_jsonl(metrics)) > num_steps or not any(map(workers.is_running, trainers)),  # noqa: B023
+            "the next step",
+        )
+        steps = read_jsonl(metrics)
+        for step in steps[num_steps:]:
+            print(
+                f"Step {step['step']} of {args.max_global_steps}   loss {format_loss(step['loss'])}   "
+                f"{step['performance']:.0f} samples/s   {step['alive peers']} peers",
+                flush=True,
+            )
+        num_steps = len(steps)
+    workers.close()  # the monitor
+    workers.check()
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
+def quote(path: object) -> str:
+    return shlex.quote(str(path))
+
+
+def as_typed(command: str) -> str:
+    """Return a command of this project for a shell in the current folder."""
+    return f"{quote(os.path.relpath(SCRIPTS))}/{command}"
+
+
 class Workers:
-    """The demo's processes, with their output in NAME.log. When the block ends, they are stopped."""
+    """The demo's processes, with their output in NAME.log."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.processes: dict[str, subprocess.Popen] = {}
 
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_exception) -> None:
-        if any(map(self.is_running, self.processes)):
-            print("Stopping the processes")
-        self.stop()
-
     def is_running(self, name: str) -> bool:
         return self.processes[name].poll() is None
 
-    def start(self, name: str, command: str, **environment: str) -> None:
-        """Print a command line and start it.
+    def start(self, name: str, command: str) -> None:
+        """Print a command line, and start it on one core.
 
         :param command: script and flags, quoted for a shell
         """
-        typed = "".join(f"{variable}={value} " for variable, value in environment.items()) + as_typed(command)
-        print(f"{typed}\n", flush=True)
+        typed = f"OMP_NUM_THREADS=1 {as_typed(command)}\n"
+        print(typed, flush=True)
         with open(self.folder / COMMANDS_FILE, "a") as file:
-            file.write(f"{typed}\n\n")
+            print(typed, file=file)
         script, *flags = shlex.split(command)
         with open(self.folder / f"{name}.log", "wb") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, str(SCRIPTS / script), *flags],
-                env={**os.environ, **environment},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 preexec_fn=leave_with_parent,  # safe without threads, and this program has none
             )
 
-    def wait_for(self, condition: Callable[[], object], timeout: float, what: str) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = STALL_TIMEOUT) -> None:
         """Wait until a condition is true.
 
-        :param timeout: seconds
         :param what: what the condition means, for the error message
+        :param timeout: seconds
         :raises UserError: if a process fails, or after `timeout` seconds
         """
         deadline = time.monotonic() + timeout
@@ -271,7 +218,7 @@ class Workers:
                 reason = (lines or ["(empty)"])[-1].split(": error: ")[-1].strip()  # the format of errors.py
                 raise UserError(f"{name} ended with {how}: {reason} (see {log})")
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Terminate the running processes, and kill those that have not ended within `STOP_TIMEOUT` seconds."""
         running = [process for name, process in self.processes.items() if self.is_running(name)]
         for process in running:
@@ -298,11 +245,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def count_rounds(entries: Iterable[dict]) -> Counter[int]:
-    """Count the averaging rounds by group size.
-
-    :param entries: records of the rounds.jsonl of all trainers
-    :returns: number of peers in the group -> number of rounds
-    """
+    """Count the averaging rounds by group size, from the records in all trainers' rounds.jsonl."""
     rounds = {(entry["step"], frozenset(entry["group"])) for entry in entries if entry["outcome"] == "averaged"}
     return Counter(len(group) for _, group in rounds)  # a set: each peer of a group has a record of the round
 
@@ -312,45 +255,33 @@ def format_loss(loss: float | None) -> str:
 
 
 def summarize(steps: list[dict], rounds: Counter[int], folder: Path) -> str:
-    """Return a text for the terminal: the result, the output files, and commands to try next."""
-    losses = [format_loss(step["loss"]) for step in steps] or ["unknown"]
-    counts = ", ".join(f"{number} x {size} peers" for size, number in sorted(rounds.items())) or "never"
-    checkpoints = (folder / "monitor").glob("checkpoint-*")
-    checkpoint = max(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), default=None)
-    lines = [
-        f"  Loss                {losses[0]} at first, {losses[-1]} at last",
-        f"  Gradients averaged  {counts}",
-        f"  Checkpoint          {checkpoint or 'none'}",
-        f"  Steps, as JSON      {folder / 'monitor' / 'metrics.jsonl'}",
-        f"  Logs                {folder}/*.log",
-        f"  Commands            {folder / COMMANDS_FILE}",
-        "",
-        "Look at the curves and try the model (which has learnt little in this short time):",
-        "",
-    ]
-    if sys.prefix != sys.base_prefix:
-        lines.append(f"  source {quote(Path(sys.prefix) / 'bin' / 'activate')}")
-    curves = Path(os.environ.get("TRACKIO_DIR", folder.resolve() / "monitor" / "trackio"))
-    if curves.is_dir():
-        lines.append(f"  TRACKIO_DIR={quote(curves)} trackio show --project {RUN_ID}")
-    if checkpoint is not None:
-        fill_mask = as_typed(f"fill_mask.py {quote(checkpoint)} 'The value of [MASK].'")
-        lines.append(f"  {fill_mask}")
-    return "\n".join(lines)
+    """Return a text for the terminal: the result, the output files, and commands to try next.
 
-
-def check_result(steps: list[dict], rounds: Counter[int]) -> None:
-    """Check that the trainers averaged gradients with each other and that the loss fell.
-
-    :raises UserError: if not
+    :raises UserError: if the trainers did not average gradients with each other, or the loss did not fall
     """
     losses = [step["loss"] for step in steps if step["loss"] is not None]
     if not any(size >= 2 for size in rounds):
-        raise UserError("no step was averaged by two trainers; search their logs for 'Averag'")
-    if len(losses) < 2:
-        raise UserError("fewer than two steps were reported, too few to check that the loss fell; see the logs")
-    if losses[-1] >= losses[0]:
-        raise UserError(f"the loss did not fall: {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
+        raise UserError(f"no step was averaged by two trainers; search {folder}/trainer-*.log for 'Averag'")
+    if len(losses) < 2 or losses[-1] >= losses[0]:
+        raise UserError(f"the loss did not fall: {', '.join(map(format_loss, losses))}; see {folder}/*.log")
+    counts = ", ".join(f"{number} x {size} peers" for size, number in sorted(rounds.items()))
+    monitor = folder / "monitor"
+    checkpoint = max(monitor.glob("checkpoint-*"), key=os.path.getmtime, default="none")
+    curves = Path(os.environ.get("TRACKIO_DIR", monitor.resolve() / "trackio"))
+    lines = [
+        f"  Loss                {losses[0]:.3f} at first, {losses[-1]:.3f} at last",
+        f"  Gradients averaged  {counts}",
+        f"  Checkpoint          {checkpoint}",
+        f"  Steps, as JSON      {monitor / 'metrics.jsonl'}",
+        f"  Logs                {folder}/*.log",
+        f"  Commands            {folder / COMMANDS_FILE}",
+        "\nLook at the curves and try the model (which has learnt little in this short time):\n",
+        f"  TRACKIO_DIR={quote(curves)} trackio show --project demo",
+        f"  {as_typed(f'fill_mask.py {quote(monitor)}')} 'The value of [MASK].'",
+    ]
+    if sys.prefix != sys.base_prefix:
+        lines.insert(-2, f"  source {quote(Path(sys.prefix) / 'bin' / 'activate')}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
