@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import fill_mask
 from lib.common.errors import UserError, run_script
-from lib.monitoring.samples import SampleReporter, build_pipeline, check_text, complete, continue_text, fill_masks
+from lib.monitoring.samples import SampleReporter, build_pipeline, check_text, complete, fill_masks
 from lib.training.model import build_model
 from tests.support.peers import TINY_CONFIGS
 
@@ -58,17 +58,8 @@ def test_fillings_are_the_most_likely_ones(family, mask, tokenizer):
     (fillings,) = fill_masks(completer, TEXT.replace("[MASK]", mask))
     assert len(fillings) == 5 and fillings[0][0] == "france" and fillings[0][1] > 0.99
     probabilities = [probability for _, probability in fillings]
+    assert [len(fillings) for fillings in fill_masks(completer, "[MASK] capital <mask> france", number=2)] == [2, 2]
     assert probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1.0001
-
-
-def test_each_mask_is_filled(tokenizer):
-    masks = fill_masks(build_pipeline(make_model("bert"), tokenizer), "[MASK] capital <mask> france", number=2)
-    assert [len(fillings) for fillings in masks] == [2, 2]
-
-
-def test_causal_model_continues_the_text(tokenizer):
-    completer = build_pipeline(make_model("gpt2"), tokenizer)
-    assert continue_text(completer, "the capital of") == " ".join(["france"] * 20)
 
 
 @pytest.mark.parametrize("family", ["albert", "gpt2"])
@@ -86,9 +77,7 @@ def test_completions_follow_the_parameters(family, tokenizer):
     completer = build_pipeline(model, tokenizer)
     assert "france" in complete(completer, TEXT)
     model.load_state_dict(later.state_dict())
-    assert complete(completer, TEXT) == complete(build_pipeline(later, tokenizer), TEXT) and "paris" in complete(
-        completer, TEXT
-    )
+    assert "paris" in complete(completer, TEXT)
 
 
 def test_token_without_text_is_shown_by_its_name(tokenizer):
@@ -200,25 +189,18 @@ def test_script_continues_a_text(show, tmp_path, tokenizer):
     make_model("gpt2").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     code, out, _ = show(tmp_path, "the capital of")
-    assert code == 0 and out.startswith("the capital of … france france")
+    assert code == 0 and out == f"the capital of … {' '.join(['france'] * 20)}\n"
 
 
 def change_config(folder: Path, name: str = "config.json", **changes) -> None:
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
 
 
-def add_code(folder: Path) -> None:
-    """Give a checkpoint code that leaves a trace where it is run."""
-    (folder / "evil.py").write_text(f"open({str(folder / 'trace')!r}, 'w')")
-
-
 def bring_model_code(folder: Path) -> None:
-    add_code(folder)
     change_config(folder, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForMaskedLM": "evil.M"})
 
 
 def bring_tokenizer_code(folder: Path) -> None:
-    add_code(folder)
     change_config(folder, "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]})
 
 
@@ -231,11 +213,9 @@ def pickle_weights(folder: Path) -> None:
     ("spoil", "text", "reason"),
     [
         (None, "no mask at all", "[MASK]"),
-        (None, "  ", "is empty"),
         (lambda folder: (folder / "config.json").unlink(), TEXT, "no complete checkpoint"),
         (pickle_weights, TEXT, "no complete checkpoint"),
         (lambda folder: (folder / "config.json").write_text("{"), TEXT, "no model configuration"),
-        (lambda folder: (folder / "config.json").write_text("[]"), TEXT, "no model configuration"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), TEXT, "weights of"),
         (lambda folder: change_config(folder, vocab_size=99), TEXT, "weights of"),
         (lambda folder: change_config(folder, model_type="bert"), TEXT, "lacks weights"),
@@ -245,6 +225,7 @@ def pickle_weights(folder: Path) -> None:
     ],
 )
 def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
+    (checkpoint / "evil.py").write_text(f"open({str(checkpoint / 'trace')!r}, 'w')")  # leaves a trace where it is run
     if spoil is not None:
         spoil(checkpoint)
     code, _, err = show(checkpoint, text)
@@ -253,13 +234,9 @@ def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
     assert not (checkpoint / "trace").exists()
 
 
-def test_folder_that_does_not_exist(show):
-    for name in ("./nowhere", "monitor_outputs/checkpoint-5"):
-        code, _, err = show(name, TEXT)
-        assert code == 1 and err.count("\n") == 1 and "no complete checkpoint" in err and "pass a folder" in err
-
-
-def test_usage_error(show, checkpoint):
-    for args in ((), (checkpoint,), (checkpoint, TEXT, "--number", 0)):
-        code, _, err = show(*args)
-        assert code == 2 and err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("args", "expected"), [((), 2), (("out",), 2), (("out", TEXT, "--number", 0), 2), (("nowhere", TEXT), 1)]
+)
+def test_usage_error(show, args, expected):
+    code, _, err = show(*args)
+    assert code == expected and err.count("\n") == 1
