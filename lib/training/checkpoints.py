@@ -1,4 +1,4 @@
-"""Checkpoints of the collaboration on disk, written atomically.
+"""Checkpoints and backups of the training state on disk, written atomically.
 
 A checkpoint is a folder `checkpoint-STEP` that `from_pretrained` opens (config, model.safetensors, tokenizer). It also
 holds the training state as peers exchange it (parameters and optimizer statistics), in a file that
@@ -9,7 +9,7 @@ checkpoint unchanged.
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,6 @@ def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: 
     :returns: the path of the checkpoint
     :raises OSError: if the checkpoint cannot be written, such as on a full disk
     """
-
     path = folder / f"checkpoint-{state.step}"
     with new_folder(path, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary:
         model.save_pretrained(temporary)
@@ -96,27 +95,18 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(steps, key=steps.get, reverse=True)
 
 
-def iterate_training_states(folder: Path, run_id: str) -> Iterator[TrainingState]:
-    """Yield the training states of the readable checkpoints, newest first; log a warning for each of the others."""
-    for path in list_checkpoints(folder):
-        try:
-            yield load_training_state(path / STATE_FILE, run_id)
-        except ValueError as error:
-            logger.warning(f"Skipping a checkpoint: {error}")
-
-
 def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> TrainingState | None:
-    """Restore the newest checkpoint that is readable and fits the model.
+    """Restore the newest checkpoint that is readable and fits the model; log a warning for each newer one.
 
     :returns: the restored state; None if there is no such checkpoint
     """
-    for state in iterate_training_states(folder, run_id):
+    for path in list_checkpoints(folder):
         try:
+            state = load_training_state(path / STATE_FILE, run_id)
             averager.restore(state.metadata, state.tensors)
-        except StateLoadError as error:
-            logger.warning(f"Skipping the checkpoint of step #{state.step}, which does not fit the model: {error}")
-        else:
             return state
+        except (ValueError, StateLoadError) as error:
+            logger.warning(f"Skipping {path}: {error}")
     return None
 
 
@@ -129,3 +119,48 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+class BackupWriter:
+    """Saves a trainer's newest finite training state in a background thread, for a rollback after NaN or Inf.
+
+    :param path: the file
+    :param run_id: stored with the state; a backup of another run is not read
+    """
+
+    def __init__(self, path: Path, run_id: str):
+        self.path, self.run_id = path, run_id
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="BackupWriter")
+        self._pending: Future | None = None
+
+    def write(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
+        """Save a state in the background; skip it while the previous backup is still being written.
+
+        :param metadata, tensors: see TrainingState
+        """
+        if self._pending is None or self._pending.done():
+            self._pending = self._executor.submit(self._write, TrainingState(self.run_id, metadata, tensors))
+
+    def _write(self, state: TrainingState) -> None:
+        try:
+            save_training_state(self.path, state)
+        except Exception as error:
+            logger.error(f"Could not write the backup {self.path} ({error}); keeping the previous one")
+
+    def read(self) -> TrainingState | None:
+        """Load the newest backup, after a pending write has ended.
+
+        :returns: None if there is no readable backup of this run
+        """
+        if self._pending is not None:
+            self._pending.result()
+        if not self.path.exists():
+            return None
+        try:
+            return load_training_state(self.path, self.run_id)
+        except ValueError as error:
+            logger.warning(f"Skipping the backup: {error}")
+            return None
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)

@@ -25,8 +25,7 @@ from lib.peer.lifecycle import supervise
 from lib.peer.peer import Peer
 from lib.peer.run_config import RunConfigRelay
 from lib.training import checkpoints
-from lib.training.backup import BackupWriter
-from lib.training.checkpoints import TrainingState
+from lib.training.checkpoints import BackupWriter, TrainingState
 from lib.training.console import ClientModeAlarm, open_panel
 from lib.training.loss_meter import LossMeter
 from lib.training.status import describe_end, describe_gift

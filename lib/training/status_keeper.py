@@ -25,8 +25,7 @@ from lib.training.status import FILE_NAME, TrainerStatus, describe_progress
 logger = get_logger(__name__)
 
 WRITE_SECONDS, DRAW_SECONDS = 5.0, 1.0  # between two writes of the file, and two updates of the panel
-LOG_SECONDS = 30.0  # between two lines about the progress, without a panel
-CONNECTION_SECONDS = 30.0  # between two reads of the connections
+LOG_SECONDS = 30.0  # between two reads of the connections and, without a panel, two lines about the progress
 MAX_SECONDS_TO_STEP = 30 * 86400.0  # longer estimates are those of trainers without a known speed
 MAX_REASON = 100  # characters
 REASONS = {
@@ -66,8 +65,7 @@ class StatusKeeper(PeriodicThread):
         self._begun_at = 0  # step after which each one is joined or missed
         self._computed = 0
         self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
-        self._write_at = self._count_at = float("-inf")  # time.monotonic
-        self._log_at = time.monotonic() + LOG_SECONDS
+        self._write_at, self._log_at = float("-inf"), time.monotonic() + LOG_SECONDS  # time.monotonic
 
     def start(self) -> None:
         self.write()  # the status of an earlier trainer in this folder is over
@@ -122,13 +120,12 @@ class StatusKeeper(PeriodicThread):
 
     def work(self) -> None:
         now = time.monotonic()
-        if now >= self._count_at:
-            self._count_at, self._status.connections = now + CONNECTION_SECONDS, self._count_connections()
+        if now >= self._log_at:
+            self._log_at, self._status.connections = now + LOG_SECONDS, self._count_connections()
+            if self.panel is None and not self.should_stop():
+                logger.info(describe_progress(self.update(), self.loss_meter.mean()))
         if self.panel is not None:
             self._draw()
-        elif now >= self._log_at and not self.should_stop():
-            self._log_at = now + LOG_SECONDS
-            logger.info(describe_progress(self.update(), self.loss_meter.mean()))
         if now >= self._write_at:
             self._write_at = now + WRITE_SECONDS
             self.write()

@@ -14,7 +14,7 @@ from arguments import CollaborationArguments
 from lib.common.errors import UserError
 from lib.common.names import derive_name
 from lib.training import session as session_module
-from lib.training.backup import BackupWriter
+from lib.training.checkpoints import BackupWriter
 from lib.training.console import ClientModeAlarm
 from lib.training.session import TrainingSession
 from tests.support.fakes import FAKE_PEER, FakeTracker, make_session

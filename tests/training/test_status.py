@@ -152,14 +152,14 @@ def test_connections_to_trainers_and_initial_peers_are_counted(keeper, monkeypat
     initial, trainer = PEERS
     keeper.args.initial_peers = [f"/ip4/192.0.2.1/tcp/31337/p2p/{initial}"]
     keeper.optimizer.tracker.others = [SimpleNamespace(peer_id=PeerID.from_base58(trainer).to_bytes())]
-    counts = {("dht", *PEERS): (1, 1)}
+    keeper._log_at, counts = 0.0, {("dht", *PEERS): (1, 1)}
     monkeypatch.setattr(status_keeper, "count_connections", lambda dht, peers: counts[dht, *sorted(peers)])
     keeper.work()
     assert keeper.update().connections == (1, 1)
 
 
-def test_progress_is_logged_without_a_terminal(keeper, caplog, monkeypatch):
-    monkeypatch.setattr(keeper, "_log_at", 0.0)
+def test_progress_is_logged_without_a_terminal(keeper, caplog):
+    keeper._log_at = 0.0
     caplog.set_level("INFO")
     keeper.optimizer.tracker.other_trainers = [SimpleNamespace(samples_per_second=1.0)] * 2
     keeper.loss_meter.add(torch.tensor(6.5))
