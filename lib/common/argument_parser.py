@@ -4,7 +4,6 @@ A usage error is one line on stderr.
 """
 
 import difflib
-import ipaddress
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,8 @@ from typing import NoReturn
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from lib.common.checks import HOST_PORT, ArgumentsError, require
+from lib.common.checks import HOST_PORT, ArgumentsError, parse_ip, require
+from lib.common.errors import first_line
 
 # Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) and versions -> their names now.
 _OLD_NAMES = {
@@ -76,10 +76,8 @@ def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
     host, port = match["host"].strip("[]"), match["port"].replace("*", "0")
     if host == "::":
         return [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
-    try:
-        return [f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"]
-    except ValueError:
-        return [f"/dns4/{host}/tcp/{port}"]
+    ip = parse_ip(host)
+    return [f"/dns4/{host}/tcp/{port}" if ip is None else f"/ip{ip.version}/{host}/tcp/{port}"]
 
 
 def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[list[str], list[str]]:
@@ -189,10 +187,8 @@ class ArgumentParser(HfArgumentParser):
         """
         try:
             settings = yaml.safe_load(Path(path).read_text())
-        except OSError as error:
-            raise ArgumentsError(f"--run_config: '{path}': {error.strerror}; pass a YAML file") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ArgumentsError(f"--run_config: '{path}' is not YAML: {' '.join(str(error).split())}") from None
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ArgumentsError(f"--run_config: '{path}' is not a YAML file: {first_line(error)}") from None
         require(isinstance(settings, dict), f"--run_config: '{path}' must have lines such as 'run_id: my-albert'")
         for name, value in settings.items():
             require(f"--{name}" in self.known_flags, f"--run_config: '{path}' has '{name}', which is no flag")

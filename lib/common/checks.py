@@ -45,10 +45,7 @@ def check_web_address(flag: str, url: str) -> None:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
-    require(
-        valid,
-        f"{flag} must be an http(s) address like https://example.org/data.tar.gz; serve it by HTTP, not FTP",
-    )
+    require(valid, f"{flag} must be an http(s) address like https://example.org/data.tar.gz; FTP is not supported")
 
 
 _PAGE = re.compile(r"https?://[\w.-]+(:\d{1,5})?(/[\w./?&=%~#+:,@-]*)?", re.ASCII)
@@ -86,31 +83,35 @@ _VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-cir
 _PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", "udp", "p2p", "ipfs", "certhash"}
 
 
+def parse_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an IP address; None if the text is none."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def is_port(text: str) -> bool:
+    return text.isdigit() and int(text) <= 65535
+
+
 def check_maddr(flag: str, maddr: str) -> dict[str, str]:
     """Check a multiaddress and return its protocols with their values ("" for a protocol without a value)."""
     example = "it looks like /ip4/203.0.113.1/tcp/31337"
     require(maddr.startswith("/"), f"{flag}: '{maddr}' is not a multiaddress; {example}")
-    parts = maddr.strip("/").split("/")
-    protocols: dict[str, str] = {}
-    while parts:
-        name = parts.pop(0)
-        if name in _VALUELESS_PROTOCOLS:
-            protocols[name] = ""
-            continue
-        require(name in _PROTOCOLS_WITH_VALUE, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
-        require(bool(parts), f"{flag}: '{maddr}' ends after '{name}', its value is missing; {example}")
-        protocols[name] = parts.pop(0)
-    for name, version in (("ip4", 4), ("ip6", 6)):
-        if name in protocols:
-            try:
-                valid = ipaddress.ip_address(protocols[name]).version == version
-            except ValueError:
-                valid = False
-            require(valid, f"{flag}: '{protocols[name]}' in '{maddr}' is not an IPv{version} address")
-    for name in ("tcp", "udp"):
-        if name in protocols:
-            port = protocols[name]
-            require(port.isdigit() and int(port) <= 65535, f"{flag}: '{port}' in '{maddr}' is not a port")
+    parts = iter(maddr.strip("/").split("/"))
+    protocols = {}
+    for name in parts:
+        protocols[name] = value = "" if name in _VALUELESS_PROTOCOLS else next(parts, None)
+        if name in _PROTOCOLS_WITH_VALUE:
+            require(value is not None, f"{flag}: '{maddr}' ends after '{name}', its value is missing; {example}")
+        else:
+            require(name in _VALUELESS_PROTOCOLS, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
+        if name in ("ip4", "ip6"):
+            is_address = (ip := parse_ip(value)) is not None and ip.version == int(name[-1])
+            require(is_address, f"{flag}: '{value}' in '{maddr}' is not an IPv{name[-1]} address")
+        if name in ("tcp", "udp"):
+            require(is_port(value), f"{flag}: '{value}' in '{maddr}' is not a port")
     return protocols
 
 
@@ -119,38 +120,23 @@ def check_endpoint(flag: str, endpoint: str) -> None:
     match = HOST_PORT.fullmatch(endpoint)
     require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; it looks like bore.pub:31337")
     host, port = match["host"].strip("[]"), match["port"]
-    require(
-        port.isdigit() and 0 < int(port) <= 65535,
-        f"{flag}: '{endpoint}' needs the port of the tunnel's public end, from 1 to 65535",
-    )
+    has_port = is_port(port) and port != "0"
+    require(has_port, f"{flag}: '{endpoint}' needs the port of the tunnel's public end, from 1 to 65535")
     if ":" in host or re.fullmatch(r"[\d.]+", host):
-        try:
-            valid = not ipaddress.ip_address(host).is_unspecified
-        except ValueError:
-            valid = False
-        require(valid, f"{flag}: '{host}' is not an address that other peers can reach")
+        valid = (ip := parse_ip(host)) is not None and not ip.is_unspecified
     else:
-        require(bool(re.fullmatch(r"[\w.-]+", host, re.ASCII)), f"{flag}: '{host}' is not a valid host name")
+        valid = re.fullmatch(r"[\w.-]+", host, re.ASCII) is not None
+    require(valid, f"{flag}: '{host}' is not a host that other peers can reach")
 
 
 def check_peer(flag: str, maddr: str) -> None:
-    if HOST_PORT.fullmatch(maddr):
-        host, port = maddr.rsplit(":", 1)
-        raise ArgumentsError(
-            f"{flag}: '{maddr}' lacks the peer ID. Copy the whole address from the first lines that the peer prints: "
-            f"/ip4/{host}/tcp/{port}/p2p/PEER_ID"
-        )
-    protocols = check_maddr(flag, maddr)
+    copy = "Copy the whole address that the peer prints"
+    endpoint = HOST_PORT.fullmatch(maddr)  # the notation of older examples
+    protocols = {} if endpoint else check_maddr(flag, maddr)
     peer_id = protocols.get("p2p", protocols.get("ipfs"))
-    require(
-        peer_id is not None,
-        f"{flag}: '{maddr}' lacks the peer ID. Copy the whole address that the peer prints: "
-        f"{maddr.rstrip('/')}/p2p/PEER_ID",
-    )
-    require(
-        bool(_PEER_ID.fullmatch(peer_id)),
-        f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. Copy the whole address that the peer prints",
-    )
+    address = f"/ip4/{endpoint['host']}/tcp/{endpoint['port']}" if endpoint else maddr.rstrip("/")
+    require(peer_id is not None, f"{flag}: '{maddr}' lacks the peer ID. {copy}: {address}/p2p/PEER_ID")
+    require(bool(_PEER_ID.fullmatch(peer_id)), f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. {copy}")
 
 
 _HUB_ADDRESS = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/"

@@ -5,7 +5,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 from lib.common.diagnosis import next_hint
 
@@ -52,14 +51,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error, limit=None)} (--debug shows where)"
 
 
-def exit_with(message: str, code: int = 1, hint: str | None = None) -> NoReturn:
-    """Print `SCRIPT: error: message` to stderr, the hint on a line below, and exit."""
-    print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    if hint is not None:
-        print(hint, file=sys.stderr)
-    sys.exit(code)
-
-
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's `main`; on an exception print one line to stderr and exit with code 1, or with TEMPORARY.
 
@@ -67,12 +58,14 @@ def run_script(main: Callable[[], None]) -> None:
     The exit code after Ctrl-C is 130.
     """
     try:
-        main()
+        return main()
     except KeyboardInterrupt:
-        exit_with("interrupted", code=130)
+        message, code = "interrupted", 130
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        message = describe(error)
-        code = TEMPORARY if isinstance(error, TemporaryError) else 1
-        exit_with(message, code, hint=next_hint(message))
+        message, code = describe(error), TEMPORARY if isinstance(error, TemporaryError) else 1
+    print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    if (hint := next_hint(message)) is not None:
+        print(hint, file=sys.stderr)
+    sys.exit(code)

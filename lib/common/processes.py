@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 
 import psutil
 
@@ -47,18 +48,13 @@ def leave_with_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-_guarded = False
-
-
+@cache
 def guard_children() -> None:
     """Make every process that is forked from now on end with this one. Call this before hivemind forks a process."""
-    global _guarded
-    if not _guarded:
-        # "spawn" and "forkserver" (Python 3.14's default) pickle the process object; averagers hold locks, which
-        # cannot be pickled.
-        multiprocessing.set_start_method("fork", force=True)
-        os.register_at_fork(after_in_child=leave_with_parent)
-        _guarded = True
+    # "spawn" and "forkserver" (Python 3.14's default) pickle the process object; averagers hold locks, which cannot be
+    # pickled.
+    multiprocessing.set_start_method("fork", force=True)
+    os.register_at_fork(after_in_child=leave_with_parent)
 
 
 def start_shared_memory_manager() -> None:
