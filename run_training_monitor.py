@@ -12,6 +12,7 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from arguments import (
@@ -165,7 +166,7 @@ def monitor(
     from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
     from lib.monitoring.model_card import CardMetadata
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
-    from lib.monitoring.samples import SampleReporter, check_text
+    from lib.monitoring.samples import build_pipeline, check_text, report_samples
     from lib.monitoring.trackers import build_reporters
     from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
@@ -232,7 +233,7 @@ def monitor(
         )
         stack.callback(reporter.close)
         if args.sample_text:
-            keeper.on_saved = SampleReporter(model, tokenizer, args.sample_text, reporter).report
+            keeper.on_saved = partial(report_samples, build_pipeline(model, tokenizer), args.sample_text, reporter)
         aggregator = MetricsAggregator(
             reporter.last_step(),
             alive_timeout=min(60.0, run_args.metadata_expiration),

@@ -14,7 +14,7 @@ import queue
 import secrets
 import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,8 +43,8 @@ class Dashboard:
         PartialState(cpu=True)  # without it, the trackers' log messages raise
         tracker.main_process_only = False  # the monitor has a single process
         self.tracker = tracker
-        self._waiting = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
-        self._has_warned = False
+        self._calls = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
+        self._calls.put(tracker.start)
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
 
@@ -56,7 +56,7 @@ class Dashboard:
 
     def log(self, values: dict, step: int) -> None:
         """Queue the values of a step by curve name, and return at once. Steps may come in any order."""
-        self._put(partial(self.tracker.log, values, step=step))
+        self._calls.put(partial(self.tracker.log, values, step=step))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Queue a table of a step, which only wandb and trackio draw.
@@ -64,38 +64,30 @@ class Dashboard:
         :param rows: numbers and plain text, one value per column
         """
         if hasattr(self.tracker, "log_table"):
-            self._put(partial(self.tracker.log_table, name, list(columns), data=list(map(list, rows)), step=step))
-
-    def _put(self, call: Callable[[], None]) -> None:
-        if self._thread.is_alive():
-            self._waiting.put(call)
+            data = list(map(list, rows))
+            self._calls.put(partial(self.tracker.log_table, name, list(columns), data=data, step=step))
 
     def close(self) -> None:
         """Finish the upload within CLOSE_TIMEOUT seconds."""
-        self._waiting.put(None)
+        self._calls.put(self.tracker.finish)
+        self._calls.put(None)
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
             self._warn(f"did not finish in {CLOSE_TIMEOUT:.0f} s; values may be missing there")
 
     def _run(self) -> None:
-        if self._has_worked(self.tracker.start, "did not start"):
-            while (call := self._waiting.get()) is not None:
-                self._has_worked(call, "failed")
-            self._has_worked(self.tracker.finish, "did not finish")
+        has_warned = False
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                if not has_warned:  # after a failed start, all calls fail
+                    self._warn(f"failed: {describe(error)}")
+                    logger.debug("The dashboard's error", exc_info=error)
+                has_warned = True
 
-    def _has_worked(self, call: Callable[[], None], problem: str) -> bool:
-        try:
-            call()
-        except Exception as error:
-            self._warn(f"{problem}: {describe(error)}", error)
-            return False
-        return True
-
-    def _warn(self, problem: str, error: Exception | None = None) -> None:
-        if not self._has_warned:
-            logger.warning(f"{self.tracker.name} {problem}; see metrics.jsonl instead")
-            logger.debug("The dashboard's error", exc_info=error)
-            self._has_warned = True
+    def _warn(self, problem: str) -> None:
+        logger.warning(f"{self.tracker.name} {problem}; see metrics.jsonl instead")
 
 
 def build_tracker(

@@ -88,30 +88,22 @@ def complete(completer: Pipeline, text: str) -> str:
     return "; ".join(", ".join(f"{token} {probability:.1%}" for token, probability in mask) for mask in masks)
 
 
-class SampleReporter:
-    """Reports the completions of some texts: one line each in the log, and a table in the dashboard.
+def report_samples(completer: Pipeline, texts: Sequence[str], reporter: Reporters, step: int) -> None:
+    """Report the completions of some texts: one line each in the log, and a table in the dashboard.
+
+    A failure is a warning.
 
     :param texts: checked by `check_text`
+    :param step: the global step of the model's parameters
     """
-
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], reporter: Reporters
-    ):
-        self.completer, self.texts, self.reporter = build_pipeline(model, tokenizer), texts, reporter
-
-    def report(self, step: int) -> None:
-        """Complete the texts. A failure is a warning.
-
-        :param step: the global step of the model's parameters
-        """
-        try:
-            rows = [(text, complete(self.completer, text)) for text in self.texts]
-        except Exception as error:
-            logger.warning(f"Could not complete the texts of --sample_text at step #{step}: {describe(error)}")
-            return
-        for text, completion in rows:
-            logger.info(f"Step #{step}\t{text} -> {completion}")
-        self.reporter.report_table("samples", ("text", "completion"), rows, step)
+    try:
+        rows = [(text, complete(completer, text)) for text in texts]
+    except Exception as error:
+        logger.warning(f"Could not complete the texts of --sample_text at step #{step}: {describe(error)}")
+        return
+    for text, completion in rows:
+        logger.info(f"Step #{step}\t{text} -> {completion}")
+    reporter.report_table("samples", ("text", "completion"), rows, step)
 
 
 def _name(filling: dict, tokenizer: PreTrainedTokenizerBase) -> str:

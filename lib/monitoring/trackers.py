@@ -12,14 +12,10 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lib.common.errors import describe
 from lib.monitoring.aggregation import StepReport
 from utils import Evaluation
-
-if TYPE_CHECKING:
-    from lib.monitoring.dashboards import Dashboard
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +43,7 @@ class Reporters:
     def __init__(self, output_dir: Path):
         self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
         self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
-        self.dashboard: Dashboard | None = None
+        self.dashboard = None  # a Dashboard, whose import takes a second
         self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
 
     @property

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import fill_mask
 from lib.common.errors import UserError, run_script
-from lib.monitoring.samples import SampleReporter, build_pipeline, check_text, complete, fill_masks
+from lib.monitoring.samples import build_pipeline, check_text, complete, fill_masks, report_samples
 from lib.training.model import build_model
 from tests.support.peers import TINY_CONFIGS
 
@@ -112,19 +112,16 @@ class FakeReporters:
 def test_monitor_reports_samples(tokenizer, caplog):
     caplog.set_level(logging.INFO)
     reporters = FakeReporters()
-    reporter = SampleReporter(make_model("albert"), tokenizer, [TEXT, "[MASK] is [MASK]"], reporters)
-    reporter.report(7)
+    completer = build_pipeline(make_model("albert"), tokenizer)
+    report_samples(completer, [TEXT, "[MASK] is [MASK]"], reporters, 7)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and messages[0].startswith(f"Step #7\t{TEXT} -> france 100.0%, ")
     ((name, columns, rows, step),) = reporters.tables
     assert (name, columns, step) == ("samples", ("text", "completion"), 7)
     assert [text for text, _ in rows] == [TEXT, "[MASK] is [MASK]"] and rows[1][1].count("; ") == 1
 
-
-def test_failure_is_one_warning(tokenizer, caplog):
-    reporters = FakeReporters()
-    SampleReporter(make_model("albert"), tokenizer, [TEXT, 7], reporters).report(7)
-    assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING and not reporters.tables
+    report_samples(completer, [TEXT, 7], reporters, 8)
+    assert caplog.records[-1].levelno == logging.WARNING and len(reporters.tables) == 1
 
 
 def test_mask_is_asked_for_at_the_start(tokenizer):
