@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -136,37 +137,12 @@ def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
     backup.close()
 
 
-def make_keeper(folder: Path, averager: FakeAverager) -> CheckpointKeeper:
-    args = TrainingMonitorArguments(output_dir=str(folder), refresh_period=0.01)
-    return CheckpointKeeper(averager, build_model(CONFIG, "run"), FakeTokenizer(), "run", args)
-
-
-def test_monitor_retries_a_checkpoint_that_could_not_be_written(tmp_path, monkeypatch, caplog):
-    averager = FakeAverager(step=5)
-    keeper = make_keeper(tmp_path, averager)
-
-    def fail(*_args, **_kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", fail)
-        keeper.update(5, trainers_are_leaving=False)
-        keeper._pending.result()
-    assert keeper.saved_step == -1 and list(tmp_path.iterdir()) == []
-    assert "trying again later" in caplog.text and "Traceback" not in caplog.text
-    update(keeper, 5)
-    assert keeper.saved_step == 5
-    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-5"]
-    keeper.close()
-
-
-@pytest.mark.parametrize(
-    ("step", "leaving", "is_due"), [(-1, False, False), (4, False, False), (5, False, True), (4, True, True)]
-)
-def test_checkpoint_is_due_every_interval_and_when_trainers_leave(tmp_path, step, leaving, is_due):
-    keeper = make_keeper(tmp_path, FakeAverager(step=max(step, 0)))
-    keeper.update(step, leaving)
-    assert (keeper._pending is not None) == is_due
+@pytest.fixture
+def keeper(tmp_path) -> Iterator[CheckpointKeeper]:
+    """The keeper of a monitor that saves every five steps. Its averager downloads the state of step 5."""
+    args = TrainingMonitorArguments(output_dir=str(tmp_path), refresh_period=0.01)
+    keeper = CheckpointKeeper(FakeAverager(step=5), build_model(CONFIG, "run"), FakeTokenizer(), "run", args)
+    yield keeper
     keeper.close()
 
 
@@ -178,11 +154,33 @@ def update(keeper: CheckpointKeeper, step: int) -> None:
         keeper._pending.result()
 
 
-def test_monitor_offers_its_newest_checkpoint_all_the_time(tmp_path):
+def test_monitor_retries_a_checkpoint_that_could_not_be_written(keeper, tmp_path, monkeypatch, caplog):
+    def fail(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", fail)
+        update(keeper, 5)
+    assert keeper.saved_step == -1 and list(tmp_path.iterdir()) == []
+    assert "trying again later" in caplog.text and "Traceback" not in caplog.text
+    update(keeper, 5)
+    assert keeper.saved_step == 5
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize(
+    ("step", "leaving", "is_due"), [(-1, False, False), (4, False, False), (5, False, True), (4, True, True)]
+)
+def test_checkpoint_is_due_every_interval_and_when_trainers_leave(keeper, step, leaving, is_due):
+    keeper.update(step, leaving)
+    assert (keeper._pending is not None) == is_due
+
+
+def test_monitor_offers_its_newest_checkpoint_all_the_time(keeper, tmp_path):
     for step in (3, 4):
         save(tmp_path, step)
-    averager, saved = FakeAverager(step=4), []
-    keeper = make_keeper(tmp_path, averager)
+    averager, saved = keeper.averager, []
+    averager.step = 4
     keeper.on_saved = lambda step: saved.append((step, (tmp_path / f"checkpoint-{step}").is_dir()))
     keeper.restore()
     assert averager.offered_step == 4
@@ -192,14 +190,12 @@ def test_monitor_offers_its_newest_checkpoint_all_the_time(tmp_path):
     averager.step = 9
     update(keeper, 9)
     assert averager.offered_step == keeper.saved_step == 9 and saved == [(9, True)]
-    keeper.close()
 
 
-def test_monitor_saves_what_a_revived_run_does_again(tmp_path):
+def test_monitor_saves_what_a_revived_run_does_again(keeper, tmp_path):
     """The trainers are killed after step 17 is reported, and before a state newer than step 10 is saved."""
     save(tmp_path, 10)
-    averager = FakeAverager(step=10)
-    keeper = make_keeper(tmp_path, averager)
+    averager = keeper.averager
     keeper.restore()
     for step in range(10, 15):
         averager.step = step
@@ -208,17 +204,15 @@ def test_monitor_saves_what_a_revived_run_does_again(tmp_path):
     averager.step = 15
     update(keeper, 17)
     assert averager.offered_step == 15
-    keeper.close()
 
 
-def test_monitor_neither_saves_nor_offers_a_state_far_ahead_of_the_reports(tmp_path, caplog):
-    averager = FakeAverager(step=10**6)
-    keeper = make_keeper(tmp_path, averager)
+def test_monitor_neither_saves_nor_offers_a_state_far_ahead_of_the_reports(keeper, caplog):
+    averager = keeper.averager
+    averager.step = 10**6
     keeper.restore()
     update(keeper, 10)
     assert averager.offered_step is None and keeper.saved_step == -1 and averager.local_epoch == 0
     assert "step #1000000, which no trainer has reported" in caplog.text
-    keeper.close()
 
 
 def test_second_peer_in_a_folder_is_refused(tmp_path):

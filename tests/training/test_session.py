@@ -4,6 +4,7 @@ A joining trainer waits for the training state if reports show a run, and one By
 """
 
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -20,22 +21,6 @@ from lib.training.session import TrainingSession
 from tests.support.fakes import FAKE_PEER, FakeTracker, make_session
 
 
-class FakeOptimizer:
-    """Fake optimizer whose state downloads succeed at given attempts; `epochs`: reports of the other live trainers."""
-
-    def __init__(self, epochs: list[int], succeeds_at: int | None):
-        self.local_epoch, self.last_step, self.target_batch_size = 0, None, 8
-        self.pop_steps = list
-        self.attempts, self.succeeds_at = 0, succeeds_at
-        self.tracker = FakeTracker(others=[(epoch, 1.0) for epoch in epochs])
-
-    def load_state_from_peers(self) -> bool:
-        self.attempts += 1
-        if self.attempts == self.succeeds_at:
-            self.local_epoch = 7
-        return self.attempts == self.succeeds_at
-
-
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
     """A clock without real waiting, in the session; `now` is its time."""
@@ -47,86 +32,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def join(tmp_path, monkeypatch, clock):
-    """Let a session join with a fake optimizer."""
-    monkeypatch.setattr(utils, "store_record", lambda *args: None)
-    args = CollaborationArguments(run_id="run", load_state_timeout=20.0)
-
-    def join(optimizer: FakeOptimizer) -> FakeOptimizer:
-        session = TrainingSession(FAKE_PEER, optimizer, torch.nn.Linear(2, 2), args, tmp_path, lambda: False)
-        try:
-            session.join()
-        finally:
-            session.close()
-        return optimizer
-
-    return join
-
-
-def test_first_trainer_of_a_run_begins_at_once(join):
-    assert join(FakeOptimizer([], None)).attempts == 1
-    assert join(FakeOptimizer([0, 1], None)).attempts == 1, "the others begin, too"
-
-
-def test_download_that_fails_is_tried_again_while_reports_show_a_run(join):
-    optimizer = join(FakeOptimizer([7, 7], succeeds_at=5))
-    assert (optimizer.attempts, optimizer.local_epoch) == (5, 7)
-
-
-def test_trainer_that_cannot_get_the_state_of_a_run_ends_with_one_line(join):
-    """Otherwise the trainer would start from scratch beside the run."""
-    with pytest.raises(UserError, match="2 trainers of this run are at step #7 or later") as error:
-        join(FakeOptimizer([7, 9], None))
-    assert "--load_state_timeout" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_one_byzantine_peer_does_not_prevent_joining(join):
-    optimizer = join(FakeOptimizer([10**6, 0, 1], None))
-    assert (optimizer.attempts, optimizer.local_epoch) == (TrainingSession.MAX_JOIN_ATTEMPTS, 0)
-
-
-@pytest.mark.parametrize(
-    ("backup", "offered", "expected"),
-    [(6, None, 6), (6, 8, 8), (None, 8, 8), (8, 6, 8)],
-    ids=["only a backup", "peers have a newer one", "only peers", "the backup is newer"],
-)
-def test_broken_parameters_are_rolled_back_to_the_newest_valid_state(tmp_path, backup, offered, expected):
-    session = make_session(tmp_path, offered)
-    if backup is not None:
-        session.backup.write({"epoch": backup, "optimizer_metadata": []}, [])
-    with torch.no_grad():
-        session.model.weight[0, 0] = float("nan")
-    assert session.after_local_step()
-    assert session.model.weight[0, 0] == expected
-    session.close()
-
-
-@pytest.mark.parametrize(("offered", "num_recoveries"), [(8, TrainingSession.MAX_RECOVERIES), (None, 0)])
-def test_recovery_ends_with_one_line(tmp_path, offered, num_recoveries):
-    """If no state can be downloaded, or after several rollbacks without a global step."""
-    session = make_session(tmp_path, offered)
-    with torch.no_grad():
-        for _ in range(num_recoveries):
-            session.model.weight[0, 0] = float("nan")
-            assert session.after_local_step()
-        session.model.weight[0, 0] = float("inf")
-    with pytest.raises(UserError, match="no valid state .* --learning_rate"):
-        session.after_local_step()
-    session.close()
-
-
-def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
-    session, stored = make_session(tmp_path, offered=None), []
-    monkeypatch.setattr(utils, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value))
-    session.introduce(leaving=False)
-    assert stored[0]["username"] == session.name == derive_name("QmFake")
-    session.close()
-    args = CollaborationArguments(run_id="run", username="alice")
-    assert TrainingSession(FAKE_PEER, session.optimizer, session.model, args, tmp_path, bool).name == "alice"
-
-
-@pytest.fixture
-def session(tmp_path, monkeypatch):
+def session(tmp_path, monkeypatch) -> Iterator[TrainingSession]:
     """A session at step 9 that publishes nothing, whose optimizer completes the steps in `session.steps`."""
     session = make_session(tmp_path, offered=8)
     for name in ("introduce", "publish_rounds"):
@@ -140,6 +46,95 @@ def session(tmp_path, monkeypatch):
     optimizer.finish_pending_update = optimizer.stop_averaging = lambda: None
     yield session
     session.close()
+
+
+def spoil(session: TrainingSession, value: float = float("nan")) -> None:
+    """Make a parameter NaN or Inf."""
+    with torch.no_grad():
+        session.model.weight[0, 0] = value
+
+
+@pytest.fixture
+def join(session, clock):
+    """Return a function with which a fresh trainer joins a run.
+
+    It takes the reported steps of the other trainers, and the attempt at which the download of their state, of step 7,
+    succeeds; it returns the number of attempts, and the step after joining.
+    """
+
+    def join(reported: list[int], succeeds_at: int | None = None) -> tuple[int, int]:
+        optimizer, attempts = session.optimizer, []
+
+        def load_state_from_peers() -> bool:
+            attempts.append(None)
+            if len(attempts) == succeeds_at:
+                optimizer.local_epoch = 7
+            return len(attempts) == succeeds_at
+
+        optimizer.load_state_from_peers, optimizer.local_epoch = load_state_from_peers, 0
+        optimizer.tracker = FakeTracker(others=[(step, 1.0) for step in reported])
+        session.args.load_state_timeout = 20.0
+        session.join()
+        return len(attempts), optimizer.local_epoch
+
+    return join
+
+
+@pytest.mark.parametrize(
+    ("reported", "succeeds_at", "expected"),
+    [
+        ([], None, (1, 0)),
+        ([0, 1], None, (1, 0)),
+        ([7, 7], 5, (5, 7)),
+        ([10**6, 0, 1], None, (TrainingSession.MAX_JOIN_ATTEMPTS, 0)),
+    ],
+    ids=["first trainer", "the others begin, too", "failed downloads are tried again", "one Byzantine peer"],
+)
+def test_trainer_joins(join, reported, succeeds_at, expected):
+    assert join(reported, succeeds_at) == expected
+
+
+def test_trainer_that_cannot_get_the_state_of_a_run_ends_with_one_line(join):
+    """Otherwise the trainer would start from scratch beside the run."""
+    with pytest.raises(UserError, match="2 trainers of this run are at step #7 or later") as error:
+        join([7, 9])
+    assert "--load_state_timeout" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("backup", "offered", "expected"),
+    [(6, None, 6), (6, 8, 8), (None, 8, 8), (8, 6, 8)],
+    ids=["only a backup", "peers have a newer one", "only peers", "the backup is newer"],
+)
+def test_broken_parameters_are_rolled_back_to_the_newest_valid_state(session, backup, offered, expected):
+    session.optimizer.state_averager.offered = offered
+    if backup is not None:
+        session.backup.write({"epoch": backup, "optimizer_metadata": []}, [])
+    spoil(session)
+    assert session.after_local_step()
+    assert session.model.weight[0, 0] == expected
+
+
+@pytest.mark.parametrize(("offered", "num_recoveries"), [(8, TrainingSession.MAX_RECOVERIES), (None, 0)])
+def test_recovery_ends_with_one_line(session, offered, num_recoveries):
+    """If no state can be downloaded, or after several rollbacks without a global step."""
+    session.optimizer.state_averager.offered = offered
+    for _ in range(num_recoveries):
+        spoil(session)
+        assert session.after_local_step()
+    spoil(session, float("inf"))
+    with pytest.raises(UserError, match="no valid state .* --learning_rate"):
+        session.after_local_step()
+
+
+def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
+    session, stored = make_session(tmp_path, offered=None), []
+    monkeypatch.setattr(utils, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value))
+    session.introduce(leaving=False)
+    assert stored[0]["username"] == session.name == derive_name("QmFake")
+    session.close()
+    args = CollaborationArguments(run_id="run", username="alice")
+    assert TrainingSession(FAKE_PEER, session.optimizer, session.model, args, tmp_path, bool).name == "alice"
 
 
 def test_two_steps_within_one_local_step_are_both_reported(session):
@@ -183,8 +178,7 @@ def test_backup_that_is_being_written_is_not_replaced(tmp_path, monkeypatch):
 def test_global_step_ends_a_series_of_recoveries(session):
     """Otherwise the fourth rollback of a month would end the trainer."""
     for step in range(10, 10 + 2 * session.MAX_RECOVERIES):
-        with torch.no_grad():
-            session.model.weight[0, 0] = float("nan")
+        spoil(session)
         assert session.after_local_step()
         session.steps = [(step, 4)]
         assert session.after_local_step()
