@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 from lib.common.errors import UserError
 from lib.common.processes import leave_with_parent
@@ -149,35 +149,25 @@ def open_monitor(project: Path, settings: str, log: Path = Path("monitor.log")) 
     peer_file.unlink(missing_ok=True)
     command = [sys.executable, "run_training_monitor.py", "--no_store_checkpoints", "--host_maddrs",
                "/ip4/127.0.0.1/tcp/0", *shlex.split(settings)]  # fmt: skip
-    with open(log, "wb") as file:
-        process = _start(command, project, file)
-    try:
+    with _running(command, project, log) as process:
         while not peer_file.exists():
             if process.poll() is not None:
                 raise UserError(f"the monitor: {log.read_text(errors='replace').strip().splitlines()[-1]}")
             time.sleep(0.5)
         yield " ".join(json.loads(peer_file.read_text())["initial_peers"])
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT)
-        process.kill()
-        process.wait()
 
 
 def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> None:
     """Run the trainer until it ends or the cell is interrupted. Its output is printed and written to `log`.
 
-    After an interrupt the trainer saves a checkpoint and announces its departure. A second interrupt, or the end of
-    the notebook's process, kills it.
+    After an interrupt the trainer saves a checkpoint and announces its departure. A second interrupt ends it at once.
 
     :raises UserError: if the trainer fails
     """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # the default of 1024 files is too low
     interrupted = False
-    with open(log, "wb") as file, open(log, errors="replace") as output:
-        process = _start(command, folder, file)
+    with _running(command, folder, log) as process, open(log, errors="replace") as output:
         try:
             _show(process, output)
         except KeyboardInterrupt:
@@ -185,19 +175,27 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
             print("\nStopping: the trainer saves a checkpoint and leaves the run. Interrupt again to end it at once")
             process.terminate()
             _show(process, output, STOP_TIMEOUT)
-        finally:
-            process.kill()
-            code = process.wait()
-    if code != 0 and not interrupted:
-        raise UserError(f"the trainer ended with exit code {code}; see its last lines above")
+    if process.returncode != 0 and not interrupted:
+        raise UserError(f"the trainer ended with exit code {process.returncode}; see its last lines above")
     print("The trainer has ended. Run this cell again to rejoin")
 
 
-def _start(command: list[str], folder: Path, log: BinaryIO) -> subprocess.Popen:
-    # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
-    return subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=leave_with_parent
-    )
+@contextlib.contextmanager
+def _running(command: list[str], folder: Path, log: Path) -> Iterator[subprocess.Popen]:
+    """Run a process with its output in `log`. At the end of the block, or with the notebook's process, it ends."""
+    with open(log, "wb") as file:
+        # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=leave_with_parent
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()  # the second signal ends a trainer at once
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_TIMEOUT)
+        process.kill()
+        process.wait()
 
 
 def _show(process: subprocess.Popen, output: TextIO, timeout: float = math.inf) -> None:

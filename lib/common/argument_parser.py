@@ -162,7 +162,7 @@ class ArgumentParser(HfArgumentParser):
         # transformers passes all of a field's metadata to argparse, which does not know the marks of settings.
         field = copy(field)
         field.metadata = {name: value for name, value in field.metadata.items() if name not in ("setting", "optional")}
-        HfArgumentParser._parse_dataclass_field(parser, field)
+        HfArgumentParser._parse_dataclass_field(parser, field)  # noqa: SLF001
 
     @property
     def known_flags(self) -> set[str]:

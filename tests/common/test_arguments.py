@@ -10,7 +10,7 @@ import run_evaluator
 import run_training_monitor
 from arguments import TRAINER_ARGUMENTS
 from invite import InvitationArguments, RevocationArguments
-from lib.common.argument_parser import ArgumentParser, endpoint_to_maddrs
+from lib.common.argument_parser import endpoint_to_maddrs
 from lib.common.checks import ArgumentsError
 from lib.common.cli import parse_arguments
 from tests.support.peers import ROOT
@@ -286,9 +286,3 @@ def test_help_imports_nothing_heavy():
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert result.stdout.strip().endswith("[]"), result.stdout[-200:] + result.stderr
     assert result.stdout.count("usage:") == len(scripts)
-
-
-def test_each_flag_has_a_help_text():
-    for arguments in SCRIPTS.values():
-        parser = ArgumentParser(arguments, "a script")
-        assert [action.dest for action in parser._actions if not action.help] == []

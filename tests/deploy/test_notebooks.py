@@ -88,13 +88,6 @@ def test_committed_notebooks_are_valid_and_stripped(path):
     assert re.findall(SECRETS, path.read_text()) == []
 
 
-def test_address_to_fill_in_comes_first():
-    cells = read("join_collaboration.ipynb").cells
-    first = next(cell.source for cell in cells if cell.cell_type == "code")
-    assert re.findall(r'^(\w+) = ""  # @param', first, re.MULTILINE) == ["INITIAL_PEERS", "USERNAME"]
-    assert "rules" in cells[0].source
-
-
 # --- the parts of joining --------------------------------------------------------------------------------------------
 
 
