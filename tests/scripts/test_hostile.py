@@ -5,13 +5,10 @@ import time
 
 import pytest
 import torch
-from hivemind.dht import DHT
-from hivemind.utils import get_dht_time
 from safetensors.torch import load_file
 
 from lib.training.checkpoints import list_checkpoints
-from tests.support.hostile_peer import KEYS_OF_AVERAGERS, RAW, RawValues
-from tests.support.peers import LOCAL, LONG_STEPS, join_together, local_peer, read_jsonl, steps_of, wait_until
+from tests.support.peers import join_together, read_jsonl, steps_of, wait_until
 
 
 @pytest.mark.early
@@ -38,35 +35,6 @@ def test_peer_that_sends_nan_harms_no_other_peer(scripts):
     assert losses[5] < losses[1] - 0.05
 
 
-@pytest.mark.long
-def test_hostile_records_stop_neither_monitor_nor_trainers(scripts):
-    """The hostile peer joins before any trainer, when no other peer contradicts it."""
-    monitor = scripts.monitor("--run_id", "target", "--save_checkpoint_step_interval", 2)
-    hostile = scripts.start("tests/support/hostile_peer.py", "target", monitor.address, 1500, log="hostile")
-    hostile.wait_for("hostile peer is up")
-    common = (
-        "--run_id", "target", "--initial_peers", monitor.address, *LONG_STEPS, "--max_global_steps", 6,
-        "--load_state_timeout", 20,
-    )  # fmt: skip
-    trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
-    join_together(*trainers)
-    for trainer in trainers:
-        assert trainer.wait(300) == 0, trainer.output
-        assert "Averaged gradients with 2 peers" in trainer.output
-        assert "Traceback" not in trainer.output
-    monitor.wait_for(r"Step #6\t", 120)
-    hostile.wait_for("one lap of hostile records", 120)
-    monitor.wait_for("Refused records", 120)
-    assert monitor.process.poll() is None and "Traceback" not in monitor.output
-    records = scripts.metrics()
-    # The monitor may have believed the hostile peer for a while.
-    records = [record for record in records if record["step"] < 1000]
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
-    assert all(5 < record["loss"] < 8 for record in records)
-    assert list_checkpoints(scripts.folder / "monitor")[0].name == "checkpoint-6"
-    assert 1 <= monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
-
-
 def rounds_of(folder, names) -> int:
     """Return the number of rounds that all trainers have completed together."""
     counts = []
@@ -77,9 +45,9 @@ def rounds_of(folder, names) -> int:
 
 
 @pytest.mark.early
-def test_stranger_without_a_gpu_does_not_stop_a_run(scripts):
-    """It knows one address. With the records that it writes, it brought such a run from 29 rounds a minute to 0."""
-    monitor = scripts.monitor()
+def test_hostile_records_stop_neither_trainers_nor_monitor(scripts):
+    """Their writer knows one address. Such records brought a run from 29 rounds a minute to 0."""
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 4)
     common = ("--initial_peers", monitor.address, *steps_of(seconds=2, num_trainers=2), "--target_group_size", 4)
     paces = {"quick": 0.25, "usual": 0.5, "slow": 1.0}
     trainers = [scripts.trainer(name, *common, pace=pace) for name, pace in paces.items()]
@@ -91,44 +59,21 @@ def test_stranger_without_a_gpu_does_not_stop_a_run(scripts):
         time.sleep(seconds)
         return rounds_of(scripts.folder, paces) - before
 
-    without = count_rounds(30)
-    stranger = scripts.start("tests/support/stranger.py", "albert", monitor.address, log="stranger")
-    stranger.wait_for("attacked 3 trainers")
+    without = count_rounds(20)
+    hostile = scripts.start("tests/support/hostile_peer.py", "albert", monitor.address, log="hostile")
+    hostile.wait_for("attacked 3 trainers")
     # A busy machine may take a part of one period, and not of another.
-    assert without >= 4 and any(count_rounds(30) >= 0.8 * without for _ in range(3)), without
+    assert without >= 4 and any(count_rounds(20) >= 0.8 * without for _ in range(3)), without
     newcomer = scripts.trainer("newcomer", *common)
     newcomer.wait_for("Loaded the state of step #", 60)
     newcomer.wait_for(r"Averaged gradients with [34] peers", 60)
-    stranger.wait_for("attacked [34] trainers")
-    assert stranger.process.poll() is None and all(trainer.process.poll() is None for trainer in trainers)
-
-
-@pytest.mark.parametrize("attack", ["values that cannot be read", "a record without a subkey"])
-@pytest.mark.peers
-def test_hostile_records_under_the_averagers_keys_do_not_stop_their_readers(tmp_path, attack):
-    """A record without a subkey would prevent peers from storing records with a subkey."""
-    keys = [f"run_{name}" for name in (*KEYS_OF_AVERAGERS, "key_without_a_schema")]
-    with local_peer(tmp_path / "one", "run") as first:
-        address = str(first.dht.get_visible_maddrs()[0])
-        hostile = DHT([address], start=True, host_maddrs=[LOCAL], record_validators=[RawValues()])
-        try:
-            with local_peer(tmp_path / "two", "run", (address,)) as second:
-                expiration, subkey = get_dht_time() + 300, hostile.peer_id.to_bytes()
-                for key in keys:
-                    if attack == "a record without a subkey":
-                        hostile.store(key, True, expiration)
-                        continue
-                    for raw in RAW:
-                        hostile.store(key, {"raw": raw}, expiration, subkey=subkey)
-                        expiration += 1  # each replaces the previous one
-                values = {key: 3.0 if "all_averagers" in key else True for key in keys}
-                own = second.public_key
-                for key, value in values.items():
-                    second.dht.store(key, value, get_dht_time() + 120, own, return_future=True).result(20)
-                for peer in (first, second):
-                    for key, value in values.items():
-                        found = peer.dht.get(key, latest=True, return_future=True).result(20).value
-                        assert {name: record.value for name, record in found.items()} == {own: value}, key
-                    assert peer.dht.is_alive()
-        finally:
-            hostile.shutdown()
+    hostile.wait_for("attacked [34] trainers")
+    step = int(newcomer.wait_for(r"\bStep #(\d+)")[1])
+    monitor.wait_for(rf"Step #{step}\t", 120)
+    records = scripts.metrics()
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, false or repeated"
+    assert all(5 < record["loss"] < 8 for record in records)
+    assert list_checkpoints(scripts.folder / "monitor"), monitor.output
+    assert 1 <= monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
+    for script in (monitor, *trainers, newcomer, hostile):
+        assert script.process.poll() is None and "Traceback" not in script.output, script.output

@@ -1,21 +1,29 @@
-"""DHT node without our validators that writes invalid records repeatedly, until it is killed.
+"""Peer without a GPU that knows one address of a run and attacks it with records alone, until it is killed.
 
-python tests/support/hostile_peer.py RUN_ID MULTIADDRESS [NUMBER_OF_FAKE_PEERS]
+It writes invalid records, and claims that are false: in the name of every trainer that it finds and in its own. It
+withdraws the trainers' offers of a state, offers one itself, and fills the dictionaries of the run with junk.
+
+python tests/support/hostile_peer.py RUN_ID MULTIADDRESS
 """
 
+import asyncio
 import random
 import sys
-import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hivemind.dht import DHT
+from hivemind.dht import DHT, DHTID, DHTNode
 from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.dht.validation import DHTRecord
+from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
+from lib.averaging.records import signer_of
 from lib.averaging.rounds import PROTOCOL
 from lib.common.processes import guard_children
 
@@ -27,8 +35,13 @@ METRICS = [
     {**GOOD, "loss": NAN}, {**GOOD, "loss": INFINITY}, {**GOOD, "loss": 1e300},
     {**GOOD, "samples_accumulated": 10**15},
     {**GOOD, "samples_per_second": -1.0}, {"step": 1}, {**GOOD, "extra": 0}, [1, 2], "text", None, b"\xc1", 10**9,
-    {**GOOD, "step": True}, {**GOOD, "mini_steps": 0, "samples_accumulated": 0},
+    {**GOOD, "step": True}, {**GOOD, "mini_steps": 0, "samples_accumulated": 0}, GOOD,
 ]  # fmt: skip
+HISTORIES = [[[10**9, 1.0, 1, 1.0, 1]] * 64, [[NAN] * 5], [[1, 2]], "x" * 12_000, [[0] * 5] * 1000, {"a": 1}]
+PRIORITIES = [INFINITY, NAN, 1e308, 10**6, -1, "text", None, 30_000.0]  # of the offered state
+EPOCHS = [10**18, 2**31, 10**6, 30_000]
+DAY = 86_000.0
+JUNK = 1000  # records under each key: as many as a node keeps
 
 
 def nest(levels: int, extension: bool = False) -> bytes:
@@ -41,27 +54,6 @@ def nest(levels: int, extension: bool = False) -> bytes:
 
 # Bytes that make hivemind's readers raise: no msgpack, truncated, an extension type that raises, nested values
 RAW = [b"\xc1", b"", b"\x92\x01", b"\xc7\x01\x50\xc0", nest(400), nest(400, extension=True)]
-KEYS_OF_AVERAGERS = [
-    f"{averager}.{name}" for averager in ("round_averager", "state_averager") for name in ("0b", "all_averagers")
-]
-
-
-class RawValues(RecordValidatorBase):
-    """Stores the bytes of a value {"raw": bytes} unpacked; `DHT.store` always packs values."""
-
-    def validate(self, record: DHTRecord) -> bool:
-        return True
-
-    def sign_value(self, record: DHTRecord) -> bytes:
-        value = MSGPackSerializer.loads(record.value)
-        return value["raw"] if isinstance(value, dict) and "raw" in value else record.value
-
-
-class UncheckedSignatures(RSASignatureValidator):
-    """Signs this peer's records, and checks nobody's: hivemind's validator would refuse to send the forged ones."""
-
-    def validate(self, record: DHTRecord) -> bool:
-        return True
 
 
 def progress(epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
@@ -76,63 +68,94 @@ def progress(epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool
     }  # fmt: skip
 
 
-def main(run_id: str, address: str, num_fakes: int) -> None:
-    signer = UncheckedSignatures(RSAPrivateKey())  # of records under `own`; all others remain unsigned
-    # It never reads: when a record is refused, hivemind reads it again, which never ends with the bytes in RAW.
-    dht = DHT(
-        [address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=[RawValues(), signer],
-        cache_on_store=False, cache_refresh_before_expiry=0,
-    )  # fmt: skip
-    own = signer.local_public_key
-    victim = RSASignatureValidator(RSAPrivateKey()).local_public_key
-    print("hostile peer is up", flush=True)
-    generator = random.Random(0)
+class Attack:
+    """The attack, in the DHT process: its pipe does not take as much. `own` is the key that the peer may sign with."""
 
-    def store(name: str, value, subkey=own, lifetime: float = 60.0) -> None:
-        try:
-            stored = dht.store(name, value, get_dht_time() + lifetime, subkey=subkey, return_future=True)
-            stored.result(timeout=10.0)
-        except Exception as error:
-            print(f"{name}: {error!r}", flush=True)
+    def __init__(self, node: DHTNode, run_id: str, own: bytes):
+        self.node, self.run_id, self.own = node, run_id, own
+        self.reports, self.metrics, self.offers = "training_progress", "metrics", "state_averager.all_averagers"
+        self.records: list[DHTRecord] = []
 
-    while True:
+    def write(self, name: str, subkey: object, value: object, lifetime: float = 100.0) -> None:
+        self.write_raw(name, subkey, MSGPackSerializer.dumps(value), lifetime)
+
+    def write_raw(self, name: str, subkey: object, value: bytes, lifetime: float = 100.0) -> None:
+        key = DHTID.generate(f"{self.run_id}_{name}").to_bytes()
+        record = DHTRecord(key, MSGPackSerializer.dumps(subkey), value, get_dht_time() + lifetime)
+        self.records.append(replace(record, value=self.node.protocol.record_validator.sign_value(record)))
+
+    def write_malformed(self) -> None:
         for value in METRICS:
-            for subkey in (own, victim, b"plain", "text", 7, b"[owner:ssh-rsa garbage]"):
-                store(f"{run_id}_metrics", value, subkey)
-        store(f"{run_id}_metrics", GOOD, own, lifetime=-10)
-        store(f"{run_id}_metrics", GOOD, own, lifetime=10**8)
-        for value in (
-            [[10**9, 1.0, 1, 1.0, 1]] * 64,
-            [[NAN] * 5],
-            [[1, 2]],
-            "x" * 12_000,
-            [[0] * 5] * 1000,
-            {"a": 1},
-        ):
-            store(f"{run_id}_history", value)
-        for epoch in (10**18, 2**31, 10**6, 30_000):
-            for rate in (1.0, NAN, INFINITY, 1e30):
-                store(f"{run_id}_training_progress", progress(epoch, rate))
-        store(f"{run_id}_training_progress", progress(10**6, 1.0, when=10**6))
-        store(f"{run_id}_monitor", {"stores_checkpoints": True, "checkpoint_step": 10**19})
-        store(f"{run_id}_peers", {"username": "\x1b[31m" + "x" * 10_000, "leaving": True})
-        for value in (INFINITY, NAN, 1e308, 10**6, -1, "text", None):
-            store(f"{run_id}_state_averager.all_averagers", value, dht.peer_id.to_bytes())
-            store(f"{run_id}_state_averager.all_averagers", value, generator.randbytes(20))
-        fakes = [b"[owner:ssh-rsa " + generator.randbytes(20).hex().encode() + b"]" for _ in range(num_fakes)]
-        for subkey in fakes:
-            dht.store(f"{run_id}_metrics", GOOD, get_dht_time() + 60, subkey=subkey, return_future=True)
-        # Until here one of the plausible claims above was in force; from here on the monitor has a report to refuse.
-        store(f"{run_id}_training_progress", progress(10**18))
-        for name in (*KEYS_OF_AVERAGERS, "training_progress", "metrics", "peers"):
+            for subkey in (self.own, b"plain", "text", 7, b"[owner:ssh-rsa garbage]"):
+                self.write(self.metrics, subkey, value)
+        self.write(self.metrics, self.own, GOOD, lifetime=10**8)
+        for value in HISTORIES:
+            self.write("history", self.own, value)
+        self.write("monitor", self.own, {"stores_checkpoints": True, "checkpoint_step": 10**19})
+        self.write("peers", self.own, {"username": "\x1b[31m" + "x" * 10_000, "leaving": True})
+        for name in ("round_averager.0b", self.offers, self.reports, self.metrics, "peers"):
             for raw in RAW:
-                store(f"{run_id}_{name}", {"raw": raw}, dht.peer_id.to_bytes(), lifetime=3600.0)
-                store(f"{run_id}_{name}", {"raw": raw}, own, lifetime=3600.0)
-            store(f"{run_id}_{name}", True, subkey=None, lifetime=3600.0)
-        print("one lap of hostile records", flush=True)
-        time.sleep(0.2)
+                self.write_raw(name, b"raw", raw, DAY)
+                self.write_raw(name, self.own, raw, DAY)
+            self.write(name, None, True, DAY)  # a record without a subkey, beside which no other may be stored
+
+    def write_false_claims(self, trainers: list[bytes]) -> None:
+        self.write(self.reports, self.own, progress(10**6, when=10**6))
+        for epoch in random.sample(EPOCHS, len(EPOCHS)):  # the last one stays in force until the next lap
+            for rate in (NAN, INFINITY, 1e30, 1.0):
+                self.write(self.reports, self.own, {**progress(epoch, rate), "samples_accumulated": 64})
+        for value in PRIORITIES:
+            self.write(self.offers, self.own, value)
+            self.write(self.offers, random.randbytes(20), value)
+        for number, trainer in enumerate(trainers):
+            peer_id = signer_of(trainer).to_bytes()
+            forged = {**progress(epoch=1, when=50.0), "peer_id": peer_id, "auxiliary": True}
+            for subkey in (trainer, peer_id, b"x%d" % number + self.own):
+                self.write(self.reports, subkey, forged)
+                self.write(self.offers, subkey, None, DAY)
+                self.write(self.metrics, subkey, GOOD)
+
+    def write_junk(self) -> None:
+        for name in (self.reports, self.offers, self.metrics, "peers", "run_config"):
+            for number in range(JUNK):
+                self.write(name, b"%d" % number, None, DAY)
+                self.write(name, b"y%d" % number + self.own, None, DAY)
+
+    async def send(self) -> None:
+        """Store the records at all known nodes, whichever are responsible for the keys."""
+        while self.records:
+            part, self.records = self.records[:JUNK], self.records[JUNK:]
+            request = dht_pb2.StoreRequest(
+                keys=[record.key for record in part],
+                subkeys=[record.subkey for record in part],
+                values=[record.value for record in part],
+                expiration_time=[record.expiration_time for record in part],
+                in_cache=[False] * len(part),
+            )
+            for peer in list(self.node.protocol.routing_table.uid_to_peer_id.values()):
+                with suppress(Exception):
+                    await self.node.protocol.get_stub(peer).rpc_store(request, timeout=10.0)
+
+
+async def attack(_dht: DHT, node: DHTNode, run_id: str, own: bytes) -> None:
+    attack = Attack(node, run_id, own)
+    while True:
+        found = await node.get(f"{run_id}_{attack.reports}", latest=True)
+        trainers = [subkey for subkey in (found.value if found else {}) if subkey != own]
+        attack.write_malformed()
+        attack.write_false_claims(trainers)
+        attack.write_junk()
+        await attack.send()
+        print(f"attacked {len(trainers)} trainers", flush=True)
+        await asyncio.sleep(0.5)
+
+
+def main(run_id: str, address: str) -> None:
+    signer = RSASignatureValidator(RSAPrivateKey())
+    dht = DHT([address], start=True, host_maddrs=["/ip4/127.0.0.1/tcp/0"], record_validators=[signer])
+    dht.run_coroutine(partial(attack, run_id=run_id, own=signer.local_public_key))
 
 
 if __name__ == "__main__":
     guard_children()  # its DHT process must end with it
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    main(*sys.argv[1:])

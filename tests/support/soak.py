@@ -69,7 +69,7 @@ class Run:
         self.start_monitor()
         self.address = self.monitor.address
         if hostile:  # before trainers report other steps
-            self.scripts.start("tests/support/hostile_peer.py", "soak", self.address, 50, log="hostile")
+            self.scripts.start("tests/support/hostile_peer.py", "soak", self.address, log="hostile")
             self.scripts.trainer("poisoner", *self.flags(), env={"SEND_NAN": "1"})
         for name in TRAINERS:
             self.trainers[name] = self.scripts.trainer(name, *self.flags())
