@@ -70,8 +70,7 @@ def main() -> None:
 
 
 def invite(args: InvitationArguments) -> None:
-    from lib.peer.invitations import make_invitation, save_invitation
-    from lib.peer.peer import load_identity
+    from lib.peer.invitations import load_identity, make_invitation, save_invitation
     from lib.peer.revocations import record_invitation
 
     output = Path(args.output)
@@ -84,16 +83,12 @@ def invite(args: InvitationArguments) -> None:
     record_invitation(invitation, authority_path)
     save_invitation(invitation, output)
     if is_new:
-        print(
-            f"Created {authority_path}, the private key that signs all invitations to this run: keep it secret "
-            "and back it up"
-        )
+        print(f"Created {authority_path}, the key that signs all invitations: keep it secret and back it up")
     print(f"Invited {args.username} for {args.days:g} days: {output}")
 
 
 def revoke(args: RevocationArguments) -> None:
-    from lib.peer.invitations import load_invitation
-    from lib.peer.peer import load_identity
+    from lib.peer.invitations import load_identity, load_invitation
     from lib.peer.revocations import find_invitations, revoke_invitations
 
     authority_path = Path(args.authority)
@@ -104,14 +99,11 @@ def revoke(args: RevocationArguments) -> None:
         invitation = load_invitation(Path(args.invitation))
         if invitation.authority.to_bytes() != authority.get_public_key().to_bytes():
             raise UserError(f"--invitation: '{args.invitation}' is not signed by '{authority_path}'")
-        revoked = {invitation.peer_id.to_base58(): invitation.expiration_time}
+        revoked = {invitation.peer_id.to_base58()}
     else:
         revoked = find_invitations(args.username, authority_path)
     path = revoke_invitations(revoked, authority, authority_path)
-    print(
-        f"Revoked {len(revoked)} invitations: {path}. If the monitor does not read this file yet, pass it "
-        "with --revocations"
-    )
+    print(f"Revoked {len(revoked)} invitations: {path}, which the monitor reads with --revocations")
 
 
 if __name__ == "__main__":

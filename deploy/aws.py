@@ -381,7 +381,7 @@ class Deployment:
         return next((base64.b64decode(parameter["Value"]) for parameter in reply["Parameters"]), None)
 
     def _make_identity(self) -> None:
-        from lib.peer.peer import load_identity  # the import takes seconds
+        from lib.peer.invitations import load_identity  # the import takes seconds
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "identity.key"

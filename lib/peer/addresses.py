@@ -34,30 +34,23 @@ def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
     return [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in host_maddrs], port
 
 
-def look_up_public_ip(service: str, timeout: float = 10.0) -> str:
-    """Ask a web service for the public IP address of this machine.
+def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
+    """Announce this machine's public IP address with the port that the peer listens on.
 
     :param service: URL that returns the address of the caller as text
-    :param timeout: seconds
     :raises TemporaryError: if the service does not answer with an IP address
     """
     try:
-        response = requests.get(service, timeout=timeout)
+        response = requests.get(service, timeout=10.0)
         response.raise_for_status()
-        return str(ip_address(response.text.strip()))
+        address = ip_address(response.text.strip())
     except (requests.RequestException, ValueError) as error:
-        reason = first_line(error, limit=120)
         raise TemporaryError(
-            f"--use_google_dns: {service} did not return this machine's IP address ({reason}). Pass the "
-            "address: --host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
+            f"--use_google_dns: {service} did not return this machine's IP address ({first_line(error, limit=120)}). "
+            "Pass the address: --host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
         ) from None
-
-
-def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
-    """Announce this machine's public IP address with the port that the peer listens on."""
-    address = look_up_public_ip(service)
     args.host_maddrs, port = fix_tcp_port(args.host_maddrs)
-    args.announce_maddrs = [*args.announce_maddrs, f"/ip{ip_address(address).version}/{address}/tcp/{port}"]
+    args.announce_maddrs = [*args.announce_maddrs, f"/ip{address.version}/{address}/tcp/{port}"]
     logger.info(f"Public IP address of this machine: {address}, port {port}")
 
 

@@ -23,7 +23,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time, get_logger
 from lib.common.errors import UserError
 from lib.peer.dht import RelayedP2P, SafeDHT
 from lib.peer.invitations import Invitation, InvitationError, check_token, load_invitation
-from lib.peer.revocations import Revocations, RevocationStore
+from lib.peer.revocations import RevocationStore
 
 logger = get_logger(__name__)
 
@@ -128,14 +128,11 @@ class Admission:
         # The peer may have a newer revocation list: its next call makes this peer ask.
         asked_at = self._admitted[peer_id].asked_at if peer_id in self._admitted else float("-inf")
         self._admit(token, peer_id, asked_at)
-        is_newer = self.revocations.newest.serial > known_serial
-        newest = self.revocations.content if is_newer else b""
+        newest = self.revocations.newest.content if self.revocations.newest.serial > known_serial else b""
         return MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), newest])
 
     def _admit(self, token: bytes, peer_id: PeerID, asked_at: float) -> None:
-        admitted_peer, expiration_time = check_token(AccessToken.FromString(token), self.invitation.authority)
-        if admitted_peer != peer_id:
-            raise InvitationError("the invitation is another peer's")
+        expiration_time = check_token(AccessToken.FromString(token), self.invitation.authority, peer_id)
         self._admitted[peer_id] = _Admitted(expiration_time, asked_at)
 
     def _pause(self, peer_id: PeerID, reason: str) -> None:
@@ -169,7 +166,7 @@ def load_admission(invitation: Path, revocations: Path | None, folder: Path) -> 
     store = RevocationStore(loaded.authority, folder / "revocations", revocations)
     if revocations is not None and revocations.exists():
         try:
-            Revocations.parse(revocations.read_bytes(), loaded.authority)
+            store.adopt(revocations.read_bytes())
         except InvitationError as error:
             raise UserError(f"--revocations: '{revocations}': {error}; ask the organiser for another file") from None
     return Admission(loaded, store)

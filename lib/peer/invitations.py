@@ -22,8 +22,6 @@ from lib.averaging.records import peer_id_of
 from lib.common.atomic_files import new_file
 from lib.common.errors import UserError
 
-SECONDS_A_DAY = 86_400.0
-
 
 class InvitationError(Exception):
     """Raised for an invalid token or revocation list. The message is the reason."""
@@ -48,13 +46,23 @@ class Invitation:
         return float(self.token.expiration_time)
 
 
-def read_private_key(path: Path) -> RSAPrivateKey:
-    """Read a private key in libp2p's format.
+def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
+    """Read a peer's private key, in libp2p's format, or create it if there is none.
 
-    :raises ValueError: if the file contains no private key
+    The key determines the peer ID and signs the peer's records, so that a restarted peer keeps its identity.
+
+    :param flag: the flag that an error message names
+    :raises UserError: if the file is not a private key
     """
-    message = crypto_pb2.PrivateKey.FromString(path.read_bytes())
-    return _to_private_key(message.data)
+    if not path.exists():
+        write_private_key(RSAPrivateKey(), path)
+    content = path.read_bytes()
+    try:
+        return _to_private_key(crypto_pb2.PrivateKey.FromString(content).data)
+    except Exception:  # protobuf and cryptography raise various exceptions
+        raise UserError(
+            f"{flag}: '{path}' is not a peer's private key; remove the file (a new key is written) or pass another"
+        ) from None
 
 
 def _to_private_key(der: bytes) -> RSAPrivateKey:
@@ -82,7 +90,7 @@ def make_invitation(authority: RSAPrivateKey, username: str, days: float) -> Inv
     token = AccessToken(
         username=username,
         public_key=private_key.get_public_key().to_bytes(),
-        expiration_time=str(get_dht_time() + days * SECONDS_A_DAY),
+        expiration_time=str(get_dht_time() + days * 86_400.0),
     )
     token.signature = authority.sign(_signed_part(token))
     return Invitation(authority.get_public_key(), private_key, token)
@@ -92,22 +100,24 @@ def _signed_part(token: AccessToken) -> bytes:
     return json.dumps([token.username, token.public_key.hex(), token.expiration_time]).encode()
 
 
-def check_token(token: AccessToken, authority: RSAPublicKey) -> tuple[PeerID, float]:
-    """Check that the authority has signed a token and that the token has not expired.
+def check_token(token: AccessToken, authority: RSAPublicKey, peer_id: PeerID) -> float:
+    """Check that the authority has signed a token for a peer, and that the token has not expired.
 
-    :returns: the admitted peer, and the expiration time (`get_dht_time`)
+    :returns: the expiration time (`get_dht_time`)
     :raises InvitationError: if the token is not valid
     """
     try:
         expiration_time = float(token.expiration_time)
-        peer_id = peer_id_of(RSAPublicKey.from_bytes(token.public_key))
+        is_own = peer_id_of(RSAPublicKey.from_bytes(token.public_key)) == peer_id
     except Exception:  # cryptography raises various exceptions for untrusted bytes
         raise InvitationError("the invitation is malformed") from None
     if not authority.verify(_signed_part(token), token.signature):
         raise InvitationError("the invitation is not from the organiser of this run")
     if not expiration_time > get_dht_time():  # also refuses NaN
         raise InvitationError("the invitation has expired")
-    return peer_id, expiration_time
+    if not is_own:
+        raise InvitationError("the invitation is another peer's")
+    return expiration_time
 
 
 def save_invitation(invitation: Invitation, path: Path) -> None:
@@ -131,19 +141,12 @@ def load_invitation(path: Path) -> Invitation:
             _to_private_key(base64.b64decode(content["private_key"])),
             AccessToken.FromString(base64.b64decode(content["token"])),
         )
-        is_genuine = invitation.authority.verify(_signed_part(invitation.token), invitation.token.signature)
-        is_own = invitation.token.public_key == invitation.private_key.get_public_key().to_bytes()
-        days_left = (invitation.expiration_time - get_dht_time()) / SECONDS_A_DAY
+        check_token(invitation.token, invitation.authority, invitation.peer_id)
+        return invitation
     except FileNotFoundError:
         raise UserError(f"--invitation: there is no file '{path}'; ask the organiser of the run for one") from None
     except OSError:
         raise
-    except Exception:
-        raise UserError(
-            f"--invitation: '{path}' is not an invitation; ask the organiser of the run for another"
-        ) from None
-    if not (is_genuine and is_own):
-        raise UserError(f"--invitation: '{path}' was changed after it was made; ask the organiser for another")
-    if days_left <= 0:
-        raise UserError(f"--invitation: '{path}' expired {-days_left:.1f} days ago; ask the organiser for another")
-    return invitation
+    except Exception as error:
+        reason = error if isinstance(error, InvitationError) else "this is not an invitation"
+        raise UserError(f"--invitation: '{path}': {reason}; ask the organiser of the run for another") from None

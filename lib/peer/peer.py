@@ -18,33 +18,11 @@ from lib.common.errors import TemporaryError, UserError
 from lib.common.processes import keep_memory_shared, start_shared_memory_manager
 from lib.peer.admission import InvitedDHT, load_admission
 from lib.peer.dht import SafeDHT, use_own_socket_folder
-from lib.peer.invitations import read_private_key, write_private_key
+from lib.peer.invitations import load_identity, write_private_key
 from lib.peer.upload import serve_uploads
 from utils import make_validators
 
 logger = get_logger(__name__)
-
-
-def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
-    """Read a peer's private key, or create it if there is none.
-
-    The key determines the peer ID and signs the peer's records, so that a restarted peer keeps its identity.
-
-    :param flag: the flag that an error message names
-    :raises UserError: if the file is not a private key
-    """
-    if not path.exists():
-        private_key = RSAPrivateKey()
-        write_private_key(private_key, path)
-        return private_key
-    try:
-        return read_private_key(path)
-    except OSError:
-        raise
-    except Exception:
-        raise UserError(
-            f"{flag}: '{path}' is not a peer's private key; remove the file (a new key is written) or pass another"
-        ) from None
 
 
 @dataclass
@@ -116,19 +94,18 @@ def start_peer(
             _end(dht)
             if should_stop.is_set():
                 raise SystemExit(0) from None
-            reason = _explain_start_failure(error, args)
-            if reason is None and initial_peers and may_start_alone and get_dht_time() + 3 > deadline:
-                logger.warning(
-                    f"{_why_outside(error, args)}. Starting without them, and dialing them again periodically"
-                )
+            fault = _explain(error, args)
+            is_over = get_dht_time() + 3 > deadline
+            if not isinstance(fault, TemporaryError):
+                raise fault from None
+            if is_over and initial_peers and may_start_alone:
+                logger.warning(f"{fault}. Starting without them, and dialing them again periodically")
                 initial_peers, deadline = [], get_dht_time() + args.bootstrap_timeout
                 continue
-            if reason is not None:
-                raise UserError(reason) from None
-            if get_dht_time() + 3 > deadline:
-                raise TemporaryError(_why_outside(error, args)) from None
+            if is_over:
+                raise fault from None
             if not has_warned:
-                logger.warning(f"{_why_outside(error, args)}. Trying for {args.bootstrap_timeout:.0f} seconds")
+                logger.warning(f"{fault}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
             should_stop.wait(3)
 
@@ -172,31 +149,23 @@ def explain_clock(text: str) -> str | None:
     )
 
 
-def _why_outside(error: Exception, args: BaseTrainingArguments) -> str:
-    """Return an error message of one line for a failure that may pass."""
+def _explain(error: Exception, args: BaseTrainingArguments) -> UserError:
+    """Return the error of a failed start: a TemporaryError if a retry may succeed."""
     text = " ".join(str(error).split())
-    if "already taken" in text:
-        return text
     if (fault := explain_clock(text)) is not None:
-        return fault
+        return TemporaryError(fault)
+    if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
+        return UserError(
+            f"cannot listen on --host_maddrs {' '.join(args.host_maddrs)}: port in use or not this machine's address"
+        )
+    if "already taken" in text:
+        return TemporaryError(text)
+    if isinstance(error, P2PDaemonError) and "bootstrap" not in text:
+        return UserError(f"the p2p daemon did not start: {text}")
     if not args.initial_peers:
-        return f"no peer could be started within --bootstrap_timeout {args.bootstrap_timeout:.0f} seconds; raise it"
-    return (
+        return TemporaryError(f"no peer was ready after --bootstrap_timeout {args.bootstrap_timeout:.0f}; raise it")
+    return TemporaryError(
         f"none of --initial_peers answers: {' '.join(args.initial_peers)}. Check that they run, that the address and "
         f"peer ID are the ones they print now, that no firewall is in between, and that you pass the --invitation of "
         f"the run if it needs one"
     )
-
-
-def _explain_start_failure(error: Exception, args: BaseTrainingArguments) -> str | None:
-    """Return an error message of one line for a permanent failure; None if a retry may succeed."""
-    text = " ".join(str(error).split())
-    if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
-        return (
-            f"cannot listen on --host_maddrs {' '.join(args.host_maddrs)}: port in use or not this machine's address"
-        )
-    if "already taken" in text and not args.initial_peers:
-        return text
-    if isinstance(error, P2PDaemonError) and "bootstrap" not in text and "taken" not in text:
-        return f"the p2p daemon did not start: {text}"
-    return None

@@ -44,7 +44,7 @@ async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -
 
     Runs in the DHT process.
 
-    :param timeout: seconds for each of connecting and pinging
+    :param timeout: seconds for each peer
     :returns: whether all peers answer
     """
     return all(await asyncio.gather(*(_dial(node, Multiaddr(maddr), timeout) for maddr in maddrs)))
@@ -53,12 +53,13 @@ async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -
 async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
     peer_id = PeerID.from_base58(maddr["p2p"])
     try:
-        # After each failed dial, libp2p refuses the next for longer, soon for minutes: first check the port.
-        if (endpoint := find_tcp_endpoint(maddr)) is not None:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), timeout)
-            writer.close()
-        await asyncio.wait_for(connect(node.p2p, peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")]), timeout)
-        return await asyncio.wait_for(node.protocol.call_ping(peer_id), timeout) is not None
+        async with asyncio.timeout(timeout):
+            # After each failed dial, libp2p refuses the next for longer, soon for minutes: first check the port.
+            if (endpoint := find_tcp_endpoint(maddr)) is not None:
+                _, writer = await asyncio.open_connection(*endpoint)
+                writer.close()
+            await connect(node.p2p, peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")])
+            return await node.protocol.call_ping(peer_id) is not None
     except Exception as error:
         logger.debug(f"Initial peer {maddr} does not answer: {error!r}")
         return False

@@ -5,8 +5,8 @@ The list is one file: a line with the signature, then JSON. Every peer can verif
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from hivemind.p2p import PeerID
@@ -19,37 +19,33 @@ from lib.peer.invitations import Invitation, InvitationError
 
 logger = get_logger(__name__)
 
-MAX_BYTES = 2**20  # of a list: some 10,000 invitations; a message between peers has at most 4 MiB
+MAX_BYTES = 2**20  # of a list: some 20,000 invitations; a message between peers has at most 4 MiB
 
 
 @dataclass(frozen=True)
 class Revocations:
-    """A list of revoked invitations. Of two lists, the one with the higher serial number is valid."""
+    """A list of revoked invitations. Of two lists, the one with the higher serial number is valid.
+
+    :param peers: peer IDs in base58
+    :param content: the signed list, as it is stored and sent
+    """
 
     serial: int = 0
-    expirations: Mapping[str, float] = field(default_factory=dict)  # peer ID in base58 -> end of its invitation
+    peers: frozenset[str] = frozenset()
+    content: bytes = b""
 
     def __contains__(self, peer_id: PeerID) -> bool:
-        return peer_id.to_base58() in self.expirations
+        return peer_id.to_base58() in self.peers
 
-    def extend(self, expirations: Mapping[str, float]) -> "Revocations":
-        """Return the next list: this list and `expirations`, without invitations that have expired."""
-        everything = {**self.expirations, **expirations}
-        now = get_dht_time()
-        current = {peer_id: end for peer_id, end in everything.items() if end > now}
-        # At least the current time: an organiser that has lost the list can still issue a newer one.
-        return Revocations(max(self.serial + 1, int(now)), current)
+    def extend(self, peers: Collection[str], authority: RSAPrivateKey) -> "Revocations":
+        """Return the next list: this list and `peers`, signed.
 
-    def sign(self, authority: RSAPrivateKey) -> bytes:
-        """Serialize and sign the list, as it is stored and sent.
-
-        :raises ValueError: if the list is longer than MAX_BYTES
+        :raises InvitationError: if the list is too long
         """
-        payload = json.dumps({"serial": self.serial, "revoked": dict(self.expirations)}, indent=1).encode()
-        content = authority.sign(payload) + b"\n" + payload
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"the list of {len(self.expirations)} revoked invitations is too long")
-        return content
+        # At least the current time: an organiser that has lost the list can still issue a newer one.
+        serial = max(self.serial + 1, int(get_dht_time()))
+        payload = json.dumps({"serial": serial, "revoked": sorted({*self.peers, *peers})}, indent=1).encode()
+        return self.parse(authority.sign(payload) + b"\n" + payload, authority.get_public_key())
 
     @classmethod
     def parse(cls, content: bytes, authority: RSAPublicKey) -> "Revocations":
@@ -58,10 +54,12 @@ class Revocations:
         :raises InvitationError: if the list is too long or not signed by the authority
         """
         signature, _, payload = content.partition(b"\n")
-        if len(content) > MAX_BYTES or not authority.verify(payload, signature):
+        if len(content) > MAX_BYTES:
+            raise InvitationError("the list of revoked invitations is too long")
+        if not authority.verify(payload, signature):
             raise InvitationError("it is not a revocation list of this run's organiser")
         parsed = json.loads(payload)
-        return cls(parsed["serial"], parsed["revoked"])
+        return cls(parsed["serial"], frozenset(parsed["revoked"]), content)
 
 
 class RevocationStore:
@@ -76,9 +74,9 @@ class RevocationStore:
 
     def __init__(self, authority: RSAPublicKey, path: Path, source: Path | None = None):
         self.authority, self.path, self.source = authority, path, source
-        self.newest, self.content = Revocations(), b""
+        self.newest = Revocations()
         self.writes = False  # whether this process writes the file
-        self._read: dict[Path, bytes | None] = {}  # contents of the files
+        self._read: dict[Path, bytes] = {}  # contents of the files
         self._next_look = float("-inf")
 
     def refresh(self) -> None:
@@ -88,10 +86,9 @@ class RevocationStore:
         self._next_look = time.monotonic() + self.PERIOD
         for path in filter(None, (self.path, self.source)):
             try:
-                content = path.read_bytes() if path.exists() else None
-                if content != self._read.get(path):
+                if path.exists() and (content := path.read_bytes()) != self._read.get(path):
                     self._read[path] = content
-                    self.adopt(content or b"")
+                    self.adopt(content)
             except (OSError, InvitationError) as error:
                 logger.warning(f"Ignoring the revocation list {path}: {error}")
 
@@ -100,15 +97,13 @@ class RevocationStore:
 
         :raises InvitationError: if the new list is not from this run's organiser
         """
-        if content == self.content:
-            return
         revocations = Revocations.parse(content, self.authority)
         if revocations.serial <= self.newest.serial:
             return
-        self.newest, self.content = revocations, content
+        self.newest = revocations
         if not self.writes:
             return
-        logger.info(f"{len(revocations.expirations)} invitations are revoked")
+        logger.info(f"{len(revocations.peers)} invitations are revoked")
         try:
             with new_file(self.path) as temporary:
                 temporary.write_bytes(content)
@@ -121,40 +116,29 @@ class RevocationStore:
 
 def record_invitation(invitation: Invitation, authority_path: Path) -> None:
     """Add an invitation to the organiser's list, `authority.issued.jsonl`, so that it can be revoked by name."""
-    record = {
-        "username": invitation.token.username,
-        "peer_id": invitation.peer_id.to_base58(),
-        "expiration_time": invitation.expiration_time,
-    }
+    record = {"username": invitation.token.username, "peer_id": invitation.peer_id.to_base58()}
     with authority_path.with_suffix(".issued.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def find_invitations(username: str, authority_path: Path) -> dict[str, float]:
-    """Return the invitations of a user that have not expired: peer ID in base58 -> expiration time.
+def find_invitations(username: str, authority_path: Path) -> set[str]:
+    """Return the peer IDs of a user's invitations, in base58.
 
     :raises UserError: if there is none, or the list is damaged
     """
     path = authority_path.with_suffix(".issued.jsonl")
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        found = {
-            record["peer_id"]: record["expiration_time"]
-            for record in records
-            if record["username"] == username and record["expiration_time"] > get_dht_time()
-        }
+        found = {record["peer_id"] for record in records if record["username"] == username}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"'{path}' is damaged; pass the file of the invitation with --invitation") from None
     if not found:
-        raise UserError(
-            f"--username: '{path}' has no valid invitation of '{username}'; pass the file of the "
-            "invitation with --invitation"
-        )
+        raise UserError(f"--username: '{path}' has no invitation of '{username}'; pass its file with --invitation")
     return found
 
 
-def revoke_invitations(expirations: Mapping[str, float], authority: RSAPrivateKey, authority_path: Path) -> Path:
-    """Add invitations to the organiser's signed list, `authority.revoked`, and return its path.
+def revoke_invitations(peers: Collection[str], authority: RSAPrivateKey, authority_path: Path) -> Path:
+    """Add peer IDs to the organiser's signed list, `authority.revoked`, and return its path.
 
     :raises UserError: if the list is not valid, or would be too long
     """
@@ -163,11 +147,9 @@ def revoke_invitations(expirations: Mapping[str, float], authority: RSAPrivateKe
         revocations = Revocations()
         if path.exists():
             revocations = Revocations.parse(path.read_bytes(), authority.get_public_key())
-        content = revocations.extend(expirations).sign(authority)
+        content = revocations.extend(peers, authority).content
     except InvitationError as error:
-        raise UserError(f"'{path}': {error}; restore the file from a backup") from None
-    except ValueError as error:
-        raise UserError(f"{error}; make a new --authority and invite all peers again") from None
+        raise UserError(f"'{path}': {error}; restore it from a backup, or make a new --authority") from None
     with new_file(path) as temporary:
         temporary.write_bytes(content)
     return path

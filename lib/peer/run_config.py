@@ -48,10 +48,6 @@ OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
 Setting = str | int | float | bool | None
 
 
-class RunConfigError(ValueError):
-    """A record is not a run configuration, or its signature is wrong. The message is the reason."""
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """Settings that an organiser has signed.
@@ -94,7 +90,7 @@ class RunConfig:
         """Check a record of the DHT: signature, size, names and types.
 
         :param publisher: peer ID of the peer that has published it
-        :raises RunConfigError: if something is wrong
+        :raises ValueError: if something is wrong
         """
         try:
             text, key, signature = record["text"], record["public_key"], record["signature"]
@@ -110,7 +106,7 @@ class RunConfig:
                 raise ValueError(f"wrong or missing settings: {wrong}")
             return cls(settings, protocol, peer_id_of(public_key), publisher, float(content["time"]), dict(record))
         except Exception as error:
-            raise RunConfigError(f"not a run configuration: {error!r:.100}") from None
+            raise ValueError(f"not a run configuration: {error!r:.100}") from None
 
 
 def check_safe(settings: Mapping[str, Setting], initial_peers: Iterable[str]) -> None:
@@ -166,7 +162,7 @@ def choose(
     for subkey, record in records.items():
         try:
             config = RunConfig.parse(record, signer_of(subkey))
-        except (RunConfigError, ValueError) as error:
+        except ValueError as error:
             logger.debug(f"Ignoring a run configuration: {error}")
             continue
         if config.organiser in trusted or config.publisher in trusted:
@@ -199,14 +195,18 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
     if not peer_args.initial_peers:
         return command_line.arguments
     setup_logging(peer_args.debug)
-    output_dir, organiser = _remembered_organiser(command_line.arguments)
+    path, organiser = _remembered_organiser(command_line.arguments)
     config = _visit(peer_args, organiser, command_line.values.get("run_id"), stop)
     if config is None and organiser is not None:
         raise TemporaryError(f"no peer has the settings that organiser {organiser} stated; is a trainer running?")
     if config is None:
         logger.info("The initial peers publish no settings of a run: using the command line's settings")
         return command_line.arguments
-    check_protocol(config)
+    if config.protocol != PROTOCOL:
+        raise UserError(
+            f"the run has protocol {config.protocol}, this checkout {PROTOCOL}: use the version of this project that "
+            "the organiser uses"
+        )
     adopted = {name: value for name, value in config.settings.items() if name not in command_line.stated}
     check_safe(adopted, peer_args.initial_peers)
     if adopted.get("model_name_or_path", "") is None:
@@ -216,17 +216,17 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
         )
     arguments = command_line.with_settings(adopted)
     refuse_differences(config, arguments)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(output_dir / ORGANISER_FILE, config.organiser.to_base58())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, config.organiser.to_base58())
     vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
     logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
     return arguments
 
 
 def _remembered_organiser(arguments: Iterable[object]) -> tuple[Path, PeerID | None]:
-    """Return the output folder of a script, and the organiser whose settings it took before, if there is one."""
-    (output_dir,) = [Path(args.output_dir) for args in arguments if hasattr(args, "output_dir")]
-    return output_dir, JsonFile(output_dir / ORGANISER_FILE).load(PeerID.from_base58)
+    """Return the file with the organiser whose settings a script took before, and its content if there is any."""
+    (path,) = [Path(args.output_dir, ORGANISER_FILE) for args in arguments if hasattr(args, "output_dir")]
+    return path, JsonFile(path).load(PeerID.from_base58)
 
 
 def _visit(
@@ -248,16 +248,6 @@ def _visit(
             return _find(peer.dht, args.initial_peers, organiser, run_id)
         finally:
             peer.dht.shutdown()
-
-
-def check_protocol(config: RunConfig) -> None:
-    """:raises UserError: if the run has another version of the protocol than this checkout"""
-    if config.protocol != PROTOCOL:
-        older, newer = ("this checkout", "the run") if config.protocol > PROTOCOL else ("the run", "this checkout")
-        raise UserError(
-            f"the run has protocol {config.protocol}, this checkout {PROTOCOL}: {older} is older than {newer}; use "
-            "the version of this project that the organiser uses"
-        )
 
 
 def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:

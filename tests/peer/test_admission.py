@@ -19,12 +19,7 @@ import run_training_monitor
 from lib.common.cli import parse_arguments
 from lib.common.errors import UserError
 from lib.peer.admission import Admission, NotAdmittedError, load_admission
-from lib.peer.invitations import (
-    InvitationError,
-    load_invitation,
-    make_invitation,
-    write_private_key,
-)
+from lib.peer.invitations import InvitationError, load_invitation, make_invitation, write_private_key
 from lib.peer.revocations import Revocations, revoke_invitations
 from tests.support.peers import (
     LOCAL,
@@ -132,9 +127,7 @@ def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkey
             visitor(address, other.private_key, other.token) as neighbour,
         ):
             assert "rpc_ping" in list_answered(await call_services(p2p, address, "run", timeout=5))
-            revoke_invitations(
-                {guest.peer_id.to_base58(): guest.expiration_time}, authority, tmp_path / "authority.key"
-            )
+            revoke_invitations({guest.peer_id.to_base58()}, authority, tmp_path / "authority.key")
             deadline = time.monotonic() + 60
             outcomes = {}
             while not outcomes or not all(map(is_refusal, outcomes.values())):
@@ -241,7 +234,7 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
     async def run() -> None:
         for admission in two_admissions:
             await admission.serve(NoHandlers)
-        alice.revocations.adopt(Revocations().extend({str(mallory): get_dht_time() + 60}).sign(authority))
+        alice.revocations.adopt(Revocations().extend({str(mallory)}, authority).content)
         to_bob, to_alice = (
             Exchange(caller.invitation.peer_id, callee._answer) for caller, callee in ((alice, bob), (bob, alice))
         )

@@ -22,11 +22,11 @@ from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import BaseTrainingArguments
 from lib.common.errors import TemporaryError
 from lib.peer import peer as peer_module
 from lib.peer.dht import RelayedP2P, _without_claims, close_relayed_connections, use_own_socket_folder
-from lib.peer.peer import _end, _why_outside, load_identity
+from lib.peer.invitations import load_identity
+from lib.peer.peer import _end, explain_clock
 from tests.support.peers import local_peer, wait_until
 from utils import get_dictionary, store_record
 
@@ -175,9 +175,7 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
 @pytest.mark.parametrize(("local", "difference"), [("1.5", "7.5 s behind"), ("4009.0", "4000.0 s ahead of")])
 def test_difference_of_clocks(local, difference):
     error = f"local time must be within 3 seconds  of others(local: {local}, peer: 9.00000)"
-    assert f"this machine's clock is {difference} the clock of the peer" in _why_outside(
-        error, BaseTrainingArguments()
-    )
+    assert f"this machine's clock is {difference} the clock of the peer" in explain_clock(error)
 
 
 @pytest.mark.peers

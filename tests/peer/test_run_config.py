@@ -29,7 +29,7 @@ from lib.common.flags import find_settings
 from lib.common.processes import StopSignal
 from lib.peer import run_config
 from lib.peer.invitations import peer_id_of
-from lib.peer.run_config import RunConfig, RunConfigError, check_protocol, check_safe, choose, refuse_differences
+from lib.peer.run_config import RunConfig, adopt_run_config, check_safe, choose, refuse_differences
 from lib.training.model import check_size, read_config
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
@@ -92,7 +92,7 @@ def test_altered_records_are_refused(keys):
     changes = ({"text": record["text"].replace("0.01", "0.02")}, {"public_key": keys[1].get_public_key().to_bytes()},
                {"signature": b"x"}, {"signature": None}, {"text": record["text"] + " " * 9000})  # fmt: skip
     for altered in (*({**record, **change} for change in changes), None, [], {}, {"text": 1}, b"\xc1"):
-        with pytest.raises(RunConfigError):
+        with pytest.raises(ValueError, match="not a run configuration"):
             RunConfig.parse(altered, id_of(keys[0]))
 
 
@@ -111,7 +111,7 @@ def test_altered_records_are_refused(keys):
     ],
 )
 def test_signed_text_with_anything_but_settings_is_refused(keys, settings):
-    with pytest.raises(RunConfigError):
+    with pytest.raises(ValueError, match="not a run configuration"):
         RunConfig.parse(signed(keys[0], settings), id_of(keys[0]))
 
 
@@ -223,11 +223,11 @@ def test_signal_during_the_visit_ends_the_script_after_it():
             time.sleep(10)
 
 
-def test_another_protocol_is_refused(keys):
-    config = RunConfig.sign(SETTINGS, keys[0])
-    check_protocol(config)
-    with pytest.raises(UserError, match="this checkout is older"):
-        check_protocol(dataclasses.replace(config, protocol=PROTOCOL + 1))
+def test_another_protocol_is_refused(keys, tmp_path, monkeypatch):
+    config = dataclasses.replace(RunConfig.sign(SETTINGS, keys[0]), protocol=PROTOCOL + 1)
+    monkeypatch.setattr(run_config, "_visit", lambda *_: config)
+    with pytest.raises(UserError, match=f"the run has protocol {PROTOCOL + 1}, this checkout {PROTOCOL}"):
+        adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path)), stop=None)
 
 
 def test_file_of_settings(tmp_path, capsys):

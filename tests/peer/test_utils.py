@@ -30,7 +30,7 @@ from lib.peer.addresses import (
     fix_tcp_port,
     get_free_port,
 )
-from lib.peer.peer import load_identity
+from lib.peer.invitations import load_identity
 from lib.peer.redial import _redial
 from tests.support.hostile_peer import RAW, nest
 from utils import (
