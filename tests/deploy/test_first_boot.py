@@ -7,13 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import yaml
 
 import run_training_monitor
 from arguments import TRAINER_ARGUMENTS
@@ -22,7 +18,6 @@ from lib.common.cli import parse_arguments
 from lib.data.archive import file_sha256
 from tests.deploy.test_notebooks import make_repository, write_program
 from tests.support.aws import make_settings, read_user_data
-from tests.support.peers import ROOT
 
 pytestmark = pytest.mark.programs
 
@@ -36,50 +31,32 @@ def test_user_data_is_a_valid_script(started, tmp_path):
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-class Metadata(BaseHTTPRequestHandler):
-    """Instance metadata service, version 2. `server.values`: path -> successive responses; the last one repeats."""
-
-    def do_PUT(self) -> None:
-        self.answer("the token")
-
-    def do_GET(self) -> None:
-        answers = self.server.values[self.path.removeprefix("/latest/meta-data/")]
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        self.answer(answer if self.headers["X-aws-ec2-metadata-token"] == "the token" else None)
-
-    def answer(self, text: str | None) -> None:
-        self.send_response(200 if text else 404)
-        self.end_headers()
-        self.wfile.write((text or "").encode())
-
-    def log_message(self, *_) -> None:
-        pass
-
-
-@pytest.fixture
-def metadata() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    server.values = {"public-ipv4": [None, "203.0.113.7"], "instance-id": ["i-0123"]}  # the address comes later
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+# The instance metadata service, version 2; `addresses` has successive responses, of which the last one repeats.
+METADATA = """
+case "$*" in
+    *"-X PUT"*"X-aws-ec2-metadata-token-ttl-seconds: "*/latest/api/token) echo "the token" ;;
+    *"X-aws-ec2-metadata-token: the token"*/meta-data/instance-id) echo i-0123 ;;
+    *"X-aws-ec2-metadata-token: the token"*/meta-data/public-ipv4) head -n 1 {0}; sed -i '1{{$!d}}' {0} ;;
+    *169.254.169.254*) exit 22 ;;
+    *) exec {1} "$@" ;;
+esac"""
 
 
 class Machine:
     """A machine at its first boot: a folder instead of /opt and /etc, and fake programs that would require root."""
 
-    def __init__(self, folder: Path, metadata: ThreadingHTTPServer):
-        self.folder, self.metadata = folder / "collaboration", metadata
+    def __init__(self, folder: Path):
+        self.folder, self.addresses = folder / "collaboration", folder / "addresses"
         self.units, self.log = folder / "units", folder / "log"
         self.units.mkdir()
+        self.addresses.write_text("203.0.113.7\n")
         python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
         pip = f'#!/bin/sh\necho pip "$@" >> {self.log}\n'
         venv = f'mkdir -p "$3/bin"\ncat > "$3/bin/python" <<"E"\n{python}E\ncat > "$3/bin/pip" <<"E"\n{pip}E\n'
         programs = {
             "dnf": "", "systemctl": "", "chown": "", "sleep": "exec /bin/sleep 0.02", "useradd": 'mkdir -p "$4"',
             "runuser": 'shift 3; exec "$@"', "python3.11": venv + 'chmod +x "$3"/bin/*',
-            "nvidia-smi": "echo Tesla T4, 15360",
+            "nvidia-smi": "echo Tesla T4, 15360", "curl": METADATA.format(self.addresses, shutil.which("curl")),
         }  # fmt: skip
         for name, code in programs.items():
             self.install(name, code)
@@ -92,9 +69,7 @@ class Machine:
         return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=60)
 
     def boot(self, user_data: str) -> subprocess.CompletedProcess:
-        url = f"http://127.0.0.1:{self.metadata.server_port}/latest"
-        places = {"FOLDER": self.folder, "UNITS": self.units, "METADATA": url}
-        for name, value in places.items():
+        for name, value in {"FOLDER": self.folder, "UNITS": self.units}.items():
             user_data, count = re.subn(rf"^{name}=.*$", f"{name}={value}", user_data, count=1, flags=re.MULTILINE)
             assert count == 1
         script = self.folder.parent / "user_data.sh"
@@ -110,8 +85,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path, metadata) -> Machine:
-    return Machine(tmp_path, metadata)
+def machine(tmp_path) -> Machine:
+    return Machine(tmp_path)
 
 
 @pytest.fixture
@@ -147,9 +122,9 @@ class TestFirstBoot:
             result = machine.run("systemd-analyze", "verify", *machine.units.iterdir())
             assert result.returncode == 0, result.stderr
 
-    def test_coordinator(self, started, repository, machine, metadata, dataset_url, tmp_path):
+    def test_coordinator(self, started, repository, machine, dataset_url, tmp_path):
         ip = started.address().split("/")[2]
-        metadata.values["public-ipv4"] = ["198.51.100.1", "198.51.100.1", ip]  # the elastic IP comes later
+        machine.addresses.write_text(f"198.51.100.1\n198.51.100.1\n{ip}\n")  # the elastic IP comes later
         key = started.ssm.get_parameter(Name="/collaborative-training/test/identity", WithDecryption=True)
         machine.install("aws", f"[[ $1 != ssm ]] || echo {key['Parameter']['Value']}")
         digest = file_sha256(tmp_path / "www" / "data.tar.gz")
@@ -194,9 +169,3 @@ class TestFirstBoot:
             "aws autoscaling terminate-instance-in-auto-scaling-group --region us-east-1 --instance-id i-0123 "
             "--should-decrement-desired-capacity\n" in machine.log.read_text()
         )
-
-
-def test_container_has_the_gpu():
-    container = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["trainer"]
-    (device,) = container["deploy"]["resources"]["reservations"]["devices"]
-    assert device["capabilities"] == ["gpu"]
