@@ -12,10 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -31,7 +28,7 @@ from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lib.data.corpus import Documents, Source
+    from lib.data.corpus import Documents
     from lib.data.manifest import Manifest
 
 # A folder is only replaced if it has one of these files.
@@ -126,45 +123,26 @@ class TokenizationArguments:
 def main() -> None:
     (args,) = parse_arguments([TokenizationArguments], __doc__)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
-    with termination_as_exit():
-        from lib.data.archive import DATASET, TOKENIZER, write_archive
-        from lib.data.preparation import summarize
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
+    from lib.data.archive import DATASET, TOKENIZER, write_archive
+    from lib.data.preparation import summarize
 
-        started = time.perf_counter()
-        print(summarize(prepare(args)))
-        for path in (args.output_path, args.tokenizer_path):
-            size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-            print(f"{path}: {size / 1e6:,.1f} MB")
-        if args.archive is not None:
-            # With these names trainers find the folders if the archive is unpacked in the project's folder.
-            folders = {DATASET: Path(args.output_path), TOKENIZER: Path(args.tokenizer_path)}
-            print(f"Archive {args.archive}, SHA-256 {write_archive(Path(args.archive), folders)}")
-        print(f"Done in {time.perf_counter() - started:.0f} s")
-
-
-@contextlib.contextmanager
-def termination_as_exit() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, so that temporary files are removed."""
-    is_ending = threading.Event()
-    code = 128 + signal.SIGTERM
-
-    def end(*_) -> None:
-        is_ending.set()
-        sys.exit(code)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except Exception:
-        if is_ending.is_set():
-            sys.exit(code)  # an import that was interrupted raises ImportError
-        raise
+    started = time.perf_counter()
+    print(summarize(prepare(args)))
+    for path in (args.output_path, args.tokenizer_path):
+        size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
+        print(f"{path}: {size / 1e6:,.1f} MB")
+    if args.archive is not None:
+        # With these names trainers find the folders if the archive is unpacked in the project's folder.
+        folders = {DATASET: Path(args.output_path), TOKENIZER: Path(args.tokenizer_path)}
+        print(f"Archive {args.archive}, SHA-256 {write_archive(Path(args.archive), folders)}")
+    print(f"Done in {time.perf_counter() - started:.0f} s")
 
 
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
     from lib.common.atomic_files import check_target, new_folder, temporary_folder
-    from lib.data.corpus import read_corpus
+    from lib.data.corpus import open_files, open_hub_dataset, open_sample, read_corpus
     from lib.data.packing import PackingConfig
     from lib.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
 
@@ -177,7 +155,13 @@ def prepare(args: TokenizationArguments) -> Manifest:
     with contextlib.ExitStack() as stack:
         dataset_folder = stack.enter_context(new_folder(output_path, "--output_path", args.overwrite, DATASET_FILES))
         work = stack.enter_context(temporary_folder(Path(args.cache_dir or output_path.parent) / "work"))
-        source = open_source(args)
+        if args.sample:
+            source = open_sample()
+        elif args.train_file is not None:
+            source = open_files(args.train_file, args.validation_file)
+        else:
+            names = args.dataset_name, args.dataset_config_name, args.dataset_revision
+            source = open_hub_dataset(*names, args.cache_dir)
         corpus = read_corpus(source, work, args.validation_fraction, args.seed)
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
         tokenizer, tokenizer_folder = build_tokenizer(args, corpus["train"], stack)
@@ -193,17 +177,6 @@ def prepare(args: TokenizationArguments) -> Manifest:
         manifest = build_manifest(args, source.name, tokenizer, {split: asdict(stats[split]) for split in SPLITS})
         save_dataset(arrow_files, manifest, dataset_folder)
     return manifest
-
-
-def open_source(args: TokenizationArguments) -> Source:
-    """Open the source of the text that the flags name."""
-    from lib.data.corpus import open_files, open_hub_dataset, open_sample
-
-    if args.sample:
-        return open_sample()
-    if args.train_file is not None:
-        return open_files(args.train_file, args.validation_file)
-    return open_hub_dataset(args.dataset_name, args.dataset_config_name, args.dataset_revision, args.cache_dir)
 
 
 def build_tokenizer(

@@ -1,15 +1,12 @@
 """Text corpus: reads the source that the flags name into documents in an Arrow file."""
 
 import itertools
-import os
 import platform
 import re
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -51,12 +48,12 @@ class Documents:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def num_chars(self) -> int:
-        return int(self.lengths.sum())
-
-    def select(self, numbers: np.ndarray) -> "Documents":
+    def select(self, numbers: np.ndarray | list[int] | slice) -> "Documents":
         return Documents(self.path, self.rows[numbers], self.lengths[numbers])
+
+    def read(self) -> list[str]:
+        texts = _open(self.path)
+        return [texts[row].as_py() for row in self.rows.tolist()]  # `take` would copy all chunks, at most 2 GiB
 
     def sample(self, max_chars: int, seed: int) -> Iterator[str]:
         """Yield random documents, each once, until `max_chars` characters are reached."""
@@ -64,7 +61,7 @@ class Documents:
         for number in np.random.default_rng(seed).permutation(len(self)):
             if size >= max_chars:
                 return
-            yield from read_documents(self.path, [int(self.rows[number])])
+            yield from self.select([number]).read()
             size += int(self.lengths[number])
 
 
@@ -73,26 +70,24 @@ def _open(path: str) -> pa.ChunkedArray:
     return pa.ipc.open_stream(pa.memory_map(path)).read_all()["text"]
 
 
-def read_documents(path: str, rows: list[int]) -> list[str]:
-    texts = _open(path)
-    return [texts[row].as_py() for row in rows]  # `take` would copy all chunks, at most 2 GiB
-
-
 def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
     """Group rows of text into documents and write the documents to an Arrow file."""
     lengths: list[int] = []
     schema = pa.schema({"text": pa.string()})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, schema) as writer,
+        tqdm(desc=desc, unit=" chars", unit_scale=True, delay=1) as progress,  # seconds; no bar for a small file
+    ):
         batch, size = [], 0
-        with tqdm(desc=desc, unit=" chars", unit_scale=True, delay=1) as progress:  # seconds; no bar for a small file
-            for document in split_documents(rows):
-                batch.append(document)
-                lengths.append(len(document))
-                size += len(document)
-                progress.update(len(document))
-                if size >= WRITE_CHARS:
-                    writer.write_table(pa.table({"text": batch}, schema=schema))
-                    batch, size = [], 0
+        for document in split_documents(rows):
+            batch.append(document)
+            lengths.append(len(document))
+            size += len(document)
+            progress.update(len(document))
+            if size >= WRITE_CHARS:
+                writer.write_table(pa.table({"text": batch}, schema=schema))
+                batch, size = [], 0
         writer.write_table(pa.table({"text": batch}, schema=schema))
     return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
 
@@ -111,13 +106,12 @@ def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: 
         if not len(corpus[split]):
             raise UserError(f"{source.name}: the split '{split}' has no text; pass a file that is not empty")
     if "validation" not in corpus:
-        try:
-            train, validation = hold_out(len(corpus["train"]), validation_fraction, seed)
-        except ValueError:
+        if len(corpus["train"]) < 2:
             raise UserError(
                 f"{source.name} is a single document, so none can be held out for validation: pass "
                 "--validation_file, or separate its documents by blank lines"
-            ) from None
+            )
+        train, validation = hold_out(len(corpus["train"]), validation_fraction, seed)
         corpus = {"train": corpus["train"].select(train), "validation": corpus["train"].select(validation)}
     return corpus
 
@@ -152,29 +146,33 @@ def _is_title(previous: str, row: str, following: str) -> bool:
     return row.startswith("= ") and not previous and not following and _TITLE.fullmatch(row) is not None
 
 
-def _with_neighbours(rows: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    previous, row = "", None
-    for following in itertools.chain(rows, [""]):
-        if row is not None:
-            yield previous, row, following
-            previous = row
-        row = following
+def _cut_row(row: str) -> Iterator[str]:
+    """Yield the stripped lines of a row, in pieces of at most MAX_LINE_CHARS characters, cut at spaces if possible."""
+    for line in row.split("\n"):
+        while len(line) > MAX_LINE_CHARS:
+            cut = line.rfind(" ", 1, MAX_LINE_CHARS) + 1 or MAX_LINE_CHARS
+            yield line[:cut].strip()
+            line = line[cut:]
+        yield line.strip()
 
 
-def _cut_row(row: str) -> Iterable[str]:
-    """Return the lines of a row, those that are too long in pieces."""
-    if len(row) <= MAX_LINE_CHARS and "\n" not in row:
-        return (row,)
-    return itertools.chain.from_iterable(map(_cut_line, row.split("\n")))
-
-
-def _cut_line(line: str) -> Iterator[str]:
-    """Split a line into pieces of at most MAX_LINE_CHARS characters, at spaces if possible."""
-    while len(line) > MAX_LINE_CHARS:
-        cut = line.rfind(" ", 1, MAX_LINE_CHARS) + 1 or MAX_LINE_CHARS
-        yield line[:cut].strip()
-        line = line[cut:]
-    yield line.strip()
+def _mark_ends(rows: Iterable[str]) -> Iterator[str | None]:
+    """Yield the non-blank lines of the rows, and None where a document ends."""
+    previous, rows, following = itertools.tee((row.strip() for row in rows), 3)
+    next(following, None)
+    is_wikitext = None  # not known before the first line
+    neighbours = itertools.chain([""], previous), rows, itertools.chain(following, [""])
+    for before, row, after in zip(*neighbours, strict=False):
+        is_title = _is_title(before, row, after)
+        if is_wikitext is None and row:
+            is_wikitext = is_title
+        is_document = "\n" in row
+        if is_document or (is_title if is_wikitext else not row):
+            yield None
+        yield from filter(None, _cut_row(row))
+        if is_document:
+            yield None
+    yield None
 
 
 def split_documents(rows: Iterable[str]) -> Iterator[str]:
@@ -189,38 +187,22 @@ def split_documents(rows: Iterable[str]) -> Iterator[str]:
     """
     lines: list[str] = []
     size = 0
-    is_wikitext = None  # not known before the first line
-    for previous, row, following in _with_neighbours(row.strip() for row in rows):
-        is_title = _is_title(previous, row, following)
-        if is_wikitext is None and row:
-            is_wikitext = is_title
-        is_document = "\n" in row
-        if lines and (is_document or (is_title if is_wikitext else not row)):
+    for line in _mark_ends(rows):
+        if lines and (line is None or size + len(line) > MAX_DOCUMENT_CHARS):
             yield "\n".join(lines)
             lines, size = [], 0
-        for line in _cut_row(row):
-            if lines and size + len(line) > MAX_DOCUMENT_CHARS:
-                yield "\n".join(lines)
-                lines, size = [], 0
-            if line:
-                lines.append(line)
-                size += len(line)
-        if lines and is_document:
-            yield "\n".join(lines)
-            lines, size = [], 0
-    if lines:
-        yield "\n".join(lines)
+        if line is not None:
+            lines.append(line)
+            size += len(line)
 
 
 def hold_out(num_documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Select documents for validation if the source has no validation split.
 
+    :param num_documents: at least two
     :param fraction: fraction of the documents to select; at least one document is selected
     :returns: numbers of the documents for training and for validation, each in ascending order
-    :raises ValueError: if there are fewer than two documents
     """
-    if num_documents < 2:
-        raise ValueError("at least two documents are needed to hold one out")
     num_held_out = min(max(1, round(fraction * num_documents)), num_documents - 1)
     generator = np.random.default_rng([seed, num_documents])
     held_out = np.sort(generator.choice(num_documents, size=num_held_out, replace=False))
@@ -248,46 +230,26 @@ def _sample_rows() -> Iterator[str]:
 
 
 def read_text_file(path: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file. A line of more than READ_CHARS characters is split, at spaces if possible.
+    """Yield the lines of a UTF-8 file. A line of more than READ_CHARS characters is split.
 
     :raises UserError: if the file is not text
     """
-    num_lines, rest = 0, ""
+    number = 0
     # utf-8-sig: UTF-8, with or without the byte order mark that Windows programs write
     with open(path, encoding="utf-8-sig") as file:
         try:
-            while piece := file.readline(READ_CHARS):
-                if "\0" in piece:
-                    raise UserError(f"'{path}' is not text: line {num_lines + 1} has a zero byte; pass a text file")
-                if piece.endswith("\n"):
-                    num_lines += 1
-                    yield rest + piece
-                    rest = ""
-                else:
-                    cut = piece.rfind(" ") + 1 or len(piece)
-                    yield rest + piece[:cut]
-                    rest = piece[cut:]
+            for number, line in enumerate(iter(partial(file.readline, READ_CHARS), ""), start=1):
+                if "\0" in line:
+                    raise UserError(f"'{path}' is not text: line {number} has a zero byte; pass a text file")
+                yield line
         except UnicodeDecodeError as error:
             raise UserError(
-                f"'{path}' is not UTF-8 text (byte 0x{error.object[error.start]:02x} near line {num_lines + 1}); "
+                f"'{path}' is not UTF-8 text (byte 0x{error.object[error.start]:02x} near line {number + 1}); "
                 "convert it, for example with `iconv -f latin1 -t utf-8`"
             ) from None
-    yield rest
 
 
 # --- the Hugging Face Hub --------------------------------------------------------------------------------------------
-
-
-def go_offline_if_needed() -> None:
-    """Use the local cache if the Hub's name cannot be resolved. The Hub's client takes most of a minute to fail."""
-    from huggingface_hub import constants
-
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return  # the proxy resolves names
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True  # `datasets` copies the value on import, transformers reads it on each use
 
 
 def open_hub_dataset(name: str, config_name: str | None, revision: str | None, cache_dir: str | None) -> Source:
@@ -295,19 +257,13 @@ def open_hub_dataset(name: str, config_name: str | None, revision: str | None, c
 
     :raises UserError: if it is not available, or has no split "train" with a column "text"
     """
-    go_offline_if_needed()
     import datasets
 
     full_name = " ".join(filter(None, [name, config_name]))
     try:
         dataset = datasets.load_dataset(name, config_name, revision=revision, cache_dir=cache_dir)
-    except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
-        raise UserError(
-            f"--dataset_name: '{full_name}' is not available from the Hugging Face Hub ({first_line(error)}); "
-            "go online, check the name, or pass --train_file or --sample"
-        ) from error
-    except (ValueError, RuntimeError) as error:  # no such configuration, a dataset that is a script, ...
-        remedy = "pass another configuration or dataset"
+    except (ConnectionError, ValueError, RuntimeError, datasets.exceptions.DatasetNotFoundError) as error:
+        remedy = "go online, check the name and the configuration, or pass --train_file or --sample"
         if "scripts are no longer supported" in str(error):
             remedy = "pass --dataset_revision refs/convert/parquet, the Hub's copy of it, or another dataset"
         raise UserError(f"--dataset_name: '{full_name}' cannot be loaded: {first_line(error)}; {remedy}") from error

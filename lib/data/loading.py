@@ -117,7 +117,12 @@ def _load_manifest(
     manifest = Manifest.load(dataset_args.dataset_path)
     manifest.check_objective(OBJECTIVE_OF_MODEL[config.model_type])
     manifest.check_tokenizer(tokenizer)
-    check_sequence_length(config, manifest.max_seq_length)
+    length, positions = manifest.max_seq_length, max_tokens(config)
+    if length > positions:
+        raise UserError(
+            f"the sequences have {length} tokens, but the model has {positions} positions: prepare the data with "
+            f"--max_seq_length {positions}, or choose another --model_name_or_path"
+        )
     return manifest
 
 
@@ -126,13 +131,3 @@ def max_tokens(config: PretrainedConfig) -> int:
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", sys.maxsize)
     # RoBERTa's positions begin after that of the padding.
     return positions - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
-
-
-def check_sequence_length(config: PretrainedConfig, length: int) -> None:
-    """Raise UserError if the model has fewer positions than `length` tokens."""
-    positions = max_tokens(config)
-    if length > positions:
-        raise UserError(
-            f"the sequences have {length} tokens, but the model has {positions} positions: prepare the data with "
-            f"--max_seq_length {positions}, or choose another --model_name_or_path"
-        )

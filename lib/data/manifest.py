@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.common.errors import UserError
+from lib.common.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,22 +51,11 @@ class Manifest:
             raise UserError(f"--dataset_path: there is no folder '{dataset_path}'; {REMEDY}")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            version = content["format_version"]
-        except FileNotFoundError:
-            raise UserError(f"--dataset_path: '{dataset_path}' has no {MANIFEST_NAME}; {REMEDY}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"--dataset_path: '{path}' cannot be read ({type(error).__name__}); {REMEDY}") from error
-        if version != FORMAT_VERSION:
-            raise UserError(
-                f"--dataset_path: '{path}' has format {version}, this version reads {FORMAT_VERSION}; {REMEDY}"
-            )
-        try:
+            if content["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"it has format {content['format_version']}, this version reads {FORMAT_VERSION}")
             return cls(**content)
-        except TypeError:
-            missing = {field.name for field in fields(cls)} ^ set(content)
-            raise UserError(
-                f"--dataset_path: '{path}' has missing or unknown fields ({', '.join(sorted(missing))}); {REMEDY}"
-            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"--dataset_path: '{path}' cannot be read ({first_line(error)}); {REMEDY}") from error
 
     def save(self, dataset_path: str | Path) -> None:
         path = Path(dataset_path) / MANIFEST_NAME

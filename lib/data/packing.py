@@ -64,10 +64,6 @@ class PackingStats:
     def __add__(self, other: PackingStats) -> PackingStats:
         return PackingStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
-    def packing_efficiency(self, max_seq_length: int) -> float:
-        """Return the mean length of a sample as a fraction of `max_seq_length`."""
-        return self.tokens / (max_seq_length * self.instances) if self.instances else 0.0
-
 
 def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[tuple[int, int]]:
     """Divide documents into groups of about `group_chars` characters, each of which is tokenized and packed at once.

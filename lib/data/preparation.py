@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from lib.common.errors import UserError
-from lib.data.corpus import Documents, read_documents
+from lib.data.corpus import Documents
 from lib.data.encoding import TextEncoder
 from lib.data.manifest import Manifest
 from lib.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples, group_documents
@@ -35,21 +35,21 @@ def tokenize_split(
     :param map_tasks: like `map`
     :raises UserError: if the text is too short for one sample
     """
-    groups = group_documents(documents.lengths)
-    tasks = [(start, documents.rows[start:stop].tolist()) for start, stop in groups]
-    results = map_tasks(partial(tokenize_group, documents.path, split, str(tokenizer_folder), config), tasks)
+    num_chars = int(documents.lengths.sum())
+    tasks = [(start, documents.select(slice(start, stop))) for start, stop in group_documents(documents.lengths)]
+    results = map_tasks(partial(tokenize_group, split, str(tokenizer_folder), config), tasks)
     import datasets  # noqa: F401  takes a second, during which the workers start
 
     stats = PackingStats()
     with (
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
-        tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as progress,
+        tqdm(desc=f"Tokenizing {split}", total=num_chars, unit=" chars", unit_scale=True) as progress,
     ):
-        for (start, stop), (samples, group_stats) in zip(groups, results, strict=True):
+        for (_, group), (samples, group_stats) in zip(tasks, results, strict=True):
             writer.write_table(samples)
             stats += group_stats
-            progress.update(int(documents.lengths[start:stop].sum()))
+            progress.update(int(group.lengths.sum()))
     if not stats.instances:
         raise UserError(
             f"the {split} text ({stats.documents} documents) is too short for one sample; pass a longer text"
@@ -58,15 +58,15 @@ def tokenize_split(
 
 
 def tokenize_group(
-    documents_path: str, split: str, tokenizer_folder: str, config: PackingConfig, task: tuple[int, list[int]]
+    split: str, tokenizer_folder: str, config: PackingConfig, task: tuple[int, Documents]
 ) -> tuple[pa.Table, PackingStats]:
     """Run one task of a worker.
 
-    :param task: number of the first document within the split; rows of the file
+    :param task: number of the first document within the split; the documents
     """
-    start, rows = task
-    documents = read_documents(documents_path, rows)
-    return build_samples(documents, range(start, start + len(rows)), split, open_encoder(tokenizer_folder), config)
+    start, documents = task
+    numbers = range(start, start + len(documents))
+    return build_samples(documents.read(), numbers, split, open_encoder(tokenizer_folder), config)
 
 
 @lru_cache(maxsize=1)
@@ -121,22 +121,15 @@ def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path)
 
 def summarize(manifest: Manifest) -> str:
     """Return a table of the statistics."""
-    splits = [PackingStats(**numbers) for numbers in manifest.splits.values()]
-    fills = [split.packing_efficiency(manifest.max_seq_length) for split in splits]
     rows = [
-        ("", list(manifest.splits)),
-        ("documents", [f"{split.documents:,}" for split in splits]),
-        ("sentences", [f"{split.sentences:,}" for split in splits if split.sentences]),
-        ("samples", [f"{split.instances:,}" for split in splits]),
-        ("tokens", [f"{split.tokens:,}" for split in splits]),
-        ("mean fill", [f"{fill:.1%}" for fill in fills]),
-        ("swapped", [f"{split.swapped_instances / split.instances:.1%}" for split in splits if split.sentences]),
-        ("unknown tokens", [f"{split.unknown_tokens / split.tokens:.2%}" for split in splits]),
-        ("dropped tokens", [f"{split.dropped_tokens:,}" for split in splits]),
+        (field.name.replace("_", " "), [f"{numbers[field.name]:,}" for numbers in manifest.splits.values()])
+        for field in fields(PackingStats)
     ]
-    lines = [f"{name:<16}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows if cells]
-    if num_dropped := sum(split.dropped_documents for split in splits):
-        lines.append(f"Dropped {num_dropped:,} documents that are too short (at most one token)")
+    fills = [
+        numbers["tokens"] / (manifest.max_seq_length * numbers["instances"]) for numbers in manifest.splits.values()
+    ]
+    rows = [("", list(manifest.splits)), *rows, ("mean fill", [f"{fill:.1%}" for fill in fills])]
+    lines = [f"{name:<20}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows]
     if fills[0] < 0.8:
         lines.append(
             "Warning: most documents are short. If blank lines separate paragraphs rather than documents, remove them"

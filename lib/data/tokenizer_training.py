@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -43,10 +42,8 @@ def train_tokenizer(
         tokenizer = _train_wordpiece(documents, vocab_size)
     else:
         tokenizer = _train_bpe(documents, vocab_size, OBJECTIVES[objective].is_causal)
-    if len(tokenizer) < vocab_size:
-        raise _wrong_size(vocab_size, "large", f"at most {len(tokenizer)}")
-    if len(tokenizer) > vocab_size:
-        raise _wrong_size(vocab_size, "small", f"{len(tokenizer)} or more")
+    if len(tokenizer) != vocab_size:
+        raise UserError(f"--vocab_size {vocab_size} does not fit this text: pass {len(tokenizer)}")
     tokenizer.model_max_length = max_seq_length
     return tokenizer
 
@@ -57,15 +54,15 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int) -> AlbertTok
     tokenizer = AlbertTokenizer()
     normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
     model = io.BytesIO()
-    sentences = (
+    sentences = [  # not a generator: sentencepiece would turn its KeyboardInterrupt into a RuntimeError
         # sentencepiece skips lines with tabs, and lines that are too long. AlbertTokenizer parses "<unk>" itself.
         " ".join(normalize(line).replace(tokenizer.unk_token, " ").split())
         for document in documents
         for line in document.split("\n")
-    )
+    ]
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences,
+            sentence_iterator=iter(sentences),
             max_sentence_length=1_000_000,  # bytes
             model_writer=model,
             vocab_size=vocab_size,
@@ -80,16 +77,7 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int) -> AlbertTok
             minloglevel=2,  # errors only; they are raised as well
         )
     except RuntimeError as error:
-        # sentencepiece turns Ctrl-C and the exit of a signal's handler into a RuntimeError.
-        if "INTERNAL: KeyboardInterrupt" in str(error):
-            raise KeyboardInterrupt from None
-        if match := re.search(r"INTERNAL: SystemExit: (\d+)", str(error)):
-            raise SystemExit(int(match[1])) from None
-        if match := re.search(r"too high.*value <= (\d+)", str(error)):
-            raise _wrong_size(vocab_size, "large", f"at most {match[1]}") from None
-        if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
-            raise _wrong_size(vocab_size, "small", f"{match[1]} or more") from None
-        raise UserError(f"--train_tokenizer: sentencepiece cannot train on this text ({error})") from error
+        raise UserError(f"--vocab_size {vocab_size}: sentencepiece cannot train on this text ({error})") from error
     proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
     return AlbertTokenizer(
         vocab=[(piece.piece, piece.score) for piece in proto.pieces],
@@ -142,7 +130,3 @@ def _train_bpe(documents: Iterable[str], vocab_size: int, is_causal: bool) -> GP
     if is_causal:
         return GPT2Tokenizer(vocab=backend.get_vocab(), merges=merges, pad_token="<|pad|>")
     return RobertaTokenizer(vocab=backend.get_vocab(), merges=merges)
-
-
-def _wrong_size(vocab_size: int, what: str, bound: str) -> UserError:
-    return UserError(f"--vocab_size {vocab_size} is too {what} for this text: pass {bound}")

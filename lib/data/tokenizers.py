@@ -9,7 +9,6 @@ from transformers.utils import cached_file
 
 from lib.common.errors import UserError, first_line
 from lib.common.objectives import OBJECTIVES
-from lib.data.corpus import go_offline_if_needed
 from lib.data.manifest import tokenizer_sha256
 
 
@@ -31,8 +30,6 @@ def load_tokenizer(
     is_folder = Path(name).is_dir()
     if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
         raise UserError(f"{flag}: there is no folder '{name}'; {remedy}")
-    if not is_folder:
-        go_offline_if_needed()
     try:
         return _open_tokenizer(name, cache_dir)
     except Exception as error:
