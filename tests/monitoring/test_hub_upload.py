@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
 
 from lib.common.errors import UserError
 from lib.monitoring import hub_upload as upload
@@ -276,10 +276,7 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     assert "./run_trainer.py --initial_peers /dns4/x.org/tcp/99/p2p/" in card.text
     assert "(https://example.org/curves)" in card.text
     assert "alice" in card.text and "<b>alice" not in card.text
-    namespace: dict = {}
-    snippet = card.text.split("```python\n")[1].split("```")[0]
-    exec(snippet.replace("me/model", str(tmp_path / "fetched")), namespace)
-    assert type(namespace["model"]).__name__ == "AlbertForPreTraining" and len(namespace["tokenizer"]) == 500
+    assert type(AutoModelForPreTraining.from_pretrained(tmp_path / "fetched")).__name__ == "AlbertForPreTraining"
     assert monitor.stop(timeout=60) == 0 and TOKEN not in monitor.output
     monitor.assert_nothing_left()
 

@@ -2,8 +2,8 @@
 
 import json
 import shlex
-from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from huggingface_hub import ModelCard
@@ -59,34 +59,10 @@ def contributed(folder: Path, names: list[str]) -> Contributors:
     return contributors
 
 
-class Page(HTMLParser):
-    """A rendered card: HTML tags, and the text of the table cells."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.tags: set[str] = set()
-        self.cells: list[str] = []
-        self.links: list[str] = []
-        self._in_cell = False
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.links += [value for name, value in attrs if name in ("href", "src")]
-        if tag == "td":
-            self.cells.append("")
-            self._in_cell = True
-
-    def handle_endtag(self, tag):
-        self._in_cell = self._in_cell and tag != "td"
-
-    def handle_data(self, data):
-        if self._in_cell:
-            self.cells[-1] += data
-
-
-def render(card: ModelCard) -> Page:
-    return Page(MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(card.text))
+def render(card: ModelCard) -> ElementTree.Element:
+    """Return the rendered card, which is valid XML unless a name gets through unescaped."""
+    markdown = MarkdownIt("commonmark", {"html": True, "xhtmlOut": True}).enable(["table", "strikethrough"])
+    return ElementTree.fromstring(f"<body>{markdown.render(card.text)}</body>")
 
 
 def test_card_is_read_back_as_the_hub_reads_it(tmp_path):
@@ -108,11 +84,12 @@ def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
     peers, curves = ["/ip4/1.1.1.1/tcp/1/p2p/Qm"], "https://huggingface.co/spaces/me/my_albert?x=1"
     card = build_card(METADATA, 1, [(1, 1, 9.0)], contributors, peers, curves)
     page = render(card)
-    assert page.cells[:2] == ["1 to 1", "9.0000"]
-    rows = [page.cells[start : start + 5] for start in range(2, len(page.cells), 5)]
-    assert [row[1] for row in rows] == [leader.name for leader in contributors.top(100)]
-    assert page.tags == {"h1", "h2", "p", "b", "a", "table", "thead", "tbody", "tr", "th", "td", "pre", "code"}
-    assert page.links == ["https://github.com/learning-at-home/hivemind", curves]
+    cells = ["".join(cell.itertext()) for cell in page.iter("td")]
+    assert cells[:2] == ["1 to 1", "9.0000"] and cells[3::5] == [leader.name for leader in contributors.top(100)]
+    tags = {element.tag for element in page.iter()} - {"body"}
+    assert tags == {"h1", "h2", "p", "b", "a", "table", "thead", "tbody", "tr", "th", "td", "pre", "code"}
+    links = [element.get("href") for element in page.iter("a")]
+    assert links == ["https://github.com/learning-at-home/hivemind", curves]
     assert card.data.license == "apache-2.0"
     table = card.text.split("## Contributors")[1].split("## How")[0]
     assert not any(text in table for text in ("://", "www.", "@", "<", "`", "$", "{{")), "nothing that links by itself"
@@ -122,7 +99,7 @@ def test_join_command_needs_the_addresses_only(tmp_path):
     metadata = CardMetadata("me/model", "my <i>run</i>; rm -rf", CONFIGS["albert"])
     peers = [f"/ip4/1.1.1.1/tcp/1/p2p/{PEER_ID}", f"/dns4/x.org/tcp/2/p2p/{PEER_ID}"]
     card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), peers)
-    assert "i" not in render(card).tags
+    assert render(card).find(".//i") is None
     script, *words = shlex.split(card.text.split("```bash\n")[1].split("\n```")[0])
     arguments = parse_arguments(TRAINER_ARGUMENTS, "-", words)
     assert script == "./run_trainer.py" and arguments[2].initial_peers == peers

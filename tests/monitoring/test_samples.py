@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,27 +102,20 @@ def test_length_is_bounded_by_the_model(family, tokenizer):
 # The monitor
 
 
-class FakeReporters:
-    def __init__(self):
-        self.tables = []
-
-    def report_table(self, *table) -> None:
-        self.tables.append(table)
-
-
 def test_monitor_reports_samples(tokenizer, caplog):
     caplog.set_level(logging.INFO)
-    reporters = FakeReporters()
+    tables = []
+    reporters = SimpleNamespace(report_table=lambda *table: tables.append(table))
     completer = build_pipeline(make_model("albert"), tokenizer)
     report_samples(completer, [TEXT, "[MASK] is [MASK]"], reporters, 7)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and messages[0].startswith(f"Step #7\t{TEXT} -> france 100.0%, ")
-    ((name, columns, rows, step),) = reporters.tables
+    ((name, columns, rows, step),) = tables
     assert (name, columns, step) == ("samples", ("text", "completion"), 7)
     assert [text for text, _ in rows] == [TEXT, "[MASK] is [MASK]"] and rows[1][1].count("; ") == 1
 
     report_samples(completer, [TEXT, 7], reporters, 8)
-    assert caplog.records[-1].levelno == logging.WARNING and len(reporters.tables) == 1
+    assert caplog.records[-1].levelno == logging.WARNING and len(tables) == 1
 
 
 def test_mask_is_asked_for_at_the_start(tokenizer):
