@@ -265,8 +265,9 @@ class Deployment:
         except WaiterError:
             events = self.stacks.describe_stack_events(StackName=stack)["StackEvents"]  # the newest first
             failures = [event["ResourceStatusReason"] for event in events if "FAILED" in event["ResourceStatus"]]
-            reasons = [reason for reason in failures if "cancelled" not in reason] or ["see it in the AWS console"]
-            raise UserError(f"AWS could not change the stack '{self.settings.name}': {reasons[0]}") from None
+            consequences = re.compile("cancelled|following resource")  # of the failure of another resource
+            reason = next((reason for reason in failures if not consequences.search(reason)), "see the AWS console")
+            raise UserError(f"AWS could not change the stack '{self.settings.name}': {reason}") from None
 
     # --- the stack ---------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ _OLD_NAMES = {
     "--tokenizer": "--tokenizer_path",
     "--no_cuda": "--use_cpu",
     "--repo_url": "--repo_id",
-    "--validation_share": "--validation_fraction",
 }
 # Flags that took an endpoint in gRPC's notation, such as '[::]:*' -> the flags that take multiaddresses.
 _OLD_ENDPOINTS = {
@@ -52,10 +51,6 @@ _REFUSED_NAMES = {
     "--num_train_epochs": "peers draw samples in a random order, without epochs: pass --max_global_steps (when to "
     "leave) or --total_steps (the learning-rate schedule)",
     "--repo_path": "pass --output_dir (where the checkpoints are kept)",
-    **dict.fromkeys(
-        ("--dashboard", "--dashboard_host", "--dashboard_port"),
-        "pass --report_to trackio, which logs the command that shows the page, or --space_id",
-    ),
 }
 # Configurations that transformers hosted before 2020
 _OLD_CONFIG = re.compile(r"https://s3\.amazonaws\.com/models\.huggingface\.co/bert/(.+)-config\.json")

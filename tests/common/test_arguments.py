@@ -85,7 +85,6 @@ OTHER = PEER.replace(".1/", ".2/")
         ("run_training_monitor.py", "--repo_url https://huggingface.co/me/my-albert", {"repo_id": "me/my-albert"}),
         ("run_training_monitor.py", "--repo_url https://hf.co/me/my-albert.git", {"repo_id": "me/my-albert"}),
         ("run_training_monitor.py", "--repo_id me/my-albert/", {"repo_id": "me/my-albert"}),
-        ("tokenize_wikitext103.py", "--validation_share 0.2", {"validation_fraction": 0.2}),
         ("tokenize_wikitext103.py", "--tokenizer some/tokenizer", {"tokenizer": "some/tokenizer"}),
     ],
 )  # fmt: skip
@@ -223,7 +222,6 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_training_monitor.py", "--repo_id me/my-albert --no_store_checkpoints", "--no_store_checkpoints"),
         ("run_training_monitor.py", "--repo_id me/my-albert --upload_interval -1", "--upload_interval"),
         ("run_training_monitor.py", "--wandb_project x --report_to trackio", "--wandb_project"),
-        ("run_training_monitor.py", "--dashboard", "--report_to trackio"),
         ("run_training_monitor.py", "--space_id my-albert", "--space_id"),
         ("run_training_monitor.py", "--space_id me/my-albert --report_to tensorboard", "--report_to tensorboard"),
         ("run_training_monitor.py", "--page javascript:alert(1)", "--page"),
