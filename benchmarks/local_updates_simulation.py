@@ -20,7 +20,7 @@ from arguments import HyperparameterArguments
 from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
 from lib.averaging.local_updates import LocalUpdatesOptimizer
 from lib.averaging.outliers import OutlierFilter
-from lib.averaging.schedule import set_schedule
+from lib.averaging.state import set_schedule
 from lib.training.optimizer import (
     COMPRESSIONS,
     build_local_optimizer,

@@ -27,7 +27,7 @@ from hivemind.averaging.partition import (
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
 from hivemind.p2p import PeerID, StubBase
 from hivemind.proto import averaging_pb2
-from hivemind.utils.asyncio import amap_in_executor
+from hivemind.utils.asyncio import aenumerate, amap_in_executor
 
 from lib.averaging.outliers import TOLERANCE, OutlierFilter
 from lib.averaging.wire import TensorSpec, check_tensor
@@ -323,8 +323,8 @@ class SafeAllReduceRunner(AllReduceRunner):
 
         :raises ValueError: if a message is not the next part that this peer reduces
         """
-        specs, index = self._own_specs, 0
-        async for message in stream:
+        specs = self._own_specs
+        async for index, message in aenumerate(stream):
             try:
                 if index == len(specs):
                     raise ValueError("more parts than expected")
@@ -333,7 +333,6 @@ class SafeAllReduceRunner(AllReduceRunner):
                 self.tensor_part_reducer.violations[sender_index] = str(error)
                 raise
             yield message
-            index += 1
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         if peer_id != self.peer_id:
@@ -350,8 +349,6 @@ class SafeAllReduceRunner(AllReduceRunner):
     async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
         weights = [self._weight_of(info) for info in self._part_infos(peer_index)]
         parts = self.tensor_part_container.iterate_input_parts_for(peer_index)
-        index = 0
-        async for part in parts:
+        async for index, part in aenumerate(parts):
             group = {"code": averaging_pb2.PART_FOR_AVERAGING, "group_id": self.group_id} if index == 0 else {}
             yield averaging_pb2.AveragingData(tensor_part=part, weight=weights[index], **group)
-            index += 1

@@ -11,8 +11,6 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 import torch
 from google.protobuf.message import Message
 from hivemind.averaging.averager import DecentralizedAverager
-from hivemind.p2p import P2PContext
-from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger, switch_to_uvloop
 
 logger = get_logger(__name__)
@@ -59,9 +57,7 @@ class SafeAverager(DecentralizedAverager):
         torch.set_num_threads(1)
         super().run()
 
-    async def _keep_stream_open(
-        self, messages: AsyncIterator[Message], seconds: float | None = None
-    ) -> AsyncIterator[Message]:
+    async def _keep_stream_open(self, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
         """Forward all messages, then give the caller time to close the stream.
 
         When a handler ends, libp2p's daemon closes its stream for reading, then for writing. The first close wakes the
@@ -74,14 +70,7 @@ class SafeAverager(DecentralizedAverager):
             yield message
             has_sent = True
         if has_sent:  # the sleep is cancelled when the caller closes the stream
-            await asyncio.sleep(self.LINGER_SECONDS if seconds is None else seconds)
-
-    async def rpc_download_state(
-        self, request: averaging_pb2.DownloadRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Send this peer's state to another peer, as in hivemind."""
-        async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
-            yield message
+            await asyncio.sleep(self.LINGER_SECONDS)
 
     async def _shutdown(self, _timeout: float | None) -> None:
         """Remove the RPC handlers and cancel running rounds. hivemind's method raises if a round is running."""

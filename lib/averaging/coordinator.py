@@ -65,11 +65,6 @@ class RoundCoordinator:
                 self.averager.set_roster(roster, finished_number=number - 1)
 
     @property
-    def is_requested(self) -> bool:
-        """Whether another peer already searches for the group of the next step."""
-        return 0 <= self.averager.requested_number.value - self.tracker.next_step <= 1
-
-    @property
     def has_group(self) -> bool:
         """Whether the group of the next step is formed and waits for this peer."""
         control = self._control
@@ -84,8 +79,8 @@ class RoundCoordinator:
         if self._control is not None or self._stopped.is_set():
             return
         is_soon = self.tracker.seconds_to_step <= self.matchmaking_time
-        if self.is_requested and not is_soon:
-            self.tracker.refresh_in(LOOK_SECONDS)
+        if 0 <= self.averager.requested_number.value - number <= 1 and not is_soon:
+            self.tracker.refresh_in(LOOK_SECONDS)  # another peer already searches for the group
         if is_soon and self.tracker.num_expected(number):
             self._schedule(number, self.matchmaking_time + self.averaging_timeout)
 

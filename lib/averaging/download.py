@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +31,7 @@ logger = get_logger(__name__)
 DHT_TIMEOUT = 30.0  # seconds for reading the offers
 
 
-class StateLoadError(Exception):
+class StateLoadError(ValueError):
     """Raised if an offered state cannot be used."""
 
 
@@ -42,26 +41,6 @@ class OldStateError(StateLoadError):
 
 class DoubtfulStepError(StateLoadError):
     """Raised if a state is of a later step than the run is known to be at."""
-
-
-class TooSlowError(Exception):
-    """Raised if a donor is too slow while other donors are left."""
-
-
-@dataclass(frozen=True)
-class StateQuery:
-    """Request for a state.
-
-    :param min_epoch: oldest acceptable step
-    :param credible_epoch: newest step that the run is known to be at; None if unknown
-    :param only_metadata: request the metadata, which contain the step, without the tensors
-    :param timeout: seconds for the whole download
-    """
-
-    min_epoch: int
-    credible_epoch: int | None
-    only_metadata: bool
-    timeout: float
 
 
 class StateDownload:
@@ -75,6 +54,11 @@ class StateDownload:
     other reachable donors are left, a donor may be silent for a quarter of the remaining time. The donor is abandoned
     as soon as it would need, at its mean rate, more than three quarters of the time that was left when it began. The
     last donor gets all of the remaining time.
+
+    :param min_epoch: oldest acceptable step
+    :param credible_epoch: newest step that the run is known to be at; None if unknown
+    :param only_metadata: request the metadata, which contain the step, without the tensors
+    :param timeout: seconds for the whole download
     """
 
     MAX_ATTEMPTS = 3  # a newcomer that gives up too early would start a second run
@@ -82,12 +66,19 @@ class StateDownload:
     EPOCH_SLACK = 2
     GRACE_SECONDS = 10.0  # before a donor's rate is judged
 
-    def __init__(self, averager: "TrainingStateAverager", query: StateQuery):
-        self.averager, self.query = averager, query
-        self.started = time.monotonic()
-        self.deadline = self.started + query.timeout
+    def __init__(
+        self,
+        averager: "TrainingStateAverager",
+        min_epoch: int,
+        credible_epoch: int | None,
+        only_metadata: bool,
+        timeout: float,
+    ):
+        self.averager, self.min_epoch, self.credible_epoch = averager, min_epoch, credible_epoch
+        self.only_metadata, self.started = only_metadata, time.monotonic()
+        self.deadline = self.started + timeout
         # With a timeout of 600 s, 1000 unreachable donors take at most 320 s. Dialing through a relay takes 6 to 18 s.
-        self.dial_timeout = min(20.0, max(3.0, query.timeout / 20))
+        self.dial_timeout = min(20.0, max(3.0, timeout / 20))
         self._dials: dict[PeerID, asyncio.Task] = {}
         self._queue: deque[PeerID] = deque()  # donors that were not asked yet
         self._doubted: list[PeerID] = []
@@ -96,7 +87,7 @@ class StateDownload:
 
     async def run(self) -> tuple[str, dict, list[torch.Tensor]] | None:
         """Return a donor's peer ID, metadata and tensors; None if no donor has delivered in time."""
-        for attempt in range(1 if self.query.only_metadata else self.MAX_ATTEMPTS):
+        for attempt in range(1 if self.only_metadata else self.MAX_ATTEMPTS):
             await asyncio.sleep(attempt)
             self._may_retry = False
             state = await self._ask_all()
@@ -116,7 +107,7 @@ class StateDownload:
                 state = await self._ask_in_turn((*self._doubted, *unlikely), believe_all=True)
                 if state is not None:
                     logger.warning(
-                        f"No peer offers a state of step #{self.query.credible_epoch}, the current step "
+                        f"No peer offers a state of step #{self.credible_epoch}, the current step "
                         "of the run: using the state of another step"
                     )
             return state
@@ -135,9 +126,9 @@ class StateDownload:
     @property
     def max_epoch(self) -> float:
         """Newest step that is credible at this time; it grows by one per second."""
-        if self.query.credible_epoch is None:
+        if self.credible_epoch is None:
             return math.inf
-        return self.query.credible_epoch + self.EPOCH_SLACK + time.monotonic() - self.started
+        return self.credible_epoch + self.EPOCH_SLACK + time.monotonic() - self.started
 
     async def _find_offers(self) -> object:
         key = f"{self.averager.prefix}.all_averagers"
@@ -168,16 +159,15 @@ class StateDownload:
 
         :returns: the donor's peer ID, metadata and tensors; None if the donor has failed
         """
-        only_metadata = self.query.only_metadata
         try:
             if (error := await self._dials[donor]) is not None:
                 logger.warning(f"Could not reach {donor}, which offers a state")
                 self._may_retry |= not isinstance(error, TimeoutError)
                 return None
-            if not only_metadata:
+            if not self.only_metadata:
                 logger.info(f"Downloading the state from {donor}")
             metadata, tensors = await self._receive(donor, believe_all)
-            if not only_metadata:
+            if not self.only_metadata:
                 self.averager.check_state(metadata, tensors)
             return str(donor), metadata, tensors
         except DoubtfulStepError as error:
@@ -185,7 +175,7 @@ class StateDownload:
             self._doubted.append(donor)
         except OldStateError as error:
             logger.info(f"Not using the state that {donor} offers: {error}")
-        except StateLoadError as error:
+        except ValueError as error:
             logger.warning(f"Refused the state that {donor} offers: {error}")
         except Exception as error:
             logger.warning(f"Could not download the state from {donor}: {error!r}")
@@ -195,10 +185,9 @@ class StateDownload:
     async def _receive(self, donor: PeerID, believe_all: bool) -> tuple[dict, list[torch.Tensor]]:
         """Receive the state of a donor.
 
-        :raises StateLoadError: if the state is not usable or not the expected one
-        :raises TooSlowError: if the donor cannot deliver in time
+        :raises ValueError: if the state is not usable or not the expected one
         :raises TimeoutError: if the donor is silent for too long
-        :raises ConnectionError: if the stream ends too early
+        :raises ConnectionError: if the stream ends too early, or the donor is too slow
         """
         averager = self.averager
         stub = averager.get_stub(averager._p2p, donor, namespace=averager.prefix)
@@ -210,14 +199,11 @@ class StateDownload:
             if message is None:
                 raise StateLoadError("the donor has no state to offer")
             metadata = self._read_metadata(message.metadata, believe_all)
-            if self.query.only_metadata:
+            if self.only_metadata:
                 return metadata, []
             assembler, began = TensorAssembler(averager.expected_tensors(metadata)), time.monotonic()
             while True:
-                try:
-                    assembler.add(message.tensor_part)
-                except ValueError as error:
-                    raise StateLoadError(str(error)) from None
+                assembler.add(message.tensor_part)
                 if assembler.is_complete:
                     averager.unpack_state(metadata, assembler.tensors)
                     return metadata, assembler.tensors
@@ -236,12 +222,12 @@ class StateDownload:
             metadata = self.averager.serializer.loads(serialized)
         except Exception:
             raise StateLoadError("its metadata cannot be read") from None
-        check_epoch(metadata, self.query.min_epoch)
+        check_epoch(metadata, self.min_epoch)
         if metadata["epoch"] <= self.max_epoch:
             self._told_credible_step = True
         elif not believe_all:
             raise DoubtfulStepError(
-                f"it is of step #{metadata['epoch']}, but the run is at step #{self.query.credible_epoch}"
+                f"it is of step #{metadata['epoch']}, but the run is at step #{self.credible_epoch}"
             )
         return metadata
 
@@ -258,12 +244,12 @@ class StateDownload:
     def _check_pace(self, began: float, fraction: float) -> None:
         """Abandon a donor that cannot deliver in time. One slow donor would use up the time of all other donors.
 
-        :raises TooSlowError: if the donor is too slow and another reachable donor is left
+        :raises ConnectionError: if the donor is too slow and another reachable donor is left
         """
         elapsed, available = time.monotonic() - began, self.deadline - began
         is_too_slow = elapsed > min(self.GRACE_SECONDS, available / 10) and elapsed > fraction * 0.75 * available
         if is_too_slow and self._others_are_left():
-            raise TooSlowError(f"too slow: received {fraction:.1%} in {elapsed:.0f} seconds; asking another donor")
+            raise ConnectionError(f"too slow: received {fraction:.1%} in {elapsed:.0f} seconds; asking another donor")
 
 
 def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[PeerID]]:

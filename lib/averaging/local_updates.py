@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lib.averaging.accumulators import UpdateAccumulator
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.averaging.rounds import RoundAverager
-from lib.averaging.schedule import set_schedule
-from lib.averaging.state import all_finite
+from lib.averaging.state import all_finite, set_schedule
 
 logger = get_logger(__name__)
 

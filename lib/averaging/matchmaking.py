@@ -385,9 +385,7 @@ class StepMatchmaking(Matchmaking):
         search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
         search.unreachable[leader] = time.monotonic()
         suggested = PeerID(message.suggested_leader) if message.suggested_leader else None
-        if redirected or suggested in (None, self.peer_id, leader) or suggested in search.given_up:
-            return None
-        if self.is_banned(suggested):
+        if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or self.is_banned(suggested):
             return None
         return await self._follow(search, suggested, redirected=True)
 
@@ -483,12 +481,9 @@ class StepMatchmaking(Matchmaking):
                     ordered_peer_ids=[member.to_bytes() for member in answer.peer_ids],
                     gathered=answer.gathered,
                 )
-            elif isinstance(answer, PeerID):
-                yield averaging_pb2.MessageFromLeader(
-                    code=averaging_pb2.GROUP_DISBANDED, suggested_leader=answer.to_bytes()
-                )
             else:
-                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
+                suggested = answer.to_bytes() if answer else b""
+                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=suggested)
         finally:
             if self._requests.get(peer_id) is entry:
                 del self._requests[peer_id]

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 import hivemind
 import torch
 from hivemind.utils import get_logger
+from threadpoolctl import threadpool_limits
 
 from lib.averaging.accumulators import GradientAccumulator, clip_norm
 from lib.averaging.allreduce import MIN_WEIGHT, NORM_TOLERANCE
 from lib.averaging.coordinator import Outcome, RoundCoordinator
-from lib.averaging.openmp import use_one_core
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.round_log import RoundLog, describe_round
 from lib.averaging.rounds import RoundAverager, RoundResult
@@ -39,6 +39,17 @@ MAX_PARAMETER_CHANGE = 0.2
 CONVALESCENCE_ROUNDS = 10
 MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
+
+
+def use_one_core() -> None:
+    """Limit the calling thread to one OpenMP thread.
+
+    With more OpenMP threads in a process than there are cores, GNU's library puts idle ones to sleep instead of
+    letting them spin. Each operation of the main thread then has to wake them, which took 12 to 47 % of the speed of
+    a trainer on two cores.
+    """
+    torch.get_num_threads()  # torch sets the limit of a thread at its first use
+    threadpool_limits(1, user_api="openmp")
 
 
 class CollaborativeOptimizer(hivemind.Optimizer):
@@ -63,7 +74,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._round_opts, self._state_opts = round_opts, state_opts
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
-        self.last_group_size = 0
         self._steps: deque[tuple[int, int | None]] = deque(maxlen=64)  # see pop_steps
         self.missed_updates = 0  # updates that the other peers' parameters have and this peer's lack
         self._convalescence = 0  # rounds until this peer's parameters have weight again
@@ -169,14 +179,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self._wait_for_step()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of the model. The gradients accumulated for the global step are kept."""
-        for parameter in self.state_averager.main_parameters:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
-
     def _accumulate(self, num_samples: int) -> bool:
         """Accumulate the gradients of the model, unless one has NaN or Inf.
 
@@ -251,11 +253,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._apply_update()
             yield
 
-    @contextmanager
-    def saved_state(self) -> Iterator[None]:
-        """Keep the training state while the context is open, as `frozen_state`, for writing a checkpoint of it."""
-        with self.frozen_state():
-            yield
+    saved_state = frozen_state  # for writing a checkpoint; LocalUpdatesOptimizer hides the local updates, too
 
     # Global steps, in the step thread
 
@@ -314,7 +312,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return
         with self._update_lock:
             carried = self._apply_outcome(step, samples, outcome, result)
-        self.last_group_size = len(result.members) if result else 0
         seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
         if outcome != Outcome.ALONE:
             self.recent_rounds.append(result is not None and result.received == 1 and not result.missed)
@@ -443,8 +440,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         self.coordinator.call_off()
         with self._step_lock, self.tracker.pause_updates():
-            claimed = self.tracker.global_epoch
-            if claimed > self.local_epoch + 1 > 1 and not self._is_offered(self.local_epoch + 1):
+            claimed, next_epoch = self.tracker.global_epoch, self.local_epoch + 1
+            if claimed > next_epoch > 1 and self.state_averager.download_state(next_epoch, only_metadata=True) is None:
                 self._ignore_unbacked_epoch(claimed)
                 return False
             with self._update_lock:
@@ -492,10 +489,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         return False
 
-    def _is_offered(self, epoch: int) -> bool:
-        """Whether a peer offers a state of step `epoch` or later."""
-        return self.state_averager.download_state(min_epoch=epoch, only_metadata=True) is not None
-
     def _ignore_unbacked_epoch(self, claimed: int) -> None:
         """Record a claim of a later step whose state no peer offers; ignore such claims after MAX_FAILED_LOADS."""
         self._failed_loads += 1
@@ -518,12 +511,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         averager = self.state_averager
         if not (averager.client_mode or self.missed_updates):
             averager.offer(priority=averager.applied_epoch)
-
-    # Bans
-
-    def banned_peers(self) -> dict[bytes, float]:
-        """Return the peers banned for values out of bounds: peer ID -> end of the ban (`time.time`)."""
-        return self.grad_averager.banned_peers()
 
     # Shutdown
 

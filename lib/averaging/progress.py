@@ -13,8 +13,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 from hivemind.dht import DHT
 from hivemind.optim.progress_tracker import GlobalTrainingProgress
@@ -157,35 +157,31 @@ class ProgressTracker(threading.Thread):
         self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
         self._is_reporting = auxiliary  # a trainer publishes nothing before its first local step
-        self.local_progress = self._make_progress(0, 0, 0, 0)
-
-    # This peer's progress
-
-    def _make_progress(self, epoch: int, completed: int, samples: int, contributed: int) -> PeerProgress:
-        return PeerProgress(
-            peer_id=self.dht.peer_id.to_bytes(),
-            epoch=epoch,
-            completed=completed,
-            samples_accumulated=samples,
-            contributed=contributed,
-            samples_per_second=0.0 if self.auxiliary else float(self.performance_ema.samples_per_second),
+        self.local_progress = PeerProgress(
+            peer_id=dht.peer_id.to_bytes(),
+            epoch=0,
+            completed=0,
+            samples_accumulated=0,
+            contributed=0,
+            samples_per_second=0.0,
             time=get_dht_time(),
             reported_at=get_dht_time(),
-            client_mode=self.client_mode,
-            auxiliary=self.auxiliary,
+            client_mode=client_mode,
+            auxiliary=auxiliary,
         )
+
+    # This peer's progress
 
     def report_samples(self, samples_accumulated: int) -> None:
         """Report the samples accumulated for the next step. Call it after each local step."""
         with self._lock:
-            own = self.local_progress
-            extra = samples_accumulated - own.samples_accumulated
+            extra = samples_accumulated - self.local_progress.samples_accumulated
             if extra > 0:
                 self._last_increment = extra
                 self.performance_ema.update(task_size=extra)
             else:
                 self.performance_ema.reset_timer()
-            self.local_progress = self._make_progress(own.epoch, own.completed, samples_accumulated, own.contributed)
+            self._set(samples_accumulated=samples_accumulated)
         self._is_reporting = True
         self._report_soon(self._report_period())
 
@@ -201,18 +197,22 @@ class ProgressTracker(threading.Thread):
 
     def begin_step(self, epoch: int, contributed: int) -> None:
         """Report that this peer begins the round of a step and contributes so many samples."""
-        self._set(epoch, self.local_progress.completed, 0, contributed)
+        self._set(epoch=epoch, samples_accumulated=0, contributed=contributed)
+        self._report_soon(0.0)
 
     def complete_step(self, epoch: int, samples_accumulated: int) -> None:
         """Report that this peer is at a step: it has the update or continues without it."""
-        self._set(epoch, epoch, samples_accumulated, self.local_progress.contributed)
+        self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated)
+        self._report_soon(0.0)
         self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
         self.refresh_in(self.min_refresh_period)
 
-    def _set(self, epoch: int, completed: int, samples: int, contributed: int) -> None:
+    def _set(self, **changes: int) -> None:
+        rate, now = 0.0 if self.auxiliary else float(self.performance_ema.samples_per_second), get_dht_time()
         with self._lock:
-            self.local_progress = self._make_progress(epoch, completed, samples, contributed)
-        self._report_soon(0.0)
+            self.local_progress = replace(
+                self.local_progress, samples_per_second=rate, time=now, reported_at=now, **changes
+            )
 
     def _report_soon(self, min_seconds: float) -> None:
         """Schedule a report for now, or for when the last report is `min_seconds` old."""
@@ -220,11 +220,9 @@ class ProgressTracker(threading.Thread):
             self._next_report = min(self._next_report, max(time.monotonic(), self._last_report + min_seconds))
         self._wake.set()
 
-    @contextmanager
-    def pause_updates(self):
+    def pause_updates(self) -> AbstractContextManager:
         """Exclude the time in this context from the measured training speed."""
-        with self.performance_ema.pause():
-            yield
+        return self.performance_ema.pause()
 
     # The other peers' progress
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
 from lib.averaging.rounds import RoundResult
@@ -44,13 +43,12 @@ class RoundLog:
 
 def describe_round(result: RoundResult | None) -> dict:
     """Return the result of a round as fields of the round log; peer IDs in base58."""
-    if result is None:
-        return {"group": [], "weights": {}, "received": 0.0, "missed": {}, "violations": {}, "seconds": {}}
+    result = result or RoundResult(members=[], received=0.0, weights={})
     return {
-        "group": [str(PeerID(peer_id)) for peer_id in result.members],
-        "weights": {str(PeerID(peer_id)): weight for peer_id, weight in result.weights.items()},
+        "group": [str(peer_id) for peer_id in result.members],
+        "weights": {str(peer_id): weight for peer_id, weight in result.weights.items()},
         "received": round(result.received, 4),
-        "missed": {str(PeerID(peer_id)): why for peer_id, why in result.missed.items()},
-        "violations": {str(PeerID(peer_id)): why for peer_id, why in result.violations.items()},
+        "missed": {str(peer_id): why for peer_id, why in result.missed.items()},
+        "violations": {str(peer_id): why for peer_id, why in result.violations.items()},
         "seconds": result.seconds,
     }

@@ -10,8 +10,8 @@ import multiprocessing
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -41,7 +41,7 @@ MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's ro
 
 @dataclass
 class RoundResult:
-    """Result of a round at this peer. Peers are given by their peer IDs.
+    """Result of a round at this peer.
 
     :param members: peers of the group
     :param received: fraction of the elements whose average arrived; the other elements kept this peer's values
@@ -51,11 +51,11 @@ class RoundResult:
     :param seconds: durations of the phases: matchmaking, waiting, allreduce
     """
 
-    members: list[bytes]
+    members: Sequence[PeerID]
     received: float
-    weights: dict[bytes, float]
-    missed: dict[bytes, str]
-    violations: dict[bytes, str]
+    weights: dict[PeerID, float]
+    missed: dict[PeerID, str] = field(default_factory=dict)
+    violations: dict[PeerID, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -75,6 +75,8 @@ class RoundAverager(SafeAverager):
     :param max_weight: bound on the weight of a peer's contribution, in samples
     :param parameter_step: see Bounds; a multiple of the learning rate
     """
+
+    reuse_grad_buffers = False  # hivemind.Optimizer.zero_grad reads it
 
     def __init__(
         self,
@@ -161,8 +163,7 @@ class RoundAverager(SafeAverager):
 
     def set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
         """Send the roster of the next round and the newest finished step to the averager's process."""
-        packed = [(entry.peer_id.to_bytes(), entry.is_client, entry.is_established) for entry in entries]
-        self._send("_set_roster", packed=packed, finished_number=finished_number)
+        self._send("_set_roster", entries=entries, finished_number=finished_number)
 
     def _send(self, method: str, **kwargs) -> None:
         with self._lock_pipe:
@@ -178,8 +179,8 @@ class RoundAverager(SafeAverager):
 
     # In the averager's process
 
-    async def _set_roster(self, packed: list[tuple[bytes, bool, bool]], finished_number: int) -> None:
-        self._matchmaking.set_roster(RosterEntry(PeerID(peer_id), *flags) for peer_id, *flags in packed)
+    async def _set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
+        self._matchmaking.set_roster(entries)
         self._matchmaking.max_group_size = self.matchmaking_kwargs["target_group_size"]
         self._matchmaking.finish(finished_number)
 
@@ -210,15 +211,17 @@ class RoundAverager(SafeAverager):
         started = time.monotonic()
         step.stage = AveragingStage.LOOKING_FOR_GROUP
         group = await self._matchmaking.look_for_group(step)
-        missed = {peer_id.to_bytes(): why for peer_id, why in self._matchmaking.missed.items()}
-        found = time.monotonic()
+        missed, found = self._matchmaking.missed, time.monotonic()
         step.stage = AveragingStage.AWAITING_TRIGGER
         await step.wait_for_trigger()
         begun = time.monotonic()
         step.stage = AveragingStage.RUNNING_ALLREDUCE
-        with self._register_allreduce_group(group):
-            async with asyncio.timeout(self._allreduce_timeout):
-                result = await self._average_in_group(step, group)
+        try:
+            with self._register_allreduce_group(group):
+                async with asyncio.timeout(self._allreduce_timeout):
+                    result = await self._average_in_group(step, group)
+        finally:
+            self._finished_groups.append(group.group_id)
         result.missed = missed
         result.seconds = {
             "matchmaking": found - started,
@@ -255,7 +258,7 @@ class RoundAverager(SafeAverager):
             **options,
         )
         self._running_groups[group.group_id].set_result(runner)
-        self._wake_waiting_streams()
+        self._pending_groups_registered.set()  # wakes the streams that wait in `_will_begin`
         for group_id, sender in self._refused:
             if group_id == group.group_id:
                 await runner.drop_unstarted_sender(sender)  # a refused sender does not try again
@@ -264,21 +267,17 @@ class RoundAverager(SafeAverager):
                 async for _ in runner:
                     raise AllreduceException("auxiliary peers receive no averages")
             else:
-                await self._write_averages(runner, num_tensors)
+                tensors, outputs = as_aiter(*self._averaged_tensors), as_aiter(*self._outputs)
+                async for update, tensor, output in azip(runner, tensors, outputs):
+                    torch.add(tensor, update, out=output)
         finally:
             self._ban_violators(runner)
         return RoundResult(
-            members=[peer_id.to_bytes() for peer_id in group.peer_ids],
+            members=group.peer_ids,
             received=runner.received_fraction,
-            weights={peer_id.to_bytes(): weight for peer_id, weight in runner.sender_weights().items()},
-            missed={},
-            violations={peer_id.to_bytes(): why for peer_id, why in runner.violations().items()},
+            weights=runner.sender_weights(),
+            violations=runner.violations(),
         )
-
-    async def _write_averages(self, runner: SafeAllReduceRunner, num_tensors: int) -> None:
-        inputs, outputs = self._averaged_tensors[:num_tensors], self._outputs[:num_tensors]
-        async for tensor, output, update in azip(as_aiter(*inputs), as_aiter(*outputs), runner):
-            torch.add(tensor, update, out=output)
 
     def _ban_violators(self, runner: SafeAllReduceRunner) -> None:
         for peer_id, violation in runner.violations().items():
@@ -337,25 +336,11 @@ class RoundAverager(SafeAverager):
                 patience = self.allreduce_kwargs["reducer_timeout"] if is_known else self.request_timeout
                 if has_ended or time.monotonic() >= started + (patience or 0.0):
                     return False
-                await self._groups_changed()
+                # Until a round begins or ends, at most 1 s: a round cancelled before its trigger sets no event.
+                self._pending_groups_registered.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._pending_groups_registered.wait()
             return True
         finally:
             self._num_waiting -= 1
-
-    async def _groups_changed(self) -> None:
-        """Wait until a round begins or ends, at most 1 s: a round cancelled before its trigger sets no event."""
-        self._pending_groups_registered.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._pending_groups_registered.wait()
-
-    def _wake_waiting_streams(self) -> None:
-        self._pending_groups_registered.set()
-
-    @contextmanager
-    def _register_allreduce_group(self, group_info: GroupInfo) -> Iterator[None]:
-        try:
-            with super()._register_allreduce_group(group_info):
-                yield
-        finally:
-            self._finished_groups.append(group_info.group_id)

@@ -128,7 +128,7 @@ def test_local_updates_that_diverge_are_sent_to_nobody(build_swarm):
     expected = replay.step(swarm.wait_for(2)[:1])
     for trainer in (healthy, broken):
         assert (trainer.parameters - expected).abs().max() < 1e-6
-        assert not trainer.optimizer.banned_peers()
+        assert not trainer.averager.banned_peers()
     assert broken.optimizer.discard_local_updates()
     assert torch.equal(broken.model_parameters, broken.parameters)
     assert not healthy.optimizer.discard_local_updates()
@@ -147,4 +147,4 @@ def test_updates_far_larger_than_the_others_are_scaled_down_and_their_sender_is_
     honest_change = (replay.step(swarm.wait_for(1, honest)) - start).norm()
     for trainer in honest:
         assert (trainer.parameters - start).norm() < 3 * honest_change
-    assert any(liar.id in trainer.optimizer.banned_peers() for trainer in honest)
+    assert any(liar.id in trainer.averager.banned_peers() for trainer in honest)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from lib.averaging.openmp import use_one_core
+from lib.averaging.optimizer import use_one_core
 from tests.support.offline import offline_optimizer
 from tests.support.peers import wait_until
 

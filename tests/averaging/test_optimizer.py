@@ -160,7 +160,7 @@ def test_peer_with_values_out_of_bounds_is_banned_for_ten_minutes():
     banned = []
     optimizer.grad_averager._matchmaking = SimpleNamespace(ban=lambda *ban: banned.append(ban))
     optimizer.grad_averager._ban_violators(SimpleNamespace(violations=lambda: {PEER.dht.peer_id: "NaN"}))
-    ((peer_id, until),) = optimizer.banned_peers().items()
+    ((peer_id, until),) = optimizer.grad_averager.banned_peers().items()
     assert banned == [(PEER.dht.peer_id, until)] and peer_id == PEER.dht.peer_id.to_bytes()
     assert 590 < until - time.time() <= 600
 
@@ -198,7 +198,7 @@ def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
     monkeypatch.setattr(type(optimizer.tracker), "global_epoch", 30_000)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     monkeypatch.setattr(optimizer._stopped, "wait", bool)
-    monkeypatch.setattr(optimizer.state_averager, "download_state", lambda **_options: None)
+    monkeypatch.setattr(optimizer.state_averager, "download_state", lambda *_, **_options: None)
     ignored = []
     monkeypatch.setattr(optimizer.tracker, "ignore_epochs_above", lambda epoch: ignored.append(epoch) or 1)
     assert not any(optimizer.load_state_from_peers() for _ in range(3))

@@ -96,7 +96,7 @@ def test_rounds_that_wait_survive_the_garbage_collector(build_swarm, monkeypatch
 
 async def end_another_round(self) -> None:
     """Report the end of another round in the averager's process; hivemind then stops waiting for the awaited round."""
-    self._wake_waiting_streams()
+    self._pending_groups_registered.set()
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["leader first", "follower first"])

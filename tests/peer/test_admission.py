@@ -286,7 +286,7 @@ def test_rounds_are_not_delayed_by_strangers(tmp_path, authority, launcher):
         executor = stack.enter_context(ThreadPoolExecutor(2))
         for taken in [executor.submit(take_steps, optimizer, 4) for optimizer in optimizers]:
             assert max(taken.result()) < Admission.TIMEOUT
-        assert [optimizer.last_group_size for optimizer in optimizers] == [2, 2]
+        assert [optimizer.recent_rounds[-1] for optimizer in optimizers] == [True, True]
         assert set(re.findall("one lap of calls, answered: (.*)", strangers.output)) == {"[]"}
 
 

@@ -105,8 +105,8 @@ class Donors:
 
     def _call(self, averager: TrainingStateAverager, message: tuple[str, list, dict]) -> None:
         """Call a method in another thread instead of the averager's process."""
-        method, _, arguments = message
-        self.pool.submit(lambda: asyncio.run(getattr(averager, method)(**arguments)))
+        method, arguments, _ = message
+        self.pool.submit(lambda: asyncio.run(getattr(averager, method)(*arguments)))
 
     async def _find_offers(self, _key: str, **_options) -> ValueWithExpiration:
         offers = {
