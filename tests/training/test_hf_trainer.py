@@ -12,7 +12,6 @@ from torch.optim import SGD
 from transformers import AlbertConfig, TrainingArguments
 
 from arguments import LocalTrainingArguments
-from callback import CollaborativeCallback
 from lib.common.errors import UserError
 from lib.training.hf_trainer import (
     CollaborativeTrainer,
@@ -92,38 +91,6 @@ def test_accumulation_changes_neither_loss_nor_gradients(tmp_path):
 def test_no_norm_of_a_local_gradient_is_computed(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_, **__: pytest.fail("computed for the log alone"))
     train_one_step(tmp_path, batch_size=8, accumulation=1)
-
-
-class FakeSession:
-    """Session of a trainer that has three local steps; notes the calls."""
-
-    def __init__(self):
-        self.calls = []
-
-    def restore_checkpoint(self) -> None:
-        self.calls.append("restore")
-
-    def join(self) -> None:
-        self.calls.append("join")
-
-    def after_local_step(self) -> bool:
-        self.calls.append("step")
-        return self.calls.count("step") < 3
-
-    def save_checkpoint(self, model: torch.nn.Module, tokenizer: str, keep: int) -> None:
-        assert isinstance(model, torch.nn.Module) and (tokenizer, keep) == ("tokenizer", 2)
-        self.calls.append("save")
-
-
-def test_callback_saves_the_state_of_the_session(tmp_path):
-    """Not a checkpoint of transformers, whose loss scale only a peer with fp16 can load."""
-    session = FakeSession()
-    trainer = build_trainer(tmp_path, max_steps=100, save_steps=2)
-    trainer.processing_class = trainer.callback_handler.processing_class = "tokenizer"
-    trainer.add_callback(CollaborativeCallback(session))
-    trainer.train()
-    assert session.calls == ["restore", "join", "step", "step", "save", "step", "save"]
-    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def order(peer_id: str = "peer", seed: int = 42, step: int = 0, passes: int = 1) -> list[list[int]]:

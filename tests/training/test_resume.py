@@ -4,24 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AlbertConfig
 
-from arguments import CollaborationArguments, LocalTrainingArguments
-from callback import CollaborativeCallback
-from lib.training.hf_trainer import (
-    CollaborativeTrainer,
-    NoOpScheduler,
-    PeerSampler,
-    autocast_dtype,
-    build_training_arguments,
+import run_custom_trainer
+import run_trainer
+from arguments import (
+    CollaborationArguments,
+    DatasetArguments,
+    LocalTrainingArguments,
+    ProgressTrackerArguments,
+    TrainerArguments,
 )
-from lib.training.model import build_model
+from lib.training import session
 from lib.training.session import TrainingSession
-from tests.support.fakes import FakeTokenizer, collate, make_batch
-from tests.support.peers import TINY_ALBERT, local_optimizer, local_peer
+from tests.support.peers import local_peer
+from tests.training.test_scripts import run
 
-CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 SIZE = 8  # samples of the dataset, of a local step and of a global step: all steps use the same samples
 STATISTICS = ("adam_norm", "exp_avg", "exp_avg_sq", "step", "trust_ratio", "weight_norm")
 
@@ -53,68 +50,28 @@ class Recorder(TrainingSession):
         return {entry.step: entry.loss / entry.mini_steps for entry in self.history}
 
 
-def train(folder: Path, until: int, is_custom: bool, device: str = "cpu", precision: str = "fp32") -> Recorder:
+def train(folder: Path, until: int, script, device: str = "cpu", precision: str = "fp32") -> Recorder:
     """Train a single peer until a global step, from the checkpoint in `folder` if there is one, and write another.
 
-    :param device: "cpu", or "cuda" for all GPUs
+    :param script: run_trainer or run_custom_trainer
+    :param device: "cpu", or "cuda" for all GPUs that the script uses
     """
-    num_devices = 1 if device == "cpu" else torch.cuda.device_count()
+    num_devices = torch.cuda.device_count() if device == "cuda" and script is run_trainer else 1
     training_args = LocalTrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=SIZE // num_devices, gradient_accumulation_steps=1,
-        use_cpu=device == "cpu", dataloader_num_workers=0, save_steps=10**6, disable_tqdm=True, **{precision: True},
+        use_cpu=device == "cpu", dataloader_num_workers=0, save_steps=10**6, disable_tqdm=True, learning_rate=0.01,
+        warmup_steps=0, total_steps=1000, max_grad_norm=0.0, **{precision: True},
     )  # fmt: skip
-    collaboration_args = CollaborationArguments(run_id="run", max_global_steps=until, leave_timeout=0.0)
-    model = build_model(CONFIG, "run").to(device)
-    with (
-        local_peer(folder, "run") as peer,
-        local_optimizer(model, peer, SIZE, run_id="run", target_batch_size=SIZE) as optimizer,
-    ):
-        session = Recorder(peer, optimizer, model, collaboration_args, folder, lambda: False, disable_tqdm=True)
-        run = train_in_a_loop if is_custom else train_with_the_trainer
-        run(folder, model, session, training_args)
-        session.close()
-    return session
-
-
-def train_with_the_trainer(
-    folder: Path, model, session: TrainingSession, training_args: LocalTrainingArguments
-) -> None:
-    """Train as run_trainer.py does."""
-    peer_id = str(session.peer.dht.peer_id)
-    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=SIZE).items()})
-    sampler = PeerSampler(len(dataset), peer_id, training_args.seed, session.optimizer, SIZE)
-    trainer = CollaborativeTrainer(
-        model=model,
-        args=build_training_arguments(training_args, peer_id),
-        processing_class=FakeTokenizer(),
-        data_collator=collate,
-        train_dataset=dataset,
-        optimizers=(session.optimizer, NoOpScheduler(session.optimizer)),
-        callbacks=[CollaborativeCallback(session)],
-        sampler=sampler,
-        loss_meter=session.loss_meter,
-    )
-    trainer.train()
-
-
-def train_in_a_loop(folder: Path, model, session: TrainingSession, training_args: LocalTrainingArguments) -> None:
-    """Train as run_custom_trainer.py does."""
-    dtype = autocast_dtype(training_args)
-    scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
-    session.restore_checkpoint()
-    session.join()
-    while True:
-        batch = {name: tensor.to(model.device) for name, tensor in make_batch(size=SIZE).items()}
-        with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
-            loss = model(**batch).loss
-        scaler.scale(loss).backward()
-        session.loss_meter.add(loss)
-        scaler.step(session.optimizer)
-        scaler.update()
-        session.optimizer.zero_grad()
-        if not session.after_local_step():
-            break
-    session.save_checkpoint(model, FakeTokenizer(), keep=1)
+    collaboration_args = CollaborationArguments(
+        run_id="run", max_global_steps=until, leave_timeout=0.0, target_batch_size=SIZE, delay_grad_averaging=False,
+        delay_optimizer_step=False,
+    )  # fmt: skip
+    args = TrainerArguments(training_args, DatasetArguments(), collaboration_args, ProgressTrackerArguments())
+    recorders = []
+    with pytest.MonkeyPatch.context() as patch, local_peer(folder, "run") as peer:
+        patch.setattr(session, "TrainingSession", lambda *args: recorders.append(Recorder(*args)) or recorders[0])
+        run(patch, script, peer, args, SIZE, num_devices)
+    return recorders[0]
 
 
 def assert_equal(state: tuple[dict, list[torch.Tensor]], other: tuple[dict, list[torch.Tensor]]) -> None:
@@ -142,11 +99,11 @@ def assert_format_of_all_versions(content: dict, weights: list[torch.Tensor]) ->
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("is_custom", [False, True], ids=["Trainer", "loop of one's own"])
-def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, is_custom):
-    whole = train(tmp_path / "whole", 4, is_custom)
-    before = train(tmp_path / "resumed", 2, is_custom)
-    after = train(tmp_path / "resumed", 4, is_custom)
+@pytest.mark.parametrize("script", [run_trainer, run_custom_trainer])
+def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, script):
+    whole = train(tmp_path / "whole", 4, script)
+    before = train(tmp_path / "resumed", 2, script)
+    after = train(tmp_path / "resumed", 4, script)
     assert (whole.first_step, before.first_step, after.first_step) == (0, 0, 2)
     assert_equal(after.states[2], before.states[2])
     assert all(torch.equal(one, two) for one, two in zip(after.weights[2], before.weights[2], strict=True))

@@ -68,6 +68,18 @@ class LoneOptimizer(torch.optim.SGD):
     stop_averaging = finish_pending_update
 
 
+def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerArguments, size: int, num_devices: int = 1) -> None:
+    """Run a trainer script with a peer and some samples, on the CPU or on GPUs."""
+    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=size).items()})
+    device = torch.device("cpu" if args.training.use_cpu else "cuda")
+    loaded = task.Task(FakeTokenizer(), dataset, collate, build_model(CONFIG, "run"), device, num_devices)
+    patch.setattr(task, "load_task", lambda _args: loaded)
+    patch.setattr(lifecycle, "open_peer", lambda *_args: contextlib.nullcontext(peer))
+    patch.setattr(lifecycle, "exit_after", lambda *_args: None)
+    with StopSignal() as stop:
+        script.train(args, stop)
+
+
 class FakeDHT:
     peer_id, pid = "QmFake", os.getpid()
 
@@ -84,8 +96,6 @@ def test_script_trains_saves_and_reports(tmp_path, monkeypatch, script):
     monkeypatch.setattr(utils, "store_record", lambda _dht, key, *_record: published.append(key))
     monkeypatch.setattr(utils, "get_dictionary", lambda *_args: {})
     peer = SimpleNamespace(dht=FakeDHT(), public_key=b"key")
-    monkeypatch.setattr(lifecycle, "open_peer", lambda *_args: contextlib.nullcontext(peer))
-    monkeypatch.setattr(lifecycle, "exit_after", lambda *_args: None)
     monkeypatch.setattr(session, "RunConfigRelay", SimpleNamespace(of_run=lambda *_args: None))
 
     def build_optimizer(model, _peer, batch_size_per_step: int, _args) -> LoneOptimizer:
@@ -94,16 +104,12 @@ def test_script_trains_saves_and_reports(tmp_path, monkeypatch, script):
         return optimizers[-1]
 
     monkeypatch.setattr(builders, "build_optimizer", build_optimizer)
-    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=20).items()})
-    loaded = task.Task(FakeTokenizer(), dataset, collate, build_model(CONFIG, "run"), torch.device("cpu"), 1)
-    monkeypatch.setattr(task, "load_task", lambda _args: loaded)
     training = LocalTrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, dataloader_num_workers=0, disable_tqdm=True, save_steps=2
     )
     collaboration = CollaborationArguments(run_id="run", max_global_steps=5, leave_timeout=0.0)
     args = TrainerArguments(training, DatasetArguments(), collaboration, ProgressTrackerArguments())
-    with StopSignal() as stop:
-        script.train(args, stop)
+    run(monkeypatch, script, peer, args, size=20)
     assert [path.name for path in list_checkpoints(Path(tmp_path))] == ["checkpoint-5", "checkpoint-4"]
     state = load_training_state(tmp_path / "checkpoint-5" / STATE_FILE, "run")
     assert state.step == 5 and (tmp_path / "checkpoint-5" / "model.safetensors").is_file()
