@@ -1,12 +1,9 @@
 """Invitation-only runs: an invited peer takes part, and no service responds to any other peer."""
 
 import asyncio
-import copy
 import re
 import stat
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +22,6 @@ from tests.support.peers import (
     LOCAL,
     LONG_STEPS,
     ROOT,
-    Script,
     invite,
     join_together,
     local_optimizer,
@@ -248,46 +244,6 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
             await bob.check(to_alice, mallory, is_callee=False)
 
     asyncio.run(run())
-
-
-def take_steps(optimizer, num_steps: int) -> list[float]:
-    """Train for some global steps; return the seconds of each."""
-    seconds, started, epoch = [], time.monotonic(), 0
-    while epoch < num_steps:
-        for parameter in optimizer.state_averager.main_parameters:
-            parameter.grad = torch.full_like(parameter, 0.1)
-        optimizer.step()
-        if optimizer.local_epoch > epoch:
-            seconds.append(time.monotonic() - started)
-            started, epoch = time.monotonic(), optimizer.local_epoch
-        time.sleep(0.2)
-    return seconds
-
-
-@pytest.mark.peers
-def test_rounds_are_not_delayed_by_strangers(tmp_path, authority, launcher):
-    """A round that waited for a stranger, one of which never responds, would take at least `Admission.TIMEOUT`."""
-    files = [invite(authority, tmp_path / f"{number}.invitation") for number in range(2)]
-    with ExitStack() as stack:
-        first = stack.enter_context(local_peer(tmp_path / "first", "run", invitation=files[0]))
-        address = str(first.dht.get_visible_maddrs()[0])
-        second = stack.enter_context(local_peer(tmp_path / "second", "run", (address,), invitation=files[1]))
-        options = {"run_id": "run", "target_batch_size": 64}
-        model = torch.nn.Linear(2, 2)
-        optimizers = [
-            stack.enter_context(local_optimizer(copy.deepcopy(model), peer, 4, **options)) for peer in (first, second)
-        ]
-        strangers = Script(
-            "tests/support/visitor.py", "run", address, log=tmp_path / "log", env={"PYTHONPATH": str(ROOT)},
-            launcher=launcher,
-        )  # fmt: skip
-        stack.callback(strangers.kill_all)
-        strangers.wait_for("one lap of calls")
-        executor = stack.enter_context(ThreadPoolExecutor(2))
-        for taken in [executor.submit(take_steps, optimizer, 4) for optimizer in optimizers]:
-            assert max(taken.result()) < Admission.TIMEOUT
-        assert [optimizer.recent_rounds[-1] for optimizer in optimizers] == [True, True]
-        assert set(re.findall("one lap of calls, answered: (.*)", strangers.output)) == {"[]"}
 
 
 @pytest.mark.long

@@ -62,11 +62,9 @@ def test_peer_without_relays_relays_for_nobody(tmp_path, use_relay):
 
 
 @pytest.mark.peers
-def test_only_an_identity_that_others_may_have_is_looked_for(tmp_path, capfd):
+def test_identity_that_another_peer_uses_is_named(tmp_path):
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
-        with local_peer(tmp_path / "two", "run", (address,)):
-            assert "Checking that identity" not in capfd.readouterr().err, "it is new"
         copy = shutil.copytree(tmp_path / "one", tmp_path / "three")
         with (
             pytest.raises(TemporaryError, match=f"Identity from `{copy}/identity.key` is already taken"),

@@ -129,8 +129,6 @@ def test_script(tmp_path, monkeypatch, capfd):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
     revoked = run("revoke", "--username", "alice")
     assert revoked.returncode == 0 and "Revoked 1 invitations: authority.revoked" in revoked.out, revoked.err
-    revocations = Revocations.parse((tmp_path / "authority.revoked").read_bytes(), alice.authority)
-    assert alice.peer_id in revocations and bob.peer_id not in revocations
     again = run("--username", "alice", "--output", "alice.invitation")
     assert again.returncode == 1 and "already exists" in again.err and "Traceback" not in again.err
 
@@ -140,16 +138,19 @@ def test_invitations_are_revoked_by_name_or_file(tmp_path, monkeypatch):
     for name in ("alice-1", "alice-2", "bob"):
         invite_script.invite(InvitationArguments(username=name[:5], output=f"{name}.invitation"))
     alice_1, alice_2, bob = (load_invitation(Path(f"{name}.invitation")) for name in ("alice-1", "alice-2", "bob"))
-    invite_script.revoke(RevocationArguments(invitation="alice-1.invitation"))
-    first = Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
-    assert set(first.peers) == {str(alice_1.peer_id)}
-    invite_script.revoke(RevocationArguments(username="alice"))
-    second = Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
-    assert set(second.peers) == {str(alice_1.peer_id), str(alice_2.peer_id)} and second.serial > first.serial
-    with pytest.raises(UserError, match="no invitation of 'mallory'"):
-        invite_script.revoke(RevocationArguments(username="mallory"))
+
+    def revoke(**flags: str) -> Revocations:
+        invite_script.revoke(RevocationArguments(**flags))
+        return Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
+
+    first, second = revoke(invitation="alice-1.invitation"), revoke(username="alice")
+    assert first.peers == {str(alice_1.peer_id)} and second.serial > first.serial
+    assert second.peers == {str(alice_1.peer_id), str(alice_2.peer_id)}
     invite(RSAPrivateKey(), tmp_path / "foreign.invitation")
-    with pytest.raises(UserError, match=r"not signed by 'authority\.key'"):
-        invite_script.revoke(RevocationArguments(invitation="foreign.invitation"))
-    with pytest.raises(UserError, match="there is no file"):
-        invite_script.revoke(RevocationArguments(username="alice", authority="none.key"))
+    for flags, fault in (
+        ({"username": "mallory"}, "no invitation of 'mallory'"),
+        ({"invitation": "foreign.invitation"}, r"not signed by 'authority\.key'"),
+        ({"username": "alice", "authority": "none.key"}, "there is no file"),
+    ):
+        with pytest.raises(UserError, match=fault):
+            revoke(**flags)
