@@ -161,24 +161,20 @@ def check_open_files(limit: int) -> Finding:
 
 def check_memories(num_parameters: int, device: torch.device, local_updates: bool) -> Iterator[Finding]:
     """Yield what memory is free and needed: of the GPU if there is one, of the machine, and shared memory."""
-    copies = COPIES
-    if device.type == "cuda":
-        copies -= 2  # model and gradients
-        gpu_copies = GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES
+    on_gpu, bytes_per_copy = device.type == "cuda", 4.0 * num_parameters
+    memory = psutil.virtual_memory().available
+    needed = BASE_BYTES + (COPIES - 2 * on_gpu) * bytes_per_copy  # model and gradients are on the GPU
+    rows = [("memory", memory, needed, "End other programs, or choose a machine with more memory")]
+    if on_gpu:
+        needed = (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) * bytes_per_copy
         advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
-        free = torch.cuda.mem_get_info(device)[0]
-        yield compare_memory("GPU memory", free, 4.0 * gpu_copies * num_parameters, advice)
-    available, needed = psutil.virtual_memory().available, BASE_BYTES + 4.0 * copies * num_parameters
-    yield compare_memory("memory", available, needed, "End other programs, or choose a machine with more memory")
+        rows.append(("GPU memory", torch.cuda.mem_get_info(device)[0], needed, advice))
     if os.path.isdir("/dev/shm"):
-        shared, needed = psutil.disk_usage("/dev/shm").free, 4.0 * SHARED_COPIES * num_parameters
-        yield compare_memory("/dev/shm", shared, needed, "Enlarge it, in Docker with --shm-size")
-
-
-def compare_memory(subject: str, free: float, needed: float, advice: str) -> Finding:
-    """Compare bytes."""
-    text = f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
-    return Finding(subject, text, advice if free < needed else "")
+        free = psutil.disk_usage("/dev/shm").free
+        rows.append(("/dev/shm", free, SHARED_COPIES * bytes_per_copy, "Enlarge it, in Docker with --shm-size"))
+    for subject, free, needed, advice in rows:
+        text = f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
+        yield Finding(subject, text, advice if free < needed else "")
 
 
 def measure_device(task: Task, args: LocalTrainingArguments) -> str:

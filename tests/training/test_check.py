@@ -26,7 +26,6 @@ from lib.training.check import (
     check_open_files,
     check_upload,
     check_versions,
-    compare_memory,
     round_seconds,
 )
 from tests.support.fakes import FakeUploads
@@ -63,9 +62,9 @@ def test_memory(monkeypatch):
     assert faults(350_000_000, "cpu") == ["memory"]
     assert faults(350_000_000, "cuda") == []
     assert faults(350_000_000, "cuda", local_updates=True) == ["GPU memory"]
-    assert faults(10**9, "cuda") == ["GPU memory", "memory", "/dev/shm"]
-    line = compare_memory("/dev/shm", 64e6, 240e6, "Enlarge it").line
-    assert line == "FAILED  /dev/shm: 0.1 GB free, about 0.2 needed. Enlarge it"
+    assert faults(10**9, "cuda") == ["memory", "GPU memory", "/dev/shm"]
+    *_, last = check_memories(10**9, torch.device("cpu"), False)
+    assert last.line.startswith("FAILED  /dev/shm: 9.0 GB free, about 24.0 needed. Enlarge it")
 
 
 def test_addresses():

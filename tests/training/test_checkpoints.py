@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertForPreTraining
+from transformers import AlbertForPreTraining
 
 from lib.common.atomic_files import lock_folder, remove_leftovers
 from lib.common.errors import UserError
@@ -21,9 +21,7 @@ from lib.training import checkpoints
 from lib.training.model import build_model
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.fakes import FakeAverager, FakeTokenizer, make_state
-from tests.support.peers import TINY_ALBERT
-
-CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
+from tests.support.swarm import CONFIG
 
 
 def save(folder: Path, step: int) -> Path:

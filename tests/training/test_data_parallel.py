@@ -7,7 +7,8 @@ from lib.training.data_parallel import AutocastDataParallel
 from lib.training.model import build_model, enable_gradient_checkpointing
 from tests.support.devices import record_precision, use_two_fake_devices
 from tests.support.fakes import make_batch
-from tests.training.test_hf_trainer import CONFIG, build_trainer
+from tests.support.swarm import CONFIG
+from tests.training.test_hf_trainer import build_trainer
 
 
 def train_one_step(tmp_path, device: str = "cpu", **options) -> tuple[float, list[tuple[int, torch.dtype | None]]]:

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from arguments import ModelArguments
@@ -87,40 +88,37 @@ def pretrained(data, tmp_path):
     return tmp_path / "pretrained"
 
 
+def build(data, path, run_id: str = "run") -> dict[str, torch.Tensor]:
+    """Build a trainer's model from the weights at a path, and return its state."""
+    args = ModelArguments(str(path), from_pretrained=True, tokenizer_path=str(data / "tokenizer"))
+    return build_trainer_model(load_config(args, load_tokenizer(args.tokenizer_path)), args, run_id).state_dict()
+
+
 def test_pretrained_weights_are_loaded(data, pretrained):
-    args = ModelArguments(
-        model_name_or_path=str(pretrained), tokenizer_path=str(data / "tokenizer"), from_pretrained=True
-    )
-    config = load_config(args, load_tokenizer(args.tokenizer_path))
-    expected = build_model(config, "another run").state_dict()
-    loaded = build_trainer_model(config, args, "run").state_dict()
+    loaded, expected = build(data, pretrained), AutoModelForPreTraining.from_pretrained(pretrained).state_dict()
     assert all(loaded[name].equal(expected[name]) for name in expected)
 
 
 def test_layers_without_pretrained_weights_are_the_same_on_each_peer(data, pretrained, tmp_path):
     """A masked-LM checkpoint of ALBERT lacks the sentence-order head."""
     AutoModelForMaskedLM.from_pretrained(pretrained).save_pretrained(tmp_path / "mlm")
-    args = ModelArguments(
-        model_name_or_path=str(tmp_path / "mlm"), tokenizer_path=str(data / "tokenizer"), from_pretrained=True
-    )
-    config = load_config(args, load_tokenizer(args.tokenizer_path))
-    one, two, other = (build_trainer_model(config, args, run).state_dict() for run in ("run", "run", "other"))
+    one, two, other = (build(data, tmp_path / "mlm", run_id) for run_id in ("run", "run", "other"))
     head = [name for name in one if "sop_classifier" in name and one[name].ndim > 1]
     assert head and all(one[name].equal(two[name]) for name in one)
     assert not any(one[name].equal(other[name]) for name in head)
 
 
-def test_pretrained_weights_that_do_not_fit(data, pretrained, tmp_path):
-    tokenizer_path = str(data / "tokenizer")
-    tokenizer = load_tokenizer(tokenizer_path)
-    args = ModelArguments(model_name_or_path=str(data / "config.json"), from_pretrained=True)
-    with pytest.raises(UserError, match="is a configuration"):
-        build_trainer_model(load_config(ModelArguments(str(data / "config.json")), tokenizer), args, "run")
-    fields = json.loads((pretrained / "config.json").read_text())
-    (pretrained / "config.json").write_text(json.dumps(fields | {"vocab_size": 100}))
-    with pytest.raises(UserError, match=r"a vocabulary of 100, the tokenizer of 500: prepare the data with"):
-        load_config(ModelArguments(model_name_or_path=str(pretrained), from_pretrained=True), tokenizer)
-    (pretrained / "config.json").write_text(json.dumps(fields | {"hidden_size": 64}))
-    args = ModelArguments(model_name_or_path=str(pretrained), from_pretrained=True)
-    with pytest.raises(UserError, match="no weights that fit"):
-        build_trainer_model(load_config(args, tokenizer), args, "run")
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (None, "is a configuration"),
+        ({"vocab_size": 100}, "a vocabulary of 100, the tokenizer of 500: prepare the data with"),
+        ({"hidden_size": 64}, "no weights that fit"),
+    ],
+)
+def test_pretrained_weights_that_do_not_fit(data, pretrained, changes, fault):
+    path = pretrained / "config.json"
+    if changes is not None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=fault):
+        build(data, pretrained if changes else path)

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch.optim import SGD
-from transformers import AlbertConfig, TrainingArguments
+from transformers import TrainingArguments
 
 from arguments import LocalTrainingArguments
 from lib.common.errors import UserError
@@ -23,32 +23,20 @@ from lib.training.hf_trainer import (
 from lib.training.loss_meter import LossMeter
 from lib.training.model import build_model
 from tests.support.fakes import collate, make_batch
-from tests.support.peers import TINY_ALBERT
-
-CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
-
-
-class FixedSampler(PeerSampler):
-    """Sampler that keeps the order of the samples."""
-
-    def __init__(self, length: int):
-        super().__init__(length, "peer", 0, SimpleNamespace(local_epoch=0))
-
-    def __iter__(self):
-        return iter(range(self.length))
+from tests.support.swarm import CONFIG
 
 
 def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -> CollaborativeTrainer:
     """Build a trainer of eight samples, whose optimizer changes nothing.
 
-    :param sampler: orders the samples, of which there may be another number; default: they keep their order
+    :param sampler: orders the samples, of which there may be another number
     :param options: of TrainingArguments
     """
-    sampler = sampler or FixedSampler(8)
+    sampler = sampler or PeerSampler(8, "peer", 0, SimpleNamespace(local_epoch=0))
     dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=sampler.length).items()})
     options = {
         "per_device_train_batch_size": 8, "max_grad_norm": 0.0, "remove_unused_columns": False, "report_to": "none",
-        "disable_tqdm": True, "use_cpu": True, "save_total_limit": 2, "save_strategy": "no", "max_steps": 1, **options,
+        "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "max_steps": 1, **options,
     }  # fmt: skip
     model = build_model(CONFIG, "run").to("cpu" if options["use_cpu"] else "cuda")
     optimizer = SGD(model.parameters(), lr=0.0)
@@ -140,15 +128,12 @@ def test_loss_meter_skips_what_is_not_finite():
     assert meter.pop() == (0.0, 0)
 
 
-def test_fp16_without_a_gpu_is_refused():
-    with pytest.raises(UserError, match="--fp16"):
-        autocast_dtype(LocalTrainingArguments(fp16=True, use_cpu=True))
-    assert autocast_dtype(LocalTrainingArguments(use_cpu=True)) is None
-    assert autocast_dtype(LocalTrainingArguments(use_cpu=True, bf16=True)) == torch.bfloat16
-
-
-def test_bf16_without_a_gpu_needs_no_other_flag(tmp_path, monkeypatch):
+def test_precision_without_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match="--fp16"):
+        autocast_dtype(LocalTrainingArguments(fp16=True))
+    assert autocast_dtype(LocalTrainingArguments()) is None
+    assert autocast_dtype(LocalTrainingArguments(bf16=True)) == torch.bfloat16
     args = build_training_arguments(LocalTrainingArguments(bf16=True, output_dir=str(tmp_path)), "peer")
     assert args.bf16 and args.device.type == "cpu"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertForPreTraining, AutoConfig
+from transformers import AlbertForPreTraining, AutoConfig
 
 from arguments import HyperparameterArguments
 from lib.training.model import build_model, enable_gradient_checkpointing
@@ -13,21 +13,17 @@ from lib.training.optimizer import (
     initialize_optimizer_state,
 )
 from tests.support.fakes import make_batch
-from tests.support.peers import TINY_ALBERT, TINY_CONFIGS
+from tests.support.peers import TINY_CONFIGS
+from tests.support.swarm import CONFIG
 
 
-@pytest.fixture
-def config() -> AlbertConfig:
-    return AlbertConfig(vocab_size=1000, **{k: v for k, v in TINY_ALBERT.items() if k != "model_type"})
-
-
-def test_initial_weights_depend_on_the_run_alone(config):
+def test_initial_weights_depend_on_the_run_alone():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    one = build_model(config, "run").state_dict()
+    one = build_model(CONFIG, "run").state_dict()
     assert torch.equal(torch.rand(3), expected), "the random generator is left alone"
-    same, other = build_model(config, "run").state_dict(), build_model(config, "another").state_dict()
+    same, other = build_model(CONFIG, "run").state_dict(), build_model(CONFIG, "another").state_dict()
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
@@ -54,8 +50,8 @@ def test_gradient_checkpointing_computes_again_and_the_same(family):
     assert calls[1] == calls[0] + 2, "the activation of each of the two layers is computed once more"
 
 
-def test_weight_decay_skips_each_bias_and_each_norm(config):
-    model = build_model(config, "run")
+def test_weight_decay_skips_each_bias_and_each_norm():
+    model = build_model(CONFIG, "run")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, not_decayed = ([names[id(p)] for p in group["params"]] for group in build_param_groups(model, 0.01))
     assert len(decayed) + len(not_decayed) == len(names)
@@ -84,8 +80,8 @@ def test_lamb_takes_the_step_of_its_paper():
 
 
 @pytest.mark.parametrize("name", ["lamb", "adamw"])
-def test_initializing_the_optimizer_moves_nothing(config, name):
-    model = AlbertForPreTraining(config)
+def test_initializing_the_optimizer_moves_nothing(name):
+    model = AlbertForPreTraining(CONFIG)
     before = [parameter.clone() for parameter in model.parameters()]
     args = HyperparameterArguments(learning_rate=0.5, optimizer=name)
     optimizer = build_local_optimizer(build_param_groups(model, 0.1), args)

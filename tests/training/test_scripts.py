@@ -27,7 +27,7 @@ from lib.training.checkpoints import STATE_FILE, list_checkpoints, load_training
 from lib.training.model import build_model
 from lib.training.status import read_status
 from tests.support.fakes import FakeStateAverager, FakeTokenizer, FakeTracker, collate, make_batch
-from tests.training.test_hf_trainer import CONFIG
+from tests.support.swarm import CONFIG
 
 
 class LoneOptimizer(torch.optim.SGD):
