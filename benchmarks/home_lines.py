@@ -23,7 +23,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.support.namespaces import make_internet, why_unavailable
+from tests.support.namespaces import Internet, why_unavailable
 from tests.support.peers import Script, read_jsonl, wait_until
 
 MODEL = "albert-large-v2"
@@ -53,7 +53,7 @@ class Swarm:
 
     def __init__(self, stack: ExitStack, folder: Path, mode: str, number: int, upload: float):
         self.folder, self.number = folder, number
-        self.internet = stack.enter_context(make_internet())
+        self.internet = stack.enter_context(Internet())
         self.hosts = [self.internet.add_public() for _ in range(number)]
         self.limit(upload)
         self.scripts: list[Script] = []
@@ -74,7 +74,7 @@ class Swarm:
             "--target_batch_size", LOCAL_STEPS * self.number, "--per_device_train_batch_size", 1,
             "--gradient_accumulation_steps", 1, "--averaging_timeout", round(ROUND_SECONDS), "--use_cpu",
             "--local_step_seconds", LOCAL_STEP_SECONDS, "--start_file", self.folder / "start",
-            log=self.folder / f"{index}.log", namespace=self.hosts[index].host.namespace,
+            log=self.folder / f"{index}.log", namespace=self.hosts[index].namespace,
         )  # fmt: skip
 
     def limit(self, upload: float) -> None:

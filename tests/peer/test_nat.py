@@ -10,7 +10,7 @@ import pytest
 from lib.training.checkpoints import list_checkpoints
 from lib.training.status import read_status
 from tests.support.launcher import Launcher
-from tests.support.namespaces import Home, Host, Internet, Public, make_internet, why_unavailable
+from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import Script, Scripts, steps_of, wait_until
 
 # Longer matchmaking than usual, since three peers share a machine. A complete group starts at once.
@@ -24,7 +24,7 @@ COLLABORATION = (
 def internet() -> Iterator[Internet]:
     if reason := why_unavailable():
         pytest.skip(reason)
-    with make_internet() as internet:
+    with Internet() as internet:
         yield internet
 
 
@@ -53,18 +53,18 @@ def peers(internet, tmp_path, data, launcher) -> Iterator[Peers]:
 
 
 def start_monitor(
-    peers: Peers, public: Public, *flags: object, name: str = "monitor", port: str = "tcp/31337"
+    peers: Peers, public: Host, *flags: object, name: str = "monitor", port: str = "tcp/31337"
 ) -> Script:
     maddr = f"/ip4/{public.address}/{port}"
     flags = flags or ("--save_checkpoint_step_interval", 1)
-    monitor = peers.on(public.host).monitor("--run_id", "nat", "--host_maddrs", maddr, *flags, name=name)
+    monitor = peers.on(public).monitor("--run_id", "nat", "--host_maddrs", maddr, *flags, name=name)
     assert monitor.address.startswith(maddr)
     return monitor
 
 
-def start_trainer(peers: Peers, monitor: Script, machine: Public | Home, name: str, *flags: object) -> Script:
+def start_trainer(peers: Peers, monitor: Script, host: Host, name: str, *flags: object) -> Script:
     """Start a trainer that listens on all addresses of its host and any port, the default."""
-    return peers.on(machine.host).trainer(
+    return peers.on(host).trainer(
         name, "--initial_peers", monitor.address, "--host_maddrs", "/ip4/0.0.0.0/tcp/0", *COLLABORATION, *flags
     )
 
@@ -158,5 +158,5 @@ def test_trainers_behind_nat_connect_directly(internet, peers, port):
     trainers = [first, start_trainer(peers, monitor, internet.add_home(), "second", *flags)]
     wait_for_rounds(trainers, 2)
     for public in hosts:
-        public.host.run("ip link set wan down")
+        public.run("ip link set wan down")
     wait_for_rounds(trainers, 2 + max(count_complete_rounds(trainer.output, 2) for trainer in trainers))

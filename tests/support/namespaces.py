@@ -7,10 +7,7 @@ is left when the processes end for any reason, and the machine's own network doe
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 
 from lib.common.processes import leave_with_parent
 from tests.support.peers import namespace_prefix, wait_until
@@ -18,7 +15,7 @@ from tests.support.peers import namespace_prefix, wait_until
 # libp2p treats the address ranges for documentation as private and does not use them for relays. These are public
 # addresses of others, which is safe: no packet leaves the namespaces.
 _NETWORK = "1.2.3"
-HOME_ADDRESS = "192.168.1.2"  # the same in each home, as with consumer routers
+_HOME_ADDRESS = "192.168.1.2"  # the same in each home, as with consumer routers
 _ROUTER_ADDRESS = "192.168.1.1"
 
 
@@ -37,12 +34,12 @@ def why_unavailable() -> str | None:
 
 
 class Host:
-    """A host with its own network namespace."""
+    """A host with its own network namespace. Its attribute `address` is empty behind a router."""
 
     def __init__(self):
+        self.address = ""
         machine = os.readlink("/proc/self/ns/net")
         self._holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=leave_with_parent)
-        self._processes = [self._holder]
         self.namespace = f"/proc/{self._holder.pid}/ns/net"
         try:
             wait_until(lambda: os.readlink(self.namespace) != machine, 30, "a network namespace")
@@ -54,13 +51,10 @@ class Host:
             self.close()
             raise
 
-    @property
-    def enter(self) -> list[str]:
-        """Prefix for a command that runs it on this host, see `namespace_prefix`."""
-        return namespace_prefix(self.namespace)
-
     def run(self, command: str) -> None:
-        result = subprocess.run([*self.enter, *command.split()], capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            [*namespace_prefix(self.namespace), *command.split()], capture_output=True, text=True, timeout=60
+        )
         assert result.returncode == 0, f"{command}: {result.stderr}"
 
     def add_link(self, name: str, peer: "Host", peer_name: str) -> None:
@@ -69,43 +63,9 @@ class Host:
         self.run(f"ip link set {name} up")
         peer.run(f"ip link set {peer_name} up")
 
-    def listen(self, port: int) -> None:
-        """Accept TCP connections on a port until the host is closed."""
-        code = f"import socket\nserver = socket.create_server(('', {port}))\nwhile True: server.accept()[0].close()"
-        command = [*self.enter, sys.executable, "-S", "-c", code]
-        self._processes.append(subprocess.Popen(command, preexec_fn=leave_with_parent))
-        wait_until(lambda: self.can_connect("127.0.0.1", port), 30, "a listening socket")
-
-    def can_connect(self, address: str, port: int, timeout: float = 2) -> bool:
-        """Whether this host can open a TCP connection.
-
-        :param timeout: seconds
-        """
-        code = f"import socket\nsocket.create_connection(('{address}', {port}), timeout={timeout})"
-        command = [*self.enter, sys.executable, "-S", "-c", code]
-        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
-
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-
-@dataclass
-class Home:
-    """A host with a private address, behind a router."""
-
-    host: Host
-    router: Host
-    public_address: str  # the router's
-
-
-@dataclass
-class Public:
-    """A host that all hosts can connect to."""
-
-    host: Host
-    address: str
+        self._holder.kill()
+        self._holder.wait()
 
 
 def _limit(host: Host, interface: str, rate: float) -> None:
@@ -113,11 +73,11 @@ def _limit(host: Host, interface: str, rate: float) -> None:
     host.run(f"tc qdisc replace dev {interface} root tbf rate {rate:g}mbit burst 64kb latency 100ms")
 
 
-class Internet:
-    """A network switch, to which hosts are added."""
+class Internet(ExitStack):
+    """A network switch, to which hosts are added. At its end it closes them with their processes."""
 
-    def __init__(self, stack: ExitStack):
-        self._stack = stack
+    def __init__(self):
+        super().__init__()
         self._switch = self._new_host()
         self._switch.run("ip link add switch type bridge")
         self._switch.run("ip link set switch up")
@@ -125,46 +85,43 @@ class Internet:
 
     def _new_host(self) -> Host:
         host = Host()
-        self._stack.callback(host.close)
+        self.callback(host.close)
         return host
 
-    def _plug_in(self, host: Host) -> str:
-        """Connect a host's interface "wan" to the switch and return the host's address."""
+    def _plug_in(self, host: Host) -> None:
+        """Connect a host's interface "wan" to the switch, and give it an address."""
         number = len(self._ports) + 1
-        name, address = f"port{number}", f"{_NETWORK}.{number}"
-        self._ports[address] = name
+        name, host.address = f"port{number}", f"{_NETWORK}.{number}"
+        self._ports[host.address] = name
         self._switch.add_link(name, host, "wan")
         self._switch.run(f"ip link set {name} master switch")
-        host.run(f"ip address add {address}/24 dev wan")
-        return address
+        host.run(f"ip address add {host.address}/24 dev wan")
 
-    def add_public(self) -> Public:
+    def add_public(self) -> Host:
+        """Add a host that all hosts can connect to."""
         host = self._new_host()
-        return Public(host, self._plug_in(host))
+        self._plug_in(host)
+        return host
 
-    def limit(self, public: Public, upload: float, download: float) -> None:
+    def limit(self, public: Host, upload: float, download: float) -> None:
         """Limit the rates of a host's connection to the switch, in Mbit/s."""
-        _limit(public.host, "wan", upload)
+        _limit(public, "wan", upload)
         _limit(self._switch, self._ports[public.address], download)
 
-    def add_home(self) -> Home:
-        """Add a home. Its router forwards outgoing connections and their answers, and drops incoming connections."""
+    def add_home(self) -> Host:
+        """Add a host with a private address, behind a router.
+
+        The router forwards outgoing connections and their answers, and drops incoming connections.
+        """
         host, router = self._new_host(), self._new_host()
-        home = Home(host, router, self._plug_in(router))
+        self._plug_in(router)
         router.add_link("lan", host, "eth0")
         router.run(f"ip address add {_ROUTER_ADDRESS}/24 dev lan")
-        host.run(f"ip address add {HOME_ADDRESS}/24 dev eth0")
+        host.run(f"ip address add {_HOME_ADDRESS}/24 dev eth0")
         host.run(f"ip route add default via {_ROUTER_ADDRESS}")
         router.run("sysctl --quiet --write net.ipv4.ip_forward=1")
         router.run("iptables -t nat -A POSTROUTING -o wan -j MASQUERADE")
         for chain in ("INPUT", "FORWARD"):
             router.run(f"iptables -A {chain} -i wan -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")
             router.run(f"iptables -A {chain} -i wan -j DROP")
-        return home
-
-
-@contextmanager
-def make_internet() -> Iterator[Internet]:
-    """Yield an empty internet; at the end, close all of its hosts with their processes."""
-    with ExitStack() as stack:
-        yield Internet(stack)
+        return host
