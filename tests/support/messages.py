@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,26 +13,8 @@ MIN_LETTERS = 4  # of a template, as in "Step #…": f"{name}: {value}" has none
 MIN_SHARE = 0.5  # of a line's letters that the template has: "… sent …" would match too many
 
 
-@dataclass(frozen=True)
-class Template:
-    """A string of the code.
-
-    :param text: its text, with … for each value
-    """
-
-    text: str
-
-    @property
-    def letters(self) -> int:
-        return len(re.findall(r"\w", self.text))
-
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        return re.compile(".*".join(map(re.escape, self.text.split("…"))), re.DOTALL)
-
-
 def _texts(tree: ast.AST) -> Iterator[str]:
-    """Yield the strings of a module, but for docstrings and the parts of f-strings."""
+    """Yield the strings of a module with … for each value, but for docstrings and the parts of f-strings."""
     parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     parts |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -44,24 +25,31 @@ def _texts(tree: ast.AST) -> Iterator[str]:
 
 
 @cache
-def read_templates() -> tuple[Template, ...]:
-    """Return the templates of the scripts, of lib/ and deploy/, and of hivemind's DHT and averaging.
+def read_templates() -> tuple[str, ...]:
+    """Return the strings of the scripts, of lib/ and deploy/, and of hivemind's DHT and averaging.
 
     lib/averaging replaces hivemind's optimizer, which has some of the same messages.
     """
     (hivemind,) = find_spec("hivemind").submodule_search_locations
     folders = (ROOT / "lib", ROOT / "deploy", *(Path(hivemind) / name for name in ("averaging", "dht", "p2p")))
     paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
-    texts = (text for path in paths for text in _texts(ast.parse(path.read_text())))
-    texts = {" ".join(text.split()) for text in texts}
-    return tuple(template for template in map(Template, texts) if template.letters >= MIN_LETTERS)
+    texts = {" ".join(text.split()) for path in paths for text in _texts(ast.parse(path.read_text()))}
+    return tuple(text for text in texts if count_letters(text) >= MIN_LETTERS)
+
+
+def count_letters(text: str) -> int:
+    return len(re.findall(r"\w", text))
+
+
+def fits(template: str, line: str) -> bool:
+    """Whether a line has the text of a template, with anything in place of each …"""
+    return re.fullmatch(".*".join(map(re.escape, template.split("…"))), line, re.DOTALL) is not None
 
 
 def is_printed(line: str) -> bool:
     """Whether some template makes this line; … in the line stands for a part that is left out."""
-    shown = Template(line)
+    least = MIN_SHARE * count_letters(line)
     return any(
-        (template.letters >= MIN_SHARE * shown.letters and template.pattern.fullmatch(line))
-        or shown.pattern.fullmatch(template.text)
+        (count_letters(template) >= least and fits(template, line)) or fits(line, template)
         for template in read_templates()
     )
