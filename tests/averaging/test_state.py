@@ -139,19 +139,24 @@ def test_update_has_the_learning_rate_of_the_previous_step():
     assert learning_rates(averager.optimizer) == pytest.approx([0.007, 0.007])
 
 
-def test_nobody_reads_the_state_in_the_middle_of_an_update(pool):
+@pytest.mark.parametrize("method", ["step", "load_state_dict"])
+def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, method):
     averager = offline_averager()
     is_in_the_middle, may_end = threading.Event(), threading.Event()
 
-    def step() -> None:
+    def change(*_state) -> None:
         is_in_the_middle.set()
         may_end.wait(60)
         fill_parameters(averager, 2.0)
 
-    averager.optimizer.step = step
-    averaged = [torch.ones_like(parameter) for parameter in averager._optimized_parameters()]
+    setattr(averager.optimizer, method, change)
+    averaged = [torch.full_like(parameter, 2.0) for parameter in averager._optimized_parameters()]
     averager.get_current_state()  # keeps a copy of the state before the update
-    update = pool.submit(averager.apply_update, 1, averaged)
+    metadata, tensors = averager.snapshot()
+    if method == "step":
+        update = pool.submit(averager.apply_update, 1, averaged)
+    else:
+        update = pool.submit(averager.restore, {**metadata, "epoch": 1}, [*averaged, *tensors[len(averaged) :]])
     assert is_in_the_middle.wait(60)
     readers = [pool.submit(averager.snapshot), pool.submit(averager.get_current_state),
                pool.submit(averager._apply_optimizer_parameters_)]  # fmt: skip

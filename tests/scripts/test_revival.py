@@ -1,16 +1,11 @@
 """A run that has lost all its trainers resumes from the monitor's newest checkpoint."""
 
 import re
-import threading
 
 import pytest
-import torch
 
-from arguments import HyperparameterArguments
-from lib.averaging.state import TrainingStateAverager
-from lib.training.checkpoints import TrainingState, list_checkpoints
-from lib.training.optimizer import build_state_averager
-from tests.support.peers import local_peer, read_jsonl, wait_until
+from lib.training.checkpoints import list_checkpoints
+from tests.support.peers import read_jsonl, wait_until
 
 
 @pytest.mark.parametrize(
@@ -61,50 +56,3 @@ def read_steps(folder) -> list[int]:
 
 def newest_checkpoint(folder) -> int:
     return int(re.search(r"\d+$", list_checkpoints(folder)[0].name)[0])
-
-
-def make_averager(peer) -> TrainingStateAverager:
-    return build_state_averager(torch.nn.Linear(300, 300), peer, "run", HyperparameterArguments(), 20.0)
-
-
-def make_state(averager: TrainingStateAverager, step: int) -> TrainingState:
-    """Build a valid training state whose parameters all equal the step."""
-    metadata, tensors = averager.snapshot()
-    own = averager._parameters_and_extras()
-    tensors[: len(own)] = [torch.full_like(tensor, step) for tensor in own]
-    return TrainingState("run", {**metadata, "epoch": step}, tensors)
-
-
-@pytest.mark.peers
-def test_checkpoint_is_handed_out_whole_while_another_state_is_loaded(tmp_path):
-    with local_peer(tmp_path / "monitor", "run") as monitor:
-        address = str(monitor.dht.get_visible_maddrs()[0])
-        donor = make_averager(monitor)
-        assert donor.download_state() is None
-        state = make_state(donor, 3)
-        donor.restore(state.metadata, state.tensors)
-        donor.offer(priority=2.5)
-        with local_peer(tmp_path / "newcomer", "run", (address,)) as peer:
-            newcomer = make_averager(peer)
-            has_ended = threading.Event()
-
-            def load_states() -> None:
-                step = 4
-                while not has_ended.is_set():
-                    state = make_state(donor, step)
-                    donor.restore(state.metadata, state.tensors)
-                    step += 1
-
-            loader = threading.Thread(target=load_states)
-            loader.start()
-            try:
-                wait_until(lambda: newcomer.load_state_from_peers(), 60, "the donor's offer")
-            finally:
-                has_ended.set()
-                loader.join()
-            step = newcomer.local_epoch
-            assert step >= 3
-            assert all((parameter == step).all() for parameter in newcomer._parameters_and_extras())
-            assert donor.download_state() is None, "a monitor does not ask itself"
-            newcomer.shutdown()
-        donor.shutdown()
