@@ -107,10 +107,9 @@ def evaluate(
         # One evaluation may take hours.
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait=86_400.0))
         observer = open_observer(model, peer, run_id, hyperparameter_args, args.load_state_timeout)
-        averager = stack.enter_context(observer)
         reporter = build_reporters(output_dir, run_id, args.report_to, wandb_project=args.wandb_project)
         stack.callback(reporter.close)
-        loop = EvaluationLoop(peer, run_id, averager, model, evaluator, reporter, args)
+        loop = EvaluationLoop(peer, run_id, stack.enter_context(observer), model, evaluator, reporter, args)
         while not (stop.is_set() or loop.is_done):
             loop.refresh()
             watchdog.record_work()
