@@ -182,7 +182,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
 def build_tokenizer(
     args: TokenizationArguments, documents: Documents, stack: contextlib.ExitStack
 ) -> tuple[PreTrainedTokenizerBase, Path]:
-    """Train or load the tokenizer, and save it unless it is there already.
+    """Train or load the tokenizer, and save it unless it is loaded from --tokenizer_path.
 
     :param documents: to train on
     :param stack: at whose end the tokenizer is complete in --tokenizer_path
@@ -191,7 +191,7 @@ def build_tokenizer(
     from tqdm.auto import tqdm
 
     from lib.common.atomic_files import new_folder
-    from lib.data.tokenizers import check_special_tokens, is_same_tokenizer, load_tokenizer
+    from lib.data.tokenizers import check_special_tokens, load_tokenizer
 
     path = Path(args.tokenizer_path)
     if args.train_tokenizer:
@@ -204,7 +204,7 @@ def build_tokenizer(
         remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
         tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", remedy, use_hub=True, cache_dir=args.cache_dir)
     check_special_tokens(tokenizer, args.objective)
-    if not args.train_tokenizer and is_same_tokenizer(tokenizer, path):
+    if not args.train_tokenizer and Path(args.tokenizer).resolve() == path.resolve():
         return tokenizer, path
     folder = stack.enter_context(new_folder(path, "--tokenizer_path", args.overwrite, TOKENIZER_FILES))
     tokenizer.save_pretrained(folder)

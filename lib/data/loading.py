@@ -16,7 +16,7 @@ from transformers import (
 from arguments import DatasetArguments, LocalTrainingArguments
 from lib.common.errors import UserError, first_line
 from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES, SPLITS
-from lib.data.manifest import REMEDY, Manifest
+from lib.data.manifest import REMEDY, Manifest, tokenizer_sha256
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
@@ -88,7 +88,11 @@ def load_training_data(
     :raises UserError: if the data is missing, or does not match the tokenizer, the model or the flags
     """
     manifest = _load_manifest(dataset_args, tokenizer, config)
-    manifest.check_seq_length(training_args.seq_length)
+    if (length := training_args.seq_length) not in (None, manifest.max_seq_length):
+        raise UserError(
+            f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "
+            f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
+        )
     dataset = load_datasets(dataset_args.dataset_path)["train"]
     if len(dataset) < training_args.per_device_train_batch_size:
         raise UserError(
@@ -115,8 +119,18 @@ def _load_manifest(
 ) -> Manifest:
     """Load the manifest, and check it against the tokenizer and the model."""
     manifest = Manifest.load(dataset_args.dataset_path)
-    manifest.check_objective(OBJECTIVE_OF_MODEL[config.model_type])
-    manifest.check_tokenizer(tokenizer)
+    objective = OBJECTIVE_OF_MODEL[config.model_type]
+    if objective != manifest.objective:
+        raise UserError(
+            f"--model_name_or_path: this model is trained with the objective {objective}, but the data was made for "
+            f"{manifest.objective}; choose another model, or make other data with ./tokenize_wikitext103.py "
+            f"--objective {objective}"
+        )
+    if tokenizer_sha256(tokenizer) != manifest.tokenizer_sha256:
+        raise UserError(
+            f"--tokenizer_path: this tokenizer ({len(tokenizer)} tokens) is not the one that the data was made "
+            f"with ({manifest.tokenizer_class}, {manifest.vocab_size} tokens); take both from the same archive"
+        )
     length, positions = manifest.max_seq_length, max_tokens(config)
     if length > positions:
         raise UserError(

@@ -60,28 +60,3 @@ class Manifest:
     def save(self, dataset_path: str | Path) -> None:
         path = Path(dataset_path) / MANIFEST_NAME
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise UserError if the data was prepared with another tokenizer."""
-        if tokenizer_sha256(tokenizer) != self.tokenizer_sha256:
-            raise UserError(
-                f"--tokenizer_path: this tokenizer ({len(tokenizer)} tokens) is not the one that the data was made "
-                f"with ({self.tokenizer_class}, {self.vocab_size} tokens); take both from the same archive"
-            )
-
-    def check_seq_length(self, seq_length: int | None) -> None:
-        """Raise UserError if the data has another sequence length. None accepts any length."""
-        if seq_length not in (None, self.max_seq_length):
-            raise UserError(
-                f"--seq_length {seq_length}: the data has sequences of {self.max_seq_length} tokens; drop the flag, "
-                f"or make other data with ./tokenize_wikitext103.py --max_seq_length {seq_length}"
-            )
-
-    def check_objective(self, objective: str) -> None:
-        """Raise UserError if the data was prepared for another objective than the model's."""
-        if objective != self.objective:
-            raise UserError(
-                f"--model_name_or_path: this model is trained with the objective {objective}, but the data was made "
-                f"for {self.objective}; choose another model, or make other data with "
-                f"./tokenize_wikitext103.py --objective {objective}"
-            )

@@ -49,14 +49,13 @@ class PackingConfig:
 class PackingStats:
     """Statistics of the packing. `tokens` includes special tokens; padding is not stored and not counted.
 
-    The manifest stores the fields under these names, among them `instances` and `swapped_instances` for samples.
+    The manifest stores the fields under these names.
     """
 
     documents: int = 0
     sentences: int = 0  # for sentence order only: the other objectives do not split text into sentences
     instances: int = 0  # samples
     tokens: int = 0
-    swapped_instances: int = 0  # samples
     unknown_tokens: int = 0
     dropped_documents: int = 0  # documents without a sample: fewer than two tokens
     dropped_tokens: int = 0
@@ -225,7 +224,6 @@ def build_samples(
                 stats.dropped_documents += 1
                 stats.dropped_tokens += sum(map(len, encoded))
             samples += packed
-        stats.swapped_instances = sum(sample["sentence_order_label"] for sample in samples)
     else:
         ids = encoder.encode(documents)
         stats.dropped_documents = sum(not len(document) for document in ids)

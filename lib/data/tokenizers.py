@@ -9,7 +9,6 @@ from transformers.utils import cached_file
 
 from lib.common.errors import UserError, first_line
 from lib.common.objectives import OBJECTIVES
-from lib.data.manifest import tokenizer_sha256
 
 
 def load_tokenizer(
@@ -48,16 +47,6 @@ def _open_tokenizer(name: str, cache_dir: str | None = None) -> PreTrainedTokeni
         tokenizer_class = transformers.AutoTokenizer
     # The default of trust_remote_code asks at the terminal whether the repository's code may run.
     return tokenizer_class.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
-
-
-def is_same_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
-    """Whether a folder contains this tokenizer."""
-    if not folder.is_dir():
-        return False  # it would look the name up on the Hub
-    try:
-        return tokenizer_sha256(_open_tokenizer(str(folder))) == tokenizer_sha256(tokenizer)
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> None:

@@ -1,5 +1,7 @@
 """Errors are described in one line."""
 
+import errno
+
 import pytest
 
 from lib.common.errors import describe, first_line
@@ -17,6 +19,11 @@ from lib.common.errors import describe, first_line
 )
 def test_first_line(error, line):
     assert first_line(error) == line
+
+
+def test_no_permission_is_one_line():
+    error = PermissionError(errno.EACCES, "Permission denied", "/root/data")
+    assert describe(error) == "/root/data: no permission: choose a path that you may write to"
 
 
 def test_a_fatal_error_is_described_in_full():
