@@ -75,7 +75,7 @@ class TokenizationArguments:
     objective: Literal[tuple(OBJECTIVES)] = flag(
         DEFAULT_OBJECTIVE,
         "Training objective of the data: "
-        + ", ".join(f"{objective.name} ({objective.short_description})" for objective in OBJECTIVES.values()),
+        + ", ".join(f"{x.name} ({x.description}: {', '.join(x.model_types)})" for x in OBJECTIVES.values()),
     )
     language: str = flag("en", "Language of the text, as an ISO 639-1 code; it determines where sentences end")
     max_seq_length: int = flag(512, "Maximum number of tokens per sample, including special tokens")

@@ -14,8 +14,7 @@ class Objective:
     """A training objective.
 
     :param name: the value of --objective
-    :param description: text for the model card
-    :param short_description: text for --help
+    :param description: text for the model card and --help
     :param columns: columns of the prepared data, in this order; their types are in lib/data/packing.py
     :param model_types: transformers' model types that are trained with this objective
     :param model_class: transformers' class that trains these models and loads their checkpoints
@@ -28,7 +27,6 @@ class Objective:
 
     name: str
     description: str
-    short_description: str
     columns: tuple[str, ...]
     model_types: tuple[str, ...]
     model_class: str
@@ -43,7 +41,6 @@ _ALL = (
     Objective(
         name="mlm_sop",
         description="masked language modelling and sentence order",
-        short_description="masked LM and sentence order: ALBERT",
         columns=("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask", "sentence_order_label"),
         model_types=("albert",),
         model_class="AlbertForPreTraining",
@@ -55,7 +52,6 @@ _ALL = (
     Objective(
         name="mlm",
         description="masked language modelling",
-        short_description="masked LM: BERT, RoBERTa, DistilBERT",
         columns=("input_ids", "attention_mask", "special_tokens_mask"),
         model_types=("bert", "roberta", "distilbert"),
         model_class="AutoModelForMaskedLM",
@@ -66,7 +62,6 @@ _ALL = (
     Objective(
         name="clm",
         description="causal language modelling",
-        short_description="causal LM: GPT-2",
         columns=("input_ids", "attention_mask"),
         model_types=("gpt2",),
         model_class="AutoModelForCausalLM",

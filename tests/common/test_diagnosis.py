@@ -27,7 +27,3 @@ def test_each_row_is_found_by_its_words():
 )
 def test_line_of_a_log_finds_its_row(line, message):
     assert diagnose(line).message.startswith(message)
-
-
-def test_unknown_message_has_no_row():
-    assert diagnose("Step #40") is None
