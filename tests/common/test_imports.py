@@ -1,24 +1,12 @@
-"""Allowed imports of the files at the root; the contracts of lib's packages are in pyproject.toml."""
+"""Imports of the files at the root go down; the contracts of lib's packages are in pyproject.toml."""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = {path.stem for path in ROOT.glob("*.py")} - {"arguments", "utils", "callback"}
-# For each file or package: the files at the root that it may import, and lib's packages for files at the root.
-MAY_IMPORT = {
-    "arguments": {"lib.common"},
-    "utils": {"arguments", "lib.averaging", "lib.common"},
-    "callback": {"arguments", "utils", "lib.training", "lib.common"},
-    "lib.common": set(),
-    "lib.averaging": {"arguments"},
-    "lib.peer": {"arguments", "utils"},
-    "lib.data": {"arguments"},
-    "lib.training": {"arguments", "utils"},
-    "lib.monitoring": {"arguments", "utils"},
-}
-LIB = {"lib.common", "lib.averaging", "lib.peer", "lib.data", "lib.training", "lib.monitoring"}
-MAY_IMPORT |= dict.fromkeys(SCRIPTS, {"arguments", "utils", "callback"} | LIB)
+BELOW_UTILS = ("lib.common", "arguments", "lib.averaging", "lib.data")
+LAYERS = (*BELOW_UTILS, "utils", "lib.peer", "lib.training", "lib.monitoring", "callback")
+SCRIPTS = {path.stem for path in ROOT.glob("*.py")} - set(LAYERS)
 
 
 def find_imports(path: Path) -> set[str]:
@@ -29,13 +17,14 @@ def find_imports(path: Path) -> set[str]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    packages = {".".join(name.split(".")[:2]) for name in names if name.startswith("lib.")}
-    return packages & LIB | names & {*SCRIPTS, "arguments", "utils", "callback"}
+    return {".".join(name.split(".")[:2]) if name.startswith("lib.") else name for name in names if name}
 
 
 def test_imports_go_down():
-    for name in MAY_IMPORT:
-        paths = [ROOT / f"{name}.py"] if name not in LIB else (ROOT / name.replace(".", "/")).glob("*.py")
-        allowed = MAY_IMPORT[name] | (LIB if name in LIB else set())  # within lib: pyproject.toml
-        wrong = {str(path): find_imports(path) - allowed for path in paths}
+    for number, layer in enumerate(LAYERS):
+        is_lib = layer.startswith("lib.")
+        paths = (ROOT / layer.replace(".", "/")).glob("*.py") if is_lib else [ROOT / f"{layer}.py"]
+        above = {name for name in LAYERS[number + 1 :] if not (is_lib and name.startswith("lib."))}
+        wrong = {str(path): find_imports(path) & (above | SCRIPTS) for path in paths}
         assert not any(wrong.values()), wrong
+    assert not any(find_imports(ROOT / f"{name}.py") & SCRIPTS for name in SCRIPTS), "a script imports another one"
