@@ -64,12 +64,8 @@ class FakeTracker:
     """Tracker that reports `others` trainers that have not completed the step, and `done` trainers that have."""
 
     def __init__(self):
-        self.others, self.done, self.step, self.seconds_to_step = 2, 0, 5, 0.0
+        self.others, self.done, self.next_step, self.seconds_to_step = 2, 0, 5, 0.0
         self.num_looks = 0
-
-    @property
-    def next_step(self) -> int:
-        return self.step
 
     def num_expected(self, _step: int) -> int:
         return self.others
@@ -222,7 +218,7 @@ def test_matchmaking_begins_ahead_of_the_step(parts):
 def test_search_for_an_outdated_step_is_cancelled(parts):
     coordinator, tracker, averager, _ = parts
     coordinator.look_ahead()
-    tracker.step = 7
+    tracker.next_step = 7
     coordinator.look_ahead()
     assert averager.controls[0].is_called_off
     assert [control.number for control in averager.controls] == [5, 7]

@@ -2,7 +2,6 @@
 
 import threading
 
-import pytest
 import torch
 from hivemind.utils import PerformanceEMA
 
@@ -89,33 +88,6 @@ def test_peer_two_steps_behind_downloads_the_state(build_swarm):
     late.version = 2
     late.pop_contribution()  # the optimizer has dropped it
     assert_equal_parameters(swarm.trainers, replay.step(swarm.global_step(4, 4, 4)))
-
-
-@pytest.mark.parametrize("num_steps", [1, 2])
-def test_newcomer_joins_although_its_download_outlasts_a_step(build_swarm, num_steps):
-    """A newcomer that lacks one update contributes gradients; a newcomer that lacks two only receives averages."""
-    swarm, replay = build_swarm(), Replay()
-    others = swarm.add_several(False, False)
-    replay.step(swarm.global_step(6, 6))
-    newcomer = swarm.add()
-    load_state = newcomer.optimizer.state_averager.load_state_from_peers
-
-    def load_slowly() -> bool:
-        loaded = load_state()
-        for _ in range(num_steps):
-            replay.step(swarm.global_step(6, 6, trainers=others))
-        return loaded
-
-    newcomer.optimizer.state_averager.load_state_from_peers = load_slowly
-    newcomer.join()
-    assert newcomer.version == 1
-    assert newcomer.optimizer.local_epoch == 1 + num_steps and newcomer.optimizer.missed_updates == num_steps
-    before = replay.parameters()
-    contributions = swarm.global_step(4, 4, 4)
-    expected = replay.step(contributions if num_steps == 1 else contributions[:2])
-    assert_equal_parameters(others, expected, 1e-5)
-    assert newcomer.entry["outcome"] == "averaged"
-    assert_received_what_it_lacked(newcomer, before, expected)
 
 
 def test_peer_with_long_local_steps_contributes_to_each_round(build_swarm):

@@ -230,25 +230,14 @@ async def test_leader_redirects_its_followers_to_a_better_leader():
     assert_one_group(await asyncio.wait_for(asyncio.gather(*tasks), 5), ids)
 
 
-async def test_unknown_newcomer_does_not_lead():
-    """The newcomer has the best rank but does not lead: it is not established, and asks the other peers."""
-    network, ids = make_network(3)
-    network.know(ids, new=ids[:1])
-    network.know(ids[1:], by=ids[1:])
-    _, newcomer = network.search(ids[0])
-    await asyncio.sleep(0.2)
-    assert_one_group([*await network.find(ids[1:]), await newcomer], ids)
-
-
 async def test_newcomers_lead_only_newcomers():
-    network, ids = make_network(3, patience=30.0)
-    network.know(ids, new=ids[:1])
-    await network.find(ids)
-    assert {leader for _, leader in network.calls} == {ids[1]}
-    network.calls.clear()
-    network.know(ids, new=ids)
-    await network.find(ids)
-    assert {leader for _, leader in network.calls} == {ids[0]}
+    """The first peer has the best rank. It asks another one unless all are new, and may join without being known."""
+    for new, known, leader in (([0], [0, 1, 2], 1), ([0], [1, 2], 1), ([0, 1, 2], [0, 1, 2], 0)):
+        network, ids = make_network(3)
+        network.know(ids, new=[ids[number] for number in new])
+        network.know([ids[number] for number in known], new=[ids[number] for number in new], by=ids[1:])
+        assert_one_group(await network.find(ids), ids)
+        assert {called for _, called in network.calls} == {ids[leader]}
 
 
 async def test_peers_that_ask_each_other_form_one_group():

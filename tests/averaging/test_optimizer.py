@@ -1,6 +1,7 @@
 """Tests of CollaborativeOptimizer: what each outcome of a round does to one peer. No network, no processes."""
 
 import time
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from lib.averaging.coordinator import Outcome
 from lib.averaging.local_updates import INNER_WARMUP_STEPS
 from lib.averaging.optimizer import CONVALESCENCE_ROUNDS, MAX_MISSED_UPDATES, CollaborativeOptimizer
 from tests.support.offline import PEER, offline_optimizer
+from tests.support.peers import wait_until
 
 pytestmark = pytest.mark.usefixtures("offline")
 FLAGS = {
@@ -101,6 +103,30 @@ def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
     assert optimizer.state_averager.allow_state_sharing
     assert optimizer.pop_steps() == [(1, 4)]
     assert optimizer._convalescence == (CONVALESCENCE_ROUNDS if outcome == Outcome.FAILED else 0)
+
+
+def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
+    """A GPU computes a target batch in about the time of a round."""
+    optimizer, begun, may_end = build(target_batch_size=4), Queue(), Queue()
+
+    def pause(stage: str) -> None:
+        begun.put(stage)
+        may_end.get(timeout=30)
+
+    optimizer.coordinator.during = lambda: pause("round")
+    update = optimizer.state_averager.apply_update
+    monkeypatch.setattr(optimizer.state_averager, "apply_update", lambda *args: (pause("update"), update(*args)))
+    (parameter,) = optimizer.state_averager.main_parameters
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step(batch_size=4)
+    for stage in ("round", "update"):
+        assert begun.get(timeout=30) == stage
+        optimizer.step(batch_size=1)
+        assert optimizer.local_epoch == 0 and optimizer._in_round == (stage == "round")
+        may_end.put(stage)
+    wait_until(lambda: optimizer.local_epoch == 1, 30, "the step")
+    optimizer.stop_averaging()
+    assert optimizer.accumulator.num_samples == 2
 
 
 def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too():

@@ -13,14 +13,7 @@ from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging import progress as progress_module
-from lib.averaging.progress import (
-    ALIVE_SECONDS,
-    DHT_TIMEOUT,
-    HEARTBEAT_SECONDS,
-    PeerProgress,
-    ProgressTracker,
-    parse_progress,
-)
+from lib.averaging.progress import ALIVE_SECONDS, HEARTBEAT_SECONDS, PeerProgress, ProgressTracker, parse_progress
 from lib.averaging.records import signer_of
 from lib.averaging.rounds import PROTOCOL
 
@@ -377,7 +370,7 @@ def test_slow_dht_neither_silences_this_peer_nor_declares_the_others_dead(clock)
     tracker.dht.answers = False
     for _ in range(4):
         tracker._begin_fetch()
-        clock.now += 0.9 * DHT_TIMEOUT
+        clock.now += 0.9 * progress_module.DHT_TIMEOUT
         assert not tracker._finish_fetch()
     assert tracker.num_expected(1) == 1, "its report was fresh when it was read"
     tracker.dht.answers = True

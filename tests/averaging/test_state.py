@@ -22,14 +22,7 @@ from lib.training.optimizer import (
 )
 from tests.support.offline import offline_averager
 from tests.support.peers import wait_until
-from tests.support.state import (
-    CONFIG,
-    arguments,
-    fill_gradients,
-    fill_parameters,
-    flat,
-    learning_rates,
-)
+from tests.support.state import CONFIG, arguments, fill_gradients, fill_parameters, flat, learning_rates
 
 
 @pytest.fixture

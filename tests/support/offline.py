@@ -74,7 +74,7 @@ class Rounds:
     def call_off(self) -> None:
         self.is_called_off = True
 
-    stop = call_off
+    look_ahead = stop = call_off
 
 
 class Donors:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from hivemind.utils import PerformanceEMA
@@ -13,7 +14,6 @@ from hivemind.utils import PerformanceEMA
 from arguments import ProgressTrackerArguments
 from lib.averaging.accumulators import clip_norm
 from lib.averaging.matchmaking import RoundControl, rank
-from lib.averaging.rounds import RoundAverager
 from lib.monitoring.auxiliary_peer import AuxiliaryPeer
 from lib.peer.peer import Peer
 from lib.training.model import build_model
@@ -38,14 +38,10 @@ class NoEstimate(PerformanceEMA):
         return self.samples_per_second
 
 
-class RecordingLog:
-    """RoundLog that keeps its entries in memory."""
-
-    def __init__(self):
-        self.entries: list[dict] = []
-
-    def write(self, entry: dict) -> None:
-        self.entries.append(entry)
+def recording_log() -> SimpleNamespace:
+    """Build a RoundLog that keeps its entries in memory."""
+    entries = []
+    return SimpleNamespace(entries=entries, write=entries.append)
 
 
 def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -71,25 +67,11 @@ class Trainer:
         options = {"client_mode": client_mode, **TIMEOUTS, **options}
         self.optimizer = stack.enter_context(local_optimizer(self.model, peer, 1, **options))
         self.optimizer.tracker.performance_ema = NoEstimate()
-        self.optimizer.round_log = self.log = RecordingLog()
+        self.optimizer.round_log = self.log = recording_log()
+        self.tracker, self.averager = self.optimizer.tracker, self.optimizer.grad_averager
+        self.id, self.name = peer.dht.peer_id.to_bytes(), str(peer.dht.peer_id)
         self.version = 0
         self.contribution: Contribution = []
-
-    @property
-    def tracker(self):
-        return self.optimizer.tracker
-
-    @property
-    def averager(self) -> RoundAverager:
-        return self.optimizer.grad_averager
-
-    @property
-    def id(self) -> bytes:
-        return self.peer.dht.peer_id.to_bytes()
-
-    @property
-    def name(self) -> str:
-        return str(self.peer.dht.peer_id)
 
     @property
     def entry(self) -> dict:
@@ -234,7 +216,7 @@ class Swarm:
         tracker, averager = build_auxiliary(build_model(CONFIG, "run"), self.borrow(), self.run_id, args)
         self.stack.callback(averager.shutdown)
         auxiliary_peer = AuxiliaryPeer(tracker, averager, self.folder / "auxiliary_peer", args)
-        auxiliary_peer.round_log = RecordingLog()
+        auxiliary_peer.round_log = recording_log()
         auxiliary_peer.start()
         self.stack.callback(auxiliary_peer.stop)
         return auxiliary_peer
