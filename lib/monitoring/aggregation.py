@@ -177,10 +177,10 @@ class MetricsAggregator:
         if heartbeat.goodbye:
             peer.has_left = True
             return
-        if peer.heartbeat and heartbeat.time <= peer.heartbeat.time:
+        if peer.heartbeat and heartbeat.reported_at <= peer.heartbeat.reported_at:
             return  # nothing new, or an outdated copy in the DHT
         # Without a previous heartbeat this one may be that of a peer that has died.
-        peer.last_alive = max(peer.last_alive, self._now if peer.heartbeat else min(heartbeat.time, self._now))
+        peer.last_alive = max(peer.last_alive, self._now if peer.heartbeat else min(heartbeat.reported_at, self._now))
         peer.heartbeat, peer.has_left = heartbeat, False
 
     def _record_newest(self, peer: TrackedPeer, record: PeerStep, is_life_sign: bool) -> None:

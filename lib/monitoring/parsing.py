@@ -9,23 +9,14 @@ import re
 import statistics
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 
-from lib.common.metrics_schema import (
-    MAX_COUNT,
-    MAX_NUMBER,
-    MAX_ROUNDS,
-    MAX_STEP,
-    InvalidValue,
-    LocalMetrics,
-    describe_metrics,
-    read_real,
-    read_row,
-    read_whole,
-)
+import pydantic.v1 as pydantic
+
+from lib.common.metrics_schema import MAX_ROUNDS, Count, LocalMetrics, Rate, Step, describe_metrics, read_row
 
 MAX_TIME = 1e12  # seconds; a heartbeat with a clock that far off is invalid
+FIELDS = ("epoch", "samples_accumulated", "samples_per_second", "reported_at", "client_mode")  # of a heartbeat
 
 _OWNER = re.compile(rb"\[owner:(.+?)\]")  # the tag of the signer's public key, see hivemind's RSASignatureValidator
 
@@ -44,16 +35,15 @@ def peer_step_class(schema: type[LocalMetrics]) -> type:
 PeerStep = peer_step_class(LocalMetrics)
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(pydantic.BaseModel):
     """Progress report of a peer. With `goodbye`, the peer has left and all other fields are empty."""
 
     peer: bytes  # public key
-    epoch: int = 0
-    samples_accumulated: int = 0
-    samples_per_second: float = 0.0
-    time: float = -math.inf  # seconds on the peer's own clock
-    client_mode: bool = False
+    epoch: Step = 0
+    samples_accumulated: Count = 0
+    samples_per_second: Rate = 0.0
+    reported_at: pydantic.confloat(ge=0.0, le=MAX_TIME) = 0.0  # seconds on the peer's own clock
+    client_mode: pydantic.StrictBool = False
     goodbye: bool = False
 
 
@@ -103,25 +93,13 @@ def parse_progress(raw: Mapping | None) -> tuple[list[Heartbeat], Counter]:
     for peer, value, _ in _records(raw):
         try:
             if value is None:
-                heartbeats.append(Heartbeat(peer, goodbye=True))
+                heartbeats.append(Heartbeat(peer=peer, goodbye=True))
             elif value.get("auxiliary") is not True:
-                heartbeats.append(_read_heartbeat(peer, value))
-        except InvalidValue as refusal:
-            refused[str(refusal)] += 1
+                fields = {name: value.get(name) for name in FIELDS}
+                heartbeats.append(Heartbeat(peer=peer, **fields))
+        except pydantic.ValidationError as refusal:
+            refused[f"wrong {refusal.errors()[0]['loc'][0]}"] += 1
     return heartbeats, refused
-
-
-def _read_heartbeat(peer: bytes, value: Mapping) -> Heartbeat:
-    if type(value.get("client_mode")) is not bool:
-        raise InvalidValue("wrong fields")
-    return Heartbeat(
-        peer,
-        epoch=read_whole(value.get("epoch"), 0, MAX_STEP),
-        samples_accumulated=read_whole(value.get("samples_accumulated"), 0, MAX_COUNT),
-        samples_per_second=read_real(value.get("samples_per_second"), 0.0, MAX_NUMBER),
-        time=read_real(value.get("reported_at", value.get("time")), 0.0, MAX_TIME),
-        client_mode=value["client_mode"],
-    )
 
 
 def parse_shares(raw: Mapping | None) -> dict[str, float]:

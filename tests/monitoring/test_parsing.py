@@ -30,8 +30,8 @@ def test_reads_what_the_dht_returns():
 
     heartbeats, refused = parse_progress({tagged: heartbeat(5.0, 3), b"gone": None})
     assert heartbeats == [
-        Heartbeat(b"ssh-rsa AAAA", 3, 0, 2.5, 5.0, False),
-        Heartbeat(b"gone", goodbye=True),
+        Heartbeat(peer=b"ssh-rsa AAAA", epoch=3, samples_per_second=2.5, reported_at=5.0),
+        Heartbeat(peer=b"gone", goodbye=True),
     ]
     assert not refused
     assert parse_progress({tagged: heartbeat(5.0, 3) | {"auxiliary": True}}) == ([], {}), "it is no trainer"
@@ -49,22 +49,22 @@ def test_fields_of_newer_peers_are_left_out():
 
 
 @pytest.mark.parametrize(
-    "change, reason",
+    "field, value",
     [
-        ({"client_mode": 1}, "wrong fields"),
-        ({"epoch": -1}, "out of bounds"),
-        ({"epoch": True}, "not a whole number"),
-        ({"samples_per_second": math.inf}, "out of bounds"),
-        ({"time": math.nan}, "NaN"),
-        ({"time": math.inf}, "out of bounds"),
-        ({"time": None}, "not a number"),
-        ({"samples_per_second": True}, "not a number"),
-        ({"samples_accumulated": 10**9 + 1}, "out of bounds"),
-        ({"epoch": "1"}, "not a whole number"),
+        ("client_mode", 1),
+        ("epoch", -1),
+        ("epoch", True),
+        ("epoch", "1"),
+        ("samples_accumulated", 10**9 + 1),
+        ("samples_per_second", math.inf),
+        ("samples_per_second", True),
+        ("reported_at", math.nan),
+        ("reported_at", math.inf),
+        ("reported_at", None),
     ],
 )
-def test_refused_heartbeats(change, reason):
-    assert parse_progress({b"peer": heartbeat(1.0, 1) | change}) == ([], {reason: 1})
+def test_refused_heartbeats(field, value):
+    assert parse_progress({b"peer": heartbeat(1.0, 1) | {field: value}}) == ([], {f"wrong {field}": 1})
 
 
 def shares(*counts: tuple[object, object]) -> dict[bytes, dict]:

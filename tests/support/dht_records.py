@@ -14,7 +14,7 @@ def entries(*records):
 
 def heartbeat(now, epoch, samples=0):
     return {"epoch": epoch, "samples_accumulated": samples, "samples_per_second": 2.5,
-            "time": now, "client_mode": False}  # fmt: skip
+            "reported_at": now, "client_mode": False}  # fmt: skip
 
 
 def steps_of(reports):
