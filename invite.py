@@ -21,8 +21,6 @@ from lib.common.cli import parse_arguments
 from lib.common.errors import UserError, run_script
 from lib.common.flags import flag
 
-REVOKE_DESCRIPTION = "Revoke the invitations of a user, or a single one"
-
 
 @dataclass
 class InvitationArguments:
@@ -38,8 +36,7 @@ class InvitationArguments:
 
     def __post_init__(self):
         require_positive(self, "days")
-        require(bool(self.username.strip()), "--username must not be empty")
-        require(len(self.username) <= 64, "--username must have at most 64 characters")
+        require(bool(self.username.strip()) and len(self.username) <= 64, "--username must have 1 to 64 characters")
 
 
 @dataclass
@@ -62,11 +59,9 @@ class RevocationArguments:
 
 def main() -> None:
     if sys.argv[1:2] == ["revoke"]:
-        (args,) = parse_arguments([RevocationArguments], REVOKE_DESCRIPTION, sys.argv[2:])
-        revoke(args)
+        revoke(*parse_arguments([RevocationArguments], "Revoke invitations", sys.argv[2:]))
     else:
-        (args,) = parse_arguments([InvitationArguments], __doc__)
-        invite(args)
+        invite(*parse_arguments([InvitationArguments], __doc__))
 
 
 def invite(args: InvitationArguments) -> None:

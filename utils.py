@@ -98,10 +98,7 @@ class MetricSchema(pydantic.BaseModel):
 # identifier, so this schema is no class.
 _Priority = pydantic.confloat(strict=True, ge=0.0, le=MAX_STEP) | Step | None
 AveragerSchema = pydantic.create_model(
-    "AveragerSchema",
-    **{
-        "state_averager.all_averagers": (dict[BytesWithPublicKey, _Priority], ...),
-    },
+    "AveragerSchema", **{"state_averager.all_averagers": (dict[BytesWithPublicKey, _Priority], ...)}
 )
 
 

@@ -93,17 +93,16 @@ def peer_id_in(initial_peer: str) -> PeerID:
 
 def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
     """Log how other peers join through this peer."""
-    chosen = choose_maddrs(visible_maddrs, only_p2p)
-    scope = 3 if only_p2p else max((_address_scope(maddr) for maddr in visible_maddrs), default=0)
+    scopes = [_address_scope(maddr) for maddr in visible_maddrs]
+    scope = 3 if only_p2p else max(scopes, default=0)
     where = {3: "over the Internet", 2: "in this network"}.get(scope, "on this machine")
     logger.info(
-        f"Running a DHT peer. To connect other peers to this one {where}, use "
-        f"{TextStyle.BOLD}{TextStyle.BLUE}--initial_peers {' '.join(chosen)}{TextStyle.RESET}"
+        f"Running a DHT peer. To connect other peers to this one {where}, use {TextStyle.BOLD}{TextStyle.BLUE}"
+        f"--initial_peers {' '.join(choose_maddrs(visible_maddrs, only_p2p))}{TextStyle.RESET}"
     )
-    if scope == 3 and not only_p2p:
+    if scope == 3 and not only_p2p and min(scopes) < 3:
         nearer = choose_maddrs([maddr for maddr in visible_maddrs if _address_scope(maddr) < 3])
-        if nearer:
-            logger.info(f"Peers in the same network may also use --initial_peers {' '.join(nearer)}")
+        logger.info(f"Peers in the same network may also use --initial_peers {' '.join(nearer)}")
     logger.info(f"Full list of visible multiaddresses: {' '.join(map(str, visible_maddrs))}")
     if scope == 2:
         logger.info("Peers outside this network need a public address: see --tunnel and --announce_tunnel")

@@ -178,17 +178,16 @@ class InvitedP2P(RelayedP2P):
     admission: Admission
 
     @classmethod
-    async def create(cls, *args, admission: Admission, **kwargs) -> "InvitedP2P":
-        """Start a libp2p daemon, as in hivemind, and show this peer's invitation on request."""
-        p2p = await super().create(*args, **kwargs)
-        p2p.admission = admission
-        await admission.serve(p2p)
-        return p2p
+    async def create(cls, *args, admission: Admission | None = None, **kwargs) -> "InvitedP2P":
+        """Start a libp2p daemon, as in hivemind, and show this peer's invitation on request.
 
-    @classmethod
-    async def is_identity_taken(cls, *args, **kwargs) -> bool:
-        """Check an identity, as in hivemind, in another daemon. That daemon makes no calls and needs no invitation."""
-        return await RelayedP2P.is_identity_taken(*args, **kwargs)
+        :param admission: None only for the daemon with which hivemind checks an identity, and which makes no calls
+        """
+        p2p = await super().create(*args, **kwargs)
+        if admission is not None:
+            p2p.admission = admission
+            await admission.serve(p2p)
+        return p2p
 
     async def _add_protobuf_unary_handler(
         self, handle_name: str, handler: Callable[[Message, P2PContext], Awaitable[Message]], *args, **kwargs

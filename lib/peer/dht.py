@@ -72,14 +72,6 @@ def use_own_socket_folder() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-async def connect(p2p: P2P, peer_id: PeerID, maddrs: Sequence[Multiaddr]) -> None:
-    """Connect the daemon to a peer. hivemind does so only for initial peers, at the start.
-
-    :raises ControlFailure: if the peer does not answer
-    """
-    await p2p._client.connect(peer_id, maddrs)
-
-
 async def close_relayed_connections(p2p: P2P, delay: float = HOLE_PUNCHING_DELAY) -> None:
     """Disconnect a daemon that has just started from the peers that it has reached through relays only.
 

@@ -12,7 +12,6 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from lib.common.threads import PeriodicThread
 from lib.peer.addresses import find_tcp_endpoint
-from lib.peer.dht import connect
 
 logger = get_logger(__name__)
 
@@ -58,7 +57,7 @@ async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
             if (endpoint := find_tcp_endpoint(maddr)) is not None:
                 _, writer = await asyncio.open_connection(*endpoint)
                 writer.close()
-            await connect(node.p2p, peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")])
+            await node.p2p._client.connect(peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")])
             return await node.protocol.call_ping(peer_id) is not None
     except Exception as error:
         logger.debug(f"Initial peer {maddr} does not answer: {error!r}")

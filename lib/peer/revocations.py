@@ -124,14 +124,11 @@ def record_invitation(invitation: Invitation, authority_path: Path) -> None:
 def find_invitations(username: str, authority_path: Path) -> set[str]:
     """Return the peer IDs of a user's invitations, in base58.
 
-    :raises UserError: if there is none, or the list is damaged
+    :raises UserError: if there is none
     """
     path = authority_path.with_suffix(".issued.jsonl")
-    try:
-        records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        found = {record["peer_id"] for record in records if record["username"] == username}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"'{path}' is damaged; pass the file of the invitation with --invitation") from None
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = {record["peer_id"] for record in records if record["username"] == username}
     if not found:
         raise UserError(f"--username: '{path}' has no invitation of '{username}'; pass its file with --invitation")
     return found

@@ -4,7 +4,7 @@ import asyncio
 import re
 import stat
 import time
-from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -159,10 +159,6 @@ class Exchange:
         return await self.answer(request, self.caller)
 
 
-class NoHandlers:
-    _client = SimpleNamespace(add_unary_handler=lambda *_: asyncio.sleep(0))
-
-
 @pytest.fixture
 def two_admissions(tmp_path, authority) -> list[Admission]:
     admissions = []
@@ -229,7 +225,7 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
 
     async def run() -> None:
         for admission in two_admissions:
-            await admission.serve(NoHandlers)
+            await admission.serve(Mock(_client=AsyncMock()))
         alice.revocations.adopt(Revocations().extend({str(mallory)}, authority).content)
         to_bob, to_alice = (
             Exchange(caller.invitation.peer_id, callee._answer) for caller, callee in ((alice, bob), (bob, alice))

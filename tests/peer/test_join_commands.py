@@ -60,6 +60,8 @@ def read_programs() -> Iterator[tuple[str, str, list[str]]]:
 
 
 COMMANDS = [*read_documents(), *read_programs()]
+KINDS = {"trainer.service", "compose.yaml", "model card", "notebook", "README.md", "running.md"}
+assert {place for place, _, _ in COMMANDS} >= KINDS
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +115,6 @@ def test_command_takes_the_settings_of_the_run(publish, tmp_path, monkeypatch, p
     taken = settings_in(adopt(script, words, tmp_path, publish(run)))
     assert "learning_rate" in taken
     assert {name: taken[name] for name in taken.keys() & run} == {name: run[name] for name in taken.keys() & run}
-
-
-def test_all_kinds_of_commands_are_found():
-    places = {place for place, _, _ in COMMANDS}
-    assert {"trainer.service", "compose.yaml", "model card", "notebook", "README.md", "running.md"} <= places
 
 
 @pytest.mark.peers

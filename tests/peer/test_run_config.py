@@ -75,16 +75,14 @@ def test_a_model_is_published_by_its_name_or_as_its_configuration(keys, tmp_path
         return config.settings["model_name_or_path"]
 
     monkeypatch.chdir(tmp_path)
-    for name in ("albert-tiny", "name/model.v2"):
-        assert publish(name) == name
+    assert publish("name/model.v2") == "name/model.v2"
     Path("model").mkdir()
     Path("model/config.json").write_text('{"model_type": "gpt2", "n_layer": 3, "auto_map": {}}')
     for path in ("model", "./model/config.json", str(tmp_path / "model")):
         assert publish(path) == '{"model_type":"gpt2","n_layer":3}'
-        assert publish(path, from_pretrained=True) is None, "the weights are in the folder"
-    for path in ("/etc/passwd", "../no such file"):
-        with pytest.raises(UserError, match="no model configuration"):
-            publish(path)
+    assert publish("model", from_pretrained=True) is None, "the weights are in the folder"
+    with pytest.raises(UserError, match="no model configuration"):
+        publish("../no such file")
 
 
 def test_altered_records_are_refused(keys):
@@ -187,10 +185,7 @@ def test_wrong_settings_are_named_as_those_of_the_run(capsys, setting):
     with pytest.raises(SystemExit) as exit_info:
         parse("--initial_peers", PUBLIC).with_settings(setting)
     assert exit_info.value.code == 2
-    assert (
-        f"the settings of the run: {'argument ' if 'learning_rate' not in setting else ''}--"
-        in capsys.readouterr().err
-    )
+    assert re.search("the settings of the run: (argument )?--", capsys.readouterr().err)
 
 
 def test_a_flag_that_differs_is_refused_with_both_values(keys):
@@ -203,11 +198,11 @@ def test_a_flag_that_differs_is_refused_with_both_values(keys):
 def test_page_is_adopted_and_may_differ(keys, capsys):
     page = "https://huggingface.co/spaces/me/my-albert"
     config = RunConfig.sign({**SETTINGS, "page": page}, keys[0])
-    (args,) = [args for args in parse("--run_id", "tree").with_settings(config.settings) if hasattr(args, "page")]
-    assert args.page == page
-    refuse_differences(config, parse("--run_id", "tree", "--page", "http://localhost:7860").with_settings(SETTINGS))
+    arguments = parse().with_settings(config.settings)
+    assert page in [getattr(args, "page", None) for args in arguments]
+    refuse_differences(config, parse("--page", "http://localhost:7860").with_settings(SETTINGS))
     with pytest.raises(SystemExit):
-        parse("--run_id", "tree").with_settings({"page": "https://example.org/ [click](x)"})
+        parse().with_settings({"page": "https://example.org/ [click](x)"})
     assert "the settings of the run: --page must be an address" in capsys.readouterr().err
 
 
@@ -278,28 +273,17 @@ FIELDS = {"model_type": "albert"}
         ({"num_hidden_groups": 100, "inner_group_num": 100, "num_hidden_layers": 1}, "10000 layers"),
         ({"hidden_size": "64"}, "expected int"),
         ({"model_type": "llama"}, "a llama model; supported are"),
-        ({"model_type": None}, "supported are"),
+        ({"hidden_size": 10**6, "num_attention_heads": 1}, " GB; this machine has"),
+        ({"hidden_size": 7}, "cannot be built"),
+        ({"hidden_act": "no_such_function"}, "cannot be built"),
     ],
 )
 def test_hostile_model_configurations_are_refused(fields, fault):
     with pytest.raises(UserError, match=re.escape(fault)) as error:
-        read_config(json.dumps({**FIELDS, **fields}))
+        check_size(read_config(json.dumps({**FIELDS, **fields})))
     assert "\n" not in str(error.value)
 
 
 def test_fields_that_load_code_are_ignored(caplog):
     config = read_config(json.dumps({**FIELDS, "auto_map": {"AutoModel": "x--y.Z"}, "attn_implementation": "me/k"}))
     assert not hasattr(config, "auto_map") and config._attn_implementation != "me/k"
-
-
-@pytest.mark.parametrize(
-    ("fields", "fault"),
-    [
-        ({"hidden_size": 10**6, "num_attention_heads": 1}, r"need \d+ GB; this machine has"),
-        ({"hidden_size": 7}, "cannot be built"),
-        ({"hidden_act": "no_such_function"}, "cannot be built"),
-    ],
-)
-def test_models_that_cannot_be_built_here_are_refused(fields, fault):
-    with pytest.raises(UserError, match=fault):
-        check_size(read_config(json.dumps({**FIELDS, **fields})))
