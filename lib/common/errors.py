@@ -1,21 +1,11 @@
 """Errors of the scripts: a line that names the flag or file and the remedy, sometimes a hint, and an exit code."""
 
-import errno
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from lib.common.diagnosis import next_hint
-
-_REMEDIES = {
-    errno.ENOSPC: "the disk is full: free some space or choose another folder",
-    errno.EDQUOT: "the disk quota is used up: free some space or choose another folder",
-    errno.EACCES: "no permission: choose a path that you may write to",
-    errno.EPERM: "no permission: choose a path that you may write to",
-    errno.EROFS: "the file system is read-only: choose another folder",
-    errno.EMFILE: "too many open files: run `ulimit -n 4096` first",
-}
 
 TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: another start may help
 
@@ -46,8 +36,8 @@ def describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in ORGANISER_MODULES:
         return f"{error.name} is not installed: pip install -r requirements-organiser.txt"
-    if isinstance(error, OSError) and error.errno in _REMEDIES:
-        return f"{error.filename or error.strerror}: {_REMEDIES[error.errno]}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
     return f"{type(error).__name__}: {first_line(error, limit=None)} (--debug shows where)"
 
 

@@ -23,7 +23,7 @@ def test_first_line(error, line):
 
 def test_no_permission_is_one_line():
     error = PermissionError(errno.EACCES, "Permission denied", "/root/data")
-    assert describe(error) == "/root/data: no permission: choose a path that you may write to"
+    assert describe(error) == "/root/data: Permission denied"
 
 
 def test_a_fatal_error_is_described_in_full():

@@ -45,7 +45,7 @@ def test_a_full_disk_is_one_warning_and_the_old_content_stays(tmp_path, monkeypa
         patched.setattr(json_file, "new_file", fail)
         file.save({"number": 2})
         file.save({"number": 3})
-    assert len(caplog.records) == 1 and "disk is full" in caplog.text and file.load(parse) == 1
+    assert len(caplog.records) == 1 and "No space left" in caplog.text and file.load(parse) == 1
     file.save({"number": 4})
     assert file.load(parse) == 4
 

@@ -503,7 +503,7 @@ def test_the_disk_is_full_while_unpacking(args, host, folders, monkeypatch):
         with pytest.raises(OSError, match="No space left") as error_info:
             fetch_data(args)
     folder = Path(args.dataset_path).parent
-    assert describe(error_info.value) == f"{folder}: the disk is full: free some space or choose another folder"
+    assert describe(error_info.value) == f"{folder}: No space left on device"
     assert set(os.listdir(folder)) - {".dataset.lock"} == PARTIAL
     fetch_data(args)
     assert_fetched(args, folders)

@@ -90,7 +90,7 @@ def test_full_disk_is_one_warning_and_nothing_is_lost(tmp_path, monkeypatch, cap
         for step in (2, 3):
             counted.add(make_report(step, a=10))
             counted.save()
-    assert len(caplog.records) == 1 and "disk is full" in caplog.text
+    assert len(caplog.records) == 1 and "No space left" in caplog.text
     counted.save()
     assert table(Contributors(tmp_path, "run")) == [("anonymous", 30, 3)]
 
