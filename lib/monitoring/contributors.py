@@ -121,11 +121,11 @@ def build_curves(contributors: Contributors, number: int = 10) -> dict[str, int]
     return {f"contribution/{_UNSAFE.sub('_', leader.name)} {leader.key[:8]}": leader.samples for leader in leaders}
 
 
-def build_table(contributors: Contributors, number: int = 100) -> list[tuple[int, str, str, int, int]]:
+def build_table(contributors: Contributors) -> list[tuple[int, str, str, int, int]]:
     """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer."""
     return [
         (place, leader.name, leader.key[:8], leader.samples, leader.steps)
-        for place, leader in enumerate(contributors.top(number), 1)
+        for place, leader in enumerate(contributors.top(100), 1)
     ]
 
 

@@ -3,13 +3,13 @@
 Names and numbers come from untrusted peers and are escaped: they appear as plain text on the page.
 """
 
-import itertools
 import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PretrainedConfig
 
@@ -20,7 +20,6 @@ from lib.training.model import get_model_class, get_objective
 from lib.training.status import plural
 
 CURVE_ROWS = 12
-TABLE_ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,7 @@ def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[tuple
     """
     records = [record for record in read_records(path) if record["step"] <= last_step]
     losses = {record["step"]: record["loss"] for record in records if isinstance(record.get("loss"), float)}
-    steps = sorted(losses)
-    bounds = [round(row * len(steps) / rows) for row in range(rows + 1)]
-    groups = [steps[start:end] for start, end in itertools.pairwise(bounds) if start < end]
+    groups = [group.tolist() for group in np.array_split(sorted(losses), rows) if len(group)]
     return [(group[0], group[-1], statistics.fmean(map(losses.get, group))) for group in groups]
 
 
@@ -125,7 +122,7 @@ def _curve_table(curve: Sequence[tuple[int, int, float]]) -> str:
 
 
 def _contributor_table(contributors: Contributors) -> str:
-    rows = build_table(contributors, TABLE_ROWS)
+    rows = build_table(contributors)
     if not rows:
         return ""
     samples = sum(leader.samples for leader in contributors.top(len(contributors)))

@@ -121,8 +121,8 @@ def test_curve_covers_each_step_once(tmp_path, steps):
     assert len(curve) == min(steps, 12)
     assert sum(last - first + 1 for first, last, _loss in curve) == steps
     if steps == 100:
-        assert [point[:2] for point in curve][:2] == [(0, 7), (8, 16)]
-        assert curve[0][2] == pytest.approx(10.0 - 0.035)
+        assert [point[:2] for point in curve][:2] == [(0, 8), (9, 17)]
+        assert curve[0][2] == pytest.approx(10.0 - 0.04)
         assert read_curve(tmp_path / "metrics.jsonl", last_step=49, rows=10)[-1][:2] == (45, 49)
 
 
