@@ -1,6 +1,5 @@
 """Loading of the prepared data in trainers and evaluators: datasets and collators."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +141,5 @@ def _load_manifest(
 
 def max_tokens(config: PretrainedConfig) -> int:
     """Return the length of the longest sequence that a model takes."""
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", sys.maxsize)
     # RoBERTa's positions begin after that of the padding.
-    return positions - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)
+    return config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)

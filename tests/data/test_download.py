@@ -109,10 +109,11 @@ class Answer(BaseHTTPRequestHandler):
 
     def drip(self) -> None:
         self.reply(200, Content_Length=str(len(self.server.content)))
-        for byte in self.server.content:
+        for byte in self.server.content[:200]:
             self.wfile.write(bytes([byte]))
             if self.server.closing.wait(0.02):
                 return
+        self.break_off()
 
     def serve_chunked(self) -> None:
         """Send the archive without its size."""

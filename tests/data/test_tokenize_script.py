@@ -15,7 +15,7 @@ import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AlbertConfig, AutoTokenizer, BertConfig, RobertaConfig
+from transformers import AlbertConfig, AutoTokenizer, BertConfig, GPT2Config, RobertaConfig
 
 import tokenize_wikitext103
 from arguments import DatasetArguments, LocalTrainingArguments
@@ -220,8 +220,15 @@ def test_training_data_goes_with_the_tokenizer_the_model_and_the_flags(prepared)
     ):
         with pytest.raises(UserError, match=message):
             load(**arguments)
-    # RoBERTa's positions begin after that of the padding, which is 1.
-    assert max_tokens(RobertaConfig(max_position_embeddings=66)) == 64
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AlbertConfig(max_position_embeddings=64), RobertaConfig(max_position_embeddings=66), GPT2Config(n_positions=64)],
+)
+def test_sequence_has_as_many_tokens_as_the_model_has_positions(config):
+    """RoBERTa's positions begin after that of the padding, which is 1."""
+    assert max_tokens(config) == 64
 
 
 def test_the_digest_of_a_tokenizer_has_its_ids():
