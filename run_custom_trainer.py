@@ -25,7 +25,6 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from hivemind.utils import get_logger
     from torch.utils.data import DataLoader
 
-    from lib.common.logs import setup_logging
     from lib.peer.lifecycle import open_peer
     from lib.training.hf_trainer import PeerSampler, autocast_dtype
     from lib.training.model import derive_seed
@@ -33,7 +32,6 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from lib.training.session import open_session
     from lib.training.task import load_task
 
-    setup_logging(args.collaboration.debug)
     logger = get_logger(__name__)
     task = load_task(args)  # tokenizer, samples, collator, model
     device, model = task.device, task.model.to(task.device).train()

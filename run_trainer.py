@@ -20,14 +20,12 @@ from lib.training.start import start_trainer
 def train(args: TrainerArguments, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from callback import CollaborativeCallback
-    from lib.common.logs import setup_logging
     from lib.peer.lifecycle import open_peer
     from lib.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, build_training_arguments
     from lib.training.optimizer import build_optimizer
     from lib.training.session import open_session
     from lib.training.task import load_task
 
-    setup_logging(args.collaboration.debug)
     task = load_task(args)  # tokenizer, samples, collator, model
     model = task.model.to(task.device)
     batch_size_per_step = args.training.batch_size_per_step(task.num_devices)

@@ -26,7 +26,6 @@ from lib.averaging.progress import parse_progress
 from lib.common.argument_parser import CommandLine
 from lib.common.diagnosis import diagnose
 from lib.common.errors import UserError, describe
-from lib.common.logs import setup_logging
 from lib.common.processes import StopSignal
 from lib.peer.addresses import find_tcp_endpoint, peer_id_in
 from lib.peer.lifecycle import open_peer
@@ -97,7 +96,6 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     try:
         args = TrainerArguments(*adopt_run_config(command_line, stop))
         peer_args = args.collaboration
-        setup_logging(peer_args.debug)
         task = load_task(args)
         size = task.model.num_parameters()
         text = f"{len(task.dataset):,} samples; model of {size / 1e6:,.1f} million parameters"

@@ -23,6 +23,9 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
             sys.exit(show_status(Path(args.training.output_dir)))
         guard_children()
         # These imports take seconds, which --help and usage errors do not need.
+        from lib.common.logs import setup_logging
+
+        setup_logging(args.collaboration.debug)
         if args.training.check:
             from lib.training.check import check_trainer
 

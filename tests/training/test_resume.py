@@ -58,7 +58,7 @@ def train(folder: Path, until: int, script, device: str = "cpu", precision: str 
     """
     num_devices = torch.cuda.device_count() if device == "cuda" and script is run_trainer else 1
     training_args = LocalTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=SIZE // num_devices, gradient_accumulation_steps=1,
+        output_dir=str(folder), per_device_train_batch_size=SIZE // num_devices // 2, gradient_accumulation_steps=2,
         use_cpu=device == "cpu", dataloader_num_workers=0, save_steps=10**6, disable_tqdm=True, learning_rate=0.01,
         warmup_steps=0, total_steps=1000, max_grad_norm=0.0, **{precision: True},
     )  # fmt: skip
@@ -79,6 +79,13 @@ def assert_equal(state: tuple[dict, list[torch.Tensor]], other: tuple[dict, list
     assert state[0]["epoch"] == other[0]["epoch"]
     assert state[0]["optimizer_metadata"] == other[0]["optimizer_metadata"]
     assert all(torch.equal(one, two) for one, two in zip(state[1], other[1], strict=True))
+
+
+def assert_close(recorder: Recorder, other: Recorder) -> None:
+    """Assert that two trainers have the same last state up to rounding."""
+    for one, two in zip(recorder.states[max(recorder.states)][1], other.states[max(other.states)][1], strict=True):
+        if one.ndim:  # norms derive from the rest; that of a gradient which is zero up to rounding is arbitrary
+            assert torch.allclose(one, two, rtol=1e-3, atol=1e-5)
 
 
 def assert_format_of_all_versions(content: dict, weights: list[torch.Tensor]) -> None:
@@ -113,6 +120,9 @@ def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, script):
     assert whole.losses[4] < whole.losses[1] - 1e-3, "or else there is nothing to compare"
     content = torch.load(tmp_path / "resumed" / "checkpoint-4" / "training_state.pt")
     assert_format_of_all_versions(content, whole.weights[4])
-    for one, two in zip(after.states[4][1], whole.states[4][1], strict=True):
-        if one.ndim:  # norms derive from the rest; that of a gradient which is zero up to rounding is arbitrary
-            assert torch.allclose(one, two, rtol=1e-3, atol=1e-5)
+    assert_close(after, whole)
+
+
+@pytest.mark.peers
+def test_both_scripts_take_the_same_steps(tmp_path):
+    assert_close(train(tmp_path / "trainer", 2, run_trainer), train(tmp_path / "custom", 2, run_custom_trainer))
