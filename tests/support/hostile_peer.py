@@ -56,7 +56,7 @@ def nest(levels: int, extension: bool = False) -> bytes:
 RAW = [b"\xc1", b"", b"\x92\x01", b"\xc7\x01\x50\xc0", nest(400), nest(400, extension=True)]
 
 
-def progress(epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool = False) -> dict:
+def progress(epoch: int, rate: float = 1.0, when: float = 0.0) -> dict:
     """Build a progress report.
 
     :param when: its time, in seconds from now
@@ -64,7 +64,7 @@ def progress(epoch: int, rate: float = 1.0, when: float = 0.0, client_mode: bool
     return {
         "protocol": PROTOCOL, "epoch": epoch, "completed": epoch,
         "samples_accumulated": 0, "contributed": 0, "samples_per_second": rate, "time": get_dht_time() + when,
-        "reported_at": get_dht_time() + when, "client_mode": client_mode, "auxiliary": False,
+        "reported_at": get_dht_time() + when, "client_mode": False, "auxiliary": False,
     }  # fmt: skip
 
 
