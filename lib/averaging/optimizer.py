@@ -20,7 +20,7 @@ from hivemind.utils import get_logger
 from threadpoolctl import threadpool_limits
 
 from lib.averaging.accumulators import GradientAccumulator, clip_norm
-from lib.averaging.allreduce import MIN_WEIGHT, NORM_TOLERANCE
+from lib.averaging.bounds import MIN_WEIGHT, NORM_TOLERANCE
 from lib.averaging.coordinator import Outcome, RoundCoordinator
 from lib.averaging.progress import ProgressTracker
 from lib.averaging.round_log import RoundLog, describe_round
@@ -396,7 +396,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 "kept this peer's parameters"
             )
             return None
-        if result.received == 1:
+        if result.is_complete:
             self._convalescence = max(0, self._convalescence - (self.missed_updates == 0))
             self.missed_updates = 0
         return averaged

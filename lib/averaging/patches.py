@@ -5,12 +5,11 @@
 
 import functools
 
-from hivemind.averaging import allreduce, averager
+from hivemind.averaging import averager
 from hivemind.compression import serialization
 from hivemind.dht import dht
 from hivemind.utils import MSGPackSerializer
 
-from lib.averaging.allreduce import SafeTensorPartContainer, SafeTensorPartReducer
 from lib.averaging.base import switch_to_safe_loop
 from lib.averaging.blockwise import Blockwise8Bit
 from lib.averaging.matchmaking import StepMatchmaking
@@ -24,7 +23,5 @@ def apply_patches() -> None:
     warn_of_changes()
     averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
-    allreduce.TensorPartContainer = SafeTensorPartContainer
-    allreduce.TensorPartReducer = SafeTensorPartReducer
     serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores both blockwise formats
     MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))

@@ -25,17 +25,19 @@ from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveC
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, get_dht_time, get_logger
-from hivemind.utils.asyncio import achain, as_aiter, azip
+from hivemind.utils.asyncio import achain, as_aiter
 
-from lib.averaging.allreduce import MIN_WEIGHT, Bounds, SafeAllReduceRunner, share_out
+from lib.averaging.allreduce import AllReduce, share_out
 from lib.averaging.base import SafeAverager
+from lib.averaging.bounds import MIN_WEIGHT, Bounds
 from lib.averaging.compression import name_of
 from lib.averaging.matchmaking import RosterEntry, RoundControl, parse_claims
 
 logger = get_logger(__name__)
 
-PROTOCOL = 5  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 6  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; short, since the fault may be transient
+COMPLETE = 0.95  # fraction of the elements; one late part must not exclude a peer's gradient from the next rounds
 MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
 
 
@@ -44,7 +46,7 @@ class RoundResult:
     """Result of a round at this peer.
 
     :param members: peers of the group
-    :param received: fraction of the elements whose average arrived; the other elements kept this peer's values
+    :param received: fraction of the elements whose average arrived; see AllReduce for the others
     :param weights: samples of the senders, known only if this peer reduces gradients
     :param missed: peers of the roster that are not in the group, with the reason
     :param violations: members that were banned for values out of bounds, with the violation
@@ -57,6 +59,11 @@ class RoundResult:
     missed: dict[PeerID, str] = field(default_factory=dict)
     violations: dict[PeerID, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether enough has arrived for this peer to be equal to the other members."""
+        return self.received >= COMPLETE
 
 
 class RoundAverager(SafeAverager):
@@ -218,8 +225,7 @@ class RoundAverager(SafeAverager):
         step.stage = AveragingStage.RUNNING_ALLREDUCE
         try:
             with self._register_allreduce_group(group):
-                async with asyncio.timeout(self._allreduce_timeout):
-                    result = await self._average_in_group(step, group)
+                result = await self._average_in_group(step, group)
         finally:
             self._finished_groups.append(group.group_id)
         result.missed = missed
@@ -242,44 +248,40 @@ class RoundAverager(SafeAverager):
         bounds = replace(self._bounds, gradient_norm=self.gradient_bound())
         if self.mode == AveragingMode.AUX or step.parameter_weight <= MIN_WEIGHT:
             bounds = replace(bounds, parameter_step=None)
-        runner = SafeAllReduceRunner(
+        runner = AllReduce(
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
-            tensors=self._averaged_tensors[:num_tensors],
-            tensor_infos=infos,
             group_id=group.group_id,
-            ordered_peer_ids=group.peer_ids,
-            peer_fractions=share_out(fractions, infos, options["compression"]),
-            modes=list(modes),
+            peer_ids=group.peer_ids,
+            modes=modes,
+            sizes=share_out(fractions, infos, options["compression"]),
+            tensors=self._averaged_tensors[:num_tensors],
+            outputs=self._outputs[:num_tensors],
+            tensor_infos=infos,
             weight=step.weight,
             parameter_weight=step.parameter_weight,
             bounds=bounds,
+            timeout=self._allreduce_timeout,
             **options,
         )
         self._running_groups[group.group_id].set_result(runner)
         self._pending_groups_registered.set()  # wakes the streams that wait in `_will_begin`
         for group_id, sender in self._refused:
             if group_id == group.group_id:
-                await runner.drop_unstarted_sender(sender)  # a refused sender does not try again
+                runner.drop_unstarted_sender(sender)  # a refused sender does not try again
         try:
-            if self.mode == AveragingMode.AUX:
-                async for _ in runner:
-                    raise AllreduceException("auxiliary peers receive no averages")
-            else:
-                tensors, outputs = as_aiter(*self._averaged_tensors), as_aiter(*self._outputs)
-                async for update, tensor, output in azip(runner, tensors, outputs):
-                    torch.add(tensor, update, out=output)
+            await runner.run()
         finally:
             self._ban_violators(runner)
         return RoundResult(
             members=group.peer_ids,
             received=runner.received_fraction,
-            weights=runner.sender_weights(),
+            weights=runner.weights(),
             violations=runner.violations(),
         )
 
-    def _ban_violators(self, runner: SafeAllReduceRunner) -> None:
+    def _ban_violators(self, runner: AllReduce) -> None:
         for peer_id, violation in runner.violations().items():
             logger.warning(f"{peer_id} sent {violation}: not averaging with it for {BAN_SECONDS / 60:.0f} minutes")
             until = time.time() + BAN_SECONDS

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lib.averaging.allreduce import MIN_WEIGHT
+from lib.averaging.bounds import MIN_WEIGHT
 from lib.averaging.coordinator import Outcome
 from lib.averaging.local_updates import INNER_WARMUP_STEPS
 from lib.averaging.optimizer import CONVALESCENCE_ROUNDS, MAX_MISSED_UPDATES, CollaborativeOptimizer

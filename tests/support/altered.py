@@ -130,7 +130,7 @@ def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
 def send_nan() -> None:
     from lib.averaging import optimizer
     from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-    from lib.averaging.allreduce import Bounds
+    from lib.averaging.bounds import Bounds
     from lib.training import session
 
     def load_nan(self, max_norm: float) -> int:
