@@ -5,10 +5,11 @@ from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import RecordValidatorBase
-from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
 from lib.averaging.records import ReadableValidator, RunValidator, SafeValidatorMixin
+from lib.common.clock import run_time
 from lib.common.metrics_schema import (
     HISTORY_LENGTH,
     MAX_ROUNDS,
@@ -142,4 +143,4 @@ def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime:
     :param public_key: the subkey, from `make_validators`
     :param lifetime: seconds until the record expires
     """
-    dht.store(key, subkey=public_key, value=value, expiration_time=get_dht_time() + lifetime, return_future=True)
+    dht.store(key, subkey=public_key, value=value, expiration_time=run_time() + lifetime, return_future=True)

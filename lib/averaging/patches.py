@@ -4,6 +4,8 @@
 """
 
 import functools
+import sys
+import time
 
 from hivemind.averaging import averager
 from hivemind.compression import serialization
@@ -15,12 +17,16 @@ from lib.averaging.blockwise import Blockwise8Bit
 from lib.averaging.matchmaking import StepMatchmaking
 from lib.averaging.records import BoundedExtensions
 from lib.averaging.upstream import warn_of_changes
+from lib.common.clock import run_time
 
 
 @functools.cache
 def apply_patches() -> None:
     """Replace parts of hivemind in this process and in all processes forked later. `start_peer` calls it."""
     warn_of_changes()
+    for name, module in list(sys.modules.items()):  # some twenty modules have the function under its name
+        if name.startswith("hivemind.") and vars(module).get("get_dht_time") is time.time:
+            module.get_dht_time = run_time
     averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
     serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores both blockwise formats

@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from hivemind.dht import DHT
 from hivemind.optim.progress_tracker import GlobalTrainingProgress
 from hivemind.p2p import PeerID
-from hivemind.utils import MPFuture, PerformanceEMA, get_dht_time, get_logger
+from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from lib.averaging.matchmaking import RosterEntry
 from lib.averaging.records import signer_of
 from lib.averaging.rounds import PROTOCOL
+from lib.common.clock import run_time
 from lib.common.metrics_schema import MAX_STEP
 
 logger = get_logger(__name__)
@@ -34,8 +35,8 @@ HEARTBEAT_SECONDS = 5.0  # between two reports of a peer with long local steps
 REPORT_FRACTION = 0.25  # seconds between two reports of samples, as a fraction of the time to the step
 MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the first is too fast, its batch was ready
 ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # age of the newest report from which on a peer is not waited for
+PROBATION_SECONDS = 1.5 * HEARTBEAT_SECONDS  # for which a peer counts as alive whose first report looks old
 MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
-MAX_CLOCK_SKEW = 60.0
 DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
@@ -52,8 +53,9 @@ class PeerProgress:
     :param completed: newest step whose update the peer has, or has skipped
     :param samples_accumulated: samples for the step after `epoch`
     :param contributed: samples that the peer contributed to step `epoch`
-    :param time: when the newest of the samples were computed (`get_dht_time`)
-    :param reported_at: when the peer last reported (`get_dht_time`)
+    :param time: when the newest of the samples were computed, on the peer's clock
+    :param reported_at: when the peer last reported, on the peer's clock
+    :param seen: when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`
     """
 
     peer_id: bytes
@@ -66,30 +68,37 @@ class PeerProgress:
     reported_at: float
     client_mode: bool
     auxiliary: bool
+    seen: float = 0.0
+
+    @property
+    def computed(self) -> float:
+        """When the newest of the samples were computed, on this machine's clock (`time.monotonic`)."""
+        return self.seen - max(0.0, self.reported_at - self.time)
 
     def to_record(self) -> dict:
         """Return the record without the peer ID, which follows from the subkey: it cannot be another peer's."""
-        return {"protocol": PROTOCOL} | {name: value for name, value in vars(self).items() if name != "peer_id"}
+        return {"protocol": PROTOCOL} | {
+            name: value for name, value in vars(self).items() if name not in ("peer_id", "seen")
+        }
 
 
-def parse_progress(subkey: bytes, value: object, now: float) -> PeerProgress:
+def parse_progress(subkey: bytes, value: object) -> PeerProgress:
     """Parse a progress record.
 
     :param subkey: of the record in the DHT, from which the peer ID follows
-    :param now: the current time (`get_dht_time`)
     :raises ValueError: if a field is missing or out of range
     """
     if not isinstance(value, dict):
         raise ValueError("not a dictionary")
     fields = {name: value.get(name) for name in PeerProgress.__dataclass_fields__}
-    progress = PeerProgress(**{**fields, "peer_id": signer_of(subkey).to_bytes()})
+    progress = PeerProgress(**{**fields, "peer_id": signer_of(subkey).to_bytes(), "seen": 0.0})
     for name in ("epoch", "completed"):
         _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) <= MAX_STEP, name)
     for name in ("samples_accumulated", "contributed"):
         _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) < MAX_SAMPLES, name)
     _check(_is_number(progress.samples_per_second) and 0 <= progress.samples_per_second < MAX_SAMPLES, "rate")
     for name in ("time", "reported_at"):
-        _check(_is_number(getattr(progress, name)) and getattr(progress, name) < now + MAX_CLOCK_SKEW, name)
+        _check(_is_number(getattr(progress, name)), name)
     _check(type(progress.client_mode) is bool and type(progress.auxiliary) is bool, "mode")
     return progress
 
@@ -151,7 +160,7 @@ class ProgressTracker(threading.Thread):
         self._next_report = self._next_fetch = 0.0  # time.monotonic
         self._last_report = -math.inf
         self._num_fetches = 0
-        self._fetched_at = get_dht_time()  # when the current reports were read
+        self._fetched_at = time.monotonic()  # when the current reports were read
         self._num_fetches_before_step, self._completed_at = 0, -math.inf
         self._pending_fetch: tuple[MPFuture, float] | None = None  # result and start time
         self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
@@ -164,8 +173,8 @@ class ProgressTracker(threading.Thread):
             samples_accumulated=0,
             contributed=0,
             samples_per_second=0.0,
-            time=get_dht_time(),
-            reported_at=get_dht_time(),
+            time=run_time(),
+            reported_at=run_time(),
             client_mode=client_mode,
             auxiliary=auxiliary,
         )
@@ -208,7 +217,7 @@ class ProgressTracker(threading.Thread):
         self.refresh_in(self.min_refresh_period)
 
     def _set(self, **changes: int) -> None:
-        rate, now = 0.0 if self.auxiliary else float(self.performance_ema.samples_per_second), get_dht_time()
+        rate, now = 0.0 if self.auxiliary else float(self.performance_ema.samples_per_second), run_time()
         with self._lock:
             self.local_progress = replace(
                 self.local_progress, samples_per_second=rate, time=now, reported_at=now, **changes
@@ -244,7 +253,7 @@ class ProgressTracker(threading.Thread):
 
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
         """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
-        return [progress for progress in peers if self._fetched_at - progress.reported_at < ALIVE_SECONDS]
+        return [progress for progress in peers if self._fetched_at - progress.seen < ALIVE_SECONDS]
 
     @property
     def global_epoch(self) -> int:
@@ -296,7 +305,7 @@ class ProgressTracker(threading.Thread):
     @property
     def global_progress(self) -> GlobalTrainingProgress:
         """Estimate of the current progress of the run."""
-        step, now = self.next_step, get_dht_time()
+        step, now = self.next_step, time.monotonic()
         own = self.local_progress
         trainers = self.other_trainers + ([] if self.auxiliary else [own])
         total = estimated = 0.0
@@ -305,13 +314,13 @@ class ProgressTracker(threading.Thread):
             # Other peers' samples are extrapolated for one heartbeat after the report: a killed peer computes no more.
             # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
             is_own = progress is own
-            until = min(now, progress.reported_at + HEARTBEAT_SECONDS, progress.time + MAX_EXTRAPOLATION)
-            is_alive = is_own or self._fetched_at - progress.reported_at < ALIVE_SECONDS
+            until = min(now, progress.seen + HEARTBEAT_SECONDS, progress.computed + MAX_EXTRAPOLATION)
+            is_alive = is_own or self._fetched_at - progress.seen < ALIVE_SECONDS
             rate += progress.samples_per_second if is_alive else 0.0
             if progress.epoch == step - 1:
                 total += progress.samples_accumulated
                 estimated += progress.samples_accumulated
-                estimated += 0.0 if is_own else max(0.0, until - progress.time) * progress.samples_per_second
+                estimated += 0.0 if is_own else max(0.0, until - progress.computed) * progress.samples_per_second
             elif progress.epoch == step:
                 total += progress.contributed
                 estimated += progress.contributed
@@ -322,8 +331,8 @@ class ProgressTracker(threading.Thread):
             target_batch_size=self.target_batch_size,
             num_peers=len(trainers),
             num_clients=sum(progress.client_mode for progress in trainers),
-            eta_next_epoch=now + eta,
-            next_fetch_time=now + max(0.0, self._next_fetch - time.monotonic()),
+            eta_next_epoch=run_time() + eta,
+            next_fetch_time=run_time() + max(0.0, self._next_fetch - time.monotonic()),
         )
 
     @property
@@ -338,11 +347,11 @@ class ProgressTracker(threading.Thread):
         is_outdated = self._num_fetches == self._num_fetches_before_step
         if others and is_outdated and time.monotonic() < self._completed_at + DHT_TIMEOUT:
             # The known reports are of the previous step: a fast peer would take this step alone.
-            return max(self.min_refresh_period, self.global_progress.eta_next_epoch - get_dht_time())
+            return max(self.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
         have_begun = sum(progress.epoch >= step for progress in others)
         if others and have_begun * 2 >= len(others):
             return 0.0
-        return max(0.0, self.global_progress.eta_next_epoch - get_dht_time())
+        return max(0.0, self.global_progress.eta_next_epoch - run_time())
 
     def refresh_in(self, seconds: float) -> None:
         """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""
@@ -394,7 +403,7 @@ class ProgressTracker(threading.Thread):
             record = self.local_progress.to_record()
             record |= {
                 "local_updates": self.local_updates,
-                "reported_at": get_dht_time(),
+                "reported_at": run_time(),
                 "samples_per_second": self._sustained_rate(),
             }
         self._store(record)
@@ -408,10 +417,10 @@ class ProgressTracker(threading.Thread):
         own = self.local_progress
         if self.performance_ema.num_updates < MIN_RATE_UPDATES:
             return 0.0
-        return min(own.samples_per_second, self._last_increment / max(1e-3, get_dht_time() - own.time))
+        return min(own.samples_per_second, self._last_increment / max(1e-3, run_time() - own.time))
 
     def _store(self, record: dict | None) -> None:
-        expiration = get_dht_time() + self.metadata_expiration
+        expiration = run_time() + self.metadata_expiration
         self.dht.store(self.key, subkey=self._subkey, value=record, expiration_time=expiration, return_future=True)
 
     def _begin_fetch(self) -> None:
@@ -437,14 +446,14 @@ class ProgressTracker(threading.Thread):
         return True
 
     def _read(self, records: dict) -> None:
-        now, others = get_dht_time(), {}
+        now, others = time.monotonic(), {}
         for subkey, record in records.items():
             if subkey == self._subkey or record.value is None:
                 continue
             try:
                 if not self._speaks_our_protocol(subkey, record.value):
                     continue
-                others[subkey] = parse_progress(subkey, record.value, now)
+                others[subkey] = self._date(subkey, parse_progress(subkey, record.value), now)
             except ValueError as error:
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:
@@ -454,6 +463,18 @@ class ProgressTracker(threading.Thread):
             self._num_fetches += 1
             self._fetched_at = now
             self._next_fetch = time.monotonic() + self._refresh_period()
+
+    def _date(self, subkey: bytes, progress: PeerProgress, now: float) -> PeerProgress:
+        """Return a report with the time at which it was made, on this machine's clock.
+
+        A report that differs from the previous one was made since that was read, whatever the clocks say. If the
+        first report of a peer looks old, the peer may be dead or its clock may be late: it gets time for another one.
+        """
+        before = self._others.get(subkey)
+        if before is not None and before.reported_at == progress.reported_at:
+            return replace(progress, seen=before.seen)
+        earliest = now + PROBATION_SECONDS - ALIVE_SECONDS if before is None else self._fetched_at
+        return replace(progress, seen=min(now, max(earliest, now - (run_time() - progress.reported_at))))
 
     def _speaks_our_protocol(self, subkey: bytes, record: object) -> bool:
         protocol = record.get("protocol") if isinstance(record, dict) else None
@@ -484,7 +505,7 @@ class ProgressTracker(threading.Thread):
         progress = self.global_progress
         if progress.num_peers + self.auxiliary <= 1:
             return self.default_refresh_period
-        eta = progress.eta_next_epoch - get_dht_time()
+        eta = progress.eta_next_epoch - run_time()
         expected_peers = max(
             progress.num_peers + self.expected_drift_peers, progress.num_peers * (1 + self.expected_drift_rate)
         )

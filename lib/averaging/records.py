@@ -18,8 +18,10 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPublicKey
+
+from lib.common.clock import run_time
 
 logger = get_logger(__name__)
 
@@ -79,7 +81,7 @@ class ReadableValidator(RecordValidatorBase):
     def validate(self, record: DHTRecord) -> bool:
         if len(record.value) + len(record.subkey or b"") > self.MAX_BYTES:
             return False
-        if not record.expiration_time <= get_dht_time() + self.MAX_LIFETIME:  # NaN would disable expiration
+        if not record.expiration_time <= run_time() + self.MAX_LIFETIME:  # NaN would disable expiration
             return False
         try:
             subkey, value = (msgpack.unpackb(packed, ext_hook=_refuse) for packed in (record.subkey, record.value))
@@ -148,7 +150,7 @@ class RunValidator(CompositeValidator):
         if len(self._subkeys) > self.MAX_KEYS:
             del self._subkeys[next(iter(self._subkeys))]
         if record.subkey not in known and len(known) >= self.MAX_SUBKEYS:
-            now = get_dht_time()
+            now = run_time()
             for subkey in [subkey for subkey, expiration in known.items() if expiration < now]:
                 del known[subkey]
             if len(known) >= self.MAX_SUBKEYS:

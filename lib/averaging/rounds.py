@@ -24,7 +24,7 @@ from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, get_dht_time, get_logger
+from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import achain, as_aiter
 
 from lib.averaging.allreduce import AllReduce, share_out
@@ -32,6 +32,7 @@ from lib.averaging.base import SafeAverager
 from lib.averaging.bounds import MIN_WEIGHT, Bounds
 from lib.averaging.compression import name_of
 from lib.averaging.matchmaking import RosterEntry, RoundControl, parse_claims
+from lib.common.clock import run_time
 
 logger = get_logger(__name__)
 
@@ -157,8 +158,8 @@ class RoundAverager(SafeAverager):
         """
         control = RoundControl(
             number=number,
-            scheduled_time=get_dht_time(),
-            deadline=get_dht_time() + timeout,
+            scheduled_time=run_time(),
+            deadline=run_time() + timeout,
             allow_retries=False,
             weight=0.0,
             data_for_gather=self.serializer.dumps([self.bandwidth, self.mode.value]),
@@ -197,7 +198,7 @@ class RoundAverager(SafeAverager):
         future_for_init.set_result((trigger, cancel))
         work = asyncio.create_task(self._run_round(step))
         cancelled = asyncio.create_task(step.wait_for_cancel())
-        timeout = max(0.0, step.deadline - get_dht_time())
+        timeout = max(0.0, step.deadline - run_time())
         await asyncio.wait({work, cancelled}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if not work.done() and not cancelled.done() and step.stage == AveragingStage.RUNNING_ALLREDUCE:
             # The all-reduce has a separate timeout.

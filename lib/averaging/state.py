@@ -13,12 +13,13 @@ from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim import state_averager
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, get_dht_time, get_logger, nested_flatten, nested_pack
+from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
 from torch.optim.lr_scheduler import LambdaLR
 
 from lib.averaging.base import SafeAverager
 from lib.averaging.download import StateDownload, StateLoadError, check_epoch
 from lib.averaging.wire import SCALAR, TensorSpec
+from lib.common.clock import run_time
 
 __all__ = ["StateLoadError", "TrainingStateAverager", "all_finite", "set_schedule"]
 
@@ -169,7 +170,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             if self.allow_state_sharing or was_offered:
                 was_offered = self.allow_state_sharing
                 offer = self.state_sharing_priority if was_offered else None
-                expiration = get_dht_time() + self.declare_state_period + OFFER_MARGIN
+                expiration = run_time() + self.declare_state_period + OFFER_MARGIN
                 self.dht.store(key, offer, expiration, subkey=self.public_key, return_future=True)
             self._state_updated.clear()
             with suppress(TimeoutError):

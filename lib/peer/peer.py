@@ -1,16 +1,15 @@
 """Start of a DHT peer: identity, validators, and connection to the other peers."""
 
-import re
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from hivemind.dht import DHT
 from hivemind.p2p import P2PDaemonError
-from hivemind.utils import MPFuture, get_dht_time, get_logger
+from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
-from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from arguments import BaseTrainingArguments
 from lib.averaging.patches import apply_patches
@@ -19,6 +18,7 @@ from lib.common.processes import keep_memory_shared, start_shared_memory_manager
 from lib.peer.admission import InvitedDHT, load_admission
 from lib.peer.dht import SafeDHT, use_own_socket_folder
 from lib.peer.invitations import load_identity, write_private_key
+from lib.peer.redial import set_run_clock
 from lib.peer.upload import serve_uploads
 from utils import make_validators
 
@@ -65,7 +65,7 @@ def start_peer(
     validators, public_key = make_validators(args.run_id, private_key)
     if args.initial_peers:
         logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
-    deadline = get_dht_time() + args.bootstrap_timeout
+    deadline = time.monotonic() + args.bootstrap_timeout
     has_warned, initial_peers = False, args.initial_peers
     while True:
         dht = build_dht(
@@ -87,6 +87,7 @@ def start_peer(
         )
         try:
             _wait_until_ready(dht, deadline, should_stop)
+            set_run_clock(dht, initial_peers)
             if not client_mode:
                 serve_uploads(dht)
             return Peer(dht, private_key, public_key)
@@ -95,12 +96,12 @@ def start_peer(
             if should_stop.is_set():
                 raise SystemExit(0) from None
             fault = _explain(error, args)
-            is_over = get_dht_time() + 3 > deadline
+            is_over = time.monotonic() + 3 > deadline
             if not isinstance(fault, TemporaryError):
                 raise fault from None
             if is_over and initial_peers and may_start_alone:
                 logger.warning(f"{fault}. Starting without them, and dialing them again periodically")
-                initial_peers, deadline = [], get_dht_time() + args.bootstrap_timeout
+                initial_peers, deadline = [], time.monotonic() + args.bootstrap_timeout
                 continue
             if is_over:
                 raise fault from None
@@ -113,14 +114,14 @@ def start_peer(
 def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:
     """Wait for the DHT process in short intervals, so that a signal or the death of the process ends the wait.
 
-    :raises TimeoutError: at the deadline (`get_dht_time`), or if `should_stop` is set
+    :raises TimeoutError: at the deadline (`time.monotonic`), or if `should_stop` is set
     :raises RuntimeError: if the process has died
     """
     while True:
         try:
             return dht.wait_until_ready(timeout=0.5)
         except TimeoutError:
-            if should_stop.is_set() or get_dht_time() > deadline:
+            if should_stop.is_set() or time.monotonic() > deadline:
                 raise
             if not dht.is_alive():
                 raise RuntimeError("the DHT process ended before it was ready") from None
@@ -136,24 +137,9 @@ def _end(dht: DHT) -> None:
         MPFuture.reset_backend()
 
 
-def explain_clock(text: str) -> str | None:
-    """Return an error message of one line for hivemind's complaint about a clock; None for another text."""
-    clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", text)
-    if clocks is None:
-        return None
-    difference = float(clocks[1]) - float(clocks[2])
-    return (
-        f"this machine's clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} the clock of "
-        f"the peer that was asked; at most {MAX_DHT_TIME_DISCREPANCY_SECONDS} s are allowed. Set it, for example with "
-        "`sudo timedatectl set-ntp true`; if it is right, tell the organiser"
-    )
-
-
 def _explain(error: Exception, args: BaseTrainingArguments) -> UserError:
     """Return the error of a failed start: a TemporaryError if a retry may succeed."""
     text = " ".join(str(error).split())
-    if (fault := explain_clock(text)) is not None:
-        return TemporaryError(fault)
     if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
         return UserError(
             f"cannot listen on --host_maddrs {' '.join(args.host_maddrs)}: port in use or not this machine's address"

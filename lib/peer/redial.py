@@ -1,19 +1,25 @@
-"""Periodic dialing of the initial peers."""
+"""Periodic dialing of the initial peers, which also give the run's clock."""
 
 import asyncio
+import statistics
+import time
 from collections.abc import Sequence
 from functools import partial
 
 from hivemind.dht import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
+from lib.common.clock import correct_clock, run_time
 from lib.common.threads import PeriodicThread
 from lib.peer.addresses import find_tcp_endpoint
 
 logger = get_logger(__name__)
+
+MAX_CLOCK_ERROR = 1.0  # seconds; hivemind allows 3
 
 
 class BootstrapRedialer(PeriodicThread):
@@ -29,27 +35,46 @@ class BootstrapRedialer(PeriodicThread):
         self.dht, self.initial_peers, self.longest_period = dht, list(initial_peers), longest_period
 
     def work(self) -> None:
-        try:
-            call = partial(_redial, maddrs=self.initial_peers, timeout=self.longest_period / 2)
-            all_answer = self.dht.run_coroutine(call, return_future=True).result(timeout=2 * self.longest_period)
-        except Exception as error:
-            logger.debug(f"Could not reach the initial peers: {error!r}")
-            all_answer = False
+        all_answer = set_run_clock(self.dht, self.initial_peers, self.longest_period / 2)
         self.period = self.longest_period if all_answer else self.longest_period / 5
 
 
-async def _redial(_dht: DHT, node: DHTNode, maddrs: list[str], timeout: float) -> bool:
+def set_run_clock(dht: DHT, initial_peers: Sequence[str], timeout: float = 5.0) -> bool:
+    """Dial the initial peers, and set the run's clock to the median of theirs if this machine's differs.
+
+    :param timeout: seconds for each of connecting and asking
+    :returns: whether all initial peers answer
+    """
+    try:
+        call = partial(_redial, maddrs=initial_peers, timeout=timeout)
+        offsets = dht.run_coroutine(call, return_future=True).result(timeout=4 * timeout)
+    except Exception as error:
+        logger.debug(f"Could not reach the initial peers: {error!r}")
+        return False
+    known = [offset for offset in offsets if offset is not None]
+    if known and abs(change := statistics.median(known)) > MAX_CLOCK_ERROR:
+        offset = run_time() + change - time.time()
+        correct_clock(offset)
+        if abs(offset) > MAX_CLOCK_ERROR:
+            logger.warning(
+                f"This machine's clock is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the run's: "
+                "using that of the run. Set it, for example with `sudo timedatectl set-ntp true`"
+            )
+    return len(known) == len(offsets)
+
+
+async def _redial(_dht: DHT, node: DHTNode, maddrs: Sequence[str], timeout: float) -> list[float | None]:
     """Connect to each address and ping the peer, which then adds this peer to its routing table.
 
     Runs in the DHT process.
 
     :param timeout: seconds for each peer
-    :returns: whether all peers answer
+    :returns: the seconds by which each peer's clock of the run is ahead of this peer's; None if it does not answer
     """
-    return all(await asyncio.gather(*(_dial(node, Multiaddr(maddr), timeout) for maddr in maddrs)))
+    return await asyncio.gather(*(_dial(node, Multiaddr(maddr), timeout) for maddr in maddrs))
 
 
-async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
+async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> float | None:
     peer_id = PeerID.from_base58(maddr["p2p"])
     try:
         async with asyncio.timeout(timeout):
@@ -58,7 +83,11 @@ async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> bool:
                 _, writer = await asyncio.open_connection(*endpoint)
                 writer.close()
             await node.p2p._client.connect(peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")])
-            return await node.protocol.call_ping(peer_id) is not None
+            if await node.protocol.call_ping(peer_id) is None:
+                return None
+            asked_at = run_time()
+            answer = await node.protocol.get_stub(peer_id).rpc_ping(dht_pb2.PingRequest())
+            return answer.dht_time - (asked_at + run_time()) / 2
     except Exception as error:
         logger.debug(f"Initial peer {maddr} does not answer: {error!r}")
-        return False
+        return None

@@ -17,7 +17,6 @@ import torch
 from hivemind.dht import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
-from hivemind.utils import get_dht_time
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -29,7 +28,7 @@ from lib.common.errors import UserError, describe
 from lib.common.processes import StopSignal
 from lib.peer.addresses import find_tcp_endpoint, peer_id_in
 from lib.peer.lifecycle import open_peer
-from lib.peer.peer import Peer, explain_clock
+from lib.peer.peer import Peer
 from lib.peer.run_config import adopt_run_config
 from lib.peer.upload import UploadError, measure_upload
 from lib.training.hf_trainer import autocast_dtype
@@ -216,14 +215,14 @@ def check_address(maddr: str) -> Finding:
 
 
 def check_peer(dht: DHT, peer_id: PeerID, client_mode: bool) -> str:
-    """Ask a peer for its clock, and whether it can dial this peer.
+    """Ask a peer whether it answers and can dial this peer.
 
     :raises UserError: if something is wrong with the peer
     """
     fault = dht.run_coroutine(partial(_ping, peer_id=peer_id), return_future=True).result(timeout=60.0)
     if fault is not None:
         raise UserError(fault)
-    return f"the clocks agree, {'this peer dials only (--client_mode)' if client_mode else 'it can dial this peer'}"
+    return f"it answers, {'this peer dials only (--client_mode)' if client_mode else 'it can dial this peer'}"
 
 
 async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
@@ -231,7 +230,7 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
     try:
         found = await node.protocol.call_ping(peer_id, validate=True)
     except Exception as error:
-        return explain_clock(str(error)) or str(error)
+        return str(error)
     return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
 
 
@@ -275,11 +274,11 @@ def check_upload(dht: DHT, num_parameters: int, args: CollaborationArguments) ->
 
 def count_trainers(dht: DHT, run_id: str) -> int:
     """Return the number of trainers that report their progress in a run."""
-    heartbeats, now = get_dictionary(dht, f"{run_id}_training_progress"), get_dht_time()
+    heartbeats = get_dictionary(dht, f"{run_id}_training_progress")
     number = 0
     for subkey, heartbeat in heartbeats.items():
         with suppress(ValueError):
-            number += not parse_progress(subkey, heartbeat.value, now).auxiliary
+            number += not parse_progress(subkey, heartbeat.value).auxiliary
     return number
 
 

@@ -22,7 +22,7 @@ def test_each_row_is_found_by_its_words():
     "line, message",
     [
         ("[WARN] No group for step #39 in time: proceeding with local gradients", "No group for step"),
-        ("Averaging: received 60.7% results", "Averaging: received"),
+        ("The round of step #3 was partial: received 61% of it", "The round of step … was"),
     ],
 )
 def test_line_of_a_log_finds_its_row(line, message):

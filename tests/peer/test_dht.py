@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hivemind.dht import protocol
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
@@ -26,7 +25,7 @@ from lib.common.errors import TemporaryError
 from lib.peer import peer as peer_module
 from lib.peer.dht import RelayedP2P, _without_claims, close_relayed_connections, use_own_socket_folder
 from lib.peer.invitations import load_identity
-from lib.peer.peer import _end, explain_clock
+from lib.peer.peer import _end
 from tests.support.peers import local_peer, wait_until
 from utils import get_dictionary, store_record
 
@@ -168,22 +167,6 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
         wait_until(lambda: get_dictionary(reader.dht, "run_peers"), 30, "the record")
         for _ in range(5):
             assert get_dictionary(reader.dht, "run_peers")[writer.public_key].value == info
-
-
-@pytest.mark.parametrize(("local", "difference"), [("1.5", "7.5 s behind"), ("4009.0", "4000.0 s ahead of")])
-def test_difference_of_clocks(local, difference):
-    error = f"local time must be within 3 seconds  of others(local: {local}, peer: 9.00000)"
-    assert f"this machine's clock is {difference} the clock of the peer" in explain_clock(error)
-
-
-@pytest.mark.peers
-def test_wrong_clock_is_named_with_the_difference(tmp_path, monkeypatch):
-    with local_peer(tmp_path / "one", "run") as one:
-        address = str(one.dht.get_visible_maddrs()[0])
-        monkeypatch.setattr(protocol, "get_dht_time", lambda: time.time() + 5.0)  # in the next DHT process
-        stopped = pytest.raises(TemporaryError, match=r"clock is 5\.\d s ahead of the clock of")
-        with stopped, local_peer(tmp_path / "two", "run", (address,), bootstrap_timeout=1.0):
-            pass
 
 
 def test_expiration_of_a_dictionary_is_that_of_its_newest_record():

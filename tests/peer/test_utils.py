@@ -16,12 +16,14 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
+from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
 from lib.averaging.records import ReadableValidator, RunValidator, signer_of
+from lib.common.clock import run_time
 from lib.common.errors import UserError
 from lib.peer.addresses import (
     announce_public_ip,
@@ -173,7 +175,7 @@ def test_largest_dictionary_fits_into_one_answer():
 
 def test_more_subkeys_than_a_run_has_peers_are_refused(monkeypatch):
     now = get_dht_time()
-    monkeypatch.setattr("lib.averaging.records.get_dht_time", lambda: now)
+    monkeypatch.setattr("lib.averaging.records.run_time", lambda: now)
     monkeypatch.setattr(RunValidator, "MAX_SUBKEYS", 3)
     validator = RunValidator([])
 
@@ -344,18 +346,24 @@ class FakeNode:
     async def call_ping(self, peer_id) -> str:
         return "pong"
 
+    def get_stub(self, peer_id) -> "FakeNode":
+        return self
+
+    async def rpc_ping(self, _request) -> dht_pb2.PingResponse:
+        return dht_pb2.PingResponse(dht_time=run_time() + 6.0)
+
 
 def test_initial_peer_that_is_away_is_not_dialed_through_libp2p():
     """libp2p would refuse to dial the peer for long after its return."""
 
-    async def redial_while(listens: bool) -> tuple[bool, int]:
+    async def redial_while(listens: bool) -> tuple[list[float | None], int]:
         node, port = FakeNode(), get_free_port()
         maddr = f"/ip4/127.0.0.1/tcp/{port}/p2p/QmcH4MyH7czQHqJJb4A9y68eHv3yTSUc5uRpf8JXU6H7wu"
         async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port if listens else 0):
             return await _redial(None, node, [maddr], 5), len(node.dialed)
 
-    assert asyncio.run(redial_while(listens=False)) == (False, 0)
-    assert asyncio.run(redial_while(listens=True)) == (True, 1)
+    assert asyncio.run(redial_while(listens=False)) == ([None], 0)
+    assert asyncio.run(redial_while(listens=True)) == ([pytest.approx(6.0, abs=0.1)], 1)
 
 
 def test_tcp_endpoint_of_an_address():
