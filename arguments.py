@@ -220,7 +220,8 @@ class OptimizerArguments:
     )
     averaging_timeout: float = flag(
         60.0,
-        "Abort an averaging round after this many seconds. Set it to about twice the time of a round",
+        "End an averaging round after this many seconds, with what has arrived. Set it to about twice the "
+        "time of a round",
         setting=True,
         optional=True,
     )
