@@ -125,6 +125,7 @@ def test_killed_trainer_comes_back_as_the_same_peer(scripts):
     stays = scripts.trainer("stays", *common)
     restarts = scripts.trainer("restarts", *common, "--dataloader_num_workers", 1)  # a child more
     restarts.wait_for("Averaged gradients with 2 peers", 120)
+    stays.wait_for(r"\bStep #", 60)
     restarts.kill()
     before = max(stays.steps)
     again = scripts.trainer("restarts", *common)
