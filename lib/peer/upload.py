@@ -11,7 +11,6 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
 from hivemind.dht import DHT
@@ -39,7 +38,7 @@ MAX_BANDWIDTH = 100.0
 
 
 class UploadError(Exception):
-    """The upload to a peer cannot be measured. The message is the reason."""
+    """No upload can be measured. The message is the reason."""
 
 
 class UploadSink:
@@ -77,7 +76,7 @@ class UploadSink:
 
 
 def serve_uploads(dht: DHT) -> None:
-    """Let other peers measure their upload to this one. Does not wait for the DHT process."""
+    """Offer the service to other peers, without waiting for the DHT process."""
     dht.run_coroutine(_serve, return_future=True)
 
 
@@ -85,24 +84,11 @@ async def _serve(_dht: DHT, node: DHTNode) -> None:
     await node.p2p.add_binary_stream_handler(PROTOCOL, UploadSink().handle)
 
 
-@dataclass(frozen=True)
-class Upload:
-    """Bytes that another peer has received, and the seconds that they took."""
-
-    num_bytes: int
-    seconds: float
-
-    @property
-    def mbits_per_second(self) -> float:
-        return 8e-6 * self.num_bytes / max(self.seconds, 1e-6)
-
-
-def measure_upload(dht: DHT, initial_peers: Iterable[str], timeout: float = TIMEOUT) -> tuple[Upload, str]:
+def measure_upload(dht: DHT, initial_peers: Iterable[str], timeout: float = TIMEOUT) -> tuple[float, str]:
     """Send up to 2 MB to the first of some peers that takes them.
 
-    :param initial_peers: multiaddresses with a peer ID
     :param timeout: seconds for all of them
-    :returns: the measurement, and the name of the peer
+    :returns: Mbit/s, and the name of the peer
     :raises UploadError: if none takes them
     """
     reasons, deadline = [], time.monotonic() + timeout
@@ -112,7 +98,7 @@ def measure_upload(dht: DHT, initial_peers: Iterable[str], timeout: float = TIME
             upload = dht.run_coroutine(call, return_future=True).result(timeout=timeout + 2)
         except TimeoutError:
             upload = "the DHT process does not answer"
-        if isinstance(upload, Upload):
+        if isinstance(upload, float):
             return upload, derive_name(str(peer_id))
         reasons.append(f"{derive_name(str(peer_id))}: {upload}")
     raise UploadError("; ".join(reasons) or "there are no initial peers")
@@ -125,13 +111,13 @@ def measure_bandwidth(dht: DHT, initial_peers: Iterable[str]) -> float:
     except UploadError as error:
         logger.info(f"Using --bandwidth {MAX_BANDWIDTH:.0f}: the upload is not measured, {error}")
         return MAX_BANDWIDTH
-    bandwidth = min(upload.mbits_per_second, MAX_BANDWIDTH)
-    logger.info(f"Using --bandwidth {bandwidth:.1f}: the upload to {name} has {upload.mbits_per_second:,.1f} Mbit/s")
+    bandwidth = min(upload, MAX_BANDWIDTH)
+    logger.info(f"Using --bandwidth {bandwidth:.1f}: the upload to {name} has {upload:,.1f} Mbit/s")
     return bandwidth
 
 
-async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID, timeout: float) -> Upload | str:
-    """Return the upload to a peer, or why it cannot be measured. Runs in the DHT process, which logs exceptions."""
+async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID, timeout: float) -> float | str:
+    """Return the upload to a peer in Mbit/s, or why there is none. The DHT process would log an exception."""
     try:
         async with asyncio.timeout(timeout):
             _, reader, writer = await node.p2p.call_binary_stream_handler(peer_id, PROTOCOL)
@@ -151,11 +137,11 @@ async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID, timeout: float) ->
         return "it has closed the connection"
 
 
-async def _send(reader: StreamReader, writer: StreamWriter) -> Upload:
+async def _send(reader: StreamReader, writer: StreamWriter) -> float:
     writer.write(os.urandom(NUM_CHUNKS * CHUNK_BYTES))  # which no tunnel can compress
     await reader.readexactly(WARM_UP_CHUNKS)
     started, num_chunks = time.monotonic(), 0
     while num_chunks < NUM_CHUNKS - WARM_UP_CHUNKS and time.monotonic() < started + MAX_SECONDS:
         await reader.readexactly(1)
         num_chunks += 1
-    return Upload(num_chunks * CHUNK_BYTES, time.monotonic() - started)
+    return 8e-6 * num_chunks * CHUNK_BYTES / max(time.monotonic() - started, 1e-6)

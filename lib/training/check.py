@@ -261,9 +261,9 @@ def check_upload(dht: DHT, num_parameters: int, args: CollaborationArguments) ->
     bits = BITS[args.gradient_compression] + BITS[args.state_compression]
     # A trainer in client mode sends each tensor once, as one of two does.
     group_size = 2 if args.client_mode else trainers
-    seconds = round_seconds(num_parameters, group_size, bits, upload.mbits_per_second)
+    seconds = round_seconds(num_parameters, group_size, bits, upload)
     text = (
-        f"{upload.mbits_per_second:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes about "
+        f"{upload:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes about "
         f"{max(1, seconds):.0f} s"
     )
     if seconds <= args.averaging_timeout:

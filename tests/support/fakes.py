@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import torch
 
 from arguments import CollaborationArguments
-from lib.peer.upload import Upload
 from lib.training.checkpoints import TrainingState
 from lib.training.session import TrainingSession
 
@@ -57,9 +56,9 @@ class FakeTracker:
 
 
 class FakeUploads:
-    """DHT in which the upload to each peer in turn has one of some results: a measurement, or why there is none."""
+    """DHT in which the upload to each peer in turn has one of some results: Mbit/s, or why there are none."""
 
-    def __init__(self, *results: Upload | str):
+    def __init__(self, *results: float | str):
         self.results = itertools.cycle(results)
 
     def run_coroutine(self, _coroutine, return_future: bool) -> Future:
