@@ -25,10 +25,7 @@ def get_free_port() -> int:
 
 
 def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
-    """Replace port 0 (any) by a port that is free now: a port must be known before it can be announced.
-
-    :returns: the multiaddresses, and the port
-    """
+    """Replace port 0 (any) by one that is free now, and can be announced; return the addresses and the port."""
     ports = {int(Multiaddr(maddr)["tcp"]) for maddr in host_maddrs if "/tcp/" in maddr} - {0}
     port = min(ports) if ports else get_free_port()
     return [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in host_maddrs], port
@@ -38,7 +35,6 @@ def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
     """Announce this machine's public IP address with the port that the peer listens on.
 
     :param service: URL that returns the address of the caller as text
-    :raises TemporaryError: if the service does not answer with an IP address
     """
     try:
         response = requests.get(service, timeout=10.0)
@@ -46,8 +42,8 @@ def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
         address = ip_address(response.text.strip())
     except (requests.RequestException, ValueError) as error:
         raise TemporaryError(
-            f"--use_google_dns: {service} did not return this machine's IP address ({first_line(error, limit=120)}). "
-            "Pass the address: --host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
+            f"--use_google_dns: {service} did not return an address ({first_line(error, limit=120)}). Pass it: "
+            "--host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
         ) from None
     args.host_maddrs, port = fix_tcp_port(args.host_maddrs)
     args.announce_maddrs = [*args.announce_maddrs, f"/ip{address.version}/{address}/tcp/{port}"]

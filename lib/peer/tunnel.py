@@ -29,15 +29,12 @@ logger = get_logger(__name__)
 
 NGROK_INSTALL = "pip install ngrok==1.4.0"  # the version that was tested
 NGROK_TIMEOUT = 30.0  # seconds for opening a tunnel; the SDK itself sets no limit
-_ANOTHER = "or run another tunnel and pass --announce_tunnel HOST:PORT"
 
 
 @contextlib.contextmanager
 def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
-    """Make the peer that is about to start reachable through a tunnel while the context is open.
-
-    Does nothing without --tunnel and --announce_tunnel. Otherwise sets a fixed port in `args.host_maddrs`, and adds
-    the tunnel to `args.announce_maddrs`.
+    """Keep the tunnel that the flags ask for open. Sets a fixed port in `args.host_maddrs`, and adds the tunnel to
+    `args.announce_maddrs`.
 
     :raises UserError: if no tunnel is available
     """
@@ -68,10 +65,7 @@ def find_local_endpoint(host_maddrs: list[str], port: int) -> str:
 
 
 def find_local_maddrs(host_maddrs: list[str]) -> list[str]:
-    """Return the LAN addresses of a peer that listens on `host_maddrs`.
-
-    "All interfaces" is replaced by the addresses of the interfaces; by the loopback address if there is no other.
-    """
+    """Return the LAN addresses of a peer that listens on `host_maddrs`: "all interfaces" is replaced by theirs."""
     families = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}
     interfaces = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
     found = []
@@ -79,19 +73,15 @@ def find_local_maddrs(host_maddrs: list[str]) -> list[str]:
         host = maddr.split("/")[2]
         hosts = [host]
         if host in families:
-            addresses = [address.address for address in interfaces if address.family == families[host]]
-            addresses = [address for address in addresses if "%" not in address]  # without IPv6 link-local addresses
-            hosts = [address for address in addresses if not ip_address(address).is_loopback] or addresses
+            hosts = [ip_address(address.address) for address in interfaces if address.family == families[host]]
+            hosts = [str(address) for address in hosts if not (address.is_loopback or address.is_link_local)]
         found += [maddr.replace(host, address, 1) for address in hosts]
     return found
 
 
-# ngrok
-
-
 @contextlib.contextmanager
 def ngrok_tunnel(local: str) -> Iterator[str]:
-    """Open a TCP tunnel of ngrok to `local`, yield its public HOST:PORT, and close it afterwards.
+    """Open a TCP tunnel of ngrok to `local`, and yield its public HOST:PORT.
 
     ngrok's SDK runs in a separate process: its threads abort an interpreter that is shutting down, and each process
     that is forked later would keep its connections open.
@@ -106,13 +96,13 @@ def ngrok_tunnel(local: str) -> Iterator[str]:
     theirs.close()
     try:
         if not ours.poll(NGROK_TIMEOUT):
-            raise TemporaryError(f"--tunnel ngrok: no answer within {NGROK_TIMEOUT:.0f} seconds, {_ANOTHER}")
+            raise TemporaryError(f"--tunnel ngrok: no answer within {NGROK_TIMEOUT:.0f} seconds")
         try:
             url, complaint = ours.recv()
         except EOFError:
             raise UserError(f"--tunnel ngrok needs ngrok's SDK: {NGROK_INSTALL}") from None
         if complaint:
-            raise UserError(f"--tunnel ngrok: {complaint}, {_ANOTHER}")
+            raise UserError(f"--tunnel ngrok: {complaint}")
         logger.info(f"Ngrok tunnel created: {url}")
         yield url.removeprefix("tcp://")
     finally:
@@ -150,10 +140,7 @@ async def _forward(ngrok, token: str, local: str, parent: Connection) -> None:
 
 
 def find_ngrok_token() -> str:
-    """Return the account's token: NGROK_AUTHTOKEN, or that in the file of `ngrok config add-authtoken`.
-
-    :raises UserError: if there is no token
-    """
+    """Return the account's token: NGROK_AUTHTOKEN, or that in the file of `ngrok config add-authtoken`."""
     path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ngrok" / "ngrok.yml"
     token = os.environ.get("NGROK_AUTHTOKEN", "").strip()
     if not token and path.is_file():
@@ -162,22 +149,14 @@ def find_ngrok_token() -> str:
         token = match[1] if match else ""
     if not token:
         raise UserError(
-            "--tunnel ngrok needs the authtoken of an ngrok account: copy it from "
-            "https://dashboard.ngrok.com/get-started/your-authtoken and `export NGROK_AUTHTOKEN=...`, or save it with "
-            "`ngrok config add-authtoken`"
+            "--tunnel ngrok needs the authtoken of an account, see https://dashboard.ngrok.com/get-started/"
+            "your-authtoken: `export NGROK_AUTHTOKEN=...`, or `ngrok config add-authtoken`"
         )
     return token
 
 
-# Supervision
-
-
 def probe(endpoint: str, timeout: float = 10.0) -> str:
-    """Check whether a peer answers at HOST:PORT. libp2p sends a greeting on each connection.
-
-    :param timeout: seconds
-    :returns: why no peer can be reached; empty if a peer answers
-    """
+    """Return why no peer can be reached at HOST:PORT; empty if one sends libp2p's greeting."""
     host, port = endpoint.rsplit(":", 1)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
@@ -192,11 +171,10 @@ class TunnelWatch(PeriodicThread):
 
     :param endpoint: HOST:PORT of the tunnel's public end
     :param local: HOST:PORT of the peer; nothing is logged while the peer does not answer there
-    :param period: seconds between two checks
     """
 
-    def __init__(self, endpoint: str, local: str, period: float = 30.0):
-        super().__init__(period)
+    def __init__(self, endpoint: str, local: str):
+        super().__init__(period=30.0)
         self.endpoint, self.local = endpoint, local
         self._failures = 0  # consecutive
 

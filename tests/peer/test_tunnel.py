@@ -96,8 +96,7 @@ def refusal(port: int, certificate: bytes, use) -> str:
     with pytest.raises(UserError) as error_info, open_tunnel(BaseTrainingArguments(tunnel="ngrok")):
         pass
     message = str(error_info.value)
-    assert message.startswith("--tunnel ngrok: ") and message.endswith("pass --announce_tunnel HOST:PORT")
-    assert "\n" not in message and TOKEN not in message
+    assert message.startswith("--tunnel ngrok: ") and "\n" not in message and TOKEN not in message
     return message
 
 
@@ -194,8 +193,6 @@ def test_local_addresses_are_those_of_the_interfaces(monkeypatch):
         "/ip6/fd00::5/tcp/7",
     ]
     assert find_local_maddrs(["/ip4/10.0.0.1/tcp/7"]) == ["/ip4/10.0.0.1/tcp/7"]
-    del interfaces["eth0"]
-    assert find_local_maddrs(["/ip4/0.0.0.0/tcp/7"]) == ["/ip4/127.0.0.1/tcp/7"]
 
 
 @pytest.mark.parametrize(
