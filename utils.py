@@ -28,31 +28,22 @@ _Fraction = pydantic.confloat(strict=True, ge=0.0, le=1.0)
 
 
 class MonitorStatus(pydantic.BaseModel):
-    """Record that a monitor publishes for the trainers.
-
-    :param stores_checkpoints: whether the monitor saves checkpoints
-    :param checkpoint_step: the global step of its newest checkpoint on disk; -1 if there is none
-    """
+    """Record that a monitor publishes for the trainers."""
 
     stores_checkpoints: pydantic.StrictBool
-    checkpoint_step: pydantic.conint(strict=True, ge=-1, le=MAX_STEP)
+    checkpoint_step: pydantic.conint(strict=True, ge=-1, le=MAX_STEP)  # of the newest one on disk; -1 without one
 
 
 class PeerInfo(ExtensibleRecord):
-    """Record that a trainer publishes about itself.
-
-    :param username: its name on the leaderboard
-    :param leaving: whether the trainer has completed its last step and waits for a monitor to save it
-    """
+    """Record that a trainer publishes about itself."""
 
     username: pydantic.constr(strict=True, max_length=64)
-    leaving: pydantic.StrictBool
+    leaving: pydantic.StrictBool  # the trainer has completed its last step and waits for a monitor to save it
 
 
 class RoundStatistics(ExtensibleRecord):
     """Record that a trainer publishes about its newest rounds with other trainers.
 
-    :param rounds: number of rounds
     :param complete: those that averaged everything with every trainer of the step
     :param computed: samples that the trainer has computed for its newest MAX_ROUNDS global steps; may be missing
     :param applied: those of them that counted in a step; may be missing
@@ -65,12 +56,9 @@ class RoundStatistics(ExtensibleRecord):
 
 
 class Evaluation(pydantic.BaseModel):
-    """Record of an evaluator: the results for the parameters of a global step.
+    """Record of an evaluator: means over validation samples for the parameters of a global step.
 
-    :param step: the global step
-    :param samples: number of validation samples
-    :param loss, perplexity, mlm_accuracy, sop_accuracy: means over the samples; None where the objective has no such
-        metric
+    A metric is None where the objective has no such metric.
     """
 
     step: Step
@@ -141,6 +129,6 @@ def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime:
     """Publish a signed record without waiting for the result.
 
     :param public_key: the subkey, from `make_validators`
-    :param lifetime: seconds until the record expires
+    :param lifetime: seconds
     """
     dht.store(key, subkey=public_key, value=value, expiration_time=run_time() + lifetime, return_future=True)

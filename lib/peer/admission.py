@@ -159,7 +159,7 @@ def load_admission(invitation: Path, revocations: Path | None, folder: Path) -> 
     """Read a peer's invitation and the organiser's revocation list.
 
     :param revocations: file of the organiser, which need not exist yet
-    :param folder: folder of the peer, where the newest list received from other peers is stored
+    :param folder: where the newest list received from other peers is stored
     :raises UserError: if a file is not valid
     """
     loaded = load_invitation(invitation)
@@ -179,12 +179,9 @@ class InvitedP2P(RelayedP2P):
 
     @classmethod
     async def create(cls, *args, admission: Admission | None = None, **kwargs) -> "InvitedP2P":
-        """Start a libp2p daemon, as in hivemind, and show this peer's invitation on request.
-
-        :param admission: None only for the daemon with which hivemind checks an identity, and which makes no calls
-        """
+        """Start a libp2p daemon, as in hivemind, and show this peer's invitation on request."""
         p2p = await super().create(*args, **kwargs)
-        if admission is not None:
+        if admission is not None:  # the daemon with which hivemind checks an identity has none, and makes no calls
             p2p.admission = admission
             await admission.serve(p2p)
         return p2p
@@ -199,7 +196,7 @@ class InvitedP2P(RelayedP2P):
         await super()._add_protobuf_unary_handler(handle_name, handle, *args, **kwargs)
 
     async def add_binary_stream_handler(self, name: str, handler: Callable, *args, **kwargs) -> None:
-        """Register a handler, as in hivemind. This includes protobuf handlers that take or return a stream."""
+        """Register a handler, or a protobuf handler that takes or returns a stream."""
 
         async def handle(info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -217,7 +214,7 @@ class InvitedP2P(RelayedP2P):
         return await super()._call_unary_protobuf_handler(peer_id, *args)
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str):
-        """Call a handler, as in hivemind. This includes protobuf handlers that take or return a stream."""
+        """Call a handler, or a protobuf handler that takes or returns a stream."""
         await self.admission.check(self, peer_id, is_callee=True)
         return await super().call_binary_stream_handler(peer_id, handler_name)
 
@@ -232,7 +229,6 @@ class InvitedDHT(SafeDHT):
         super().__init__(*args, admission=admission, **kwargs)  # passed on to InvitedP2P.create
 
     async def replicate_p2p(self) -> InvitedP2P:
-        """Return the P2P of this process, as in SafeDHT, with this peer's invitation."""
         p2p = await super().replicate_p2p()
         p2p.admission = self.admission
         return p2p

@@ -78,8 +78,6 @@ async def close_relayed_connections(p2p: P2P, delay: float = HOLE_PUNCHING_DELAY
 
     Once connections are opened again, libp2p replaces them by direct ones. It tries that once for each connection, and
     fails before the daemon knows its public address. Peers behind NAT connect within 0.5 s of the start, often before.
-
-    :param delay: seconds to wait for the public address
     """
     await asyncio.sleep(delay)
     connections = await p2p.list_peers()
@@ -99,7 +97,6 @@ class _Inbox:
         self.fileno, self.poll = pipe.fileno, pipe.poll
 
     def recv(self) -> tuple[str, list, dict]:
-        """Receive the next call: method name, positional and keyword arguments."""
         message = self.pipe.recv_bytes()
         try:
             return ForkingPickler.loads(message)

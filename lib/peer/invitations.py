@@ -29,20 +29,16 @@ class InvitationError(Exception):
 
 @dataclass
 class Invitation:
-    """The invitation of one peer."""
-
     authority: RSAPublicKey  # the organiser's
     private_key: RSAPrivateKey  # the invited peer's
     token: AccessToken
 
     @property
     def peer_id(self) -> PeerID:
-        """ID of the invited peer."""
         return peer_id_of(self.private_key.get_public_key())
 
     @property
     def expiration_time(self) -> float:
-        """End of the validity (`get_dht_time`)."""
         return float(self.token.expiration_time)
 
 
@@ -51,8 +47,7 @@ def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
 
     The key determines the peer ID and signs the peer's records, so that a restarted peer keeps its identity.
 
-    :param flag: the flag that an error message names
-    :raises UserError: if the file is not a private key
+    :raises UserError: if the file is not a private key; the message names `flag`
     """
     if not path.exists():
         write_private_key(RSAPrivateKey(), path)
@@ -79,13 +74,11 @@ def write_private_key(key: RSAPrivateKey, path: Path) -> None:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read."""
     with new_file(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
         file.write(content)
 
 
 def make_invitation(authority: RSAPrivateKey, username: str, days: float) -> Invitation:
-    """Make an invitation that expires in `days` days."""
     private_key = RSAPrivateKey()
     token = AccessToken(
         username=username,
@@ -130,10 +123,7 @@ def save_invitation(invitation: Invitation, path: Path) -> None:
 
 
 def load_invitation(path: Path) -> Invitation:
-    """Read an invitation and check it.
-
-    :raises UserError: if the file is missing, is not an invitation, was changed, or has expired
-    """
+    """Read an invitation; raise UserError if it is missing, not valid, or has expired."""
     try:
         content = json.loads(path.read_text())
         invitation = Invitation(

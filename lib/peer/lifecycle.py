@@ -19,10 +19,9 @@ from lib.peer.tunnel import open_tunnel
 def open_peer(
     args: BaseTrainingArguments, output_dir: Path, client_mode: bool, stop: StopSignal, may_start_alone: bool = False
 ) -> Iterator[Peer]:
-    """Run a DHT peer that has joined the other peers and stays connected to them, while the context is open.
+    """Run a DHT peer that has joined the other peers and stays connected to them. See `start_peer`.
 
     :param output_dir: folder of the peer, locked against a second peer
-    :param may_start_alone: start without the other peers if none of them answers
     :raises UserError: if another peer uses the folder, or no peer can be reached
     """
     with lock_folder(output_dir, "--output_dir"), open_tunnel(args):
@@ -45,7 +44,6 @@ def supervise(
 ) -> Iterator[Watchdog]:
     """End this process if a child dies, if it hangs, or if the shutdown afterwards takes longer than `seconds`.
 
-    :param exit_code: of a shutdown that takes longer
     :param longest_wait: see Watchdog
     :raises TemporaryError: instead of an error that follows from the death of a child
     """

@@ -43,11 +43,10 @@ def start_peer(
 ) -> Peer:
     """Start a DHT peer and join the other peers, with retries for `args.bootstrap_timeout` seconds.
 
-    :param should_stop: cancels the retries when set
+    :param should_stop: ends the retries, with SystemExit
     :param may_start_alone: start without the other peers if none of them answers in this time
     :raises TemporaryError: if no initial peer can be reached
     :raises UserError: if an address cannot be listened on
-    :raises SystemExit: if `should_stop` is set
     """
     apply_patches()
     start_shared_memory_manager()
@@ -97,14 +96,12 @@ def start_peer(
                 raise SystemExit(0) from None
             fault = _explain(error, args)
             is_over = time.monotonic() + 3 > deadline
-            if not isinstance(fault, TemporaryError):
+            if not isinstance(fault, TemporaryError) or (is_over and not (initial_peers and may_start_alone)):
                 raise fault from None
-            if is_over and initial_peers and may_start_alone:
+            if is_over:
                 logger.warning(f"{fault}. Starting without them, and dialing them again periodically")
                 initial_peers, deadline = [], time.monotonic() + args.bootstrap_timeout
                 continue
-            if is_over:
-                raise fault from None
             if not has_warned:
                 logger.warning(f"{fault}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
@@ -112,11 +109,7 @@ def start_peer(
 
 
 def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:
-    """Wait for the DHT process in short intervals, so that a signal or the death of the process ends the wait.
-
-    :raises TimeoutError: at the deadline (`time.monotonic`), or if `should_stop` is set
-    :raises RuntimeError: if the process has died
-    """
+    """Wait for the DHT process; raise TimeoutError at the deadline or if `should_stop` is set."""
     while True:
         try:
             return dht.wait_until_ready(timeout=0.5)

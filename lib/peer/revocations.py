@@ -24,24 +24,17 @@ MAX_BYTES = 2**20  # of a list: some 20,000 invitations; a message between peers
 
 @dataclass(frozen=True)
 class Revocations:
-    """A list of revoked invitations. Of two lists, the one with the higher serial number is valid.
-
-    :param peers: peer IDs in base58
-    :param content: the signed list, as it is stored and sent
-    """
+    """A list of revoked invitations. Of two lists, the one with the higher serial number is valid."""
 
     serial: int = 0
-    peers: frozenset[str] = frozenset()
-    content: bytes = b""
+    peers: frozenset[str] = frozenset()  # IDs in base58
+    content: bytes = b""  # the signed list, as it is stored and sent
 
     def __contains__(self, peer_id: PeerID) -> bool:
         return peer_id.to_base58() in self.peers
 
     def extend(self, peers: Collection[str], authority: RSAPrivateKey) -> "Revocations":
-        """Return the next list: this list and `peers`, signed.
-
-        :raises InvitationError: if the list is too long
-        """
+        """Return the next list: this list and `peers`, signed; raise InvitationError if it is too long."""
         # At least the current time: an organiser that has lost the list can still issue a newer one.
         serial = max(self.serial + 1, int(get_dht_time()))
         payload = json.dumps({"serial": serial, "revoked": sorted({*self.peers, *peers})}, indent=1).encode()
@@ -49,10 +42,7 @@ class Revocations:
 
     @classmethod
     def parse(cls, content: bytes, authority: RSAPublicKey) -> "Revocations":
-        """Verify and read a signed list.
-
-        :raises InvitationError: if the list is too long or not signed by the authority
-        """
+        """Read a list; raise InvitationError if it is too long or not signed by the authority."""
         signature, _, payload = content.partition(b"\n")
         if len(content) > MAX_BYTES:
             raise InvitationError("the list of revoked invitations is too long")
@@ -93,10 +83,7 @@ class RevocationStore:
                 logger.warning(f"Ignoring the revocation list {path}: {error}")
 
     def adopt(self, content: bytes) -> None:
-        """Replace the list by a newer one; an older one is ignored.
-
-        :raises InvitationError: if the new list is not from this run's organiser
-        """
+        """Replace the list by a newer one; ignore an older one. Raises InvitationError as `Revocations.parse`."""
         revocations = Revocations.parse(content, self.authority)
         if revocations.serial <= self.newest.serial:
             return
@@ -122,10 +109,7 @@ def record_invitation(invitation: Invitation, authority_path: Path) -> None:
 
 
 def find_invitations(username: str, authority_path: Path) -> set[str]:
-    """Return the peer IDs of a user's invitations, in base58.
-
-    :raises UserError: if there is none
-    """
+    """Return the peer IDs of a user's invitations, in base58; raise UserError if there is none."""
     path = authority_path.with_suffix(".issued.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     found = {record["peer_id"] for record in records if record["username"] == username}
@@ -135,10 +119,7 @@ def find_invitations(username: str, authority_path: Path) -> set[str]:
 
 
 def revoke_invitations(peers: Collection[str], authority: RSAPrivateKey, authority_path: Path) -> Path:
-    """Add peer IDs to the organiser's signed list, `authority.revoked`, and return its path.
-
-    :raises UserError: if the list is not valid, or would be too long
-    """
+    """Add peer IDs to the organiser's signed list, `authority.revoked`, and return its path."""
     path = authority_path.with_suffix(".revoked")
     try:
         revocations = Revocations()

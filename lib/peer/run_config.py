@@ -50,28 +50,19 @@ Setting = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings that an organiser has signed.
-
-    :param settings: flag -> value; a model of None means pretrained weights in a folder of the organiser
-    :param protocol: version of rounds and progress reports
-    :param organiser: peer ID of the signer
-    :param publisher: peer ID of the peer that has published the record
-    :param signed_at: `time.time`
-    :param record: the signed record
-    """
+    """Settings that an organiser has signed. A model of None means pretrained weights in a folder of the organiser."""
 
     settings: dict[str, Setting]
-    protocol: int
-    organiser: PeerID
+    protocol: int  # of rounds and progress reports
+    organiser: PeerID  # the signer
     publisher: PeerID
-    signed_at: float
+    signed_at: float  # time.time
     record: dict[str, object]
 
     @classmethod
     def sign(cls, stated: dict[str, object], private_key: RSAPrivateKey) -> "RunConfig":
-        """Sign the settings of a run.
+        """Sign the settings of a run; other flags in `stated` are left out.
 
-        :param stated: flag -> value; flags that are no settings of a run are left out
         :raises UserError: if they are too long, or the model's configuration cannot be read
         """
         settings = {name: stated[name] for name in sorted(SETTINGS & stated.keys())}
@@ -87,11 +78,7 @@ class RunConfig:
 
     @classmethod
     def parse(cls, record: object, publisher: PeerID) -> "RunConfig":
-        """Check a record of the DHT: signature, size, names and types.
-
-        :param publisher: peer ID of the peer that has published it
-        :raises ValueError: if something is wrong
-        """
+        """Check the signature, size, names and types of a record; raise ValueError if something is wrong."""
         try:
             text, key, signature = record["text"], record["public_key"], record["signature"]
             public_key = RSAPublicKey.from_bytes(key)
@@ -112,10 +99,8 @@ class RunConfig:
 def check_safe(settings: Mapping[str, Setting], initial_peers: Iterable[str]) -> None:
     """Check what a stranger could misuse: the name of the model and the address of the data.
 
-    The fields of a model's configuration are checked when it is read, see lib/common/model_config.py.
+    The data may be in this machine or in a private network only if one of the initial peers is there.
 
-    :param initial_peers: addresses of the peers that this peer has asked. The data may be in this machine or in a
-        private network only if one of these peers is there
     :raises UserError: if a value is not safe
     """
     model, url = settings.get("model_name_or_path"), settings.get("dataset_url")
@@ -153,8 +138,8 @@ def choose(
 ) -> RunConfig | None:
     """Return the configuration to believe.
 
-    :param records: public key of the publisher, as a subkey of the DHT -> record
-    :param trusted: peer IDs. The newest configuration signed by one of them is believed, otherwise the newest one that
+    :param records: subkey of the publisher -> record
+    :param trusted: the newest configuration signed by one of these peers is believed, otherwise the newest one that
         one of them publishes
     :param run_id: prefer configurations of this run
     """
@@ -175,12 +160,9 @@ def choose(
 
 
 def _find(dht: DHT, initial_peers: Iterable[str], organiser: PeerID | None, run_id: str | None) -> RunConfig | None:
-    """Read the configurations of all runs in the DHT, and return the one to believe, as `choose`."""
+    """Return the configuration in the DHT to believe, see `choose`."""
     records = {subkey: record.value for subkey, record in get_dictionary(dht, KEY).items()}
     return choose(records, {organiser, *map(peer_id_in, initial_peers)}, run_id)
-
-
-# What the scripts call
 
 
 def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
@@ -224,7 +206,7 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
 
 
 def _remembered_organiser(arguments: Iterable[object]) -> tuple[Path, PeerID | None]:
-    """Return the file with the organiser whose settings a script took before, and its content if there is any."""
+    """Return the file with the organiser whose settings a script took before, and its content."""
     (path,) = [Path(args.output_dir, ORGANISER_FILE) for args in arguments if hasattr(args, "output_dir")]
     return path, JsonFile(path).load(PeerID.from_base58)
 
@@ -232,7 +214,7 @@ def _remembered_organiser(arguments: Iterable[object]) -> tuple[Path, PeerID | N
 def _visit(
     args: BaseTrainingArguments, organiser: PeerID | None, run_id: str | None, stop: StopSignal
 ) -> RunConfig | None:
-    """Join the run for a moment, with a new identity, and return its configuration, as `choose`."""
+    """Join the run for a moment, with a new identity, and return its configuration."""
     with tempfile.TemporaryDirectory() as folder, stop.deferred():
         visitor = replace(
             args,
@@ -251,10 +233,7 @@ def _visit(
 
 
 def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
-    """Compare a peer's arguments with the settings of the run. An argument of None differs from none of them.
-
-    :raises UserError: if a value differs; the message names both
-    """
+    """Raise UserError if a peer's argument differs from the settings of the run. None differs from no value."""
     for name, value in config.settings.items():
         for args in arguments:
             own = getattr(args, name, None)
@@ -269,20 +248,16 @@ def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
 
 @dataclass
 class RunConfigRelay:
-    """Publishes a run's signed settings, so that newcomers find them at any peer.
-
-    :param lifetime: seconds until a record expires without the next `publish`
-    """
+    """Publishes a run's signed settings, so that newcomers find them at any peer."""
 
     peer: Peer
     config: RunConfig | None
-    lifetime: float
+    lifetime: float  # seconds until a record expires without the next `publish`
 
     @classmethod
     def of_run(cls, peer: Peer, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":
         """Return the relay of a trainer that has joined a run.
 
-        :param arguments: the trainer's arguments
         :raises TemporaryError: if the organiser has published other settings since they were adopted
         """
         _, organiser = _remembered_organiser(arguments)
