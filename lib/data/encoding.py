@@ -39,12 +39,8 @@ class TextEncoder:
         name = type(tokenizer).__name__
         self.is_by_word, self._has_bytes = name in _WORD_TOKENIZERS and not added, name in _BYTE_TOKENIZERS
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._model, self._fold = None, str
         if self.is_by_word:
             self._backend.no_truncation()
-        if self.is_by_word and name == "AlbertTokenizer":
-            self._model = self._backend.model
-            self._fold = str.lower if self._backend.normalizer.normalize_str("A") == "a" else str
         self._words = _Words(self._encode_whole)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -61,9 +57,6 @@ class TextEncoder:
         return np.frombuffer(ids, dtype=np.int32)
 
     def _encode_whole(self, text: str) -> np.ndarray:
-        if self._model is not None and text.isascii() and text.isalnum():
-            # The model alone gives the same ids in half the time: only the case of such a word is normalized.
-            return np.array([token.id for token in self._model.tokenize("▁" + self._fold(text))], dtype=np.int32)
         if self.is_by_word:  # without transformers' bookkeeping, which takes four times as long as a word
             ids = self._backend.encode(text, add_special_tokens=False).ids
         else:

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AlbertTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from lib.data import encoding
 from lib.data.corpus import open_sample, split_documents
@@ -92,13 +92,3 @@ def test_tokens_that_may_cross_spaces_are_not_looked_up_by_word(documents):
     tokenizer.add_tokens(["of the"])
     encoder = TextEncoder(tokenizer)
     assert not encoder.is_by_word and len(tokenizer) - 1 in encoder.encode(["the value of the list"])[0]
-
-
-@pytest.mark.parametrize("do_lower_case", [True, False])
-def test_words_of_an_albert_with_and_without_upper_case(do_lower_case):
-    pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "▁", "a", "A", "▁aA", "aa", "b", "1"]
-    tokenizer = AlbertTokenizer(vocab=[(piece, -2.0) for piece in pieces], do_lower_case=do_lower_case)
-    texts = ["aA aa AA Aa b1 1Ab", "A"]
-    encoder = TextEncoder(tokenizer)
-    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert encoder.is_by_word and texts_of(encoder.encode(texts)) == expected
