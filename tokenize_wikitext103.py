@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from lib.data.corpus import Documents
     from lib.data.manifest import Manifest
+    from lib.data.packing import PackingConfig
 
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("dataset_dict.json",)
@@ -170,11 +171,11 @@ def prepare(args: TokenizationArguments) -> Manifest:
         arrow_files = {split: work / f"{split}_samples.arrow" for split in SPLITS}
         open_encoder(str(tokenizer_folder))  # the workers inherit it
         with open_workers(args.num_proc) as map_tasks:
-            stats = {
-                split: tokenize_split(split, corpus[split], tokenizer_folder, config, map_tasks, arrow_files[split])
-                for split in SPLITS
+            splits = {
+                split: asdict(tokenize_split(split, corpus[split], tokenizer_folder, config, map_tasks, path))
+                for split, path in arrow_files.items()
             }
-        manifest = build_manifest(args, source.name, tokenizer, {split: asdict(stats[split]) for split in SPLITS})
+        manifest = build_manifest(args, source.name, config, tokenizer, splits)
         save_dataset(arrow_files, manifest, dataset_folder)
     return manifest
 
@@ -212,7 +213,7 @@ def build_tokenizer(
 
 
 def build_manifest(
-    args: TokenizationArguments, source: str, tokenizer: PreTrainedTokenizerBase, splits: dict[str, dict[str, int]]
+    args: TokenizationArguments, source: str, config: PackingConfig, tokenizer: PreTrainedTokenizerBase, splits: dict
 ) -> Manifest:
     from lib.data.manifest import Manifest, tokenizer_sha256
 
@@ -220,10 +221,7 @@ def build_manifest(
     name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
     return Manifest(
         source=source,
-        objective=args.objective,
-        max_seq_length=args.max_seq_length,
-        seed=args.seed,
-        language=args.language,
+        **asdict(config),
         tokenizer="trained on this text" if args.train_tokenizer else name,
         tokenizer_class=type(tokenizer).__name__,
         vocab_size=len(tokenizer),
