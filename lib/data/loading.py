@@ -1,21 +1,18 @@
 """Loading of the prepared data in trainers and evaluators: datasets and collators."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import datasets
-from transformers import (
-    BatchEncoding,
-    DataCollatorForLanguageModeling,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import BatchEncoding, DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedTokenizerBase
 
 from arguments import DatasetArguments, LocalTrainingArguments
 from lib.common.errors import UserError, first_line
 from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES, SPLITS
 from lib.data.manifest import REMEDY, Manifest, tokenizer_sha256
+
+PAD_TO_MULTIPLE_OF = 8  # tensor cores are fastest with such shapes
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
@@ -36,25 +33,19 @@ def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
     return splits
 
 
-@dataclass
-class CausalCollator:
-    """Pads samples and builds labels for causal LM (the model shifts them).
+def _collate_causal(tokenizer: PreTrainedTokenizerBase, samples: list[dict]) -> BatchEncoding:
+    """Pad samples and build labels for causal LM (the model shifts them).
 
     transformers' collator recognizes padding by its token. Where that is the end-of-text token, as for GPT-2, a model
     would not learn to end a text.
     """
-
-    tokenizer: PreTrainedTokenizerBase
-    pad_to_multiple_of: int | None = None
-
-    def __call__(self, samples: list[dict]) -> BatchEncoding:
-        batch = self.tokenizer.pad(samples, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt")
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        return batch
+    batch = tokenizer.pad(samples, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
 
 
 def build_collator(
-    objective: str, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15, pad_to_multiple_of: int = 8
+    objective: str, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15
 ) -> Callable[[list[dict]], BatchEncoding]:
     """Build a collator: it pads samples to a batch and, for masked LM, selects the tokens to predict.
 
@@ -65,14 +56,13 @@ def build_collator(
     DataLoader seeds in each worker.
 
     :param mlm_probability: fraction of the tokens to predict in masked LM
-    :param pad_to_multiple_of: tensor cores are fastest with shapes that are multiples of 8
     """
     if OBJECTIVES[objective].is_causal:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
-        return CausalCollator(tokenizer, pad_to_multiple_of)
+        return partial(_collate_causal, tokenizer)
     return DataCollatorForLanguageModeling(
-        tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=pad_to_multiple_of
+        tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=PAD_TO_MULTIPLE_OF
     )
 
 
