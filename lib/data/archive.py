@@ -36,10 +36,9 @@ class ArchiveError(UserError):
 
 
 def write_archive(path: Path, folders: dict[str, Path]) -> str:
-    """Pack folders into a .tar.gz, and write its checksum to a file beside it, for `sha256sum -c`.
+    """Pack folders (name in the archive -> folder on disk) into a .tar.gz.
 
-    :param folders: name in the archive -> folder on disk
-    :returns: SHA-256 of the archive
+    Its SHA-256 is returned, and written to a file beside it, for `sha256sum -c`.
     """
     files = sorted(
         (f"{name}/{file.relative_to(folder).as_posix()}", file)
@@ -99,7 +98,7 @@ class _Entry(tarfile.TarInfo):
 def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
     """Unpack an archive made by `write_archive`; treat it as untrusted.
 
-    :param folders: name in the archive -> folder on disk; entries that belong to none of them are not unpacked
+    :param folders: as for `write_archive`; entries that belong to none of them are not unpacked
     :raises ArchiveError: if the archive is damaged, has other names, links or devices, or unpacks to more than
         MAX_RATIO times its size
     :raises UserError: if the disk has not enough free space
@@ -130,10 +129,7 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
 
 
 def _locate(name: str) -> tuple[str, str]:
-    """Split the name of an archive entry into folder and file name. Only names in _LAYOUT pass: no '..', no root.
-
-    :raises ArchiveError: for any other name
-    """
+    """Split the name of an archive entry into folder and file name. Only names in _LAYOUT pass: no '..', no root."""
     name = name.removeprefix("./")
     for part, names in _LAYOUT.items():
         if name.startswith(f"{part}/") and names.fullmatch(name[len(part) + 1 :]):

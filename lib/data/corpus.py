@@ -4,7 +4,7 @@ import itertools
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -42,8 +42,8 @@ class Documents:
     """
 
     path: str
-    rows: np.ndarray = field(repr=False)
-    lengths: np.ndarray = field(repr=False)
+    rows: np.ndarray
+    lengths: np.ndarray
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -93,9 +93,8 @@ def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
 
 
 def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Documents]:
-    """Read the whole source.
+    """Read the whole source into files in `folder`.
 
-    :param folder: where the files with the documents are written
     :param validation_fraction: fraction of the documents that is held out if the source has no validation text
     :returns: documents of the splits "train" and "validation"
     :raises UserError: if there is no text, or too little to hold out documents for validation
@@ -197,11 +196,9 @@ def split_documents(rows: Iterable[str]) -> Iterator[str]:
 
 
 def hold_out(num_documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Select documents for validation if the source has no validation split.
+    """Divide at least two documents into those for training and for validation, at least one each.
 
-    :param num_documents: at least two
-    :param fraction: fraction of the documents to select; at least one document is selected
-    :returns: numbers of the documents for training and for validation, each in ascending order
+    :returns: their numbers, each in ascending order
     """
     num_held_out = min(max(1, round(fraction * num_documents)), num_documents - 1)
     generator = np.random.default_rng([seed, num_documents])
@@ -230,10 +227,7 @@ def _sample_rows() -> Iterator[str]:
 
 
 def read_text_file(path: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file. A line of more than READ_CHARS characters is split.
-
-    :raises UserError: if the file is not text
-    """
+    """Yield the lines of a UTF-8 file. A line of more than READ_CHARS characters is split."""
     number = 0
     # utf-8-sig: UTF-8, with or without the byte order mark that Windows programs write
     with open(path, encoding="utf-8-sig") as file:
@@ -253,10 +247,7 @@ def read_text_file(path: str) -> Iterator[str]:
 
 
 def open_hub_dataset(name: str, config_name: str | None, revision: str | None, cache_dir: str | None) -> Source:
-    """Open a dataset on the Hugging Face Hub, or one in a folder.
-
-    :raises UserError: if it is not available, or has no split "train" with a column "text"
-    """
+    """Open a dataset on the Hugging Face Hub, or one in a folder."""
     import datasets
 
     full_name = " ".join(filter(None, [name, config_name]))

@@ -48,7 +48,6 @@ class TransientError(Exception):
 def fetch_data(args: DatasetArguments, disable_tqdm: bool = False) -> None:
     """Download the dataset and the tokenizer from --dataset_url unless they exist. Existing folders are not changed.
 
-    :param disable_tqdm: show no progress bar; without a terminal there is none either
     :raises UserError: if they are not available
     """
     if args.dataset_url is None or not _find_missing(args):
@@ -158,8 +157,6 @@ def _check_redirect(session: requests.Session, response: requests.Response, **_)
     """Refuse a redirect from the internet into this machine or its network.
 
     A stranger may have chosen the address of the data. Called for each response, before a redirect is followed.
-
-    :raises UserError: if it leads there
     """
     if (target := session.get_redirect_target(response)) is None:
         return
@@ -176,10 +173,9 @@ def _get(session: requests.Session, url: str, expected: set[int], start: int = 0
 
     The messages of requests and urllib3 quote the whole address, so no error message contains them.
 
-    :param expected: status codes
     :param start: number of bytes that are there already
     :raises TransientError: for network errors, also in the body of the `with` statement, and temporary status codes
-    :raises UserError: if the request is invalid, or for other status codes
+    :raises UserError: if the request is invalid, or for other status codes than those in `expected`
     """
     # No content encoding: offsets and checksum refer to the bytes of the file on the server.
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
@@ -231,7 +227,6 @@ def _download(session: requests.Session, url: str, path: Path, expected: str | N
 
     :param expected: SHA-256; None: any
     :returns: SHA-256 of the archive
-    :raises UserError: if the SHA-256 differs from the expected one, or the server does not provide the file
     """
 
     def count() -> int:
@@ -263,10 +258,7 @@ def _download(session: requests.Session, url: str, path: Path, expected: str | N
 
 
 def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, url: str, disable_tqdm: bool) -> None:
-    """Write the body of a response to a file, after the first `start` bytes.
-
-    :raises TransientError: if the server is too slow
-    """
+    """Write the body of a response to a file, after the first `start` bytes."""
     missing = body.length_remaining
     size = None if missing is None else start + missing
     verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"

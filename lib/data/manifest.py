@@ -42,10 +42,7 @@ class Manifest:
 
     @classmethod
     def load(cls, dataset_path: str | Path) -> Manifest:
-        """Read the manifest of a dataset.
-
-        :raises UserError: if there is none, or it is not readable
-        """
+        """Read the manifest of a dataset; raise UserError if there is none, or it is not readable."""
         path = Path(dataset_path) / MANIFEST_NAME
         if not Path(dataset_path).is_dir():
             raise UserError(f"--dataset_path: there is no folder '{dataset_path}'; {REMEDY}")

@@ -1,7 +1,7 @@
 """Packing of documents into samples: documents -> sentences -> token ids -> samples.
 
-All functions are pure: no files, no processes, no global random state. Random choices depend on the seed, the split
-and the document's number, so the result does not depend on how the work is divided among processes.
+All functions are pure. Random choices depend on the seed, the split and the document's number, so the result does not
+depend on how the work is divided among processes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ class PackingConfig:
 
 @dataclass
 class PackingStats:
-    """Statistics of the packing. `tokens` includes special tokens; padding is not stored and not counted.
-
-    The manifest stores the fields under these names.
-    """
+    """Statistics of the packing, as the manifest stores them. `tokens` includes special tokens."""
 
     documents: int = 0
     sentences: int = 0  # for sentence order only: the other objectives do not split text into sentences
@@ -67,8 +64,7 @@ class PackingStats:
 def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[tuple[int, int]]:
     """Divide documents into groups of about `group_chars` characters, each of which is tokenized and packed at once.
 
-    Groups depend on the text only, not on the number of processes. A sample may span documents of one group (unless
-    the objective has sentence order), but never two groups.
+    Groups depend on the text only, not on the number of processes. No sample spans two groups.
 
     :param lengths: characters in each document
     :returns: for each group, the number of its first document and of the document after its last
@@ -86,8 +82,8 @@ def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[
 def split_sentences(document: str, language: str = "en") -> list[str]:
     """Split a document into sentences. The end of a line ends a sentence.
 
-    Uses Wikimedia's sentencex: it needs no download (nltk's punkt does), handles abbreviations, tokenized text (" . ")
-    and plain text, preserves all characters, and processes 60 MB/s (blingfire and nupunkt: 20 MB/s).
+    Wikimedia's sentencex needs no download (nltk's punkt does), handles tokenized text (" . ") and plain text,
+    preserves all characters, and processes 60 MB/s (blingfire and nupunkt: 20 MB/s).
     """
     sentences: list[str] = []
     for line in document.split("\n"):
@@ -104,8 +100,7 @@ def split_sentences(document: str, language: str = "en") -> list[str]:
 def _cut_points(num_tokens: int, capacity: int) -> list[int]:
     """Return where to split `num_tokens` into as few chunks of at most `capacity` as possible, both ends included.
 
-    All chunks but the last are full. If the last one would be short, the last two have equal lengths: two halves make
-    better sentence pairs than 509 tokens and 3.
+    If the last chunk would be short, the last two have equal lengths: they make better pairs than 509 tokens and 3.
     """
     points = [*range(0, num_tokens, capacity), num_tokens]
     if len(points) > 2 and points[-1] - points[-2] < max(2, capacity // 8):
@@ -124,8 +119,7 @@ def pack_pairs(
     next sample. So the number of samples is minimal, and the concatenated unswapped samples are the document.
 
     :param sentences: token ids of each sentence of the document
-    :returns: samples with the columns of the objective mlm_sop; `sentence_order_label` is 1 if A and B are swapped,
-        as in AlbertForPreTraining. No sample if the document has fewer than two tokens
+    :returns: samples; `sentence_order_label` is 1 if A and B are swapped. None if there are fewer than two tokens
     """
     document = np.concatenate([_EMPTY, *sentences])
     if len(document) < 2:
@@ -154,8 +148,8 @@ def pack_pairs(
 
 
 def _join(documents: Iterable[np.ndarray], separator: int) -> np.ndarray:
-    """Concatenate documents, with a separator after each."""
-    parts = ((document, [separator]) for document in documents)
+    """Concatenate documents that are not empty, with a separator after each."""
+    parts = ((document, [separator]) for document in documents if len(document))
     return np.concatenate([_EMPTY, *itertools.chain.from_iterable(parts)], dtype=np.int32)
 
 
@@ -168,12 +162,9 @@ def pack_full_sequences(
     which are marked by [SEP]. All samples but the last are full.
 
     :param documents: token ids of each document
-    :returns: samples with the columns of the objective mlm
     """
-    documents = [document for document in documents if len(document)]
     text = _join(documents, sep_id)
-    is_separator = np.zeros(len(text), dtype=np.int8)
-    is_separator[np.cumsum([len(document) + 1 for document in documents], dtype=np.int64) - 1] = 1
+    is_separator = (text == sep_id).astype(np.int8)  # the encoder gives no special token for text
     begin, stop = 0, len(text) - 1  # the last [SEP] is not text: each sample gets one
     while begin < stop:
         begin += int(is_separator[begin])  # no separator at the start of a sample
@@ -190,11 +181,11 @@ def pack_full_sequences(
 def pack_contiguous(documents: Sequence[np.ndarray], max_seq_length: int, eos_id: int) -> Iterator[Sample]:
     """Pack documents for causal LM, as GPT-2 does: add an end-of-text token to each, concatenate, split into blocks.
 
+    All samples but the last are full. A last sample of a single token, which predicts nothing, is dropped.
+
     :param documents: token ids of each document
-    :returns: samples with the columns of the objective clm. All but the last are full. A last sample of a single
-        token, which predicts nothing, is dropped
     """
-    text = _join([document for document in documents if len(document)], eos_id)
+    text = _join(documents, eos_id)
     for begin in range(0, len(text) - 1, max_seq_length):
         input_ids = text[begin : begin + max_seq_length]
         yield {"input_ids": input_ids, "attention_mask": np.ones(len(input_ids), dtype=np.int8)}
@@ -203,11 +194,9 @@ def pack_contiguous(documents: Sequence[np.ndarray], max_seq_length: int, eos_id
 def build_samples(
     documents: list[str], numbers: Iterable[int], split: str, encoder: TextEncoder, config: PackingConfig
 ) -> tuple[pa.Table, PackingStats]:
-    """Tokenize a group of documents and pack them.
+    """Tokenize a group of documents and pack them into samples, in the order of the text.
 
-    :param documents: text of each document
     :param numbers: number of each document within its split
-    :returns: the samples in the order of the text, with the columns of SCHEMAS[config.objective]; the statistics
     """
     stats, tokenizer = PackingStats(documents=len(documents)), encoder.tokenizer
     capacity, cls_id, sep_id = config.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id

@@ -32,7 +32,6 @@ def tokenize_split(
 ) -> PackingStats:
     """Tokenize and pack the documents of a split into an Arrow file.
 
-    :param map_tasks: like `map`
     :raises UserError: if the text is too short for one sample
     """
     num_chars = int(documents.lengths.sum())
@@ -60,10 +59,7 @@ def tokenize_split(
 def tokenize_group(
     split: str, tokenizer_folder: str, config: PackingConfig, task: tuple[int, Documents]
 ) -> tuple[pa.Table, PackingStats]:
-    """Run one task of a worker.
-
-    :param task: number of the first document within the split; the documents
-    """
+    """Tokenize and pack the documents of a group, whose first has the number `start` within the split."""
     start, documents = task
     numbers = range(start, start + len(documents))
     return build_samples(documents.read(), numbers, split, open_encoder(tokenizer_folder), config)
@@ -120,7 +116,6 @@ def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path)
 
 
 def summarize(manifest: Manifest) -> str:
-    """Return a table of the statistics."""
     rows = [
         (field.name.replace("_", " "), [f"{numbers[field.name]:,}" for numbers in manifest.splits.values()])
         for field in fields(PackingStats)

@@ -8,13 +8,7 @@ from collections.abc import Iterable
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import (
-    AlbertTokenizer,
-    BertTokenizer,
-    GPT2Tokenizer,
-    PreTrainedTokenizerBase,
-    RobertaTokenizer,
-)
+from transformers import AlbertTokenizer, BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
 from lib.common.errors import UserError
 from lib.common.objectives import OBJECTIVES
@@ -30,10 +24,7 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Train a tokenizer.
 
-    :param documents: the text to train on
-    :param kind: "sentencepiece" (gives ALBERT's tokenizer), "wordpiece" (BERT's) or "bpe" (GPT-2's for a causal
-        objective, else RoBERTa's)
-    :param objective: a key of OBJECTIVES
+    :param kind: "sentencepiece", "wordpiece" or "bpe"
     :raises UserError: if the vocabulary cannot have exactly this size with this text
     """
     if kind == "sentencepiece":

@@ -18,13 +18,11 @@ def load_tokenizer(
     use_hub: bool = False,
     cache_dir: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder.
+    """Load a tokenizer from a folder, or raise UserError.
 
-    :param name: path of the folder, or a repository on the Hugging Face Hub
-    :param flag: the flag that `name` comes from, for the error message
-    :param remedy: what to do about a wrong name, for the error message
+    :param flag: the flag that `name` comes from
+    :param remedy: what to do about a wrong name
     :param use_hub: whether a name that is no folder is looked up on the Hub
-    :raises UserError: if there is no tokenizer, or it cannot be read
     """
     is_folder = Path(name).is_dir()
     if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
