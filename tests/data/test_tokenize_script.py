@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import signal
 import subprocess
 import sys
 import tarfile
@@ -15,7 +14,7 @@ import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AlbertConfig, AutoTokenizer, BertConfig, GPT2Config, RobertaConfig
+from transformers import AlbertConfig, AutoTokenizer, GPT2Config, RobertaConfig
 
 import tokenize_wikitext103
 from arguments import DatasetArguments, LocalTrainingArguments
@@ -107,32 +106,22 @@ def test_each_model_family(tmp_path, objective, kind, tokenizer_class, special_i
 
 
 @pytest.mark.programs
-def test_only_the_seed_decides(tmp_path, monkeypatch):
+def test_the_number_of_processes_does_not_matter(tmp_path, monkeypatch):
     # Several groups of documents even in this small text, so that the work is divided.
     monkeypatch.setattr(preparation, "group_documents", partial(group_documents, group_chars=40_000))
-    for name, flags in {"one": {"num_proc": 1}, "two": {"num_proc": 2}, "other": {"seed": 1}}.items():
-        tokenize_wikitext103.prepare(arguments(tmp_path / name, **flags))
-    one, two, other = (contents(tmp_path / name) for name in ("one", "two", "other"))
-    assert one == two  # byte for byte, including tokenizer and manifest
-    rows = [load_datasets(tmp_path / name / "dataset")["train"]["input_ids"][:] for name in ("one", "other")]
-    assert rows[0] != rows[1]
-    assert not set(one) ^ set(other)
+    for num_proc in (1, 2):
+        tokenize_wikitext103.prepare(arguments(tmp_path / str(num_proc), num_proc=num_proc))
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")  # byte for byte, including tokenizer and manifest
 
 
-@pytest.mark.parametrize(("blank_rows", "num_documents"), [(True, 200), (False, 8)])
-def test_hub_datasets_with_and_without_blank_rows(tmp_path, monkeypatch, blank_rows, num_documents):
-    """BookCorpus has one sentence per row and no blank rows."""
-    rows = []
-    for number in range(1400):
-        rows.append(f"sentence {number} of the book .")
-        if blank_rows and number % 7 == 6:
-            rows.append("")
+def test_a_hub_dataset_without_blank_rows(tmp_path, monkeypatch):
+    rows = [f"sentence {number} of the book ." for number in range(1400)]  # as in BookCorpus
     path = tmp_path / "books" / "plain_text" / "train" / "0000.parquet"  # as in refs/convert/parquet
     path.parent.mkdir(parents=True)
     datasets.Dataset.from_dict({"text": rows}).to_parquet(path)
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_CHARS", 5000)
     manifest = tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name=str(tmp_path / "books"), vocab_size=60))
-    assert sum(split["documents"] for split in manifest.splits.values()) == num_documents
+    assert sum(split["documents"] for split in manifest.splits.values()) == 8
     assert sum(split["sentences"] for split in manifest.splits.values()) == 1400
 
 
@@ -198,28 +187,19 @@ def test_existing_tokenizer_is_reused(tmp_path, prepared):
 # --- loading in trainers ---------------------------------------------------------------------------------------------
 
 
-def test_training_data_goes_with_the_tokenizer_the_model_and_the_flags(prepared):
+def test_training_data_follows_the_flags(prepared):
+    """tests/scripts/test_bad_input.py has the other settings that do not match the data."""
     tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
-    albert = AlbertConfig(max_position_embeddings=64)
 
-    def load(tokenizer=tokenizer, config=albert, **flags):
-        paths = DatasetArguments(dataset_path=str(prepared / "dataset"))
-        return load_training_data(paths, LocalTrainingArguments(mlm_probability=0.5, **flags), tokenizer, config)
+    def load(**flags):
+        args = DatasetArguments(dataset_path=str(prepared / "dataset")), LocalTrainingArguments(**flags)
+        return load_training_data(*args, tokenizer, AlbertConfig(max_position_embeddings=64))
 
-    for flags in ({}, {"seq_length": 64}):
-        dataset, collator = load(**flags)
+    dataset, collator = load(seq_length=64, mlm_probability=0.5)
     assert len(dataset) == Manifest.load(prepared / "dataset").splits["train"]["instances"]
     assert (collator([dataset[0]])["labels"] != -100).float().mean() > 0.3
-    other = train_tokenizer(["a b c d e f " * 20, "d e f g"], "bpe", "mlm", 265, 64)
-    for arguments, message in (
-        ({"config": AlbertConfig(max_position_embeddings=63)}, "63 positions"),
-        ({"config": BertConfig()}, r"--model_name_or_path: .* mlm, .* for mlm_sop.*--objective mlm$"),
-        ({"seq_length": 128}, r"--seq_length 128: .* 64 tokens"),
-        ({"tokenizer": other}, r"--tokenizer_path: .*265 tokens.*AlbertTokenizer, 1000 tokens"),
-        ({"per_device_train_batch_size": 10**6}, r"fewer than --per_device_train_batch_size 1000000"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load(**arguments)
+    with pytest.raises(UserError, match="fewer than --per_device_train_batch_size 1000000"):
+        load(per_device_train_batch_size=10**6)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +219,6 @@ def test_the_digest_of_a_tokenizer_has_its_ids():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "manifest.json' cannot be read"),
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
         ('{"format_version": 2}', "it has format 2, this version reads 1"),
@@ -247,16 +226,13 @@ def test_the_digest_of_a_tokenizer_has_its_ids():
     ],
 )
 def test_a_broken_manifest_is_explained(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "manifest.json").write_text(content)
+    (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=message) as error:
         Manifest.load(tmp_path)
     assert "./tokenize_wikitext103.py" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_damaged_dataset_is_explained(prepared, tmp_path):
-    with pytest.raises(UserError, match=r"there is no folder .*tokenize_wikitext103\.py"):
-        load_datasets(tmp_path / "nothing")
     for name, content in contents(prepared / "dataset").items():
         path = tmp_path / "cut" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -278,19 +254,11 @@ def test_collator_masks_text_only(prepared):
         return torch.tensor([sample[name] + [value] * (64 - len(sample[name])) for sample in samples])
 
     original, is_special = padded("input_ids", tokenizer.pad_token_id), padded("special_tokens_mask", 1).bool()
-    assert torch.equal(batch["attention_mask"], padded("attention_mask", 0))
-    assert torch.equal(batch["token_type_ids"], padded("token_type_ids", 0))
     chosen = batch["labels"] != -100
     assert not (chosen & is_special).any()
     assert torch.equal(batch["labels"][chosen], original[chosen])
     assert torch.equal(batch["input_ids"][~chosen], original[~chosen])
     assert chosen.sum().item() / (~is_special).sum().item() == pytest.approx(0.15, abs=0.01)
-    is_mask = batch["input_ids"] == tokenizer.mask_token_id
-    assert is_mask[chosen].float().mean().item() == pytest.approx(0.8, abs=0.02)
-
-    torch.manual_seed(0)
-    again = build_collator("mlm_sop", tokenizer, mlm_probability=0.15)(samples)
-    assert torch.equal(batch["input_ids"], again["input_ids"])
 
 
 def test_causal_collator_teaches_the_end_of_text():
@@ -334,33 +302,15 @@ def test_what_is_not_a_dataset_is_never_replaced(tmp_path):
     assert contents(tmp_path) == {"dataset/thesis.txt": b"years of work"}
 
 
-@pytest.mark.programs
-def test_what_a_killed_run_leaves_is_invisible_and_removed(tmp_path):
-    code = (
-        "import pathlib, sys, time; from lib.common.atomic_files import new_folder\n"
-        "with new_folder(pathlib.Path(sys.argv[1]), '--flag') as folder:\n"
-        "    (folder / 'half').write_text('x'); print('ready', flush=True); time.sleep(60)"
-    )
+def test_what_a_killed_run_leaves_is_removed_or_undone(tmp_path):
     target = tmp_path / "target"
-    writer = subprocess.Popen([sys.executable, "-c", code, str(target)], cwd=ROOT, stdout=subprocess.PIPE)
-    assert writer.stdout.readline() == b"ready\n"
-    with temporary_folder(target):
-        assert len(list(tmp_path.glob(".target.*.new"))) == 2  # the other process is alive, its folder stays
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    writer.stdout.close()
-    assert not target.exists() and len(os.listdir(tmp_path)) == 1
-
-    with new_folder(target, "--flag") as folder:
-        (folder / "whole").write_text("x")
-    assert contents(tmp_path) == {"target/whole": b"x"}
-
-
-def test_a_replacement_that_was_cut_short_is_undone(tmp_path):
-    (tmp_path / f".target.{'0' * 12}.old").mkdir()
-    (tmp_path / f".target.{'0' * 12}.old" / "whole").write_text("x")
-    with temporary_folder(tmp_path / "target"):
-        assert (tmp_path / "target" / "whole").is_file()
+    new, old = (tmp_path / f".target.{'0' * 12}.{suffix}" for suffix in ("new", "old"))
+    new.mkdir()  # no process holds a lock on it
+    old.mkdir()
+    (old / "whole").touch()
+    with temporary_folder(target) as in_use, temporary_folder(target):
+        assert in_use.is_dir() and not new.exists()
+        assert (target / "whole").is_file()
 
 
 def test_a_replacement_that_fails_half_way_leaves_the_one_before(tmp_path, monkeypatch):
