@@ -83,7 +83,7 @@ def evaluate(
     from lib.data.loading import load_validation_data
     from lib.data.tokenizers import load_tokenizer
     from lib.monitoring.evaluation import EvaluationLoop, Evaluator
-    from lib.monitoring.trackers import build_reporters
+    from lib.monitoring.reporters import build_reporters
     from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, load_config
     from lib.training.optimizer import open_observer

@@ -166,8 +166,8 @@ def monitor(
     from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
     from lib.monitoring.model_card import CardMetadata
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
+    from lib.monitoring.reporters import build_reporters
     from lib.monitoring.samples import build_pipeline, check_text, report_samples
-    from lib.monitoring.trackers import build_reporters
     from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
     from lib.peer.run_config import RunConfig, RunConfigRelay

@@ -23,7 +23,7 @@ from lib.common.backoff import Backoff
 from lib.common.objectives import OBJECTIVES
 from lib.monitoring.aggregation import MAX_SPREAD
 from lib.monitoring.parsing import parse_progress
-from lib.monitoring.trackers import Reporters
+from lib.monitoring.reporters import Reporters
 from lib.peer.peer import Peer
 from lib.training.model import get_objective
 from utils import Evaluation

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from lib.common.objectives import OBJECTIVES
 from lib.monitoring.contributors import Contributors, build_table
-from lib.monitoring.trackers import read_records
+from lib.monitoring.reporters import read_records
 from lib.training.model import get_model_class, get_objective
 from lib.training.status import plural
 

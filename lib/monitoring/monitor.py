@@ -16,7 +16,7 @@ from lib.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curve
 from lib.monitoring.hub_upload import HubUploader
 from lib.monitoring.parsing import parse_shares, parse_usernames
 from lib.monitoring.progress_log import ProgressLog
-from lib.monitoring.trackers import Reporters
+from lib.monitoring.reporters import Reporters
 from lib.peer.peer import Peer
 from lib.training import checkpoints
 from lib.training.checkpoints import TrainingState

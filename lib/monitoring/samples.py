@@ -17,7 +17,7 @@ from lib.common.errors import UserError, describe
 from lib.common.objectives import OBJECTIVES
 from lib.data.loading import max_tokens
 from lib.monitoring.contributors import one_line
-from lib.monitoring.trackers import Reporters
+from lib.monitoring.reporters import Reporters
 from lib.training.model import get_objective
 
 logger = get_logger(__name__)

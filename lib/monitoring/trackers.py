@@ -1,168 +1,209 @@
-"""Output of the monitor: aggregated steps go to metrics.jsonl and optionally to a dashboard (see dashboards.py).
-Evaluations go to evaluations.jsonl and the same dashboard.
+"""Dashboards for --report_to: accelerate's trackers, each in a thread.
 
-metrics.jsonl is the durable record: no step is lost from it, and a restarted monitor reads the last step from it. A
-dashboard is for display only: its failure causes one warning, and the monitor continues.
+A tracker that hangs or fails causes one warning and neither delays nor ends the caller. The x-axis is the global step,
+and a restarted monitor continues the same curves. Files are written to the output folder, unless the environment
+variables of the dashboard name another place.
+
+Not supported are accelerate's trackers for Comet, ClearML and SwanLab, which also record the monitor's code, packages
+or host, and for Aim: with the pinned packages, values tracked by aim 3.29 could not be read back.
 """
 
-import errno
-import json
 import logging
 import os
-import time
+import queue
+import secrets
+import shlex
+import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from accelerate.state import PartialState
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+from lib.common.checks import is_page
 from lib.common.errors import describe
-from lib.monitoring.aggregation import StepReport
-from utils import Evaluation
 
 logger = logging.getLogger(__name__)
 
-# A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
-TABLE_GROWTH = 1.05
+CONNECT_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
+FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
+CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
 
 
-def build_reporters(output_dir: Path, run_id: str, report_to: str = "none", **options: str | None) -> "Reporters":
-    """Open the files in the output folder, and the dashboard that --report_to asks for.
+class Dashboard:
+    """Runs one of accelerate's trackers in a thread. Steps are queued until the tracker has started.
 
-    :param options: for `dashboards.build_tracker`
-    :raises OSError: if the output folder or a file there is not writable
+    Create it after the DHT: the start of the DHT forks this process, which the trackers do not support.
+
+    :param tracker: a tracker that is not started yet
     """
-    reporters = Reporters(output_dir)
-    if report_to != "none":
-        from lib.monitoring.dashboards import Dashboard, build_tracker
 
-        reporters.dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options))
-    return reporters
-
-
-class Reporters:
-    """The files and at most one dashboard. Steps arrive in ascending order, an evaluation after its step."""
-
-    def __init__(self, output_dir: Path):
-        self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
-        self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
-        self.dashboard = None  # a Dashboard, whose import takes a second
-        self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
+    def __init__(self, tracker: GeneralTracker):
+        PartialState(cpu=True)  # without it, the trackers' log messages raise
+        tracker.main_process_only = False  # the monitor has a single process
+        self.tracker = tracker
+        self._calls = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
+        self._calls.put(tracker.start)
+        self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
+        self._thread.start()
 
     @property
     def page(self) -> str | None:
-        """Address of the dashboard's public page; None if there is none, or the dashboard has not started yet."""
-        return None if self.dashboard is None else self.dashboard.page
+        """Public address of the curves; None if there is none, or the tracker has not started."""
+        page = getattr(self.tracker, "page", None)
+        return page if is_page(page) else None
 
-    def last_step(self) -> int:
-        """Return the newest step in metrics.jsonl, -1 if there is none."""
-        return next((record["step"] for record in reversed(read_records(self.metrics_file.path))), -1)
+    def log(self, values: dict, step: int) -> None:
+        """Queue the values of a step by curve name, and return at once. Steps may come in any order."""
+        self._calls.put(partial(self.tracker.log, values, step=step))
 
-    def report(self, report: StepReport, extra: dict | None = None) -> None:
-        """:param extra: more values of this step by name"""
-        record = to_record(report) | (extra or {})
-        more = {"contributors": report.contributors, "mini_steps": report.mini_steps, "time": round(report.time, 3)}
-        self.metrics_file.write(record | more)
-        self._log({name: value for name, value in record.items() if value is not None and name != "step"}, report.step)
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Queue a table of a step, which only wandb and trackio draw.
 
-    def report_evaluation(self, evaluation: Evaluation, remark: str = "") -> None:
-        """:param remark: added to the line in the log"""
-        values = {
-            "validation loss": evaluation.loss,
-            "perplexity": evaluation.perplexity,
-            "mlm accuracy": evaluation.mlm_accuracy,
-            "sop accuracy": evaluation.sop_accuracy,
-        }
-        values = {name: value for name, value in values.items() if value is not None}
-        described = "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
-        logger.info(f"Step #{evaluation.step}\t{described}{remark}")
-        self.evaluations_file.write({"step": evaluation.step, **values, "time": round(time.time(), 3)})
-        self._log(values, evaluation.step)
-
-    def _log(self, values: dict, step: int) -> None:
-        if self.dashboard is not None:
-            self.dashboard.log(values, step)
-
-    def report_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Give a table of a step to the dashboard, if there is one that draws tables. May be called from any thread.
-
-        The dashboard gets a table again once the step has grown by `TABLE_GROWTH` or has gone back.
+        :param rows: numbers and plain text, one value per column
         """
-        last = self._table_steps.get(name, 0)
-        if self.dashboard is not None and not last <= step < last * TABLE_GROWTH:
-            self._table_steps[name] = step
-            self.dashboard.log_table(name, columns, rows, step)
+        if hasattr(self.tracker, "log_table"):
+            data = list(map(list, rows))
+            self._calls.put(partial(self.tracker.log_table, name, list(columns), data=data, step=step))
 
     def close(self) -> None:
-        """Write the remaining lines and free resources."""
-        self.metrics_file.close()
-        self.evaluations_file.close()
-        if self.dashboard is not None:
-            self.dashboard.close()
+        """Finish the upload within CLOSE_TIMEOUT seconds."""
+        self._calls.put(self.tracker.finish)
+        self._calls.put(None)
+        self._thread.join(CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            self._warn(f"did not finish in {CLOSE_TIMEOUT:.0f} s; values may be missing there")
+
+    def _run(self) -> None:
+        has_warned = False
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                if not has_warned:  # after a failed start, all calls fail
+                    self._warn(f"failed: {describe(error)}")
+                    logger.debug("The dashboard's error", exc_info=error)
+                has_warned = True
+
+    def _warn(self, problem: str) -> None:
+        logger.warning(f"{self.tracker.name} {problem}; see metrics.jsonl instead")
 
 
-def to_record(report: StepReport) -> dict:
-    """Return the values of a step, named as in hivemind's example."""
-    return {
-        "step": report.step,
-        "loss": report.loss,
-        "alive peers": report.alive_peers,
-        "samples": report.samples,
-        "performance": report.performance,
-        **report.metrics,
-    }
+def build_tracker(
+    name: str, output_dir: Path, run_id: str, wandb_project: str | None = None, space_id: str | None = None
+) -> GeneralTracker:
+    """Build the tracker for a value of --report_to."""
+    output_dir = output_dir.resolve()
+    if name == "wandb":
+        return OfflineCapableWandbTracker(output_dir, wandb_project or run_id, run_id)
+    if name == "trackio":
+        return ProjectTrackioTracker(output_dir / name, run_id, space_id)
+    # Each start adds an event file; TensorBoard merges them.
+    logger.info(f"Curves: tensorboard --logdir {shlex.quote(str(output_dir / name))}")
+    return TensorBoardTracker(run_id, output_dir / name)
 
 
-def read_records(path: Path) -> list[dict]:
-    """Return the records of a JSON Lines file that have a step. Damaged lines are skipped."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:  # also raised for invalid UTF-8
-            continue
-        if isinstance(record, dict) and type(record.get("step")) is int:
-            records.append(record)
-    return records
+class OfflineCapableWandbTracker(WandBTracker):
+    """Weights & Biases: online after `wandb login`, otherwise recorded in the output folder for a later upload.
 
-
-class JsonLinesFile:
-    """A file with one JSON object per line, which is on disk (fsync) when `write` returns.
-
-    If a write fails (a full disk), lines are kept in memory and written first at the next one. The lines of the
-    125 000 steps of a run are 25 MB.
-
-    :raises OSError: if the folder cannot be created or an existing file cannot be repaired
+    `start` raises wandb's exception if wandb can record neither online nor offline.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._waiting: list[bytes] = []
-        content = path.read_bytes() if path.exists() else b""
-        end = content.rfind(b"\n") + 1
-        if end < len(content):  # a process died in a write; the next line would follow the incomplete one
-            logger.warning(f"{path} ends with an incomplete line: removed its {len(content) - end} bytes")
-            os.truncate(path, end)
+    page: str | None = None
 
-    def write(self, record: dict) -> None:
-        """:param record: plain values by name, of one step"""
-        self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
-        self._write_waiting()
+    def __init__(self, output_dir: Path, project: str, run_name: str):
+        super().__init__(project, name=run_name, resume="allow", dir=str(output_dir))
+        self._id_path = output_dir / "wandb_run_id"
 
-    def close(self) -> None:
-        if self._waiting:
-            self._write_waiting()
+    def start(self) -> None:
+        # wandb's reporting of its own errors needs a network, and its threads outlive the run.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
 
-    def _write_waiting(self) -> None:
+        if not self._id_path.exists():
+            self._id_path.write_text(f"{secrets.token_hex(4)}\n")
+        self.init_kwargs["id"] = self._id_path.read_text().strip()
+        self.init_kwargs["settings"] = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=CONNECT_TIMEOUT,
+            finish_timeout=FINISH_TIMEOUT,
+            # Do not upload the monitor's host name, command line, code and load.
+            save_code=False,
+            disable_git=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+        )
+        mode = wandb.setup(wandb.Settings(silent=True)).settings.mode  # WANDB_MODE or a file; default: "online"
+        reason = f"mode {mode}"
+        if mode == "online":
+            try:
+                if wandb.login(prompt=False, verify=False):
+                    super().start()
+                else:
+                    mode, reason = "offline", "no login found"
+            except Exception as error:
+                wandb.teardown()  # otherwise wandb's service considers the run that failed to start as in use
+                mode, reason = "offline", " ".join(str(error).split())[:200]
+        if mode != "online":
+            self.init_kwargs["mode"] = mode
+            super().start()
+        self.run.define_metric("*", step_metric="step")
+        if mode == "online":
+            self.page = self.run.url
+            logger.info(f"Curves: {self.page}")
+        elif mode != "disabled":
+            folder = shlex.quote(str(Path(self.run.dir).parent))
+            logger.info(f"wandb records offline ({reason}). To upload: wandb login, then wandb sync {folder}")
+
+    def log(self, values: dict, step: int | None = None, **kwargs) -> None:
+        # wandb drops values whose `step=` is below the last one, as for evaluations and after a rollback.
+        super().log({"step": step, **values}, **kwargs)
+
+    def finish(self) -> None:
+        import wandb
+
         try:
-            # Opened for each write: a file that was moved or a disk that was remounted needs no special handling.
-            with open(self.path, "ab", buffering=0) as file:
-                size, data = file.tell(), b"".join(self._waiting)
-                try:
-                    if file.write(data) < len(data):  # a disk that fills up accepts a part first
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(size)
-                    raise
-            self._waiting.clear()
-        except OSError as error:
-            logger.warning(f"Cannot write {self.path}: {describe(error)}. {len(self._waiting)} steps wait in memory")
+            super().finish()
+        finally:
+            wandb.teardown()  # ends wandb's service process
+
+
+class ProjectTrackioTracker(TrackioTracker):
+    """trackio, in a local folder without an account and a server, or in a Hugging Face Space.
+
+    If a token is present, trackio requests the user's name from the Hugging Face Hub, without a timeout. While a Space
+    cannot be reached, trackio keeps the values in the folder and sends them later.
+
+    :param space_id: NAME/SPACE; trackio creates the Space if it does not exist. Default: TRACKIO_SPACE_ID
+    """
+
+    page: str | None = None
+
+    def __init__(self, folder: Path, project: str, space_id: str | None = None):
+        self.space_id = space_id or os.environ.get("TRACKIO_SPACE_ID")
+        options = {"space_id": self.space_id, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        super().__init__(project, name="monitor", resume="allow", **options)
+        # trackio reads it on import. A value that is already set is the user's folder for dashboards.
+        os.environ.setdefault("TRACKIO_DIR", str(folder))
+
+    def start(self) -> None:
+        import trackio
+
+        if self.space_id is None:
+            folder = shlex.quote(str(trackio.TRACKIO_DIR))
+            logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(self.run_name)}")
+            # Suppresses trackio's own hint for a new project, which lacks the folder.
+            trackio.context_vars.current_project.set(self.run_name)
+        super().start()
+        if self.space_id is not None:
+            self.page = f"https://huggingface.co/spaces/{self.space_id}"
+            logger.info(f"Curves: {self.page}")
+
+    def log_table(self, table_name: str, columns: list[str], data: list[list], step: int) -> None:
+        """Log a table, as accelerate's tracker for wandb does. trackio shows its cells as plain text."""
+        import trackio
+
+        self.log({table_name: trackio.Table(columns=columns, data=data)}, step=step)

@@ -18,7 +18,7 @@ from lib.common.metrics_schema import (
     read_row,
 )
 from lib.monitoring.aggregation import MetricsAggregator
-from lib.monitoring.trackers import to_record
+from lib.monitoring.reporters import to_record
 from lib.training.session import TrainingSession
 from tests.peer.test_utils import is_accepted
 

@@ -13,7 +13,7 @@ from lib.monitoring.aggregation import MetricsAggregator
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
 from lib.monitoring.parsing import parse_shares
-from lib.monitoring.trackers import build_reporters
+from lib.monitoring.reporters import build_reporters
 from lib.training import optimizer
 from lib.training.optimizer import build_auxiliary
 from run_training_monitor import RunArguments, TrainingMonitorArguments

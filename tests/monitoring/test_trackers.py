@@ -22,11 +22,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.monitoring import dashboards
-from lib.monitoring import trackers as reporting
+from lib.monitoring import reporters as reporting
+from lib.monitoring import trackers
 from lib.monitoring.aggregation import StepReport
-from lib.monitoring.dashboards import Dashboard
-from lib.monitoring.trackers import JsonLinesFile, Reporters, build_reporters
+from lib.monitoring.reporters import JsonLinesFile, Reporters, build_reporters
+from lib.monitoring.trackers import Dashboard
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.peers import wait_until
 from utils import Evaluation
@@ -38,13 +38,13 @@ import json, logging, os, sys, threading, time
 from pathlib import Path
 import psutil
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
-from lib.monitoring import dashboards, trackers as reporting
+from lib.monitoring import reporters as reporting, trackers
 from lib.monitoring.aggregation import StepReport
 dashboard, folder, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 if dashboard == "wandb":
     import wandb  # takes seconds, which are not to count
 started = time.monotonic()
-dashboards.CONNECT_TIMEOUT = dashboards.FINISH_TIMEOUT = 2.0
+trackers.CONNECT_TIMEOUT = trackers.FINISH_TIMEOUT = 2.0
 space_url = os.environ.get("SPACE_URL")
 if space_url:
     import trackio.remote_client
@@ -222,7 +222,7 @@ def test_dashboard_that_fails_is_one_warning(tmp_path, caplog, failing):
 
 @pytest.mark.parametrize("hanging", ["start", "log", "finish"])
 def test_dashboard_that_hangs_does_not_hold_up_the_monitor(tmp_path, monkeypatch, caplog, hanging):
-    monkeypatch.setattr(dashboards, "CLOSE_TIMEOUT", 0.5)
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT", 0.5)
     tracker = FakeTracker(hanging=hanging)
     reporters = make_fake_reporters(tmp_path, tracker)
     started = time.monotonic()

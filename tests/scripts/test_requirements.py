@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lib.common.errors import ORGANISER_MODULES, UserError
-from lib.monitoring.trackers import build_reporters
+from lib.monitoring.reporters import build_reporters
 from tests.support.peers import ROOT, Script, local_peer
 
 INSTALL = "pip install -r requirements-organiser.txt"
