@@ -142,8 +142,8 @@ def _summarize(sums: MetricSums, objective: str, step: int, samples: int) -> Eva
     return Evaluation(
         step=step,
         samples=samples,
-        loss=min(loss, 1e9),
-        perplexity=math.exp(min(sums.tokens.mean_loss, 20.0)) if is_causal else None,
+        loss=min(1e9, loss),  # in this order also the loss of a broken model, NaN, is 1e9
+        perplexity=math.exp(min(20.0, sums.tokens.mean_loss)) if is_causal else None,
         mlm_accuracy=None if is_causal else sums.tokens.accuracy,
         sop_accuracy=sums.order.accuracy if has_sentence_order else None,
     )

@@ -21,10 +21,13 @@ from tests.support.fakes import make_batch
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
 @pytest.mark.parametrize("family", TINY_CONFIGS)
-def test_loss_is_that_of_the_model(family):
+def test_loss_is_that_of_the_model(family, is_broken):
     config = AutoConfig.for_model(**TINY_CONFIGS[family], vocab_size=1000)
     model, objective = build_model(config, "run").eval(), OBJECTIVE_OF_MODEL[family]
+    if is_broken:
+        torch.nn.init.constant_(next(model.parameters()), math.nan)
     batch = make_batch(length=16)
     if objective != "mlm_sop":
         del batch["sentence_order_label"]
@@ -33,8 +36,9 @@ def test_loss_is_that_of_the_model(family):
     sums = MetricSums()
     _add(sums, outputs, batch, objective)
     evaluation = _summarize(sums, objective, step=3, samples=8)
-    assert evaluation.loss == pytest.approx(outputs.loss.item(), rel=1e-5)
-    assert evaluation.perplexity == (pytest.approx(math.exp(outputs.loss.item())) if objective == "clm" else None)
+    loss, perplexity = (1e9, math.exp(20)) if is_broken else (outputs.loss.item(), math.exp(outputs.loss.item()))
+    assert evaluation.loss == pytest.approx(loss, rel=1e-5)
+    assert evaluation.perplexity == (pytest.approx(perplexity) if objective == "clm" else None)
     assert (evaluation.mlm_accuracy is None) == (objective == "clm")
     assert (evaluation.sop_accuracy is None) == (objective != "mlm_sop")
 
