@@ -5,7 +5,6 @@ monitor's parser and aggregation, and the records of metrics.jsonl and the dashb
 docs/adding-a-metric.md shows how to add a metric. This module imports neither hivemind nor torch.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,7 +47,7 @@ class ExtensibleRecord(pydantic.BaseModel):
         if len(values) > MAX_FIELDS:
             raise InvalidValue("too many fields")
         for name in values.keys() - cls.__fields__.keys():
-            _read_unknown(values[name])
+            _check_unknown(values[name])
         return values
 
     def dict(self, **options) -> dict:
@@ -91,9 +90,9 @@ class Metric:
     """A field of `LocalMetrics`: its type, its bounds, and how peers' values are aggregated (None: they are not)."""
 
     name: str
-    is_whole: bool
     minimum: float
     maximum: float
+    is_whole: bool
     is_optional: bool
     combine: str | None
     per: str | None
@@ -113,11 +112,8 @@ def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
             raise TypeError(f"{field.name}: a metric is a number within bounds, such as Rate or Count")
         if rule not in RULES and field.name != "step":
             raise TypeError(f"{field.name}: combine must be one of {', '.join(RULES)}")
-        metrics.append(
-            Metric(
-                field.name, issubclass(bounds, int), bounds.ge, bounds.le, not field.required, rule, extra.get("per")
-            )
-        )
+        is_whole, is_optional = issubclass(bounds, int), not field.required
+        metrics.append(Metric(field.name, bounds.ge, bounds.le, is_whole, is_optional, rule, extra.get("per")))
     return tuple(metrics)
 
 
@@ -126,35 +122,17 @@ def history_length(schema: type[LocalMetrics] = LocalMetrics) -> int:
     return min(HISTORY_LENGTH, _HISTORY_BYTES // (1 + 9 * len(describe_metrics(schema))))
 
 
-def read_whole(value: object, minimum: int, maximum: int) -> int:
-    """Check an integer of an untrusted record and return it.
-
-    :raises InvalidValue: if the value is no integer, or out of bounds
-    """
-    if type(value) is not int:  # type() because bool is an int to isinstance
-        raise InvalidValue("not a whole number")
-    if not minimum <= value <= maximum:
+def check_number(value: object, minimum: float, maximum: float, is_whole: bool = False) -> None:
+    """Raise InvalidValue if a value of an untrusted record is no number, NaN, or out of bounds."""
+    if type(value) is not int and (is_whole or type(value) is not float):  # bool is an int to isinstance
+        raise InvalidValue("not a whole number" if is_whole else "not a number")
+    if not minimum <= value <= maximum:  # false for NaN, too
         raise InvalidValue("out of bounds")
-    return value
 
 
-def read_real(value: object, minimum: float, maximum: float) -> float:
-    """Check a number of an untrusted record and return it as a float.
-
-    :raises InvalidValue: if the value is no number, NaN, or out of bounds
-    """
-    if type(value) is not float and type(value) is not int:
-        raise InvalidValue("not a number")
-    if value != value:
-        raise InvalidValue("NaN")
-    if not minimum <= value <= maximum:
-        raise InvalidValue("out of bounds")
-    return float(value)
-
-
-def _read_unknown(value: object) -> None:
+def _check_unknown(value: object) -> None:
     if value is not None:
-        read_real(value, -MAX_NUMBER, MAX_NUMBER)
+        check_number(value, -MAX_NUMBER, MAX_NUMBER)
 
 
 def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int | float | None]:
@@ -162,26 +140,16 @@ def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int
 
     :raises InvalidValue: if a column is missing or invalid
     """
-    columns, num_required = _columns(schema)
-    if not isinstance(row, list | tuple) or not num_required <= len(row) <= MAX_FIELDS:
-        raise InvalidValue("wrong fields")
-    if len(row) != len(columns):
-        for value in row[len(columns) :]:
-            _read_unknown(value)
-        row = [*row, *[None] * (len(columns) - len(row))]
-    # A monitor reads 64 rows of each peer, again and again: without a call per metric for each value.
-    return [
-        None if value is None and is_optional else read(value, minimum, maximum)
-        for (read, minimum, maximum, is_optional), value in zip(columns, row, strict=False)
-    ]
-
-
-@cache
-def _columns(schema: type[LocalMetrics]) -> tuple[tuple[tuple[Callable, float, float, bool], ...], int]:
-    """Return (reader, minimum, maximum, is optional) of each column of a history, and the number of required ones."""
     metrics = describe_metrics(schema)
-    columns = ((read_whole if m.is_whole else read_real, m.minimum, m.maximum, m.is_optional) for m in metrics)
-    return tuple(columns), sum(not metric.is_optional for metric in metrics)
+    if not isinstance(row, list | tuple) or len(row) > MAX_FIELDS:
+        raise InvalidValue("wrong fields")
+    for value in row[len(metrics) :]:
+        _check_unknown(value)
+    row = [*row[: len(metrics)], *[None] * (len(metrics) - len(row))]
+    for metric, value in zip(metrics, row, strict=True):
+        if value is not None or not metric.is_optional:
+            check_number(value, metric.minimum, metric.maximum, metric.is_whole)
+    return row
 
 
 class HistoryRow(list):
