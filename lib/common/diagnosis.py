@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("messages.md")
@@ -15,33 +15,24 @@ class Diagnosis:
     """A row of the table.
 
     :param message: the fixed words of a message that a peer logs or ends with, in their order; … stands for anything
-    :param meaning: what has happened, in Markdown
-    :param action: what to do, in Markdown
+    :param action: what to do; links are plain text
     """
 
     message: str
     meaning: str
     action: str
 
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        parts = filter(None, (part.strip() for part in self.message.lower().split("…")))
-        return re.compile(".*?".join(map(re.escape, parts)))
-
-    @property
-    def advice(self) -> str:
-        """The action as plain text: links become the names of the files."""
-        return re.sub(r"\[([^]]*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", self.action)
-
     def matches(self, text: str) -> bool:
         """Whether a text contains the message, in upper or lower case."""
-        return self._pattern.search(text.lower()) is not None
+        parts = (re.escape(part.strip()) for part in self.message.strip("…").split("…"))
+        return re.search(".*?".join(parts), text, re.IGNORECASE) is not None
 
 
 @cache
 def read_diagnoses() -> tuple[Diagnosis, ...]:
     """Return the rows of the table, in their order."""
-    rows = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    text = re.sub(r"\[([^]]*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", TABLE.read_text(encoding="utf-8"))  # links
+    rows = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
     return tuple(Diagnosis(*row) for row in rows)
 
 
@@ -60,4 +51,4 @@ def next_hint(text: str) -> str | None:
     if row is None or row.message in _hinted:
         return None
     _hinted.add(row.message)
-    return f"{HINT}{row.advice}"
+    return f"{HINT}{row.action}"

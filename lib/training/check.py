@@ -123,7 +123,7 @@ def attempt(subject: str, check: Callable[[], str]) -> Finding:
 def find_advice(fault: str) -> str:
     """Return what to do about a fault."""
     row = diagnose(fault)
-    return "See the message" if row is None else f"{row.advice[0].upper()}{row.advice[1:]}"
+    return "See the message" if row is None else f"{row.action[0].upper()}{row.action[1:]}"
 
 
 # On this machine
