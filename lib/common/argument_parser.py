@@ -76,12 +76,10 @@ def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
 
 
 def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[list[str], list[str]]:
-    """Translate the flags of older examples to the flags of this project.
+    """Translate the flags of older examples, but for those in `known_flags`, which the script has.
 
-    :param args: the command line
-    :param known_flags: flags of the script; they are not translated
     :returns: the translated command line, and a warning for each flag that was translated or ignored
-    :raises ArgumentsError: if a flag or value has no translation; the message says what to pass instead
+    :raises ArgumentsError: if a flag or value has no translation
     """
     translated, warnings = [], []
     queue = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") and "=" in arg else [arg])]
@@ -115,11 +113,7 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line.
-
-    :param arguments: an instance of each dataclass of the script
-    :param stated: names of the flags that the command line contains
-    """
+    """A parsed command line: an instance of each dataclass of the script, and the names of the flags it contains."""
 
     parser: "ArgumentParser"
     words: list[str]
@@ -127,10 +121,7 @@ class CommandLine:
     stated: frozenset[str]
 
     def with_settings(self, settings: Mapping[str, object]) -> tuple:
-        """Return the arguments with other values, checked as those of a command line.
-
-        :param settings: flag -> value; flags that the script does not have are left out
-        """
+        """Return the arguments with other values (flag -> value), checked as those of a command line."""
         self.parser.source = "the settings of the run: "
         return self.parser.parse([*self.words, *self.parser.to_words(settings)]).arguments
 
@@ -141,10 +132,7 @@ class CommandLine:
 
 
 class ArgumentParser(HfArgumentParser):
-    """transformers' dataclass parser, with translated old flags and one-line usage errors.
-
-    :param positional: name -> help text of the arguments without a flag
-    """
+    """transformers' dataclass parser, with translated old flags and one-line usage errors."""
 
     def __init__(self, dataclass_types, description: str, positional: Mapping[str, str] | None = None):
         super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
@@ -176,10 +164,7 @@ class ArgumentParser(HfArgumentParser):
         return words
 
     def read_file(self, path: str) -> list[str]:
-        """Read flags from a YAML file.
-
-        :raises ArgumentsError: if the file cannot be read, or has something else than flags of this script
-        """
+        """Return the flags in a YAML file as words of a command line."""
         try:
             settings = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -4,11 +4,7 @@ import time
 
 
 class Backoff:
-    """Delay before the next attempt: doubles with each failure in a row, up to a maximum.
-
-    :param first: seconds of the first delay
-    :param longest: seconds of the longest delay
-    """
+    """Delay before the next attempt: doubles with each failure in a row, from `first` to `longest` seconds."""
 
     def __init__(self, first: float, longest: float):
         self.first, self.longest = first, longest
@@ -20,10 +16,7 @@ class Backoff:
         self._until = float("-inf")
 
     def fail(self) -> float:
-        """Record a failure.
-
-        :returns: seconds before the next attempt
-        """
+        """Record a failure; return the seconds before the next attempt."""
         pause = self.pause
         self._until = time.monotonic() + pause
         self.pause = min(2 * pause, self.longest)

@@ -42,10 +42,9 @@ def describe(error: BaseException) -> str:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; on an exception print one line to stderr and exit with code 1, or with TEMPORARY.
+    """Run a script's `main`; on an exception print one line to stderr, and a hint if one is known, and exit.
 
-    A second line says what to do if that is known and the first does not say it. --debug also prints the traceback.
-    The exit code after Ctrl-C is 130.
+    The exit code is 1, TEMPORARY, or 130 after Ctrl-C. --debug also prints the traceback.
     """
     try:
         return main()

@@ -18,9 +18,6 @@ def flag(default: Any, help: str, *, setting: bool = False, optional: bool = Fal
 
 def find_settings(dataclass_types: list[type], *, optional_only: bool = False) -> frozenset[str]:
     """Return the names of the flags that are settings of a run."""
+    mark = "optional" if optional_only else "setting"
     found = (option for dataclass_type in dataclass_types for option in fields(dataclass_type))
-    return frozenset(
-        option.name
-        for option in found
-        if option.metadata.get("setting") and (option.metadata["optional"] or not optional_only)
-    )
+    return frozenset(option.name for option in found if option.metadata.get(mark))

@@ -15,10 +15,7 @@ T = TypeVar("T")
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file atomically.
-
-    :raises OSError: if the file cannot be written
-    """
+    """Write a JSON file atomically."""
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -36,7 +33,6 @@ class JsonFile:
         :param parse: converts the content to the result; raises ValueError, KeyError, TypeError or AttributeError if
             the content is invalid
         :returns: the result; None if there is no valid file
-        :raises OSError: if the file cannot be read
         """
         if not self.path.exists():
             return None
@@ -45,8 +41,7 @@ class JsonFile:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             kept = self.path.with_name(f"{self.path.name}.old")
             self.path.replace(kept)
-            reason = first_line(error)
-            logger.warning(f"Cannot use {self.path} ({reason}): starting without it, renamed it to {kept.name}")
+            logger.warning(f"Starting without {self.path}, renamed to {kept.name}: {first_line(error)}")
             return None
 
     def save(self, content: object) -> None:

@@ -49,10 +49,7 @@ class TerminalLogStream:
 
 
 class TracebackFilter(logging.Filter):
-    """Turns hivemind's errors with a traceback into warnings of one line.
-
-    hivemind logs them when a round fails or a peer leaves. This is common with volunteers, and training continues.
-    """
+    """Turns hivemind's errors with a traceback, such as of a failed round, into warnings of one line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name.startswith("hivemind.") and record.exc_info:
@@ -70,16 +67,12 @@ class HintHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(Exception):  # a failing hint must not break logging
-            hint = next_hint(record.getMessage())
-            if hint is not None:
+            if (hint := next_hint(record.getMessage())) is not None:
                 logger.info(hint)
 
 
 def setup_logging(debug: bool = False) -> None:
-    """Log to stderr with one format for hivemind's lines and ours, above a progress bar or panel if there is one.
-
-    The first warning or error of each known kind is followed by what to do about it. A second call changes nothing: a
-    trainer that reads the settings of its run logs before it starts.
+    """Set up the log of this process. A second call changes nothing: a trainer logs while it reads its run's settings.
 
     :param debug: log debug messages, and keep the tracebacks of hivemind's errors
     """

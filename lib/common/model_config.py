@@ -60,8 +60,8 @@ def read_fields(name: str, flag: str = "--model_name_or_path", cache_dir: str | 
     try:
         if is_inline(name):
             fields = json.loads(name)
-        elif built_in.is_file() or Path(name).is_file():
-            fields = json.loads((built_in if built_in.is_file() else Path(name)).read_text())
+        elif (file := built_in if built_in.is_file() else Path(name)).is_file():
+            fields = json.loads(file.read_text())
         else:
             fields, _ = PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
         model_type = fields["model_type"]

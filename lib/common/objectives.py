@@ -13,7 +13,6 @@ SPLITS = ("train", "validation")  # of the prepared data
 class Objective:
     """A training objective.
 
-    :param name: the value of --objective
     :param description: text for the model card and --help
     :param columns: columns of the prepared data, in this order; their types are in lib/data/packing.py
     :param model_types: transformers' model types that are trained with this objective

@@ -86,8 +86,6 @@ def keep_memory_shared() -> None:
 def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
     """End this process after `seconds`, even if the main thread is blocked. The children end too, see guard_children.
 
-    :param code: exit code
-    :param why: the reason, for the log
     :returns: the timer, which can be cancelled
     """
 
@@ -104,9 +102,8 @@ def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
 class StopSignal:
     """Handler of SIGINT and SIGTERM: the first signal sets `event`, the second ends the process immediately.
 
-    Before `defer` is called, the script has nothing to finish, and the first signal ends it with exit code 0.
-
-    :param grace: seconds after the first signal at which the process is ended
+    Before `defer` is called, the script has nothing to finish, and the first signal ends it with exit code 0. `grace`
+    seconds after the first signal the process is ended.
     """
 
     def __init__(self, grace: float = 12.0):
@@ -169,16 +166,12 @@ class Watchdog(PeriodicThread):
 
     hivemind waits for answers of its children without a timeout, so the main thread may be blocked forever.
 
-    :param children: name -> process
     :param longest_wait: seconds between two calls of `record_work` after which the process hangs. The time that the
         machine sleeps does not count
-    :param period: seconds between two checks
     """
 
-    def __init__(
-        self, children: dict[str, multiprocessing.Process], longest_wait: float = math.inf, period: float = 1.0
-    ):
-        super().__init__(period)
+    def __init__(self, children: dict[str, multiprocessing.Process], longest_wait: float = math.inf):
+        super().__init__(period=1.0)
         self.children, self.longest_wait = children, longest_wait
         self.record_work()
         self.daemons = [

@@ -1,4 +1,4 @@
-"""Threads that do background work at regular intervals."""
+"""Thread for background work at regular intervals."""
 
 import threading
 
