@@ -48,8 +48,7 @@ class Settings:
     :param revision: branch or tag of the project
     :param monitor_flags: flags of the monitor, including the settings of the run, e.g. "--target_batch_size 2048"
     :param coordinator_price: on-demand price, for the limit of costs
-    :param coordinator_image: an AMI, or the public parameter that names the newest one; Amazon Linux 2023. The same
-        holds for `trainer_image`, which includes NVIDIA's driver
+    :param coordinator_image: an AMI, or the public parameter that names the newest one; so is `trainer_image`
     """
 
     name: str
@@ -107,10 +106,7 @@ def readable_errors() -> Iterator[None]:
         yield
     except NoCredentialsError:
         raise UserError("no AWS credentials found: run `aws configure`, or set AWS_PROFILE") from None
-    except ClientError as error:
-        details = error.response["Error"]
-        raise UserError(f"AWS refused {error.operation_name}: {details['Code']}: {details['Message']}") from None
-    except BotoCoreError as error:
+    except (BotoCoreError, ClientError) as error:
         raise UserError(f"the request to AWS failed: {error}") from None
 
 
@@ -138,10 +134,7 @@ class Deployment:
 
     @readable_errors()
     def address(self) -> str:
-        """Return the address of the coordinator, for --initial_peers of the trainers.
-
-        :raises UserError: if there is no coordinator yet
-        """
+        """Return the address of the coordinator, for --initial_peers; raise UserError if there is none yet."""
         elastic_ip, key = self._find_elastic_ip(), self._find_identity()
         if elastic_ip is None or key is None:
             raise UserError(f"'{self.settings.name}' has no coordinator yet: start it first")
@@ -184,10 +177,7 @@ class Deployment:
         return "\n".join(output.splitlines()[-lines:]) or "No output yet: AWS shows it with a delay of some minutes"
 
     def wait_until_ready(self, timeout: float = 1200.0) -> str:
-        """Wait until this machine can join the coordinator; return the output of the probe.
-
-        :raises UserError: if the coordinator is not reachable within `timeout` seconds
-        """
+        """Wait until this machine can join the coordinator, at most `timeout` seconds; return the probe's output."""
         print("Joining the coordinator. A new machine installs for about ten minutes")
         command = [sys.executable, "-W", "ignore", "-m", "deploy.probe", "--run_id", self.settings.run_id]
         command += ["--initial_peers", self.address(), "--bootstrap_timeout", str(timeout)]
@@ -212,10 +202,7 @@ class Deployment:
 
     @readable_errors()
     def set_trainers(self, wanted: int) -> None:
-        """Keep this many spot trainers running, where they are cheapest, and replace interrupted ones.
-
-        A trainer that completes the run, or cannot start, is not replaced. A lower number terminates trainers.
-        """
+        """Keep this many spot trainers running. One that completes the run, or cannot start, is not replaced."""
         self._deploy()
         self.scaling.set_desired_capacity(AutoScalingGroupName=self._trainers, DesiredCapacity=wanted)
         print(f"AWS keeps {wanted} trainers running")
@@ -224,8 +211,7 @@ class Deployment:
     def clean_up(self, keep_address: bool = False) -> None:
         """Remove all resources, including the checkpoints on the coordinator's disk.
 
-        :param keep_address: keep the elastic IP, which costs money, and the identity, so that a new coordinator has
-            the same address
+        `keep_address` keeps the elastic IP, which costs money, and the identity for a later coordinator.
         """
         print("Removing the stack: this takes some minutes")
         self.stacks.delete_stack(StackName=self.settings.name)
@@ -256,10 +242,7 @@ class Deployment:
                     raise
 
     def _wait(self, what: str, stack: str) -> None:
-        """Wait until AWS has changed the stack.
-
-        :raises UserError: if AWS could not change it, with the reason
-        """
+        """Wait until AWS has changed the stack; raise UserError with the reason if it could not."""
         try:
             self.stacks.get_waiter(what).wait(StackName=stack, WaiterConfig={"Delay": 5, "MaxAttempts": 360})
         except WaiterError:
@@ -282,14 +265,16 @@ class Deployment:
         ]
         group = arn("autoscaling", f"autoScalingGroup:*:autoScalingGroupName/{self._trainers}")
         trainer_may = [{"Action": "autoscaling:TerminateInstanceInAutoScalingGroup", "Resource": group}]
+        on_demand = {"OnDemandPercentageAboveBaseCapacity": 100}
         spot = {"SpotAllocationStrategy": "price-capacity-optimized", "SpotMaxPrice": str(s.max_spot_price)}
+        spot["OnDemandPercentageAboveBaseCapacity"] = 0
         resources = {
             "peers": resource("EC2::SecurityGroup", GroupDescription="Port of the peers", SecurityGroupIngress=[port]),
             **self._machine(COORDINATOR, s.coordinator_image, self.coordinator_user_data(elastic_ip), coordinator_may),
             **self._machine(TRAINER, s.trainer_image, user_data, trainer_may),
-            "coordinators": self._group(COORDINATOR, [s.coordinator_type], (1, 1), 100),
+            "coordinators": self._group(COORDINATOR, [s.coordinator_type], (1, 1), on_demand),
             # The stack does not state the number of trainers: it would fail if AWS cannot start them all.
-            "trainers": self._group(TRAINER, s.trainer_types, (0, 1000), 0, **spot),
+            "trainers": self._group(TRAINER, s.trainer_types, (0, 1000), spot),
         }
         return {"Resources": resources}
 
@@ -317,21 +302,14 @@ class Deployment:
             f"{role}Template": resource("EC2::LaunchTemplate", LaunchTemplateData=machine),
         }
 
-    def _group(
-        self, role: str, types: Iterable[str], sizes: tuple[int, int], on_demand: int, **distribution: str
-    ) -> dict:
-        """Return an Auto Scaling group.
-
-        :param sizes: smallest and largest number of instances
-        :param on_demand: percentage of on-demand instances; the others are spot instances
-        """
+    def _group(self, role: str, types: Iterable[str], sizes: tuple[int, int], distribution: dict) -> dict:
+        """Return an Auto Scaling group; `sizes` are its smallest and largest number of instances."""
         subnets = self.ec2.describe_subnets(Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
         version = {"Fn::GetAtt": [f"{role}Template", "LatestVersionNumber"]}
         template = {
             "LaunchTemplateSpecification": {"LaunchTemplateId": {"Ref": f"{role}Template"}, "Version": version},
             "Overrides": [{"InstanceType": name} for name in types],
         }
-        distribution = {"OnDemandPercentageAboveBaseCapacity": on_demand, **distribution}
         return resource(
             "AutoScaling::AutoScalingGroup",
             AutoScalingGroupName=f"{self.settings.name}-{role}s",

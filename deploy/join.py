@@ -38,10 +38,7 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu]:
-    """Return the GPUs of this machine, with the names of NVIDIA's driver.
-
-    :raises UserError: if there is no GPU
-    """
+    """Return the GPUs of this machine, with the names of NVIDIA's driver; raise UserError if there is none."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -70,8 +67,6 @@ def install(project: Path, tunnel: str = "none") -> None:
 
     An installed torch that works with this GPU is kept: the torch of Colab and Kaggle matches their driver, while the
     newest one may require a newer driver or GPU.
-
-    :raises UserError: if pip fails, or torch does not find the GPU afterwards
     """
     keep_torch = torch_works()
     packages = re.findall(r"^[^#\s]+", (project / "requirements.txt").read_text(), re.MULTILINE)
@@ -99,8 +94,7 @@ def torch_works() -> bool:
 
 
 def find_ngrok_token() -> None:
-    """Put ngrok's authtoken into the environment: from Colab's secrets, or by asking. Notebooks are shared, and must
-    not contain it."""
+    """Put ngrok's authtoken into the environment, from Colab's secrets or by asking."""
     if os.environ.get("NGROK_AUTHTOKEN"):
         return
     try:
@@ -118,12 +112,9 @@ def find_ngrok_token() -> None:
 def trainer_command(
     initial_peers: str, username: str, batch_size: int, more_flags: str = "", tunnel: str = "none"
 ) -> list[str]:
-    """Return the command line of a trainer. The settings of the run come from its other peers.
-
-    White space around the values of the form is removed. `more_flags` come last and take precedence.
+    """Return the command line of a trainer, from the values of a form. `more_flags` take precedence.
 
     :param tunnel: "ngrok" if others are to join through this trainer; "none" for client mode
-    :raises UserError: if the required field is empty
     """
     peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
     if not peers:
@@ -140,10 +131,7 @@ def open_monitor(project: Path, settings: str, log: Path = Path("monitor.log")) 
     """Run a monitor that publishes the settings of the run to this machine, while the context is open.
 
     Yields its address. Others join through the trainer, which passes the settings on: one tunnel is enough. The
-    trainer keeps the checkpoints.
-
-    :param settings: flags of the monitor
-    :raises UserError: if the monitor does not start
+    trainer keeps the checkpoints. UserError is raised if the monitor does not start.
     """
     peer_file = project / "monitor_outputs" / "peer.json"
     peer_file.unlink(missing_ok=True)
@@ -160,9 +148,7 @@ def open_monitor(project: Path, settings: str, log: Path = Path("monitor.log")) 
 def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> None:
     """Run the trainer until it ends or the cell is interrupted. Its output is printed and written to `log`.
 
-    After an interrupt the trainer saves a checkpoint and announces its departure. A second interrupt ends it at once.
-
-    :raises UserError: if the trainer fails
+    After an interrupt the trainer saves a checkpoint and leaves. UserError is raised if the trainer fails.
     """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # the default of 1024 files is too low
