@@ -80,10 +80,7 @@ def main() -> None:
 
 @contextmanager
 def new_demo_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder for this demo, locked against other demos. The output of an earlier demo is removed.
-
-    :raises UserError: if the folder contains other files, or another demo uses it
-    """
+    """Yield an empty folder for this demo, locked against other demos. The output of an earlier demo is removed."""
     check_target(folder, "--output_dir", overwrite=True, replaceable=(COMMANDS_FILE,))
     with lock_folder(folder, "--output_dir"):
         for path in folder.glob("[!.]*"):
@@ -93,10 +90,7 @@ def new_demo_folder(folder: Path) -> Iterator[Path]:
 
 
 def train_together(args: DemoArguments, workers: Workers) -> None:
-    """Prepare the data, start monitor and trainers, and wait until the trainers have completed all global steps.
-
-    :raises UserError: if a process fails or no step completes within `STALL_TIMEOUT` seconds
-    """
+    """Prepare the data, start monitor and trainers, and wait until the trainers have completed all global steps."""
     folder = workers.folder
     data, tokenizer = quote(folder / "data" / "dataset"), quote(folder / "data" / "tokenizer")
     print("You can also run each command below yourself, in a separate terminal or on a separate machine.\n")
@@ -141,8 +135,9 @@ def train_together(args: DemoArguments, workers: Workers) -> None:
         )
         steps = read_jsonl(metrics)
         for step in steps[num_steps:]:
+            loss = "unknown" if step["loss"] is None else f"{step['loss']:.3f}"
             print(
-                f"Step {step['step']} of {args.max_global_steps}   loss {format_loss(step['loss'])}   "
+                f"Step {step['step']} of {args.max_global_steps}   loss {loss}   "
                 f"{step['performance']:.0f} samples/s   {step['alive peers']} peers",
                 flush=True,
             )
@@ -174,10 +169,7 @@ class Workers:
         return self.processes[name].poll() is None
 
     def start(self, name: str, command: str) -> None:
-        """Print a command line, and start it on one core.
-
-        :param command: script and flags, quoted for a shell
-        """
+        """Print a command line (script and flags, quoted for a shell), and start it on one core."""
         typed = f"OMP_NUM_THREADS=1 {as_typed(command)}\n"
         print(typed, flush=True)
         with open(self.folder / COMMANDS_FILE, "a") as file:
@@ -194,12 +186,7 @@ class Workers:
             )
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout: float = STALL_TIMEOUT) -> None:
-        """Wait until a condition is true.
-
-        :param what: what the condition means, for the error message
-        :param timeout: seconds
-        :raises UserError: if a process fails, or after `timeout` seconds
-        """
+        """Wait until a condition is true; raise UserError if a process fails, or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not condition():
             self.check()
@@ -250,20 +237,14 @@ def count_rounds(entries: Iterable[dict]) -> Counter[int]:
     return Counter(len(group) for _, group in rounds)  # a set: each peer of a group has a record of the round
 
 
-def format_loss(loss: float | None) -> str:
-    return "unknown" if loss is None else f"{loss:.3f}"
-
-
 def summarize(steps: list[dict], rounds: Counter[int], folder: Path) -> str:
-    """Return a text for the terminal: the result, the output files, and commands to try next.
-
-    :raises UserError: if the trainers did not average gradients with each other, or the loss did not fall
-    """
+    """Return the result and commands to try next; raise UserError if no step was averaged or the loss did not fall."""
     losses = [step["loss"] for step in steps if step["loss"] is not None]
     if not any(size >= 2 for size in rounds):
         raise UserError(f"no step was averaged by two trainers; search {folder}/trainer-*.log for 'Averag'")
     if len(losses) < 2 or losses[-1] >= losses[0]:
-        raise UserError(f"the loss did not fall: {', '.join(map(format_loss, losses))}; see {folder}/*.log")
+        values = ", ".join(f"{loss:.3f}" for loss in losses)
+        raise UserError(f"the loss did not fall: {values}; see {folder}/*.log")
     counts = ", ".join(f"{number} x {size} peers" for size, number in sorted(rounds.items()))
     monitor = folder / "monitor"
     checkpoint = max(monitor.glob("checkpoint-*"), key=os.path.getmtime, default="none")
