@@ -1,7 +1,4 @@
-"""Command-line parser of the scripts: fills their dataclasses and translates the flags of older examples.
-
-A usage error is one line on stderr.
-"""
+"""Command-line parser of the scripts: fills their dataclasses and translates the flags of older examples."""
 
 import difflib
 import re

@@ -29,8 +29,7 @@ def _sync(path: Path) -> None:
 def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> None:
     """Check that a folder or file may be created at `target`.
 
-    :param flag: the flag that `target` comes from, for the error message
-    :param overwrite: whether an existing target may be replaced
+    :param flag: the flag that `target` comes from
     :param replaceable: file names; for a folder. An existing folder is replaced only if it contains one of them, so
         that --overwrite with a mistyped path cannot delete a home directory
     :raises UserError: if the target exists and must not be replaced
@@ -51,10 +50,7 @@ def _hidden_name(target: Path, suffix: str) -> Path:
 
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:
-    """Remove the hidden folders that killed processes left in a folder, and undo their unfinished replacements.
-
-    :param name: glob pattern of the target names
-    """
+    """Remove what killed processes left beside targets (a glob pattern), and undo their unfinished replacements."""
     for path in folder.glob(f".{name}.{'[0-9a-f]' * 12}.old"):
         target = path.with_name(path.name[1:-17])
         if target.exists():
@@ -68,10 +64,7 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the block runs. The lock ends with the process.
-
-    :raises BlockingIOError: if another process holds the lock
-    """
+    """Lock a folder while the block runs, or raise BlockingIOError. The lock ends with the process."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         if not lock_descriptor(descriptor, blocking=False):
@@ -82,10 +75,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def make_parent(target: Path) -> None:
-    """Create the parent folder of `target`.
-
-    :raises UserError: if a part of its path is a file
-    """
+    """Create the parent folder of `target`; raise UserError if a part of its path is a file."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -110,8 +100,7 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> Iterator[Path]:
     """Yield a folder to fill; it appears at `target` when the block ends, and not at all if the block raises.
 
-    An existing folder at `target` stays until then. See `check_target` for `flag`, `overwrite`, `replaceable` and the
-    UserError that is raised.
+    An existing folder at `target` stays until then. The arguments and UserError are those of `check_target`.
     """
     path = target.resolve()  # a symbolic link is kept; the folder that it points to is replaced
     remove_leftovers(path.parent, glob.escape(path.name))  # may restore the target
@@ -148,10 +137,9 @@ def new_file(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, flag: str) -> Iterator[None]:
-    """Keep other processes from using a folder while the block runs.
+    """Create a folder, and keep other processes from using it while the block runs: they raise UserError.
 
-    :param flag: the flag that `folder` comes from, for the error message
-    :raises UserError: if another process uses the folder
+    :param flag: the flag that `folder` comes from
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:

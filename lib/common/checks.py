@@ -1,4 +1,4 @@
-"""Checks of flag values. Each raises ArgumentsError with one line that names the flag, the fault and the remedy."""
+"""Checks of flag values."""
 
 import ipaddress
 import math
@@ -144,10 +144,7 @@ _REPO_ID = re.compile(rf"(?:{_HUB_ADDRESS})?(?P<repo_id>\w[\w.-]*/\w[\w.-]{{0,95
 
 
 def parse_repo_id(flag: str, value: str) -> str:
-    """Return NAME/MODEL of a repository on the Hugging Face Hub.
-
-    :param value: NAME/MODEL, or the repository's URL
-    """
+    """Return NAME/MODEL of a repository on the Hugging Face Hub, from that or from its URL."""
     match = _REPO_ID.fullmatch(value)
     is_valid = match is not None and not re.search(r"--|\.\.|[.-](/|$)", match["repo_id"])
     require(is_valid, f"{flag}: '{value}' is not a repository on the Hugging Face Hub; pass NAME/MODEL")

@@ -18,7 +18,6 @@ def parse_command_line(
     """Parse the command line into one instance of each dataclass; exit with code 2 on a usage error.
 
     :param description: the script's docstring, whose first line --help shows
-    :param args: default: `sys.argv[1:]`
     :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
     """
     from lib.common.argument_parser import ArgumentParser

@@ -39,20 +39,15 @@ def is_inline(name: str) -> bool:
 
 
 def to_published_model(name: str) -> str:
-    """Return a value of --model_name_or_path for the other peers: the name, or the configuration in a file as JSON.
-
-    :raises UserError: if there is no configuration
-    """
-    if is_published_name(name):
-        return name
-    return json.dumps(read_fields(name), separators=(",", ":"), sort_keys=True)
+    """Return a value of --model_name_or_path for the other peers: the name, or the configuration in a file as JSON."""
+    return name if is_published_name(name) else json.dumps(read_fields(name), separators=(",", ":"), sort_keys=True)
 
 
 def read_fields(name: str, flag: str = "--model_name_or_path", cache_dir: str | None = None) -> dict[str, Field]:
     """Read and check the fields of a model configuration.
 
     :param name: JSON, path of a config.json or of a folder that has one, or a name in configs/ or on the Hub
-    :param flag: the flag that `name` comes from, for the error message
+    :param flag: the flag that `name` comes from
     :raises UserError: if there is no configuration of this name, the model family is not supported, or a value is
         out of bounds
     """
@@ -79,15 +74,10 @@ def read_fields(name: str, flag: str = "--model_name_or_path", cache_dir: str | 
         logger.warning(f"{flag}: ignoring {', '.join(ignored):.200} in the model configuration")
     kept = {key: value for key, value in fields.items() if key in known}
     for key, value in kept.items():
-        if not _is_bounded(value):
+        is_bounded = 0 <= value <= MAX_NUMBER if isinstance(value, bool | int | float) else value is None
+        if not (is_bounded or (isinstance(value, str) and re.fullmatch(r"\w{1,40}", value))):
             raise UserError(f"{flag}: '{key}' is {value!r:.40} in the model configuration, which is out of bounds")
     layers = math.prod(value for key, value in kept.items() if _LAYERS.fullmatch(key) and isinstance(value, int))
     if layers > MAX_LAYERS:
         raise UserError(f"{flag}: the model configuration has {layers} layers; at most {MAX_LAYERS} are allowed")
     return {"model_type": model_type, **kept}
-
-
-def _is_bounded(value: object) -> bool:
-    if isinstance(value, str):
-        return bool(re.fullmatch(r"\w{1,40}", value))
-    return value is None or (isinstance(value, bool | int | float) and 0 <= value <= MAX_NUMBER)
