@@ -185,7 +185,6 @@ def build_tokenizer(
 ) -> tuple[PreTrainedTokenizerBase, Path]:
     """Train or load the tokenizer, and save it unless it is loaded from --tokenizer_path.
 
-    :param documents: to train on
     :param stack: at whose end the tokenizer is complete in --tokenizer_path
     :returns: the tokenizer, and the folder that it can be loaded from until then
     """

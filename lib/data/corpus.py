@@ -93,11 +93,9 @@ def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
 
 
 def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Documents]:
-    """Read the whole source into files in `folder`.
+    """Read the whole source into files in `folder`; return the documents of the splits "train" and "validation".
 
     :param validation_fraction: fraction of the documents that is held out if the source has no validation text
-    :returns: documents of the splits "train" and "validation"
-    :raises UserError: if there is no text, or too little to hold out documents for validation
     """
     corpus = {}
     for split, rows in source.rows.items():

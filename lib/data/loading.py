@@ -16,10 +16,7 @@ PAD_TO_MULTIPLE_OF = 8  # tensor cores are fastest with such shapes
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
-    """Load the splits "train" and "validation", with the columns of the objective.
-
-    :raises UserError: if a split is missing, damaged, or does not match the manifest
-    """
+    """Load the splits "train" and "validation"; UserError if one is missing, damaged, or not as in the manifest."""
     manifest = Manifest.load(dataset_path)
     try:
         splits = datasets.DatasetDict.load_from_disk(str(dataset_path))
@@ -50,12 +47,8 @@ def build_collator(
     """Build a collator: it pads samples to a batch and, for masked LM, selects the tokens to predict.
 
     A batch has LongTensors of shape [samples, tokens]: `input_ids`, `attention_mask`, `labels` (-100: not predicted);
-    for sentence order also `token_type_ids`, and `sentence_order_label` of shape [samples]. These are the inputs of
-    AlbertForPreTraining and AutoModelFor{Masked,Causal}LM. Of the tokens to predict, 80 % are replaced by [MASK] and
-    10 % by a random token; special tokens are never selected. Random choices use torch's generator, which the
-    DataLoader seeds in each worker.
-
-    :param mlm_probability: fraction of the tokens to predict in masked LM
+    for sentence order also `token_type_ids`, and `sentence_order_label` of shape [samples]. Of the tokens to predict,
+    80 % are replaced by [MASK] and 10 % by a random token; special tokens are never selected.
     """
     if OBJECTIVES[objective].is_causal:
         if tokenizer.pad_token is None:
@@ -72,10 +65,7 @@ def load_training_data(
     tokenizer: PreTrainedTokenizerBase,
     config: PretrainedConfig,
 ) -> tuple[datasets.Dataset, Callable[[list[dict]], BatchEncoding]]:
-    """Load the training samples, and build their collator.
-
-    :raises UserError: if the data is missing, or does not match the tokenizer, the model or the flags
-    """
+    """Load the training samples and build their collator; UserError if they do not match the other arguments."""
     manifest = _load_manifest(dataset_args, tokenizer, config)
     if (length := training_args.seq_length) not in (None, manifest.max_seq_length):
         raise UserError(

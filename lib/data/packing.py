@@ -67,7 +67,7 @@ def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[
     Groups depend on the text only, not on the number of processes. No sample spans two groups.
 
     :param lengths: characters in each document
-    :returns: for each group, the number of its first document and of the document after its last
+    :returns: for each group, the numbers of its first document and of the document after its last
     """
     groups = []
     start, size = 0, 0
@@ -160,8 +160,6 @@ def pack_full_sequences(
 
     The format is FULL-SENTENCES (https://arxiv.org/abs/1907.11692, section 4.2): samples cross document boundaries,
     which are marked by [SEP]. All samples but the last are full.
-
-    :param documents: token ids of each document
     """
     text = _join(documents, sep_id)
     is_separator = (text == sep_id).astype(np.int8)  # the encoder gives no special token for text
@@ -182,8 +180,6 @@ def pack_contiguous(documents: Sequence[np.ndarray], max_seq_length: int, eos_id
     """Pack documents for causal LM, as GPT-2 does: add an end-of-text token to each, concatenate, split into blocks.
 
     All samples but the last are full. A last sample of a single token, which predicts nothing, is dropped.
-
-    :param documents: token ids of each document
     """
     text = _join(documents, eos_id)
     for begin in range(0, len(text) - 1, max_seq_length):

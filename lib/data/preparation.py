@@ -30,10 +30,7 @@ from lib.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples
 def tokenize_split(
     split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, map_tasks: Callable, path: Path
 ) -> PackingStats:
-    """Tokenize and pack the documents of a split into an Arrow file.
-
-    :raises UserError: if the text is too short for one sample
-    """
+    """Tokenize and pack the documents of a split into an Arrow file."""
     num_chars = int(documents.lengths.sum())
     tasks = [(start, documents.select(slice(start, stop))) for start, stop in group_documents(documents.lengths)]
     results = map_tasks(partial(tokenize_group, split, str(tokenizer_folder), config), tasks)

@@ -22,11 +22,7 @@ _MAX_ALPHABET = 1000
 def train_tokenizer(
     documents: Iterable[str], kind: str, objective: str, vocab_size: int, max_seq_length: int
 ) -> PreTrainedTokenizerBase:
-    """Train a tokenizer.
-
-    :param kind: "sentencepiece", "wordpiece" or "bpe"
-    :raises UserError: if the vocabulary cannot have exactly this size with this text
-    """
+    """Train a tokenizer; raise UserError if its vocabulary cannot have exactly this size with this text."""
     if kind == "sentencepiece":
         tokenizer = _train_sentencepiece(documents, vocab_size)
     elif kind == "wordpiece":
