@@ -16,8 +16,7 @@ from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.common.json_file import write_json
 from lib.common.metrics_schema import MAX_COUNT, MAX_ROUNDS
 from lib.common.threads import PeriodicThread
-from lib.peer.addresses import peer_id_in
-from lib.peer.connections import count_connections
+from lib.peer.addresses import count_connections, peer_id_in
 from lib.training.console import StatusPanel
 from lib.training.loss_meter import LossMeter
 from lib.training.status import FILE_NAME, TrainerStatus, describe_progress
