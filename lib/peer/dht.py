@@ -1,8 +1,4 @@
-"""Workarounds for hivemind 1.1.12 in the DHT and in libp2p's daemon; those in averaging are in lib/averaging.
-
-`SafeDHT` keeps running when a process that has called it dies. `RelayedP2P` makes a peer behind NAT reachable in
-seconds instead of minutes. docs/upgrading-hivemind.md lists what they replace.
-"""
+"""Workarounds for hivemind 1.1.12 in the DHT and in libp2p's daemon, see docs/upgrading-hivemind.md."""
 
 import asyncio
 import atexit
@@ -25,8 +21,6 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-# Seconds. A daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s.
-HOLE_PUNCHING_DELAY = 4.0
 WITHOUT_RELAYS = Path(__file__).with_name("without_relays.json")
 
 
@@ -73,13 +67,13 @@ def use_own_socket_folder() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-async def close_relayed_connections(p2p: P2P, delay: float = HOLE_PUNCHING_DELAY) -> None:
+async def close_relayed_connections(p2p: P2P, delay: float = 4.0) -> None:
     """Disconnect a daemon that has just started from the peers that it has reached through relays only.
 
     Once connections are opened again, libp2p replaces them by direct ones. It tries that once for each connection, and
     fails before the daemon knows its public address. Peers behind NAT connect within 0.5 s of the start, often before.
     """
-    await asyncio.sleep(delay)
+    await asyncio.sleep(delay)  # a daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s
     connections = await p2p.list_peers()
     direct = {peer.peer_id for peer in connections if not any("p2p-circuit" in maddr for maddr in peer.addrs)}
     for peer_id in {peer.peer_id for peer in connections} - direct:
@@ -143,7 +137,7 @@ class SafeDHT(DHT):
         super().run()
 
     async def replicate_p2p(self) -> P2P:
-        """Return the P2P of this process, connected to the daemon of the DHT process, as in hivemind."""
+        """Return the P2P of this process, connected to the daemon of the DHT process."""
         if self._p2p_replica is None or self._origin_pid != os.getpid():
             self._origin_pid = os.getpid()
             daemon_listen_maddr = self.run_coroutine(DHT._get_p2p_daemon_listen_maddr)

@@ -166,10 +166,10 @@ def _find(dht: DHT, initial_peers: Iterable[str], organiser: PeerID | None, run_
 
 
 def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
-    """Return the arguments of a script, with the settings of the run that --initial_peers lead to.
+    """Return the arguments of a script, with the settings of the run that --initial_peers lead to, if there are any.
 
-    Without --initial_peers, or if these publish no settings, the command line states all settings. The organiser is
-    remembered in the output folder: after a restart, other peers than the initial ones may relay the settings.
+    The organiser is remembered in the output folder: after a restart, other peers than the initial ones may relay the
+    settings.
 
     :raises UserError: if a flag of the command line differs from the settings, or these are not safe
     """
@@ -186,15 +186,13 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
         return command_line.arguments
     if config.protocol != PROTOCOL:
         raise UserError(
-            f"the run has protocol {config.protocol}, this checkout {PROTOCOL}: use the version of this project that "
-            "the organiser uses"
+            f"the run has protocol {config.protocol}, this checkout {PROTOCOL}: use the organiser's version"
         )
     adopted = {name: value for name, value in config.settings.items() if name not in command_line.stated}
     check_safe(adopted, peer_args.initial_peers)
     if adopted.get("model_name_or_path", "") is None:
         raise UserError(
-            "this run starts from weights in a folder of the organiser: ask for it and pass its path as "
-            "--model_name_or_path"
+            "this run starts from weights in a folder of the organiser: ask for it, and pass --model_name_or_path"
         )
     arguments = command_line.with_settings(adopted)
     refuse_differences(config, arguments)
