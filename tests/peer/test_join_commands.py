@@ -4,10 +4,10 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from hivemind.utils.crypto import RSAPrivateKey
 from transformers import AutoConfig
 
 from arguments import TRAINER_ARGUMENTS
@@ -15,18 +15,18 @@ from deploy import join
 from deploy.aws import Deployment
 from lib.common.argument_parser import ArgumentParser, CommandLine
 from lib.common.errors import UserError
-from lib.common.processes import StopSignal
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.model_card import CardMetadata, build_card
 from lib.peer import run_config
-from lib.peer.run_config import SETTINGS, RunConfig, RunConfigRelay, adopt_run_config
+from lib.peer.run_config import SETTINGS, RunConfig, adopt_run_config
 from lib.training.model import read_config
 from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.scripts.test_readme import ADDRESS, PEER_ID, read_script_calls
 from tests.support.aws import make_settings
-from tests.support.peers import ROOT, TINY_ALBERT, local_peer, wait_until
+from tests.support.peers import ROOT, TINY_ALBERT
 
+ORGANISER = RSAPrivateKey()
 JOINING = {
     "run_trainer.py": TRAINER_ARGUMENTS,
     "run_custom_trainer.py": TRAINER_ARGUMENTS,
@@ -64,38 +64,17 @@ KINDS = {"trainer.service", "compose.yaml", "model card", "notebook", "README.md
 assert {place for place, _, _ in COMMANDS} >= KINDS
 
 
-@pytest.fixture(scope="module")
-def publish(tmp_path_factory) -> Iterator[Callable[[dict], str]]:
-    """Publish settings at a real peer, and return its address. One visitor reads them for all commands."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "visitor").mkdir()
-    with ExitStack() as stack:
-        organiser = stack.enter_context(local_peer(folder, "run"))
-        address = str(organiser.dht.get_visible_maddrs()[0])
-        visitor = stack.enter_context(local_peer(folder / "visitor", "visitor", (address,)))
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(
-            run_config,
-            "_visit",
-            lambda args, organiser_id, run_id, _stop: run_config._find(
-                visitor.dht, args.initial_peers, organiser_id, run_id
-            ),
-        )
+@pytest.fixture
+def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], tuple]:
+    """Return a function for the arguments that a script's command leads to in a run with some settings."""
+    monkeypatch.chdir(tmp_path)
 
-        def publish_settings(settings: dict) -> str:
-            config = RunConfig.sign(settings, organiser.private_key)
-            RunConfigRelay(organiser, config, 60.0).publish()
-            wait_until(lambda: run_config._find(visitor.dht, [address], None, None) == config, 10, "the settings")
-            return address
+    def adopt(run: dict, script: str, words: list[str]) -> tuple:
+        config = RunConfig.sign(run, ORGANISER)
+        monkeypatch.setattr(run_config, "_visit", lambda *_args: config)
+        return adopt_run_config(parse(script, [*words, "--output_dir", str(tmp_path)]), stop=None)
 
-        yield publish_settings
-
-
-def adopt(script: str, words: list[str], folder: Path, address: str) -> tuple:
-    """Return the arguments that a command leads to."""
-    words = [address if word.endswith(f"/p2p/{PEER_ID}") else word for word in words]
-    with StopSignal(grace=1e6) as stop:
-        return adopt_run_config(parse(script, [*words, "--output_dir", str(folder)]), stop)
+    return adopt
 
 
 def parse(script: str, words: list[str]) -> CommandLine:
@@ -106,19 +85,16 @@ def settings_in(arguments: tuple) -> dict[str, object]:
     return {name: getattr(args, name) for args in arguments for name in SETTINGS if hasattr(args, name)}
 
 
-@pytest.mark.peers
 @pytest.mark.parametrize(("place", "script", "words"), COMMANDS, ids=[place for place, _, _ in COMMANDS])
-def test_command_takes_the_settings_of_the_run(publish, tmp_path, monkeypatch, place, script, words):
-    monkeypatch.chdir(tmp_path)
+def test_command_takes_the_settings_of_the_run(adopt, place, script, words):
     stated = {name: value for name, value in parse(script, words).values.items() if name in SETTINGS}
     run = {**RUN, **stated}
-    taken = settings_in(adopt(script, words, tmp_path, publish(run)))
+    taken = settings_in(adopt(run, script, words))
     assert "learning_rate" in taken
     assert {name: taken[name] for name in taken.keys() & run} == {name: run[name] for name in taken.keys() & run}
 
 
-@pytest.mark.peers
-def test_aws_trainers_take_the_settings_in_the_monitors_flags(publish, tmp_path, monkeypatch):
+def test_aws_trainers_take_the_settings_in_the_monitors_flags(adopt, monkeypatch):
     flags = "--target_batch_size 2048 --learning_rate 0.0123"
     deployment = Deployment(make_settings(run_id="my-albert", monitor_flags=flags))
     monkeypatch.setattr(deployment, "address", lambda: ADDRESS)
@@ -129,40 +105,28 @@ def test_aws_trainers_take_the_settings_in_the_monitors_flags(publish, tmp_path,
             deployment.trainer_user_data(),
         )
     )
-    address = publish(ArgumentParser(MONITOR_ARGUMENTS, "test").parse(monitor_flags).values)
-    taken = settings_in(adopt("run_trainer.py", trainer_flags, tmp_path, address))
+    stated = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(monitor_flags).values
+    taken = settings_in(adopt(stated, "run_trainer.py", trainer_flags))
     assert (taken["run_id"], taken["target_batch_size"], taken["learning_rate"]) == ("my-albert", 2048, 0.0123)
 
 
-@pytest.mark.peers
-def test_model_in_a_file_travels_with_the_settings(publish, tmp_path):
+def test_model_in_a_file_travels_with_the_settings(adopt, tmp_path):
     path, other = tmp_path / "config.json", tmp_path / "other.json"
     path.write_text(json.dumps({**TINY_ALBERT, "auto_map": {"AutoModel": "me/code--x.Y"}}))
     other.write_text(json.dumps({**TINY_ALBERT, "hidden_size": 48}))
-    address = publish({**RUN, "model_name_or_path": str(path)})
-    joining = ["--initial_peers", address]
-    _, dataset_args, *_ = adopt("run_trainer.py", joining, tmp_path, address)
+    run, joining = {**RUN, "model_name_or_path": str(path)}, ["--initial_peers", ADDRESS]
+    _, dataset_args, *_ = adopt(run, "run_trainer.py", joining)
     config = read_config(dataset_args.model_name_or_path)
     assert config.hidden_size == TINY_ALBERT["hidden_size"] and not hasattr(config, "auto_map")
-    adopt("run_trainer.py", [*joining, "--model_name_or_path", str(path)], tmp_path, address)  # the same file
+    adopt(run, "run_trainer.py", [*joining, "--model_name_or_path", str(path)])  # the same file
     with pytest.raises(UserError, match=r"--model_name_or_path is .*other\.json here and .*: drop the flag"):
-        adopt("run_trainer.py", [*joining, "--model_name_or_path", str(other)], tmp_path, address)
+        adopt(run, "run_trainer.py", [*joining, "--model_name_or_path", str(other)])
 
 
-@pytest.mark.peers
-def test_a_run_id_selects_a_run_and_no_other_is_joined(publish, tmp_path):
-    address = publish(RUN)
-    with pytest.raises(UserError, match="--run_id is other here and my-albert in run my-albert"):
-        adopt("run_trainer.py", ["--run_id", "other", "--initial_peers", address], tmp_path, address)
-
-
-@pytest.mark.peers
-def test_data_of_a_private_network_needs_the_volunteers_word(publish, tmp_path):
+def test_data_of_a_private_network_needs_the_volunteers_word(adopt):
     url = "http://169.254.169.254/data.tar.gz"
-    address = publish({**RUN, "dataset_url": url})
+    run = {**RUN, "dataset_url": url}
     with pytest.raises(UserError, match=f"not on the internet: refused; if you trust it, pass --dataset_url {url}"):
-        adopt("run_trainer.py", ["--initial_peers", address], tmp_path, address)
-    _, dataset_args, *_ = adopt(
-        "run_trainer.py", ["--initial_peers", address, "--dataset_url", url], tmp_path, address
-    )
+        adopt(run, "run_trainer.py", ["--initial_peers", ADDRESS])
+    _, dataset_args, *_ = adopt(run, "run_trainer.py", ["--initial_peers", ADDRESS, "--dataset_url", url])
     assert dataset_args.dataset_url == url
