@@ -2,14 +2,13 @@
 
 import itertools
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
 from lib.training.checkpoints import list_checkpoints
 from lib.training.status import read_status
-from tests.support.launcher import Launcher
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import Script, Scripts, steps_of, wait_until
 
@@ -28,28 +27,14 @@ def internet() -> Iterator[Internet]:
         yield internet
 
 
-class Peers:
-    """Runs scripts on several hosts."""
-
-    def __init__(self, folder: Path, data: Path, launcher: Launcher):
-        self.folder, self.data, self.launcher = folder, data, launcher
-        self._scripts: list[Scripts] = []
-
-    def on(self, host: Host) -> Scripts:
-        scripts = Scripts(self.folder, self.data, host.namespace, self.launcher)
-        self._scripts.append(scripts)
-        return scripts
-
-    def close(self) -> None:
-        for scripts in self._scripts:
-            scripts.close()
+Peers = Callable[[Host], Scripts]
 
 
 @pytest.fixture
 def peers(internet, tmp_path, data, launcher) -> Iterator[Peers]:
-    peers = Peers(tmp_path, data, launcher)
-    yield peers
-    peers.close()
+    """Return a function that prepares scripts on a host."""
+    with ExitStack() as stack:
+        yield lambda host: stack.enter_context(closing(Scripts(tmp_path, data, host.namespace, launcher)))
 
 
 def start_monitor(
@@ -57,14 +42,14 @@ def start_monitor(
 ) -> Script:
     maddr = f"/ip4/{public.address}/{port}"
     flags = flags or ("--save_checkpoint_step_interval", 1)
-    monitor = peers.on(public).monitor("--run_id", "nat", "--host_maddrs", maddr, *flags, name=name)
+    monitor = peers(public).monitor("--run_id", "nat", "--host_maddrs", maddr, *flags, name=name)
     assert monitor.address.startswith(maddr)
     return monitor
 
 
 def start_trainer(peers: Peers, monitor: Script, host: Host, name: str, *flags: object) -> Script:
     """Start a trainer that listens on all addresses of its host and any port, the default."""
-    return peers.on(host).trainer(
+    return peers(host).trainer(
         name, "--initial_peers", monitor.address, "--host_maddrs", "/ip4/0.0.0.0/tcp/0", *COLLABORATION, *flags
     )
 
@@ -137,9 +122,8 @@ def test_trainers_behind_nat_reach_each_other_through_the_monitor(internet, peer
     ]
     wait_for_rounds(trainers, 3)
     assert_watched(monitor, num_trainers=3)
-    first, second = trainers[1:]
-    assert_relayed(first)
-    assert_relayed(second)
+    for trainer in trainers[1:]:
+        assert_relayed(trainer)
 
 
 @pytest.mark.long

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import ngrok
 import pytest
-from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import BaseTrainingArguments
 from lib.common.errors import UserError
 from lib.peer import tunnel
-from lib.peer.addresses import get_free_port, log_visible_maddrs
+from lib.peer.addresses import get_free_port
 from lib.peer.tunnel import (
     NGROK_INSTALL,
     TunnelWatch,
@@ -209,15 +208,3 @@ def test_tunnel_is_announced_first_and_with_what_the_user_announces(endpoint, li
     with open_tunnel(args):
         assert args.announce_maddrs == [maddr, *others]
     assert find_local_endpoint([listen], 80) == local
-
-
-def test_both_ways_to_join_are_printed(caplog):
-    caplog.set_level(logging.INFO)
-    peer = "p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-    addresses = ("/dns4/0.tcp.ngrok.io/tcp/12345", "/ip4/192.168.1.5/tcp/80", "/ip4/127.0.0.1/tcp/80")
-    maddrs = [f"{address}/{peer}" for address in addresses]
-    log_visible_maddrs([Multiaddr(maddr) for maddr in maddrs], only_p2p=False)
-    lines = [line for line in caplog.messages if "--initial_peers" in line]
-    assert len(lines) == 2
-    assert maddrs[0] in lines[0] and "over the Internet" in lines[0]
-    assert maddrs[1] in lines[1] and maddrs[2] not in lines[1]
