@@ -84,8 +84,8 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
             if not session.after_local_step():
                 break
             if local_step % training_args.save_steps == 0:
-                session.save_checkpoint(model, task.tokenizer, training_args.save_total_limit)
-        session.save_checkpoint(model, task.tokenizer, training_args.save_total_limit)
+                session.save_checkpoint(task.tokenizer)
+        session.save_checkpoint(task.tokenizer)
         session.leave()
 
 

@@ -114,9 +114,8 @@ def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
 
 
 def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
-    """Return the dtype of mixed precision: the requested one, or on a GPU bf16 if supported and fp16 if not.
+    """Return the dtype of mixed precision: the requested one, or on a GPU bf16 if supported and fp16 if not; or None.
 
-    :returns: None without mixed precision
     :raises UserError: if the device does not support the requested precision
     """
     has_gpu = torch.cuda.is_available() and not args.use_cpu
@@ -129,11 +128,9 @@ def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
         raise UserError(
             f"--bf16: {torch.cuda.get_device_name()} does not support bfloat16; pass --fp16 or no precision flag"
         )
-    if args.fp16:
-        return torch.float16
-    if args.bf16 or (has_bf16 and not args.fp32):
-        return torch.bfloat16
-    return torch.float16 if has_gpu and not args.fp32 else None
+    if args.fp32 or not (has_gpu or args.bf16):
+        return None
+    return torch.bfloat16 if args.bf16 or (has_bf16 and not args.fp16) else torch.float16
 
 
 def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> TrainingArguments:
@@ -164,7 +161,6 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         logging_nan_inf_filter=False,  # the filter would hide a NaN or Inf loss
         save_strategy="no",  # CollaborativeCallback saves the training state, as run_custom_trainer.py does
         save_steps=args.save_steps,
-        save_total_limit=args.save_total_limit,
         disable_tqdm=True,
         report_to="none",
     )

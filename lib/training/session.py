@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from hivemind.utils import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import utils
-from arguments import CollaborationArguments, TrainerArguments
+from arguments import TrainerArguments
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.averaging.round_log import RoundLog
 from lib.averaging.state import StateLoadError, all_finite
@@ -41,7 +40,6 @@ class TrainingSession:
     A training loop calls `join` first, `loss_meter.add` with the loss of each micro-batch, `after_local_step` after
     each local step, and `leave` at the end. `CollaborativeCallback` makes these calls for transformers' Trainer.
 
-    :param folder: the output folder, for checkpoints, the backup, the round log and the status
     :param should_stop: returns whether training is to end; called after each local step
     :param watchdog: learns of each local step
     :param relay: publishes the settings of the run
@@ -54,26 +52,23 @@ class TrainingSession:
         self,
         peer: Peer,
         optimizer: CollaborativeOptimizer,
-        model: torch.nn.Module,
-        args: CollaborationArguments,
-        folder: Path,
+        model: PreTrainedModel,
+        args: TrainerArguments,
         should_stop: Callable[[], bool],
-        disable_tqdm: bool = False,
         watchdog: Watchdog | None = None,
         relay: RunConfigRelay | None = None,
     ):
-        self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args
-        self.folder = folder
+        self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args.collaboration
+        self.folder, self.num_checkpoints = Path(args.training.output_dir), args.training.save_total_limit
+        self.should_stop, self.relay, self.watchdog = should_stop, relay, watchdog or Watchdog({})
         peer_id = str(peer.dht.peer_id)
-        self.name = args.username or derive_name(peer_id)
-        self.loss_meter = LossMeter()
-        panel = open_panel(disable_tqdm)
-        self.status = StatusKeeper(folder, optimizer, args, self.name, peer_id, self.loss_meter, should_stop, panel)
-        optimizer.round_log = RoundLog(folder, on_entry=self.status.record_round)
-        self.should_stop = should_stop
-        self.relay = relay
-        self.watchdog = watchdog or Watchdog({})
-        self.backup = BackupWriter(folder / "backup.pt", args.run_id)
+        self.name = self.args.username or derive_name(peer_id)
+        self.loss_meter, panel = LossMeter(), open_panel(args.training.disable_tqdm)
+        self.status = StatusKeeper(
+            self.folder, optimizer, self.args, self.name, peer_id, self.loss_meter, should_stop, panel
+        )
+        optimizer.round_log = RoundLog(self.folder, on_entry=self.status.record_round)
+        self.backup = BackupWriter(self.folder / "backup.pt", self.args.run_id)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.total_samples_processed = 0
         self.num_recoveries = 0
@@ -107,12 +102,9 @@ class TrainingSession:
     def _load_newest_state(self) -> bool:
         """Download the newest state; retry while trainers report a later step than ours.
 
-        A single trainer that reports a later step without offering its state may be lying. After MAX_JOIN_ATTEMPTS
-        attempts this peer starts without that trainer's state.
+        A single trainer that reports a later step may be lying. It is not waited for after MAX_JOIN_ATTEMPTS.
 
         :returns: whether a state was loaded
-        :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded within
-            `load_state_timeout`
         """
         tracker = self.optimizer.tracker
         deadline = time.monotonic() + self.args.load_state_timeout
@@ -140,7 +132,7 @@ class TrainingSession:
             time.sleep(min(5.0, tracker.default_refresh_period))
 
     def after_local_step(self) -> bool:
-        """Check the parameters and report new global steps. Call this after each local step.
+        """Check the parameters and report new global steps.
 
         :returns: whether training continues
         :raises UserError: if the parameters are NaN or Inf and there is no state to return to
@@ -180,8 +172,7 @@ class TrainingSession:
     def report(self, step: int, samples: int) -> None:
         """Log a global step and publish this peer's metrics for it.
 
-        The loss covers the micro-batches since the previous report. If two global steps complete within one local
-        step, the first one has all of the loss.
+        If two global steps complete within one local step, the first one has all of the loss.
 
         :param samples: samples that this peer contributed to the step
         """
@@ -195,14 +186,8 @@ class TrainingSession:
             logger.info(f"Local loss: {loss / mini_steps:.5f}")
             self.status.record_loss(loss / mini_steps)
         if self.optimizer.is_synchronized_with_peers():
-            metrics = LocalMetrics(
-                step=step,
-                samples_per_second=samples_per_second,
-                samples_accumulated=samples,
-                loss=loss,
-                mini_steps=mini_steps,
-            )
-            self.publish(metrics)
+            values = {"samples_accumulated": samples, "loss": loss, "mini_steps": mini_steps}
+            self.publish(LocalMetrics(step=step, samples_per_second=samples_per_second, **values))
             self.publish_rounds()
             self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
 
@@ -213,12 +198,10 @@ class TrainingSession:
         self._store("history", [entry.to_row() for entry in self.history])
 
     def _store(self, name: str, value: object) -> None:
-        """Publish a signed record under a key of the run."""
         key = f"{self.args.run_id}_{name}"
         utils.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def publish_rounds(self) -> None:
-        """Publish how many of this peer's newest rounds were complete, and how many of its samples were applied."""
         rounds = list(self.optimizer.recent_rounds)
         computed, applied = self.status.record_samples()
         value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied)
@@ -263,11 +246,7 @@ class TrainingSession:
             self.relay.publish()
 
     def leave(self) -> None:
-        """Report the last steps and leave.
-
-        After the last step of the run, wait until the monitors that keep checkpoints have saved it, or for
-        `leave_timeout` seconds.
-        """
+        """Report the last steps. After the last one of the run, wait until the monitors have saved it."""
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
@@ -287,25 +266,21 @@ class TrainingSession:
         logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")
 
     def restore_checkpoint(self) -> None:
-        """Restore the newest checkpoint in the output folder, if there is one."""
         checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)
 
-    def save_checkpoint(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, keep: int) -> None:
-        """Write a checkpoint of the current global step; log an error if that fails.
-
-        :param keep: number of checkpoints to keep, the newest ones
-        """
+    def save_checkpoint(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a checkpoint of the current global step; log an error if that fails."""
         with self.optimizer.saved_state():
             state = TrainingState(self.args.run_id, *self.optimizer.state_averager.snapshot())
             try:
-                checkpoints.save_checkpoint(self.folder, model, tokenizer, state, info={"time": time.time()})
+                checkpoints.save_checkpoint(self.folder, self.model, tokenizer, state, info={"time": time.time()})
             except OSError as error:
                 logger.error(
                     f"Could not save a checkpoint: {error.strerror}. Training continues, keeping the previous "
                     "checkpoint"
                 )
                 return
-        checkpoints.remove_old_checkpoints(self.folder, keep)
+        checkpoints.remove_old_checkpoints(self.folder, self.num_checkpoints)
 
     def close(self) -> None:
         self.status.close()
@@ -314,7 +289,7 @@ class TrainingSession:
 
 @contextlib.contextmanager
 def open_session(
-    peer: Peer, optimizer: CollaborativeOptimizer, model: torch.nn.Module, args: TrainerArguments, stop: StopSignal
+    peer: Peer, optimizer: CollaborativeOptimizer, model: PreTrainedModel, args: TrainerArguments, stop: StopSignal
 ) -> Iterator[TrainingSession]:
     """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long.
 
@@ -325,17 +300,7 @@ def open_session(
     relay = RunConfigRelay.of_run(peer, args, args.collaboration)
     children = {"DHT": peer.dht, **optimizer.processes}
     with supervise(children, 15.0, exit_code=1, longest_wait=args.collaboration.longest_wait) as watchdog:
-        session = TrainingSession(
-            peer,
-            optimizer,
-            model,
-            args.collaboration,
-            Path(args.training.output_dir),
-            stop.is_set,
-            args.training.disable_tqdm,
-            watchdog,
-            relay,
-        )
+        session = TrainingSession(peer, optimizer, model, args, stop.is_set, watchdog, relay)
         try:
             yield session
         finally:

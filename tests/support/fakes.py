@@ -9,7 +9,13 @@ from types import SimpleNamespace
 
 import torch
 
-from arguments import CollaborationArguments
+from arguments import (
+    CollaborationArguments,
+    DatasetArguments,
+    LocalTrainingArguments,
+    ProgressTrackerArguments,
+    TrainerArguments,
+)
 from lib.training.checkpoints import TrainingState
 from lib.training.session import TrainingSession
 
@@ -74,6 +80,19 @@ class FakeTokenizer:
         (Path(folder) / "tokenizer.json").write_text("{}")
 
 
+def make_arguments(folder: Path, training: dict | None = None, **options) -> TrainerArguments:
+    """Build the arguments of a trainer of an output folder.
+
+    :param training: of LocalTrainingArguments
+    :param options: of CollaborationArguments
+    """
+    local = {"output_dir": str(folder), "dataloader_num_workers": 0, "disable_tqdm": True, **(training or {})}
+    return TrainerArguments(
+        LocalTrainingArguments(**local), DatasetArguments(), CollaborationArguments(**options),
+        ProgressTrackerArguments(),
+    )  # fmt: skip
+
+
 def make_state(step: int, run_id: str = "run") -> TrainingState:
     return TrainingState(run_id, {"epoch": step, "optimizer_metadata": []}, [torch.full((100, 100), float(step))])
 
@@ -132,5 +151,4 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
         restore=state_averager.restore, discard_local_updates=lambda: False, target_batch_size=8, pop_steps=list,
         num_computed=0, tracker=FakeTracker(epoch=9), recent_rounds=[], dht=None,
     )  # fmt: skip
-    args = CollaborationArguments(run_id="run")
-    return TrainingSession(FAKE_PEER, optimizer, model, args, folder, lambda: False)
+    return TrainingSession(FAKE_PEER, optimizer, model, make_arguments(folder, run_id="run"), lambda: False)

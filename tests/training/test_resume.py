@@ -7,15 +7,9 @@ import torch
 
 import run_custom_trainer
 import run_trainer
-from arguments import (
-    CollaborationArguments,
-    DatasetArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-    TrainerArguments,
-)
 from lib.training import session
 from lib.training.session import TrainingSession
+from tests.support.fakes import make_arguments
 from tests.support.peers import local_peer
 from tests.training.test_scripts import run
 
@@ -57,16 +51,15 @@ def train(folder: Path, until: int, script, device: str = "cpu", precision: str 
     :param device: "cpu", or "cuda" for all GPUs that the script uses
     """
     num_devices = torch.cuda.device_count() if device == "cuda" and script is run_trainer else 1
-    training_args = LocalTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=SIZE // num_devices // 2, gradient_accumulation_steps=2,
-        use_cpu=device == "cpu", dataloader_num_workers=0, save_steps=10**6, disable_tqdm=True, learning_rate=0.01,
-        warmup_steps=0, total_steps=1000, max_grad_norm=0.0, **{precision: True},
+    training = {
+        "per_device_train_batch_size": SIZE // num_devices // 2, "gradient_accumulation_steps": 2,
+        "use_cpu": device == "cpu", "save_steps": 10**6, "learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000,
+        "max_grad_norm": 0.0, precision: True,
+    }  # fmt: skip
+    args = make_arguments(
+        folder, training, run_id="run", max_global_steps=until, leave_timeout=0.0, target_batch_size=SIZE,
+        delay_grad_averaging=False, delay_optimizer_step=False,
     )  # fmt: skip
-    collaboration_args = CollaborationArguments(
-        run_id="run", max_global_steps=until, leave_timeout=0.0, target_batch_size=SIZE, delay_grad_averaging=False,
-        delay_optimizer_step=False,
-    )  # fmt: skip
-    args = TrainerArguments(training_args, DatasetArguments(), collaboration_args, ProgressTrackerArguments())
     recorders = []
     with pytest.MonkeyPatch.context() as patch, local_peer(folder, "run") as peer:
         patch.setattr(session, "TrainingSession", lambda *args: recorders.append(Recorder(*args)) or recorders[0])

@@ -12,13 +12,7 @@ from datasets import Dataset
 import run_custom_trainer
 import run_trainer
 import utils
-from arguments import (
-    CollaborationArguments,
-    DatasetArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-    TrainerArguments,
-)
+from arguments import TrainerArguments
 from lib.common.processes import StopSignal
 from lib.peer import lifecycle
 from lib.training import optimizer as builders
@@ -26,7 +20,7 @@ from lib.training import session, task
 from lib.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
 from lib.training.model import build_model
 from lib.training.status import read_status
-from tests.support.fakes import FakeStateAverager, FakeTokenizer, FakeTracker, collate, make_batch
+from tests.support.fakes import FakeStateAverager, FakeTokenizer, FakeTracker, collate, make_arguments, make_batch
 from tests.support.swarm import CONFIG
 
 
@@ -104,11 +98,8 @@ def test_script_trains_saves_and_reports(tmp_path, monkeypatch, script):
         return optimizers[-1]
 
     monkeypatch.setattr(builders, "build_optimizer", build_optimizer)
-    training = LocalTrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, dataloader_num_workers=0, disable_tqdm=True, save_steps=2
-    )
-    collaboration = CollaborationArguments(run_id="run", max_global_steps=5, leave_timeout=0.0)
-    args = TrainerArguments(training, DatasetArguments(), collaboration, ProgressTrackerArguments())
+    training = {"use_cpu": True, "save_steps": 2}
+    args = make_arguments(tmp_path, training, run_id="run", max_global_steps=5, leave_timeout=0.0)
     run(monkeypatch, script, peer, args, size=20)
     assert [path.name for path in list_checkpoints(Path(tmp_path))] == ["checkpoint-5", "checkpoint-4"]
     state = load_training_state(tmp_path / "checkpoint-5" / STATE_FILE, "run")

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 import utils
-from arguments import CollaborationArguments
 from lib.common.errors import UserError
 from lib.common.names import derive_name
 from lib.training import session as session_module
 from lib.training.checkpoints import BackupWriter
 from lib.training.console import ClientModeAlarm
 from lib.training.session import TrainingSession
-from tests.support.fakes import FAKE_PEER, FakeTracker, make_session
+from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session
 
 
 @pytest.fixture
@@ -133,8 +132,8 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
     session.introduce(leaving=False)
     assert stored[0]["username"] == session.name == derive_name("QmFake")
     session.close()
-    args = CollaborationArguments(run_id="run", username="alice")
-    assert TrainingSession(FAKE_PEER, session.optimizer, session.model, args, tmp_path, bool).name == "alice"
+    args = make_arguments(tmp_path, run_id="run", username="alice")
+    assert TrainingSession(FAKE_PEER, session.optimizer, session.model, args, bool).name == "alice"
 
 
 def test_two_steps_within_one_local_step_are_both_reported(session):

@@ -166,7 +166,7 @@ def test_statistics_are_sent_in_16_bits_at_least(name):
 def test_local_flags_reach_transformers(tmp_path):
     """Clipping and schedule belong to the global step, and masks and dropout differ between peers."""
     values = {
-        "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5, "save_steps": 7, "save_total_limit": 9,
+        "per_device_train_batch_size": 3, "gradient_accumulation_steps": 5, "save_steps": 7,
         "logging_steps": 11, "logging_first_step": False, "dataloader_num_workers": 13,
     }  # fmt: skip
     flags = LocalTrainingArguments(**values, learning_rate=0.25, use_cpu=True, bf16=True, output_dir=str(tmp_path))
