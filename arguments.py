@@ -197,8 +197,7 @@ class ProgressTrackerArguments:
 
 @dataclass
 class OptimizerArguments:
-    """How the collaboration takes its steps. Every peer of a run should use the same values, but for client_mode,
-    bandwidth and batch_size_lead."""
+    """How the collaboration takes its steps."""
 
     _argument_group_name = "Collaboration"
 
@@ -297,18 +296,14 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     def __post_init__(self):
         BaseTrainingArguments.__post_init__(self)
         OptimizerArguments.__post_init__(self)
+        is_reachable = self.use_auto_relay or self.tunnel != "none" or self.announce_tunnel is not None
         require(
-            not (self.client_mode and self.use_auto_relay),
-            "--client_mode accepts no connections and --use_auto_relay needs them: pass one of the two",
+            not (self.client_mode and is_reachable),
+            "--client_mode accepts no connections, and --use_auto_relay, --tunnel and --announce_tunnel are for them",
         )
         require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
         require_not_negative(self, "leave_timeout")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
-        for name in ("tunnel", "announce_tunnel"):
-            require(
-                not self.client_mode or getattr(self, name) in (None, "none"),
-                f"--client_mode accepts no connections, so --{name} has no effect: drop one of the two",
-            )
 
     @property
     def longest_wait(self) -> float:
@@ -318,7 +313,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
 @dataclass
 class ModelArguments:
-    """What is trained. Trainer, monitor and evaluator must agree on it; they build it with the same functions."""
+    """What is trained. Trainer, monitor and evaluator must agree on it."""
 
     _argument_group_name = "Model"
 
@@ -387,7 +382,7 @@ class DatasetArguments(ModelArguments, DataSourceArguments):
 
 @dataclass
 class HyperparameterArguments:
-    """The hyper-parameters of the run, which are for target_batch_size. Every peer should use the same values."""
+    """The hyper-parameters of the run, which are for target_batch_size."""
 
     _argument_group_name = "Hyper-parameters"
 
@@ -458,11 +453,7 @@ class SampleArguments:
 
 @dataclass
 class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
-    """How this peer computes gradients.
-
-    hivemind's example inherits these from transformers' TrainingArguments. Listing the ones that mean something here
-    keeps `--help` short and fast; `hf_trainer.build_training_arguments` hands them to transformers.
-    """
+    """How this peer computes gradients. `hf_trainer.build_training_arguments` hands the flags to transformers."""
 
     _argument_group_name = "Local training"
 

@@ -57,10 +57,7 @@ BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "blockwise8": 8.06, "bl
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check.
-
-    :param advice: what to do; empty if nothing is wrong
-    """
+    """Result of a check, with advice if something is wrong."""
 
     subject: str
     text: str
@@ -73,10 +70,7 @@ class Finding:
 
 
 def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
-    """Do what a trainer does until its first local step, and print what was found.
-
-    :returns: the exit code: 0 if nothing is wrong, otherwise 1
-    """
+    """Do what a trainer does until its first local step, print what was found, and return the exit code."""
     findings = []
     for finding in check_all(command_line, stop):
         findings.append(finding)
@@ -108,7 +102,7 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
             yield attempt("state", partial(measure_download, task.model, peer, args))
             yield check_upload(peer.dht, task.model.num_parameters(only_trainable=True), peer_args)
     except UserError as error:
-        yield Finding("joining", str(error), find_advice(str(error)))
+        yield explain("joining", error)
 
 
 def attempt(subject: str, check: Callable[[], str]) -> Finding:
@@ -116,32 +110,27 @@ def attempt(subject: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(subject, check())
     except Exception as error:
-        text = describe(error)
-        return Finding(subject, text, find_advice(text))
+        return explain(subject, error)
 
 
-def find_advice(fault: str) -> str:
-    """Return what to do about a fault."""
-    row = diagnose(fault)
-    return "See the message" if row is None else f"{row.action[0].upper()}{row.action[1:]}"
+def explain(subject: str, error: Exception) -> Finding:
+    """Return an error, and what to do about it."""
+    row = diagnose(text := describe(error))
+    return Finding(subject, text, "See the message" if row is None else f"{row.action[0].upper()}{row.action[1:]}")
 
 
 # On this machine
 
 
 def check_versions(requirements: str) -> Finding:
-    """Compare the installed packages with the pinned ones.
-
-    :param requirements: the text of requirements.txt
-    """
+    """Compare the installed packages with the pinned ones, in the text of requirements.txt."""
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", requirements, re.MULTILINE))
     found = {name: find_version(name) for name in pinned}
     wrong = [name for name in pinned if found[name] != pinned[name]]
     text = ", ".join(f"{name} {found[name]} instead of {pinned[name]}" for name in wrong)
     is_fault = any(name == MUST_BE_EQUAL or found[name] is None for name in wrong)
-    return Finding(
-        "versions", text or "those of requirements.txt", "Run pip install -r requirements.txt" if is_fault else ""
-    )
+    advice = "Run pip install -r requirements.txt" if is_fault else ""
+    return Finding("versions", text or "those of requirements.txt", advice)
 
 
 def find_version(package: str) -> str | None:
@@ -175,28 +164,22 @@ def check_memories(num_parameters: int, device: torch.device, local_updates: boo
 
 
 def measure_device(task: Task, args: LocalTrainingArguments) -> str:
-    """Compute micro-batches for some seconds, after one that is not counted.
-
-    :returns: the speed
-    """
+    """Compute micro-batches for some seconds, after one that is not counted, and return the speed."""
     device, dtype, model = task.device, autocast_dtype(args), task.model.to(task.device).train()
     size = args.per_device_train_batch_size
-    number, started = 0, None
-    for batch in DataLoader(task.dataset, size, shuffle=True, collate_fn=task.collator):
+    for number, batch in enumerate(DataLoader(task.dataset, size, shuffle=True, collate_fn=task.collator)):
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             loss = model(**batch).loss
         loss.backward()
         loss.item()  # waits for the GPU
-        if started is None:
+        if number == 0:
             started = time.monotonic()
-            continue
-        number += 1
-        if time.monotonic() > started + DEVICE_SECONDS:
+        elif time.monotonic() > started + DEVICE_SECONDS:
             break
+    seconds = (time.monotonic() - started) / max(1, number)
     model.zero_grad()
     model.cpu()
-    seconds = (time.monotonic() - started) / max(1, number)
     hint = "; raise --per_device_train_batch_size" if device.type == "cuda" and seconds < 0.2 else ""
     return f"{device}: a micro-batch of {size} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
 
@@ -215,10 +198,7 @@ def check_address(maddr: str) -> Finding:
 
 
 def check_peer(dht: DHT, peer_id: PeerID, client_mode: bool) -> str:
-    """Ask a peer whether it answers and can dial this peer.
-
-    :raises UserError: if something is wrong with the peer
-    """
+    """Ask a peer whether it answers and can dial this peer."""
     fault = dht.run_coroutine(partial(_ping, peer_id=peer_id), return_future=True).result(timeout=60.0)
     if fault is not None:
         raise UserError(fault)
@@ -226,7 +206,7 @@ def check_peer(dht: DHT, peer_id: PeerID, client_mode: bool) -> str:
 
 
 async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
-    """Return what is wrong with a peer; None if it answers. Runs in the DHT process."""
+    """Return what is wrong with a peer, if anything. Runs in the DHT process."""
     try:
         found = await node.protocol.call_ping(peer_id, validate=True)
     except Exception as error:
@@ -249,23 +229,16 @@ def measure_download(model: PreTrainedModel, peer: Peer, args: TrainerArguments)
 
 
 def check_upload(dht: DHT, num_parameters: int, args: CollaborationArguments) -> Finding:
-    """Measure the upload to the first initial peer that takes part, and how long a round takes at this speed.
-
-    :param num_parameters: trained parameters of the model
-    """
+    """Measure the upload to the first initial peer that takes part, and how long a round takes at this speed."""
     try:
-        upload, name = measure_upload(dht, args.initial_peers)
+        speed, name = measure_upload(dht, args.initial_peers)
     except UploadError as error:
         return Finding("upload", f"not measured, {error}")
-    trainers = max(2, min(1 + count_trainers(dht, args.run_id), args.target_group_size))
     bits = BITS[args.gradient_compression] + BITS[args.state_compression]
+    trainers = max(2, min(1 + count_trainers(dht, args.run_id), args.target_group_size))
     # A trainer in client mode sends each tensor once, as one of two does.
-    group_size = 2 if args.client_mode else trainers
-    seconds = round_seconds(num_parameters, group_size, bits, upload)
-    text = (
-        f"{upload:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes about "
-        f"{max(1, seconds):.0f} s"
-    )
+    seconds = max(1.0, round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, speed))
+    text = f"{speed:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes about {seconds:.0f} s"
     if seconds <= args.averaging_timeout:
         return Finding("upload", text)
     advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
@@ -274,9 +247,8 @@ def check_upload(dht: DHT, num_parameters: int, args: CollaborationArguments) ->
 
 def count_trainers(dht: DHT, run_id: str) -> int:
     """Return the number of trainers that report their progress in a run."""
-    heartbeats = get_dictionary(dht, f"{run_id}_training_progress")
     number = 0
-    for subkey, heartbeat in heartbeats.items():
+    for subkey, heartbeat in get_dictionary(dht, f"{run_id}_training_progress").items():
         with suppress(ValueError):
             number += not parse_progress(subkey, heartbeat.value).auxiliary
     return number
@@ -285,12 +257,11 @@ def count_trainers(dht: DHT, run_id: str) -> int:
 def round_seconds(elements: int, peers: int, bits: float, upload: float) -> float:
     """Return the seconds from a due global step to the averages.
 
-    The peers are equal and accept incoming connections. In butterfly all-reduce each of N peers reduces one part of
-    the tensors: it sends every other part to the peer that reduces that part, and the average of its part to all
-    other peers, which makes 2 (N-1)/N copies of the tensors. The slowest connection of a run determines its rounds.
+    In butterfly all-reduce each of N equal peers reduces one part of the tensors: it sends every other part to the
+    peer that reduces that part, and the average of its part to all other peers: 2 (N-1)/N copies of the tensors.
 
     :param elements: parameters of the model
     :param bits: bits for each element: those of its gradient, and in rounds with parameters those of the parameter
-    :param upload: Mbit/s of a peer, or its download if that is slower
+    :param upload: Mbit/s of the slowest peer
     """
     return FIXED_SECONDS + SLOWDOWN * 2 * (peers - 1) / peers * elements * bits * 1e-6 / upload

@@ -76,7 +76,7 @@ def build_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict
 
 
 def build_local_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
-    """Build the local optimizer that `args.optimizer` names, with statistics of zero.
+    """Build the local optimizer, with statistics of zero.
 
     Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see
     `PortableAdamW`, and scalar statistics that are finite and not negative.
@@ -98,10 +98,7 @@ def build_local_optimizer(param_groups: list[dict], args: HyperparameterArgument
 
 
 def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer statistics without changing a weight.
-
-    hivemind would take a step with zero gradients at the full learning rate at each start of a peer.
-    """
+    """Create the optimizer statistics without changing a weight. hivemind's own function takes a full step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     learning_rates = [group["lr"] for group in optimizer.param_groups]
@@ -126,10 +123,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArgume
 
 
 def build_outer_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.SGD:
-    """Build the optimizer of the global steps with local updates: SGD with Nesterov momentum of zero, as in DiLoCo.
-
-    The weight decay is the inner optimizer's.
-    """
+    """Build the optimizer of the global steps with local updates: SGD with Nesterov momentum, as in DiLoCo."""
     groups = [{"params": group["params"]} for group in param_groups]
     optimizer = torch.optim.SGD(groups, lr=args.outer_learning_rate, momentum=args.outer_momentum, nesterov=True)
     initialize_optimizer_state(optimizer)
@@ -137,14 +131,13 @@ def build_outer_optimizer(param_groups: list[dict], args: HyperparameterArgument
 
 
 def _step_optimizer(args: HyperparameterArguments) -> dict:
-    """Return the builders of the optimizer of the global steps and of its schedule, as hivemind takes them."""
+    """Return the builders of the optimizer of the global steps and of its schedule."""
     if args.local_updates:
         return {"optimizer": partial(build_outer_optimizer, args=args), "scheduler": None}
     return {"optimizer": partial(build_local_optimizer, args=args), "scheduler": partial(build_scheduler, args=args)}
 
 
 def _tracker_options(args: ProgressTrackerArguments, local_updates: bool) -> dict:
-    """Return the options of ProgressTracker."""
     names = [field.name for field in fields(ProgressTrackerArguments)]
     return {"local_updates": local_updates, **{name: getattr(args, name) for name in names}}
 
@@ -177,7 +170,6 @@ def build_optimizer(
     """Build the collaborative optimizer around the local one and its schedule. Call this in the main thread.
 
     :param model: the model, already on its device
-    :param batch_size_per_step: samples of a local step
     :raises UserError: if the target batch size is below the samples of one local step
     """
     run_args, training_args = args.collaboration, args.training
@@ -226,9 +218,7 @@ def build_optimizer(
 
 
 def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tuple[ProgressTracker, RoundAverager]:
-    """Build the progress tracker and the averager of an auxiliary peer, which joins rounds without gradients.
-
-    Call this in the main thread.
+    """Build the progress tracker and the averager of an auxiliary peer. Call this in the main thread.
 
     :param model: a model of the run, for the shapes of its parameters; their values are not used
     :param args: HyperparameterArguments, OptimizerArguments and ProgressTrackerArguments in one
@@ -254,10 +244,9 @@ def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tu
 
 
 def _choose_bandwidth(peer: Peer, args: CollaborationArguments) -> float:
-    """Return this peer's bandwidth in Mbit/s. A peer in client mode reduces nothing: its bandwidth has no effect."""
-    if args.bandwidth is not None or args.client_mode:
-        return args.bandwidth or MAX_BANDWIDTH
-    return measure_bandwidth(peer.dht, args.initial_peers)
+    if args.client_mode:  # this peer reduces nothing: its bandwidth has no effect
+        return MAX_BANDWIDTH
+    return args.bandwidth or measure_bandwidth(peer.dht, args.initial_peers)
 
 
 def build_state_compression(name: str) -> CompressionBase:
@@ -272,22 +261,23 @@ def build_state_compression(name: str) -> CompressionBase:
     return SizeAdaptiveCompression(threshold=2, less=NoCompression(), greater_equal=by_role)
 
 
-def build_state_averager(
-    model: torch.nn.Module, peer: Peer, run_id: str, training_args: HyperparameterArguments, download_timeout: float
-) -> TrainingStateAverager:
-    """Build the averager that downloads the trainers' state for a peer that does not train.
+@contextlib.contextmanager
+def open_observer(
+    model: torch.nn.Module, peer: Peer, run_id: str, args: HyperparameterArguments, download_timeout: float
+) -> Iterator[TrainingStateAverager]:
+    """Open an averager that downloads the trainers' state into `model`, for a peer that does not train.
 
     The averager never joins a group, since its `step` is not called. It offers no state until `allow_state_sharing` is
     set.
 
     :param download_timeout: seconds that a download may take; a donor may be silent for half of them
     """
-    return TrainingStateAverager(
+    averager = TrainingStateAverager(
         dht=peer.dht,
         public_key=peer.public_key,
         prefix=f"{run_id}_state_averager",
-        params=build_param_groups(model, training_args.weight_decay),
-        **_step_optimizer(training_args),
+        params=build_param_groups(model, args.weight_decay),
+        **_step_optimizer(args),
         initialize_optimizer=False,  # see initialize_optimizer_state
         offload_optimizer=False,
         allow_state_sharing=False,
@@ -295,14 +285,6 @@ def build_state_averager(
         donor_timeout=download_timeout / 2,
         start=True,
     )
-
-
-@contextlib.contextmanager
-def open_observer(
-    model: torch.nn.Module, peer: Peer, run_id: str, args: HyperparameterArguments, download_timeout: float
-) -> Iterator[TrainingStateAverager]:
-    """Open an averager that downloads the trainers' state into `model`, as `build_state_averager`."""
-    averager = build_state_averager(model, peer, run_id, args, download_timeout)
     try:
         with supervise({"averager": averager}, seconds=12.0, exit_code=0):
             yield averager

@@ -1,5 +1,6 @@
 """Each flag of a run reaches the object that it is for."""
 
+import contextlib
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -50,6 +51,7 @@ class Received(SimpleNamespace):
     def __init__(self, *_args, **kwargs):
         super().__init__(**{**kwargs.pop("round_opts", {}), **kwargs.pop("state_opts", {}), **kwargs})
         self.tracker_opts = SimpleNamespace(**kwargs.get("tracker_opts", {}))
+        self.shutdown = lambda: None
 
 
 PEER = SimpleNamespace(dht="dht", public_key=b"key")
@@ -71,8 +73,9 @@ def built(monkeypatch) -> SimpleNamespace:
         run_args = RunArguments(**hyperparameters, **COLLABORATION, **TRACKER)
         auxiliary = builders.build_auxiliary(Model(), PEER, "run", run_args)
         vars(found)[name], vars(found)[f"{name}_tracker"], vars(found)[f"{name}_averager"] = optimizer, *auxiliary
-    found.observer = builders.build_state_averager(Model(), PEER, "run", training, download_timeout=70.0)
-    return found
+    monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: contextlib.nullcontext())
+    with builders.open_observer(Model(), PEER, "run", training, download_timeout=70.0) as found.observer:
+        return found
 
 
 def test_hyperparameters_reach_the_optimizer(built):
