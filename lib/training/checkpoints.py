@@ -69,8 +69,7 @@ def load_training_state(path: Path, run_id: str) -> TrainingState:
 def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: dict) -> Path:
     """Write `checkpoint-STEP` into a folder: model, tokenizer, training state, and `info` as collaboration.json.
 
-    :returns: the path of the checkpoint
-    :raises OSError: if the checkpoint cannot be written, such as on a full disk
+    :raises OSError: if it cannot be written, such as on a full disk
     """
     path = folder / f"checkpoint-{state.step}"
     with new_folder(path, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary:
@@ -83,10 +82,7 @@ def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: 
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, highest step first.
-
-    The step is taken from the name: modification times are not reliable.
-    """
+    """List the checkpoints in a folder, highest step first, by name: modification times are not reliable."""
     steps = {
         path: int(match[1])
         for path in folder.glob("checkpoint-*")
@@ -96,10 +92,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> TrainingState | None:
-    """Restore the newest checkpoint that is readable and fits the model; log a warning for each newer one.
-
-    :returns: the restored state; None if there is no such checkpoint
-    """
+    """Restore and return the newest checkpoint that is readable and fits the model; warn of each newer one."""
     for path in list_checkpoints(folder):
         try:
             state = load_training_state(path / STATE_FILE, run_id)
@@ -122,11 +115,7 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
 
 
 class BackupWriter:
-    """Saves a trainer's newest finite training state in a background thread, for a rollback after NaN or Inf.
-
-    :param path: the file
-    :param run_id: stored with the state; a backup of another run is not read
-    """
+    """Saves a trainer's newest finite training state in a background thread, for a rollback after NaN or Inf."""
 
     def __init__(self, path: Path, run_id: str):
         self.path, self.run_id = path, run_id
@@ -134,10 +123,7 @@ class BackupWriter:
         self._pending: Future | None = None
 
     def write(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Save a state in the background; skip it while the previous backup is still being written.
-
-        :param metadata, tensors: see TrainingState
-        """
+        """Save a TrainingState in the background; skip it while the previous backup is still being written."""
         if self._pending is None or self._pending.done():
             self._pending = self._executor.submit(self._write, TrainingState(self.run_id, metadata, tensors))
 
@@ -148,10 +134,7 @@ class BackupWriter:
             logger.error(f"Could not write the backup {self.path} ({error}); keeping the previous one")
 
     def read(self) -> TrainingState | None:
-        """Load the newest backup, after a pending write has ended.
-
-        :returns: None if there is no readable backup of this run
-        """
+        """Load the newest backup of this run, if there is one, after a pending write has ended."""
         if self._pending is not None:
             self._pending.result()
         if not self.path.exists():

@@ -13,8 +13,6 @@ from lib.training.status import TrainerStatus, describe_status
 
 logger = get_logger(__name__)
 
-BAR_WIDTH = 40  # columns
-
 
 class StatusPanel:
     """Status of the trainer at the bottom of the terminal, below the log lines.
@@ -29,7 +27,6 @@ class StatusPanel:
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
 
     def show(self, status: TrainerStatus) -> None:
-        """Draw the panel, or draw it again."""
         self._live.start()
         self._live.console.show_cursor(True)  # a killed process could not show it again
         table = Table.grid(padding=(0, 2))
@@ -37,7 +34,7 @@ class StatusPanel:
         table.add_column(no_wrap=True, overflow="ellipsis")
         for row in describe_status(status):
             table.add_row(*row)
-        bar = ProgressBar(total=status.target_batch_size, completed=status.all_samples, width=BAR_WIDTH)
+        bar = ProgressBar(total=status.target_batch_size, completed=status.all_samples, width=40)
         self._live.update(Group("", table, bar, ""), refresh=True)
 
     def close(self) -> None:
@@ -53,8 +50,7 @@ def open_panel(disable: bool) -> StatusPanel | None:
 class ClientModeAlarm:
     """Warns every PERIOD seconds while all trainers, at least two, are in client mode.
 
-    They can average only through an auxiliary peer, and the state of a client-mode trainer cannot be downloaded: a
-    monitor writes no checkpoint, and newcomers start from an old one.
+    They can average only through an auxiliary peer, and nobody can download their state.
     """
 
     PERIOD = 300.0
@@ -63,10 +59,7 @@ class ClientModeAlarm:
         self._due_at = float("-inf")  # time.monotonic
 
     def check(self, num_peers: int, num_clients: int) -> None:
-        """Log the warning if it applies and is due.
-
-        :param num_peers, num_clients: live trainers, and those of them in client mode
-        """
+        """Log the warning if it applies to a number of trainers, some of them in client mode, and is due."""
         if num_peers < 2 or num_clients < num_peers or time.monotonic() < self._due_at:
             return
         self._due_at = time.monotonic() + self.PERIOD

@@ -1,7 +1,9 @@
 """transformers' Trainer for a collaboration, with the workarounds that it needs."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -13,7 +15,6 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from arguments import LocalTrainingArguments
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.common.errors import UserError
-from lib.training.data_parallel import AutocastDataParallel
 from lib.training.loss_meter import LossMeter
 from lib.training.model import derive_seed
 
@@ -27,8 +28,7 @@ class PeerSampler(Sampler):
     """Samples in a random order that differs between peers.
 
     The order of a pass depends on the peer ID, the seed, the global step at which the pass begins, and the number of
-    the pass. A peer that restarts at the same step sees the same order again; a peer that restarts at a later step
-    sees a new one.
+    the pass.
 
     :param length: number of samples in the data
     :param optimizer: its `local_epoch` is the global step
@@ -69,12 +69,29 @@ class NoOpScheduler(LRScheduler):
         self._last_lr = self.get_lr()
 
 
-class CollaborativeTrainer(Trainer):
-    """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order.
+class AutocastDataParallel(torch.nn.DataParallel):
+    """DataParallel whose replicas compute under autocast.
 
-    :param sampler: the order of the samples
-    :param loss_meter: receives the loss of each micro-batch
+    transformers 5.23 enables autocast only for models that it does not wrap in DataParallel. Autocast around the call
+    of DataParallel has another effect: each replica runs in a thread, with the default dtype of autocast, which is
+    float16 on GPUs (torch/nn/parallel/parallel_apply.py).
     """
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype):
+        super().__init__(module)
+        self.dtype = dtype
+        self.device_type = next(module.parameters()).device.type
+
+    def parallel_apply(self, replicas: Sequence[torch.nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        return super().parallel_apply([partial(self._apply_one, replica) for replica in replicas], inputs, kwargs)
+
+    def _apply_one(self, replica: torch.nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, dtype=self.dtype):
+            return replica(*inputs, **kwargs)
+
+
+class CollaborativeTrainer(Trainer):
+    """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order."""
 
     def __init__(self, *args, sampler: PeerSampler, loss_meter: LossMeter, **kwargs):
         super().__init__(*args, **kwargs)
@@ -96,10 +113,7 @@ class CollaborativeTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, model, grad_norm: float | None = None) -> float | None:
-        """Return the norm of a local step's gradient for the log: None, unless it was computed for another purpose.
-
-        The Trainer computes it for the log alone, and scales the gradients by 1.
-        """
+        """Return the norm that was computed for another purpose. The Trainer would compute it for the log alone."""
         return grad_norm
 
 
@@ -134,10 +148,7 @@ def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
 
 
 def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> TrainingArguments:
-    """Build transformers' arguments from our flags.
-
-    Schedule, optimizer and clipping are switched off: they belong to the global step.
-    """
+    """Build transformers' arguments, without schedule, optimizer and clipping: they belong to the global step."""
     device, _ = choose_devices(args)
     dtype = autocast_dtype(args)
     return TrainingArguments(

@@ -76,7 +76,7 @@ def check_size(config: PretrainedConfig) -> None:
 
 
 def get_objective(config: PretrainedConfig) -> str:
-    """Return the name of the objective that a model is trained for, see lib/common/objectives.py."""
+    """Return the name of the model's objective, see lib/common/objectives.py."""
     return OBJECTIVE_OF_MODEL[config.model_type]
 
 

@@ -11,11 +11,7 @@ from lib.training.status import show_status
 
 
 def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
-    """Parse the command line, and train with the settings of the run, or do what --status or --check asks for.
-
-    :param train: called with the arguments and the handler of Ctrl-C
-    :param description: the script's docstring, whose first line --help shows
-    """
+    """Parse the command line, and train with the settings of the run, or do what --status or --check asks for."""
     with StopSignal() as stop:
         command_line = parse_command_line(TRAINER_ARGUMENTS, description)
         args = TrainerArguments(*command_line.arguments)

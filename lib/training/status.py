@@ -58,16 +58,10 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _format_wait(seconds: float | None) -> str:
-    if seconds is None:
-        return "at an unknown time"
-    return f"in {format_duration(seconds)}" if seconds >= 1 else "now"
-
-
 def describe_end(end_time: float) -> str:
     """Return when the run ends, such as "2027-04-28 23:59 UTC, in 3 days"."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(end_time))
-    return f"{when}, {_format_wait(end_time - time.time())}"
+    return f"{when}, in {format_duration(max(0.0, end_time - time.time()))}"
 
 
 def _format_time(moment: float) -> str:
@@ -80,7 +74,9 @@ def plural(number: int, noun: str) -> str:
 
 def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
     """Return the status as rows of a table: a label, and a text on one line. The number of rows is constant."""
-    s = status
+    s, wait = status, "at an unknown time"
+    if s.seconds_to_next is not None:
+        wait = f"in {format_duration(s.seconds_to_next)}"
     own = f"{s.own_samples:,} of them ({s.own_samples / max(1, s.all_samples):.1%})"
     progress = f"{s.all_samples:,} of {s.target_batch_size:,} samples, {own} yours"
     samples, rank = "none in a global step yet", "" if s.rank is None else f", rank {s.rank} by speed"
@@ -95,7 +91,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
     return [
         ("Peer", f"{s.name} in run {s.run_id}, for {format_duration(s.time - s.started_at)}"),
         ("State", f"{state}, at step #{s.step}"),
-        ("Next step", f"#{s.next_step} {_format_wait(s.seconds_to_next)}: {progress}"),
+        ("Next step", f"#{s.next_step} {wait}: {progress}"),
         ("Your samples", samples),
         ("Global steps", f"{s.joined:,} joined, {s.missed:,} missed"),
         ("Last miss", "none" if s.last_miss is None else f"#{s.last_miss[0]}: {s.last_miss[1]}"),
@@ -108,10 +104,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
 
 
 def describe_progress(status: TrainerStatus, loss: float | None) -> str:
-    """Return one line about the global step that the trainers compute samples for.
-
-    :param loss: local loss since the previous global step; None before the first micro-batch
-    """
+    """Return one line about the next global step, with the local loss since the previous one."""
     s, wait = status, "unknown" if status.seconds_to_next is None else f"{status.seconds_to_next:.0f} s"
     parts = [
         f"Accumulated {s.all_samples:,} of {s.target_batch_size:,} samples for step #{s.next_step} from "
@@ -125,13 +118,12 @@ def describe_progress(status: TrainerStatus, loss: float | None) -> str:
 
 
 def describe_gift(status: TrainerStatus) -> str:
-    """Return one line of thanks for a trainer that leaves."""
     given = f"{plural(status.applied, 'sample')} to {plural(status.joined, 'global step')}"
     return f"Thank you! You contributed {given} in {(status.time - status.started_at) / 3600:.1f} hours"
 
 
 def read_status(folder: Path) -> TrainerStatus | None:
-    """Return the status in an output folder; None if there is no valid one."""
+    """Return the status in an output folder, if there is a valid one."""
     try:
         return TrainerStatus(**json.loads((folder / FILE_NAME).read_text()))
     except (OSError, ValueError, TypeError):
@@ -154,10 +146,7 @@ def find_fault(status: TrainerStatus | None, folder: Path) -> str | None:
 
 
 def show_status(folder: Path) -> int:
-    """Print the status of the trainer of an output folder.
-
-    :returns: the exit code: 0 if the trainer runs, otherwise 1
-    """
+    """Print the status of the trainer of an output folder, and return the exit code: 0 if it runs."""
     status = read_status(folder)
     if (fault := find_fault(status, folder)) is not None:
         print(fault)

@@ -37,12 +37,8 @@ REASONS = {
 class StatusKeeper(PeriodicThread):
     """Thread that writes the status, and shows it in a panel or logs the progress. The training thread only counts.
 
-    :param folder: the output folder
-    :param name: the peer's name
     :param peer_id: in base58
-    :param loss_meter: has the losses since the previous global step
     :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
-    :param panel: shows the status, if there is a terminal
     """
 
     def __init__(
@@ -75,10 +71,7 @@ class StatusKeeper(PeriodicThread):
         self._begun_at = step - self._status.joined
 
     def record_round(self, entry: dict) -> None:
-        """Count the round of a global step.
-
-        :param entry: its entry in the round log
-        """
+        """Count the round of a global step: an entry of the round log."""
         outcome, samples = Outcome(entry["outcome"]), entry["samples"]
         own_weight = entry["weights"].get(self.peer_id, samples)
         if outcome == Outcome.ALONE or (outcome == Outcome.AVERAGED and own_weight >= 1):
@@ -101,50 +94,38 @@ class StatusKeeper(PeriodicThread):
         return counts
 
     def record_loss(self, loss: float) -> None:
-        """Keep the mean local loss of a global step."""
         self._status.loss = loss
         if self._status.first_loss is None:
             self._status.first_loss = loss
 
     def record_samples(self) -> tuple[int, int]:
-        """Add the samples of a global step, and return those computed and applied for the newest MAX_ROUNDS steps.
-
-        No more of them are applied than computed, although the two are not counted at the same moment.
-        """
+        """Add the samples of a global step, and return those computed and applied for the newest MAX_ROUNDS steps."""
         status = self.update()
         self._totals.append((status.computed, status.applied))
         computed, applied = (newest - first for newest, first in zip(self._totals[-1], self._totals[0], strict=True))
         computed = min(max(0, computed), MAX_COUNT)
-        return computed, min(max(0, applied), computed)
+        return computed, min(max(0, applied), computed)  # the two are not counted at the same moment
 
     def work(self) -> None:
         now = time.monotonic()
         if now >= self._log_at:
-            self._log_at, self._status.connections = now + LOG_SECONDS, self._count_connections()
+            known = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
+            known |= {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
+            self._log_at, self._status.connections = now + LOG_SECONDS, count_connections(self.optimizer.dht, known)
             if self.panel is None and not self.should_stop():
                 logger.info(describe_progress(self.update(), self.loss_meter.mean()))
-        if self.panel is not None:
-            self._draw()
-        if now >= self._write_at:
-            self._write_at = now + WRITE_SECONDS
-            self.write()
-
-    def _count_connections(self) -> tuple[int, int] | None:
-        """Return how many known peers of the run are connected directly and through a relay."""
-        reported = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
-        initial = {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
-        return count_connections(self.optimizer.dht, reported | initial)
-
-    def _draw(self) -> None:
-        if self.should_stop():
+        if self.panel is not None and self.should_stop():
             self.panel.close()
             self.panel = None
             logger.info("Stopping. A second Ctrl-C ends the trainer at once")
-            return
-        try:
-            self.panel.show(self.update())
-        except OSError:  # the terminal is gone
-            self.panel = None
+        elif self.panel is not None:
+            try:
+                self.panel.show(self.update())
+            except OSError:  # the terminal is gone
+                self.panel = None
+        if now >= self._write_at:
+            self._write_at = now + WRITE_SECONDS
+            self.write()
 
     def write(self) -> None:
         with contextlib.suppress(OSError):  # on a full disk the file grows old, which `--status` says

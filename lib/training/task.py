@@ -15,11 +15,8 @@ from lib.training.model import build_trainer_model, enable_gradient_checkpointin
 
 @dataclass(frozen=True)
 class Task:
-    """Data and model of a trainer.
+    """Data and model of a trainer. The model is on the CPU until it is moved to `device`.
 
-    :param collator: makes a batch of samples
-    :param model: on the CPU until it is moved
-    :param device: to compute on
     :param num_devices: number of GPUs that transformers' Trainer uses; 1 without a GPU
     """
 

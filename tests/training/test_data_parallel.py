@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.training.data_parallel import AutocastDataParallel
+from lib.training.hf_trainer import AutocastDataParallel
 from lib.training.model import build_model, enable_gradient_checkpointing
 from tests.support.devices import record_precision, use_two_fake_devices
 from tests.support.fakes import make_batch
