@@ -11,7 +11,7 @@ import multiprocessing
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import hivemind
@@ -56,22 +56,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     """hivemind.Optimizer that averages gradients and parameters in one round per global step.
 
     :param public_key: the subkey of this peer's records, from `make_validators`
-    :param tracker_opts, round_opts, state_opts: further arguments of ProgressTracker, RoundAverager and
-      TrainingStateAverager
+    :param kwargs: of hivemind.Optimizer. `tracker_opts` are further arguments of ProgressTracker, `averager_opts` of
+      TrainingStateAverager; `grad_averager_factory` builds a RoundAverager
     """
 
-    def __init__(
-        self,
-        *,
-        public_key: bytes,
-        client_mode: bool,
-        tracker_opts: dict,
-        round_opts: dict,
-        state_opts: dict,
-        **kwargs,
-    ):
-        self._public_key, self._tracker_opts = public_key, tracker_opts
-        self._round_opts, self._state_opts = round_opts, state_opts
+    def __init__(self, *, public_key: bytes, **kwargs):
+        self._public_key = public_key
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self._steps: deque[tuple[int, int | None]] = deque(maxlen=64)  # see pop_steps
@@ -90,7 +80,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._update_lock = threading.RLock()  # held while parameters and statistics change or are copied
         self._wake, self._progressed, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        super().__init__(client_mode=client_mode, **kwargs)
+        super().__init__(**kwargs)
         self.coordinator = RoundCoordinator(
             self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout
         )
@@ -98,16 +88,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     # Builders that hivemind.Optimizer calls
 
-    def _make_progress_tracker(self, target_batch_size: int, **_options) -> ProgressTracker:
-        return ProgressTracker(
-            dht=self.dht,
-            run_id=self.run_id,
-            target_batch_size=target_batch_size,
-            public_key=self._public_key,
-            client_mode=self.dht.client_mode,
-            auxiliary=False,
-            **self._tracker_opts,
-        )
+    def _make_progress_tracker(self, *args, performance_ema_alpha: float, **kwargs) -> ProgressTracker:
+        mode = {"client_mode": self.dht.client_mode, "auxiliary": False}
+        return ProgressTracker(self.dht, self.run_id, *args, public_key=self._public_key, **mode, **kwargs)
 
     def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
         return TrainingStateAverager(
@@ -123,18 +106,16 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             allow_state_sharing=False,  # until there is a trained state to share, see share_state
             start=True,
             credible_epoch=self.tracker.credible_epoch,
-            **self._state_opts,
             **kwargs,
         )
 
-    def _make_gradient_averager(self, factory, **kwargs) -> RoundAverager:
-        averager = RoundAverager(
+    def _make_gradient_averager(self, factory: Callable[..., RoundAverager], **kwargs) -> RoundAverager:
+        averager = factory(
             self._offloaded_parameters(),
             dht=self.dht,
             prefix=f"{self.run_id}_round_averager",
             shutdown_timeout=self.shutdown_timeout,
             client_mode=self.dht.client_mode,
-            **self._round_opts,
         )
         for parameter, gradient in zip(self._offloaded_parameters(), averager.averaged_gradients, strict=True):
             parameter.grad = gradient
@@ -180,10 +161,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return loss
 
     def _accumulate(self, num_samples: int) -> bool:
-        """Accumulate the gradients of the model, unless one has NaN or Inf.
-
-        :returns: whether the gradients were accumulated
-        """
+        """Accumulate the gradients of the model; False if one has NaN or Inf."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not all_finite(gradients):
             self.num_dropped_gradients += 1
@@ -195,10 +173,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return True
 
     def _take_local_step(self, num_samples: int) -> int:
-        """Use the gradients of the model, which are finite.
-
-        :returns: the number of samples accumulated for the global step
-        """
+        """Use the gradients of the model, which are finite. Return the samples accumulated for the global step."""
         return self.accumulator.add(num_samples)
 
     def _wait_for_step(self) -> None:
@@ -231,14 +206,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return self.delay_grad_averaging or self._waits_for_step
 
     def _apply_update(self) -> None:
-        """Copy the offloaded parameters to the model if they are newer."""
+        """Copy the offloaded parameters to the model, if they are newer."""
         if self._has_update:
             with self._update_lock:
                 self._has_update = False
                 self._copy_parameters()
 
     def _copy_parameters(self) -> None:
-        """Copy the offloaded parameters to the model."""
         self.state_averager._apply_optimizer_parameters_()
 
     def finish_pending_update(self) -> None:
@@ -330,10 +304,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return weight if self.missed_updates <= 1 else MIN_WEIGHT, weight if counts else MIN_WEIGHT
 
     def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
-        """Bring the training state to a step.
-
-        :returns: the number of samples carried over into the next step
-        """
+        """Bring the training state to a step. Return the samples carried over into the next one."""
         if outcome == Outcome.MISSED:
             self.missed_updates += 1
             self._convalescence = CONVALESCENCE_ROUNDS
@@ -483,10 +454,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.forget_progress()
 
     def discard_local_updates(self) -> bool:
-        """Return to the parameters of the last global step, if the model has others and they are finite.
-
-        :returns: whether the parameters of the model have changed
-        """
+        """Return to the finite parameters of the last global step; False if the model has them already."""
         return False
 
     def _ignore_unbacked_epoch(self, claimed: int) -> None:
@@ -501,7 +469,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no peer offers a state of that step")
 
     def forget_progress(self) -> None:
-        """Drop the accumulated gradients: they belong to previous parameters."""
+        """Drop the accumulated gradients, which belong to previous parameters."""
         self._is_broken = False
         self.accumulator.drop()
         self.tracker.complete_step(self.local_epoch, 0)

@@ -22,6 +22,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from arguments import ProgressTrackerArguments
 from lib.averaging.matchmaking import RosterEntry
 from lib.averaging.records import signer_of
 from lib.averaging.rounds import PROTOCOL
@@ -48,7 +49,6 @@ WARN_SECONDS = 600.0  # between two warnings about the same peer
 class PeerProgress:
     """Progress of one peer, as the peer reports it.
 
-    :param peer_id: the peer that has signed the report
     :param epoch: newest global step that the peer has begun
     :param completed: newest step whose update the peer has, or has skipped
     :param samples_accumulated: samples for the step after `epoch`
@@ -96,15 +96,12 @@ def parse_progress(subkey: bytes, value: object) -> PeerProgress:
         _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) <= MAX_STEP, name)
     for name in ("samples_accumulated", "contributed"):
         _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) < MAX_SAMPLES, name)
-    _check(_is_number(progress.samples_per_second) and 0 <= progress.samples_per_second < MAX_SAMPLES, "rate")
-    for name in ("time", "reported_at"):
-        _check(_is_number(getattr(progress, name)), name)
+    for name in ("samples_per_second", "time", "reported_at"):
+        number = getattr(progress, name)
+        _check(type(number) in (int, float) and math.isfinite(number), name)
+    _check(0 <= progress.samples_per_second < MAX_SAMPLES, "rate")
     _check(type(progress.client_mode) is bool and type(progress.auxiliary) is bool, "mode")
     return progress
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _check(is_valid: bool, name: str) -> None:
@@ -117,10 +114,7 @@ class ProgressTracker(threading.Thread):
 
     :param public_key: the subkey of this peer's records, from `make_validators`
     :param target_batch_size: samples that all peers together accumulate for one global step
-    :param min_refresh_period, max_refresh_period: bounds on the seconds between two reads of the other peers'
-      progress; the lower one also bounds the seconds between two reports of samples
-    :param default_refresh_period: seconds between two reads while there are no other peers
-    :param metadata_expiration: seconds after which a report expires
+    :param args: its `min_refresh_period` also bounds the seconds between two reports of samples
     :param local_updates: whether this peer trains with local updates; peers that do otherwise are ignored
     """
 
@@ -129,26 +123,18 @@ class ProgressTracker(threading.Thread):
         dht: DHT,
         run_id: str,
         target_batch_size: int,
+        args: ProgressTrackerArguments,
         *,
         public_key: bytes,
         client_mode: bool,
         auxiliary: bool,
-        min_refresh_period: float,
-        max_refresh_period: float,
-        default_refresh_period: float,
-        expected_drift_peers: float,
-        expected_drift_rate: float,
-        performance_ema_alpha: float,
-        metadata_expiration: float,
-        local_updates: bool = False,
+        local_updates: bool,
     ):
         super().__init__(name="ProgressTracker", daemon=True)
-        self.dht, self.key, self.target_batch_size = dht, f"{run_id}_training_progress", target_batch_size
+        self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
+        self.target_batch_size = target_batch_size
         self.client_mode, self.auxiliary, self.local_updates = client_mode, auxiliary, local_updates
-        self.min_refresh_period, self.max_refresh_period = min_refresh_period, max_refresh_period
-        self.default_refresh_period, self.metadata_expiration = default_refresh_period, metadata_expiration
-        self.expected_drift_peers, self.expected_drift_rate = expected_drift_peers, expected_drift_rate
-        self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
+        self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
         self.banned_peers: Callable[[], dict[bytes, float]] = dict
         self.on_refresh: Callable[[], None] = lambda: None
         self._subkey = public_key
@@ -182,7 +168,7 @@ class ProgressTracker(threading.Thread):
     # This peer's progress
 
     def report_samples(self, samples_accumulated: int) -> None:
-        """Report the samples accumulated for the next step. Call it after each local step."""
+        """Report the samples for the next step, after each local step."""
         with self._lock:
             extra = samples_accumulated - self.local_progress.samples_accumulated
             if extra > 0:
@@ -201,8 +187,8 @@ class ProgressTracker(threading.Thread):
         the step is near.
         """
         if self.performance_ema.num_updates <= MIN_RATE_UPDATES:  # no report has had the rate yet
-            return self.min_refresh_period
-        return max(self.min_refresh_period, REPORT_FRACTION * self.seconds_to_step)
+            return self.args.min_refresh_period
+        return max(self.args.min_refresh_period, REPORT_FRACTION * self.seconds_to_step)
 
     def begin_step(self, epoch: int, contributed: int) -> None:
         """Report that this peer begins the round of a step and contributes so many samples."""
@@ -214,7 +200,7 @@ class ProgressTracker(threading.Thread):
         self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated)
         self._report_soon(0.0)
         self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
-        self.refresh_in(self.min_refresh_period)
+        self.refresh_in(self.args.min_refresh_period)
 
     def _set(self, **changes: int) -> None:
         rate, now = 0.0 if self.auxiliary else float(self.performance_ema.samples_per_second), run_time()
@@ -267,10 +253,7 @@ class ProgressTracker(threading.Thread):
         return epochs[(len(epochs) + 1) // 2 - 1] if epochs else 0
 
     def credible_epoch(self) -> int | None:
-        """Return the newest step that two other live trainers have begun; with only one such trainer, its step.
-
-        :returns: the step; None if there are no other live trainers
-        """
+        """Return the newest step that two other live trainers have begun; of a single one its step; of none None."""
         epochs = sorted((progress.epoch for progress in self.alive(self.other_trainers)), reverse=True)
         return epochs[min(1, len(epochs) - 1)] if epochs else None
 
@@ -305,8 +288,7 @@ class ProgressTracker(threading.Thread):
     @property
     def global_progress(self) -> GlobalTrainingProgress:
         """Estimate of the current progress of the run."""
-        step, now = self.next_step, time.monotonic()
-        own = self.local_progress
+        step, now, own = self.next_step, time.monotonic(), self.local_progress
         trainers = self.other_trainers + ([] if self.auxiliary else [own])
         total = estimated = 0.0
         rate = 1e-20
@@ -347,7 +329,7 @@ class ProgressTracker(threading.Thread):
         is_outdated = self._num_fetches == self._num_fetches_before_step
         if others and is_outdated and time.monotonic() < self._completed_at + DHT_TIMEOUT:
             # The known reports are of the previous step: a fast peer would take this step alone.
-            return max(self.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
+            return max(self.args.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
         have_begun = sum(progress.epoch >= step for progress in others)
         if others and have_begun * 2 >= len(others):
             return 0.0
@@ -368,10 +350,7 @@ class ProgressTracker(threading.Thread):
         return self._num_fetches > before
 
     def ignore_epochs_above(self, epoch: int) -> int:
-        """Ignore peers that claim a step after `epoch`, for IGNORE_SECONDS. Call it if no such state is offered.
-
-        :returns: the number of peers that are ignored
-        """
+        """Ignore peers that claim a step after `epoch`, for IGNORE_SECONDS. Return their number."""
         with self._lock:
             subkeys = [subkey for subkey, progress in self._others.items() if progress.epoch > epoch]
             self._ignored.update(dict.fromkeys(subkeys, time.monotonic() + IGNORE_SECONDS))
@@ -399,7 +378,7 @@ class ProgressTracker(threading.Thread):
     def _report(self) -> None:
         with self._lock:
             self._last_report = time.monotonic()
-            self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.metadata_expiration / 2)
+            self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.args.metadata_expiration / 2)
             record = self.local_progress.to_record()
             record |= {
                 "local_updates": self.local_updates,
@@ -411,8 +390,7 @@ class ProgressTracker(threading.Thread):
     def _sustained_rate(self) -> float:
         """Return the samples per second that other peers may rely on.
 
-        0 before local step MIN_RATE_UPDATES. Lower than the average while the current local step takes longer than the
-        previous ones: the peer has become slower.
+        Lower than the average while the current local step takes longer than the previous ones.
         """
         own = self.local_progress
         if self.performance_ema.num_updates < MIN_RATE_UPDATES:
@@ -420,11 +398,11 @@ class ProgressTracker(threading.Thread):
         return min(own.samples_per_second, self._last_increment / max(1e-3, run_time() - own.time))
 
     def _store(self, record: dict | None) -> None:
-        expiration = run_time() + self.metadata_expiration
+        expiration = run_time() + self.args.metadata_expiration
         self.dht.store(self.key, subkey=self._subkey, value=record, expiration_time=expiration, return_future=True)
 
     def _begin_fetch(self) -> None:
-        self._next_fetch = time.monotonic() + self.default_refresh_period  # retry interval if the fetch fails
+        self._next_fetch = time.monotonic() + self.args.default_refresh_period  # retry interval if the fetch fails
         self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()
 
     def _finish_fetch(self) -> bool:
@@ -441,8 +419,7 @@ class ProgressTracker(threading.Thread):
             future.cancel()
             raise TimeoutError("the DHT does not answer")
         found = future.result(timeout=0)
-        records = found.value if isinstance(found, ValueWithExpiration) and isinstance(found.value, dict) else {}
-        self._read(records)
+        self._read(found.value if isinstance(found, ValueWithExpiration) and isinstance(found.value, dict) else {})
         return True
 
     def _read(self, records: dict) -> None:
@@ -458,8 +435,7 @@ class ProgressTracker(threading.Thread):
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:
             self._others = others
-            seen = {p.peer_id: self._first_seen.get(p.peer_id, time.monotonic()) for p in self._others.values()}
-            self._first_seen = seen
+            self._first_seen = {p.peer_id: self._first_seen.get(p.peer_id, now) for p in others.values()}
             self._num_fetches += 1
             self._fetched_at = now
             self._next_fetch = time.monotonic() + self._refresh_period()
@@ -504,19 +480,17 @@ class ProgressTracker(threading.Thread):
     def _refresh_period(self) -> float:
         progress = self.global_progress
         if progress.num_peers + self.auxiliary <= 1:
-            return self.default_refresh_period
+            return self.args.default_refresh_period
         eta = progress.eta_next_epoch - run_time()
-        expected_peers = max(
-            progress.num_peers + self.expected_drift_peers, progress.num_peers * (1 + self.expected_drift_rate)
-        )
-        period = eta * progress.num_peers / expected_peers
+        drift = max(self.args.expected_drift_peers, progress.num_peers * self.args.expected_drift_rate)
+        period = eta * progress.num_peers / (progress.num_peers + drift)
         completed = self.local_progress.completed
         if any(p.completed < p.epoch <= completed for p in self.alive(self.other_trainers)):
             # A trainer that waits for its round reports a low rate, until it continues.
             period = min(period, ROUND_END_SECONDS)
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
         period = min(period, time.monotonic() - max(self._first_seen.values(), default=-math.inf))
-        return min(max(period, self.min_refresh_period), self.max_refresh_period)
+        return min(max(period, self.args.min_refresh_period), self.args.max_refresh_period)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the thread and announce that this peer leaves."""

@@ -5,7 +5,6 @@ Peers exchange the optimizer state by position, so all of them must use these bu
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
 
 import torch
@@ -24,7 +23,6 @@ from arguments import (
     CollaborationArguments,
     HyperparameterArguments,
     OptimizerArguments,
-    ProgressTrackerArguments,
     TrainerArguments,
 )
 from lib.averaging.compression import COMPRESSIONS
@@ -137,11 +135,6 @@ def _step_optimizer(args: HyperparameterArguments) -> dict:
     return {"optimizer": partial(build_local_optimizer, args=args), "scheduler": partial(build_scheduler, args=args)}
 
 
-def _tracker_options(args: ProgressTrackerArguments, local_updates: bool) -> dict:
-    names = [field.name for field in fields(ProgressTrackerArguments)]
-    return {"local_updates": local_updates, **{name: getattr(args, name) for name in names}}
-
-
 def _round_options(hyperparameter_args: HyperparameterArguments, args: OptimizerArguments, bandwidth: float) -> dict:
     """Return the options of RoundAverager. The bounds on contributions are the same at all peers of a run."""
     local_updates = hyperparameter_args.local_updates
@@ -206,9 +199,11 @@ def build_optimizer(
         averaging_timeout=run_args.averaging_timeout,
         load_state_compression=build_state_compression(run_args.load_state_compression),
         performance_ema_alpha=args.tracker.performance_ema_alpha,
-        tracker_opts=_tracker_options(args.tracker, training_args.local_updates),
-        round_opts=_round_options(training_args, run_args, _choose_bandwidth(peer, run_args)),
-        state_opts={
+        tracker_opts={"args": args.tracker, "local_updates": training_args.local_updates},
+        grad_averager_factory=partial(
+            RoundAverager, **_round_options(training_args, run_args, _choose_bandwidth(peer, run_args))
+        ),
+        averager_opts={
             "initialize_optimizer": False,  # see initialize_optimizer_state
             "download_timeout": run_args.load_state_timeout,
             "donor_timeout": run_args.averaging_timeout,
@@ -230,7 +225,8 @@ def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tu
         public_key=peer.public_key,
         client_mode=False,
         auxiliary=True,
-        **_tracker_options(args, args.local_updates),
+        args=args,
+        local_updates=args.local_updates,
     )
     groups = build_param_groups(model, args.weight_decay)
     averager = RoundAverager(

@@ -129,7 +129,7 @@ class TrainingSession:
                     f"downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} seconds. Check that "
                     "they are reachable from this machine and use the same model and optimizer"
                 )
-            time.sleep(min(5.0, tracker.default_refresh_period))
+            time.sleep(min(5.0, tracker.args.default_refresh_period))
 
     def after_local_step(self) -> bool:
         """Check the parameters and report new global steps.

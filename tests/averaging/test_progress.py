@@ -12,6 +12,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from arguments import ProgressTrackerArguments
 from lib.averaging import progress as progress_module
 from lib.averaging.progress import (
     ALIVE_SECONDS,
@@ -69,12 +70,10 @@ def clock(monkeypatch) -> SimpleNamespace:
     return clock
 
 
-def make_tracker(target: int = 100, **options) -> ProgressTracker:
+def make_tracker(target: int = 100, auxiliary: bool = False, local_updates: bool = False, **args) -> ProgressTracker:
     return ProgressTracker(
-        FakeDHT(), "run", target, public_key=subkey(0),
-        **{"client_mode": False, "auxiliary": False, "min_refresh_period": 0.5, "max_refresh_period": 30.0,
-           "default_refresh_period": 3.0, "expected_drift_peers": 3.0, "expected_drift_rate": 0.2,
-           "performance_ema_alpha": 0.1, "metadata_expiration": 120.0, **options},
+        FakeDHT(), "run", target, ProgressTrackerArguments(**args), public_key=subkey(0), client_mode=False,
+        auxiliary=auxiliary, local_updates=local_updates,
     )  # fmt: skip
 
 
@@ -317,7 +316,7 @@ def test_step_of_the_run(epochs, completed, agreed, credible):
 
 
 def test_reports_are_rate_limited_except_for_new_steps(clock):
-    tracker = make_tracker(min_refresh_period=0.5)
+    tracker = make_tracker()
     tracker.report_samples(1)
     assert tracker._next_report <= clock.now
     tracker._report()
@@ -331,7 +330,7 @@ def test_reports_are_rate_limited_except_for_new_steps(clock):
 
 
 def test_reports_become_frequent_when_the_step_is_near(clock):
-    tracker = make_tracker(target=200, min_refresh_period=0.5)
+    tracker = make_tracker(target=200)
     reported_at = []
     for samples in range(200):
         clock.now += 0.1
@@ -348,14 +347,14 @@ def test_reports_become_frequent_when_the_step_is_near(clock):
 def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left(clock):
     """Trainers that wait for a round report hardly any samples per second, and would be read 30 s later."""
     tracker = see(make_tracker(target=100))
-    assert tracker._refresh_period() == tracker.default_refresh_period, "it is alone"
+    assert tracker._refresh_period() == tracker.args.default_refresh_period, "it is alone"
     tracker.complete_step(3, 0)
     assert tracker._next_fetch < clock.now + 1, "other trainers may have completed it, too"
     tracker._first_seen = {peer_id(1): 0.0, peer_id(2): 0.0}
     see(tracker, record(1, epoch=3, completed=2, rate=0.1), record(2, epoch=3, rate=0.1))
     assert tracker._refresh_period() == progress_module.ROUND_END_SECONDS
     see(tracker, record(1, epoch=3, rate=0.1), record(2, epoch=3, rate=0.1))
-    assert tracker._refresh_period() == tracker.max_refresh_period
+    assert tracker._refresh_period() == tracker.args.max_refresh_period
 
 
 def test_reported_rate_falls_during_a_long_local_step(clock):

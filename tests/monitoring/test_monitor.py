@@ -4,7 +4,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
@@ -14,9 +13,7 @@ from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
 from lib.monitoring.parsing import parse_shares
 from lib.monitoring.reporters import build_reporters
-from lib.training import optimizer
-from lib.training.optimizer import build_auxiliary
-from run_training_monitor import RunArguments, TrainingMonitorArguments
+from run_training_monitor import TrainingMonitorArguments
 from tests.support.dht_records import metric
 from tests.support.fakes import make_session
 
@@ -107,16 +104,3 @@ def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
     assert steps == [*range(1, 17), *range(15, 19)]
     assert caplog.text.count("reporting from step #15 again") == 1
     assert [leader.samples for leader in monitor.contributors.top(2)] == [16 * 32, 4 * 32]
-
-
-def test_assistant_takes_its_options_from_the_settings_of_the_run(monkeypatch):
-    built = {}
-    for name in ("ProgressTracker", "RoundAverager"):
-        monkeypatch.setattr(optimizer, name, lambda *_args, _name=name, **options: built.update({_name: options}))
-    args = RunArguments(target_batch_size=512, target_group_size=7, min_refresh_period=0.25, matchmaking_time=3.5)
-    peer = SimpleNamespace(dht=None, public_key=b"assistant")
-    build_auxiliary(torch.nn.Linear(2, 2), peer, "run", args)
-    tracker, averager = built["ProgressTracker"], built["RoundAverager"]
-    assert (tracker["target_batch_size"], tracker["min_refresh_period"]) == (512, 0.25)
-    assert (averager["target_group_size"], averager["min_matchmaking_time"]) == (7, 3.5)
-    assert "learning_rate" not in tracker | averager

@@ -43,7 +43,7 @@ class FakeTracker:
     :param others: the `epoch` of each, and its `samples_per_second`
     """
 
-    default_refresh_period = 0.1
+    args = SimpleNamespace(default_refresh_period=0.1)
     others = ()  # with auxiliary peers
 
     def __init__(self, epoch: int = 0, others: Sequence[tuple[int, float]] = ()):

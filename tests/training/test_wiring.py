@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -49,8 +50,10 @@ class Received(SimpleNamespace):
     """Object that keeps what its builder passes to it."""
 
     def __init__(self, *_args, **kwargs):
-        super().__init__(**{**kwargs.pop("round_opts", {}), **kwargs.pop("state_opts", {}), **kwargs})
-        self.tracker_opts = SimpleNamespace(**kwargs.get("tracker_opts", {}))
+        of_rounds = kwargs.pop("grad_averager_factory", partial(dict)).keywords
+        super().__init__(**of_rounds, **{**kwargs.pop("averager_opts", {}), **kwargs})
+        of_tracker = kwargs.get("args") or kwargs.get("tracker_opts", {}).get("args")
+        self.tracker_args = {name: getattr(of_tracker, name) for name in TRACKER if of_tracker is not None}
         self.shutdown = lambda: None
 
 
@@ -125,8 +128,8 @@ TABLE = [
     ("max_update_norm", ("local", "local_averager"), "max_grad_norm", 0.5625),
     ("learning_rate", ("plain", "plain_averager"), "parameter_step", 10 * 0.25),
     ("learning_rate", ("local", "local_averager"), "parameter_step", 3000 * 0.25),
-    ("performance_ema_alpha", (*BOTH, "plain_tracker"), "performance_ema_alpha", 0.75),
-    *((name, ("plain_tracker",), name, value) for name, value in TRACKER.items()),
+    ("performance_ema_alpha", BOTH, "performance_ema_alpha", 0.75),
+    *((name, (*BOTH, "plain_tracker", "local_tracker"), "tracker_args", TRACKER) for name in TRACKER),
 ]  # fmt: skip
 # Flags that only a trainer's own code reads, and those of the tests above and below
 ELSEWHERE = {"load_state_compression", "optimizer", "total_steps", "warmup_steps", "adam_beta1", "adam_beta2",
@@ -137,9 +140,7 @@ ELSEWHERE = {"load_state_compression", "optimizer", "total_steps", "warmup_steps
 def test_flag_reaches_what_it_is_for(built, flag, objects, attribute, expected):
     for name in objects:
         value = getattr(getattr(built, name), attribute)
-        assert (value if isinstance(value, int | float) else name_of(value)) == expected, (flag, name)
-        if flag in TRACKER:
-            assert getattr(built.plain.tracker_opts, attribute) == expected
+        assert (value if isinstance(value, int | float | dict) else name_of(value)) == expected, (flag, name)
 
 
 def test_table_has_each_flag():
