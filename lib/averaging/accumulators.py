@@ -10,8 +10,7 @@ import torch
 class GradientAccumulator:
     """Sum of the gradients of this peer's samples since the last round. Thread-safe.
 
-    :param main_parameters: parameters of the model, whose `.grad` is accumulated
-    :param contribution: receives the mean gradient for a round; tensors of the same shapes on the CPU
+    :param contribution: receives the mean gradient for a round; tensors of the parameters' shapes on the CPU
     """
 
     def __init__(self, main_parameters: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor]):
@@ -22,10 +21,7 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def add(self, num_samples: int) -> int:
-        """Accumulate the gradients of the model, which are means over `num_samples`.
-
-        :returns: the number of samples accumulated so far
-        """
+        """Accumulate the gradients of the model, means over `num_samples`. Return the samples accumulated so far."""
         with self.lock:
             for parameter, total in zip(self.main_parameters, self._sums, strict=True):
                 if parameter.grad is not None:
@@ -54,10 +50,7 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def take_back(self, num_samples: int) -> int:
-        """Add the loaded contribution, which no round has used, to the sum again.
-
-        :returns: the number of samples accumulated so far
-        """
+        """Add the loaded contribution, which no round has used, to the sum again. Return the samples in it."""
         with self.lock:
             for mean, total in zip(self.contribution, self._sums, strict=True):
                 total.add_(mean.to(total.device), alpha=num_samples)
@@ -69,7 +62,7 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """Drop the accumulated gradients: they belong to previous parameters."""
+        """Start a new sum."""
         with self.lock:
             self._reset()
 
@@ -88,8 +81,8 @@ class UpdateAccumulator:
     during a round and before its result is copied therefore count in the next round.
 
     :param main_parameters: parameters of the model. Hold `lock` while changing them
-    :param step_parameters: parameters of the last global step; tensors of the same shapes on the CPU
-    :param contribution: receives the pseudo-gradient for a round; tensors of the same shapes on the CPU
+    :param step_parameters, contribution: parameters of the last global step, and what receives the pseudo-gradient for
+      a round; tensors of the same shapes on the CPU
     """
 
     def __init__(
@@ -107,19 +100,15 @@ class UpdateAccumulator:
         self._is_loaded = False  # whether a round has the loaded contribution
 
     def add(self, num_samples: int) -> int:
-        """Count the samples of a local step. Hold `lock` from before the parameters change.
-
-        :returns: the number of samples since the last round
-        """
+        """Count the samples of a local step. Hold `lock` from before the parameters change."""
         with self.lock:
             self.num_samples += num_samples
             return self.num_samples
 
     @torch.no_grad()
     def load(self, max_norm: float) -> int:
-        """Load the pseudo-gradient as the contribution to a round.
+        """Load the pseudo-gradient, clipped to `max_norm`, as the contribution to a round.
 
-        :param max_norm: the pseudo-gradient is clipped to this norm; 0: no bound
         :returns: the number of samples in the contribution; 0 if the parameters of the model are not finite
         """
         with self.lock:
@@ -138,10 +127,7 @@ class UpdateAccumulator:
         return num_samples
 
     def take_back(self, num_samples: int) -> int:
-        """Count the loaded contribution, which no round has used, in the next round.
-
-        :returns: the number of samples for the next round
-        """
+        """Count the loaded contribution, which no round has used, in the next round. Return the samples for it."""
         with self.lock:
             self._is_loaded = False
             return self.add(num_samples)
@@ -185,10 +171,7 @@ class UpdateAccumulator:
 
 @torch.no_grad()
 def clip_norm(tensors: Sequence[torch.Tensor], max_norm: float) -> float:
-    """Scale tensors in place so that their total norm is at most `max_norm` (0: no bound).
-
-    :returns: the total norm before scaling
-    """
+    """Scale tensors in place so that their total norm is at most `max_norm` (0: no bound). Return the norm before."""
     norm = math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
     if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
         for tensor in tensors:

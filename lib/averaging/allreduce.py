@@ -41,7 +41,6 @@ def share_out(shares: Sequence[float], infos: Sequence[CompressionInfo], compres
     hivemind divides the elements by the shares. With 8-bit gradients before 16-bit parameters, half of the peers then
     reduce, receive and send twice the bytes of the others.
 
-    :param shares: of each peer, in any unit; 0: reduces nothing
     :returns: number of elements of each peer, in the order of the tensors
     """
     sizes = [info.descriptor.numel() for info in infos]
@@ -74,13 +73,10 @@ def cut(
 class AllReduce:
     """One round of all-reduce at one member.
 
-    :param tensors: this peer's gradients and parameters
-    :param outputs: receive the averages; tensors of the same shapes
+    :param tensors, outputs: this peer's gradients and parameters, and tensors that receive the averages
     :param sizes: number of elements that each member reduces, see `share_out`
     :param modes: of the members. Auxiliary peers send no values and receive no averages
-    :param weight: averaging weight of this peer's gradients: its samples
-    :param parameter_weight: averaging weight of this peer's parameters; lower if they lack an update
-    :param bounds: bounds on the parts of other senders
+    :param weight, parameter_weight: averaging weights of this peer's gradients, which is its samples, and parameters
     :param compression: a compression for each role
     :param sender_timeout: seconds between two messages of a sender, and before its first one
     :param reducer_timeout: seconds between two answers of a reducer
@@ -112,10 +108,8 @@ class AllReduce:
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
         self.peer_id, self.group_id, self.peer_ids = p2p.peer_id, group_id, peer_ids
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
-        self._weights = {
-            True: max(weight, MIN_WEIGHT),
-            False: max(parameter_weight, MIN_WEIGHT),
-        }  # is gradient -> weight
+        # Is gradient -> weight
+        self._weights = {True: max(weight, MIN_WEIGHT), False: max(parameter_weight, MIN_WEIGHT)}
         self._answer_bounds = replace(bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm)
         cuts = (cut(values, tensor_infos, sizes, compression, part_size_bytes) for values in (tensors, outputs))
         self._parts = {
@@ -156,7 +150,6 @@ class AllReduce:
         return own | self.reducer.weights
 
     def violations(self) -> dict[PeerID, str]:
-        """Return the members that sent or answered values out of bounds, with the violation."""
         return self.reducer.outliers() | self._violations
 
     async def run(self) -> None:
@@ -171,7 +164,6 @@ class AllReduce:
             self.stop()
 
     def stop(self) -> None:
-        """End the round: parts without an average get none."""
         self.reducer.stop()
 
     async def _reduce(self) -> None:
@@ -278,7 +270,7 @@ class AllReduce:
         stream: AsyncIterator[averaging_pb2.AveragingData],
         arrived: dict[int, asyncio.Future[runtime_pb2.Tensor | None]],
     ) -> None:
-        """Read a sender's values. Each message is checked before it is deserialized.
+        """Read a sender's values.
 
         :param arrived: of each part of parameters: receives the message; None if it does not arrive
         """

@@ -40,7 +40,7 @@ class SafeAverager(DecentralizedAverager):
     LINGER_SECONDS = 5.0  # time for the caller to close the stream after the last answer
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        """Start the process. Unlike hivemind's method, it leaves SIGINT enabled in the calling process."""
+        """Start the process, and leave SIGINT enabled in the calling process."""
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)

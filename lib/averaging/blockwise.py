@@ -45,7 +45,6 @@ class BlockwiseCompression(CompressionBase, ABC):
         """Return the levels of codes, float32."""
 
     def num_bytes(self, numel: int) -> int:
-        """Return the size of the buffer of a tensor with `numel` values."""
         return 1 + 2 * math.ceil(numel / self.block_size) + math.ceil(numel * self.bits / 8)
 
     def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +60,6 @@ class BlockwiseCompression(CompressionBase, ABC):
         return (largest.squeeze(1) * factors).bfloat16(), codes
 
     def dequantize(self, scales: torch.Tensor, codes: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the tensor of the scales and codes, float32."""
         return self._levels(codes).mul_(scales.float().unsqueeze(1)).flatten()[: math.prod(shape)].view(shape)
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
@@ -81,10 +79,7 @@ class BlockwiseCompression(CompressionBase, ABC):
         )
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """Restore a tensor of either format.
-
-        :raises ValueError: if it is malformed
-        """
+        """Restore a tensor of either format; ValueError if it is malformed."""
         shape = tuple(serialized_tensor.size)
         scales, codes, compression = read_buffer(serialized_tensor.buffer, math.prod(shape))
         tensor = compression.dequantize(scales, codes, shape).to(getattr(torch, serialized_tensor.dtype))
@@ -141,10 +136,7 @@ FORMATS: dict[bytes, BlockwiseCompression] = {
 
 
 def find_format(buffer: bytes) -> BlockwiseCompression:
-    """Return the format of a buffer, or of the beginning of one.
-
-    :raises ValueError: if it has none
-    """
+    """Return the format of a buffer, or of the beginning of one; ValueError without one."""
     if buffer[:1] not in FORMATS:
         raise ValueError(f"a tensor has an unknown blockwise format: {buffer[:1]!r}")
     return FORMATS[buffer[:1]]

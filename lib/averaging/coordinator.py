@@ -35,7 +35,7 @@ class RoundCoordinator:
     """Searches for a group ahead of time, averages in it, and gives up when the progress reports say so.
 
     :param matchmaking_time: seconds before a step is due at which the search for its group starts
-    :param averaging_timeout: seconds after which a round is abandoned even if other trainers are at its step
+    :param averaging_timeout: seconds after which a round is abandoned
     """
 
     def __init__(
@@ -58,11 +58,10 @@ class RoundCoordinator:
         """Send the roster of the next round to the averager's process. The tracker calls it after each refresh."""
         with self._lock:
             number = self.tracker.next_step if self._number is None else self._number
-            roster = self.tracker.roster(number)
-            told = (roster, number - 1)
+            told = self.tracker.roster(number), number - 1
             if told != self._told:
                 self._told = told
-                self.averager.set_roster(roster, finished_number=number - 1)
+                self.averager.set_roster(*told)
 
     @property
     def has_group(self) -> bool:

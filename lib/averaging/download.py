@@ -58,7 +58,6 @@ class StateDownload:
     :param min_epoch: oldest acceptable step
     :param credible_epoch: newest step that the run is known to be at; None if unknown
     :param only_metadata: request the metadata, which contain the step, without the tensors
-    :param timeout: seconds for the whole download
     """
 
     MAX_ATTEMPTS = 3  # a newcomer that gives up too early would start a second run
@@ -86,7 +85,7 @@ class StateDownload:
         self._may_retry = False
 
     async def run(self) -> tuple[str, dict, list[torch.Tensor]] | None:
-        """Return a donor's peer ID, metadata and tensors; None if no donor has delivered in time."""
+        """Return a donor's peer ID, metadata and tensors."""
         for attempt in range(1 if self.only_metadata else self.MAX_ATTEMPTS):
             await asyncio.sleep(attempt)
             self._may_retry = False
@@ -143,10 +142,7 @@ class StateDownload:
         return found.value if found is not None else None
 
     async def _dial(self, donor: PeerID, slots: asyncio.Semaphore) -> Exception | None:
-        """Connect to a donor.
-
-        :returns: the error; None if the donor is reachable
-        """
+        """Connect to a donor. Return the error, if there is one."""
         async with slots:
             try:
                 async with asyncio.timeout(self.dial_timeout):
@@ -155,10 +151,7 @@ class StateDownload:
                 return error
 
     async def _ask(self, donor: PeerID, believe_all: bool) -> tuple[str, dict, list[torch.Tensor]] | None:
-        """Request the state of a donor, if the donor is reachable. Tensors, if requested, are checked.
-
-        :returns: the donor's peer ID, metadata and tensors; None if the donor has failed
-        """
+        """Request and check the state of a donor, if the donor is reachable; None if it has failed."""
         try:
             if (error := await self._dials[donor]) is not None:
                 logger.warning(f"Could not reach {donor}, which offers a state")
@@ -186,8 +179,6 @@ class StateDownload:
         """Receive the state of a donor.
 
         :raises ValueError: if the state is not usable or not the expected one
-        :raises TimeoutError: if the donor is silent for too long
-        :raises ConnectionError: if the stream ends too early, or the donor is too slow
         """
         averager = self.averager
         stub = averager.get_stub(averager._p2p, donor, namespace=averager.prefix)
@@ -232,20 +223,15 @@ class StateDownload:
         return metadata
 
     def _others_are_left(self) -> bool:
-        """Whether at least one donor that was not asked yet is known to be reachable."""
         dials = (self._dials[donor] for donor in self._queue)
         return any(dial.done() and dial.result() is None for dial in dials)
 
     def _max_silence(self) -> float:
-        """Return the timeout for the next message, in seconds."""
         remaining = max(0.0, self.deadline - time.monotonic())
         return min(self.averager.donor_timeout, remaining / 4 if self._others_are_left() else remaining)
 
     def _check_pace(self, began: float, fraction: float) -> None:
-        """Abandon a donor that cannot deliver in time. One slow donor would use up the time of all other donors.
-
-        :raises ConnectionError: if the donor is too slow and another reachable donor is left
-        """
+        """Raise ConnectionError if a donor cannot deliver in time and another reachable donor is left."""
         elapsed, available = time.monotonic() - began, self.deadline - began
         is_too_slow = elapsed > min(self.GRACE_SECONDS, available / 10) and elapsed > fraction * 0.75 * available
         if is_too_slow and self._others_are_left():
@@ -272,7 +258,6 @@ def check_epoch(metadata: object, min_epoch: int = 0) -> None:
     """Check the step in the metadata of a state.
 
     :raises OldStateError: if the state is of a step before `min_epoch`
-    :raises StateLoadError: if the metadata have no valid step
     """
     epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
     if type(epoch) is not int or not 0 <= epoch <= MAX_STEP:

@@ -73,27 +73,18 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
 
     @property
     def param_groups(self) -> list[dict]:
-        """Groups of the inner optimizer: the training loop unscales their gradients and logs their learning rate."""
+        """Groups of the inner optimizer, for the training loop."""
         return self.inner.param_groups
 
     # Local steps, in the main thread
 
     def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
-        """Take a local step. Waits for the global step if the step is due and not delayed.
-
-        :param batch_size: samples of this local step; default: `batch_size_per_step`
-        :returns: the loss that `closure` has returned; None without a closure
-        """
         loss = super().step(closure, batch_size, grad_scaler)
         if self._needs_state:
             self.load_state_from_peers()
         return loss
 
     def _take_local_step(self, num_samples: int) -> int:
-        """Update the model by its gradients.
-
-        :returns: the number of samples since the last round
-        """
         self._set_learning_rate()
         parameters = self.state_averager.main_parameters
         if self.max_local_grad_norm:
@@ -143,10 +134,7 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
     # Joining and catching up
 
     def load_state_from_peers(self, **kwargs) -> bool:
-        """Download the newest state that a peer offers and that fits, and keep the local updates of this peer.
-
-        :returns: whether a state was loaded; if not, training continues with this peer's state
-        """
+        """Download the newest state, as CollaborativeOptimizer does, and keep the local updates of this peer."""
         self.coordinator.call_off()
         with self.frozen_state():
             self._needs_state = False

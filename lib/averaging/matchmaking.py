@@ -43,12 +43,7 @@ MAX_CLAIM_BYTES = 64
 
 
 class RoundControl(StepControl):
-    """StepControl that also carries the global step of its round and a second weight.
-
-    `parameter_weight` is the averaging weight of this peer's parameters, `weight` that of its gradients.
-
-    :param number: the global step that the round leads to
-    """
+    """StepControl that also carries the number of its global step, and a weight of the parameters."""
 
     _NUMBER, _PARAMETER_WEIGHT = slice(18, 26), slice(26, 34)  # after hivemind's fields in the shared buffer
 
@@ -87,15 +82,11 @@ class RoundControl(StepControl):
 
 @dataclass(frozen=True)
 class RosterEntry:
-    """A peer that may take part in the round of a step.
-
-    :param is_client: whether the peer accepts no connections, and so cannot lead
-    :param is_established: whether the peer has completed a step of the run, so that other peers know it
-    """
+    """A peer that may take part in the round of a step."""
 
     peer_id: PeerID
-    is_client: bool
-    is_established: bool
+    is_client: bool  # it accepts no connections, and so cannot lead
+    is_established: bool  # it has completed a step of the run, so that other peers know it
 
 
 @dataclass
@@ -111,15 +102,12 @@ class Search:
 
 @dataclass
 class _Request:
-    """Request of another peer to join this peer's group.
-
-    :param answer: future of the group, of the leader to ask instead, or of None (no group)
-    """
+    """Request of another peer to join this peer's group."""
 
     number: int
     gather: bytes
     is_client: bool
-    answer: asyncio.Future
+    answer: asyncio.Future  # of the group, of the leader to ask instead, or of None (no group)
 
 
 def rank(number: int, peer_id: PeerID) -> bytes:
@@ -141,10 +129,7 @@ def parse_group_key(prefix: str, key: str) -> int | None:
 
 
 def parse_claims(gathered: bytes) -> tuple[float, AveragingMode]:
-    """Return the bandwidth that a member claims, 0 for a client, and its mode.
-
-    :raises ValueError: if the claims are malformed
-    """
+    """Return the bandwidth that a member claims, 0 for a client, and its mode; ValueError if malformed."""
     try:
         bandwidth, mode = MSGPackSerializer.loads(gathered[:MAX_CLAIM_BYTES])
         mode = AveragingMode(mode)
@@ -183,7 +168,7 @@ class StepMatchmaking(Matchmaking):
     # Input from the main process
 
     def set_roster(self, entries: Iterable[RosterEntry]) -> None:
-        """Replace the roster: the peers that may take part in the next round, including this peer."""
+        """Replace the peers that may take part in the next round, including this peer."""
         self.roster = {entry.peer_id: entry for entry in entries}
         self._changed.set()
 
@@ -201,13 +186,9 @@ class StepMatchmaking(Matchmaking):
     def is_banned(self, peer_id: PeerID) -> bool:
         return time.time() < self._banned_until.get(peer_id, 0.0)
 
-    def knows(self, group_id: bytes) -> bool:
-        """Whether this peer is a member of a group."""
-        return group_id in self._found
-
-    def is_called_off(self, group_id: bytes) -> bool:
-        """Whether this peer's round of a group has ended, possibly before it began."""
-        return group_id in self._found and self._found[group_id].done()
+    def find_round(self, group_id: bytes) -> RoundControl | None:
+        """Return this peer's round of a group, which may have ended before it began."""
+        return self._found.get(group_id)
 
     # Search for a group
 
@@ -326,10 +307,7 @@ class StepMatchmaking(Matchmaking):
         }
 
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
-        """Form the group, or several groups of equal size if there are more peers than `max_group_size`.
-
-        :returns: the group of this peer
-        """
+        """Form groups of equal size, of at most `max_group_size` peers, and return this peer's."""
         number = search.control.number
         gathered = {peer_id: request.gather for peer_id, request in joined.items()}
         gathered[self.peer_id] = search.control.data_for_gather

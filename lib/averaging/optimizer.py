@@ -177,7 +177,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return self.accumulator.add(num_samples)
 
     def _wait_for_step(self) -> None:
-        """Wait until no step is due, then copy the newest parameters to the model."""
         with self.tracker.pause_updates():
             self._waits_for_step = True
             try:
@@ -202,7 +201,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return self._stopped.is_set() or self._is_broken or self._is_out_of_sync()
 
     def _may_begin_step(self) -> bool:
-        """Whether the contribution may be loaded now; without delays, only between two local steps."""
+        """Whether the contribution may be loaded now: without delays, only between two local steps."""
         return self.delay_grad_averaging or self._waits_for_step
 
     def _apply_update(self) -> None:
@@ -391,10 +390,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.round_log.write(entry)
 
     def pop_steps(self) -> list[tuple[int, int | None]]:
-        """Return the global steps reached since the last call, with the samples that this peer contributed to each.
+        """Return the global steps since the last call, and the samples that this peer contributed to each.
 
-        Several steps can be completed within one local step. The samples are None for a step without this peer: the
-        peer missed the round or downloaded the state.
+        None stands for a step without this peer: the peer missed the round or downloaded the state.
         """
         return [self._steps.popleft() for _ in range(len(self._steps))]
 
@@ -405,10 +403,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return not self._in_step and self.tracker.global_epoch > self.local_epoch + 1
 
     def load_state_from_peers(self, **_kwargs) -> bool:
-        """Download the newest state that a peer offers and that fits.
-
-        :returns: whether a state was loaded; if not, training continues with this peer's state
-        """
+        """Download the newest state that a peer offers and that fits; without one, continue with this peer's state."""
         self.coordinator.call_off()
         with self._step_lock, self.tracker.pause_updates():
             claimed, next_epoch = self.tracker.global_epoch, self.local_epoch + 1
@@ -487,7 +482,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.tracker.shutdown(self.shutdown_timeout)
 
     def stop_averaging(self) -> None:
-        """Take no further step: cancel the running round and end the step thread."""
+        """Cancel the running round and end the step thread."""
         self._stopped.set()
         self._wake.set()
         self.coordinator.stop()
@@ -495,7 +490,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._thread.join(self.shutdown_timeout)
 
     def shutdown(self) -> None:
-        """Leave the collaboration and end the averagers' processes."""
         self.say_goodbye()
         self.stop_averaging()
         self._apply_update()

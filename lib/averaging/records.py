@@ -27,10 +27,7 @@ logger = get_logger(__name__)
 
 
 def peer_id_of(public_key: RSAPublicKey) -> PeerID:
-    """Return the peer ID that libp2p derives from a public key.
-
-    See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md. hivemind can do this for private keys only.
-    """
+    """Return the peer ID of a public key. See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md."""
     der = public_key._public_key.public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )

@@ -31,11 +31,7 @@ class ViolationError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of a tensor.
-
-    :param own: this peer's values, shape (elements,)
-    :param output: receives the average; the same slice of the output
-    """
+    """A slice of this peer's tensor, shape (elements,), and of the output, which receives the average."""
 
     own: torch.Tensor
     output: torch.Tensor
@@ -48,7 +44,6 @@ class Part:
 
     @property
     def spec(self) -> TensorSpec:
-        """Specification of the part in messages."""
         return TensorSpec(tuple(self.own.shape), compressions={self.compression.compression_type})
 
     def compress(self, tensor: torch.Tensor) -> runtime_pb2.Tensor:
@@ -69,10 +64,9 @@ class _Sender:
 
 @dataclass
 class Average:
-    """Average of a part. A gradient's is sent to all members in the same bytes; parameters as differences.
+    """Average of a part: `message` of a gradient, `values` of parameters, or nothing if nobody has delivered it.
 
-    :param message: of a gradient; None if the part is of parameters, or if nobody has delivered it
-    :param values: of parameters; None if the part is of a gradient, or if nobody has delivered it
+    A gradient's is sent to all members in the same bytes; parameters as differences.
     """
 
     message: runtime_pb2.Tensor | None = None
@@ -101,10 +95,8 @@ class _Sum:
 class Reducer:
     """Averages this peer's parts over all senders of a round.
 
-    :param parts: what this peer reduces
     :param senders: the other members that send their values
     :param own_weight: returns the weight of this peer's values in a part; None if it has none (auxiliary peer)
-    :param bounds: on the parts of other senders
     :param sender_timeout: seconds for the first message of a sender
     :param timeout: seconds after which all parts are closed with what has arrived
     """
@@ -134,7 +126,6 @@ class Reducer:
         return self._senders[sender].started is not None
 
     def start(self, sender: PeerID) -> None:
-        """Record the first message of a sender."""
         self._senders[sender].started = time.monotonic()
 
     def awaits(self, sender: PeerID) -> bool:

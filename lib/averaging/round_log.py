@@ -25,7 +25,6 @@ class _QuietHandler(RotatingFileHandler):
 class RoundLog:
     """Log with one JSON line per round, in a file that is rotated at 16 MiB.
 
-    :param folder: of the file `rounds.jsonl`; lines are appended
     :param on_entry: called with each entry, in the thread of the round
     """
 
@@ -35,7 +34,6 @@ class RoundLog:
         self._handler = _QuietHandler(folder / "rounds.jsonl", maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True)
 
     def write(self, entry: dict) -> None:
-        """Append an entry as a JSON line."""
         self.on_entry(entry)
         line = json.dumps(entry)
         self._handler.handle(logging.LogRecord("rounds", logging.INFO, "", 0, line, None, None))

@@ -46,7 +46,6 @@ MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's ro
 class RoundResult:
     """Result of a round at this peer.
 
-    :param members: peers of the group
     :param received: fraction of the elements whose average arrived; see AllReduce for the others
     :param weights: samples of the senders, known only if this peer reduces gradients
     :param missed: peers of the roster that are not in the group, with the reason
@@ -78,8 +77,7 @@ class RoundAverager(SafeAverager):
       relative to the norm of the parameters. A group has peers of one kind only
     :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
       gradients only
-    :param gradient_compression: compression of the gradients; a group has peers with the same compressions only
-    :param parameter_compression: compression of the parameters
+    :param gradient_compression, parameter_compression: the same at all peers of a group
     :param max_weight: bound on the weight of a peer's contribution, in samples
     :param parameter_step: see Bounds; a multiple of the learning rate
     """
@@ -99,9 +97,8 @@ class RoundAverager(SafeAverager):
         local_updates: bool = False,
         **kwargs,
     ):
-        self.local_updates = local_updates
+        self.local_updates, self.max_weight = local_updates, max_weight
         self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
-        self.max_weight = max_weight
         self._bounds = Bounds(weight=max_weight, parameter_step=parameter_step, compares_norms=local_updates)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
@@ -151,9 +148,8 @@ class RoundAverager(SafeAverager):
         return self.max_grad_norm * float(torch.nn.utils.get_total_norm(self.parameters))
 
     def schedule_round(self, number: int, timeout: float) -> RoundControl:
-        """Start the search for the group of a step.
+        """Start the search for the group of a step. It ends after `timeout` seconds, unless the all-reduce is running.
 
-        :param timeout: seconds after which the round is cancelled, unless its all-reduce is running
         :returns: the handle of the round; set its weights and call `allow_allreduce` once the contribution is loaded
         """
         control = RoundControl(
@@ -170,7 +166,7 @@ class RoundAverager(SafeAverager):
         return control
 
     def set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
-        """Send the roster of the next round and the newest finished step to the averager's process."""
+        """Set the roster of the next round, and the newest finished step."""
         self._send("_set_roster", entries=entries, finished_number=finished_number)
 
     def _send(self, method: str, **kwargs) -> None:
@@ -178,7 +174,6 @@ class RoundAverager(SafeAverager):
             self._outer_pipe.send((method, [], kwargs))
 
     def banned_peers(self) -> dict[bytes, float]:
-        """Return the banned peers: peer ID -> end of the ban (`time.time`)."""
         with self._lock_bans:
             while not self._newly_banned.empty():
                 peer_id, until = self._newly_banned.get()
@@ -229,13 +224,8 @@ class RoundAverager(SafeAverager):
                 result = await self._average_in_group(step, group)
         finally:
             self._finished_groups.append(group.group_id)
-        result.missed = missed
-        result.seconds = {
-            "matchmaking": found - started,
-            "waiting": begun - found,
-            "allreduce": time.monotonic() - begun,
-        }
-        return result
+        seconds = {"matchmaking": found - started, "waiting": begun - found, "allreduce": time.monotonic() - begun}
+        return replace(result, missed=missed, seconds=seconds)
 
     async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
         options = dict(self.allreduce_kwargs)
@@ -294,7 +284,6 @@ class RoundAverager(SafeAverager):
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """Answer a request to join this peer's group, see StepMatchmaking."""
         async for message in self._keep_stream_open(self._matchmaking.rpc_join_group(request, context)):
             self.requested_number.value = max(self.requested_number.value, self._matchmaking.requested_number)
             yield message
@@ -331,12 +320,12 @@ class RoundAverager(SafeAverager):
         self._num_waiting += 1
         try:
             while group_id not in self._running_groups:
-                has_ended = group_id in self._finished_groups or self._matchmaking.is_called_off(group_id)
+                control = self._matchmaking.find_round(group_id)
+                has_ended = group_id in self._finished_groups or (control is not None and control.done())
                 # An unknown group: the leader's announcement may be one answer late. After that time this peer has
                 # left too early to receive it, and the members need not wait. A known group: after `reducer_timeout`
                 # the sender stops waiting, too.
-                is_known = self._matchmaking.knows(group_id)
-                patience = self.allreduce_kwargs["reducer_timeout"] if is_known else self.request_timeout
+                patience = self.request_timeout if control is None else self.allreduce_kwargs["reducer_timeout"]
                 if has_ended or time.monotonic() >= started + (patience or 0.0):
                     return False
                 # Until a round begins or ends, at most 1 s: a round cancelled before its trigger sets no event.

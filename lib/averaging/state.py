@@ -48,8 +48,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     It averages nothing. The class name is part of the protocol: hivemind addresses the averager of another peer by
     class name (hivemind/p2p/servicer.py).
 
-    `local_epoch` is the global step of this peer. `applied_epoch` is the global step whose update the parameters have;
-    it lags while an update runs in the background. Offers and snapshots carry `applied_epoch`.
+    `local_epoch` is the global step of this peer. `applied_epoch` is the step whose update the parameters have. It
+    lags while an update runs in the background. Offers and snapshots carry it.
 
     `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
     `lock_averaged_tensors`, so that no reader sees a partial change. Other code that writes into the parameters or the
@@ -60,10 +60,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     :param donor_timeout: seconds that a donor may be silent
     :param credible_epoch: returns the newest global step that the run is known to be at, from the progress reports or
       the aggregated metrics; None if unknown, which accepts any step. Called in the main process at the start of each
-      download. Donors that claim a step more than 2 above it (reports lag), plus one per second since, are asked last,
-      and not at all if another donor offers a credible step. If all donors claim a later step, the state of one is
-      accepted with a warning: there is no alternative. A wrong step number costs no time, since the schedule is set
-      directly, and restoring a backup corrects it.
+      download, see StateDownload. If all donors claim a later step, the state of one is accepted with a warning: there
+      is no alternative. A wrong step number costs no time, since the schedule is set directly.
     """
 
     UPLOAD_TIMEOUT = 3600.0  # seconds; a stalled reader keeps a copy of the state in memory
@@ -93,8 +91,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """Run the optimizer for global step `epoch`, with the gradients in `.grad` of its parameters.
 
         The learning rate is that of `epoch - 1`, as in hivemind, which steps the schedule after the optimizer. May run
-        in a background thread: readers wait until it has ended. The main thread copies the result of an offloaded
-        optimizer to the model with `_apply_optimizer_parameters_`. If the optimizer raises, restore a state.
+        in a background thread: readers wait until it has ended. If the optimizer raises, restore a state.
 
         :param parameters: averaged parameters of a group, to start from instead of this peer's parameters
         """
@@ -159,7 +156,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     # Offering the state
 
     def offer(self, priority: float) -> None:
-        """Offer the state to joining peers from now on. They ask the donor with the highest priority first."""
+        """Offer the state to joining peers, which ask the donor with the highest priority first."""
         self.state_sharing_priority = priority
         self.allow_state_sharing = True
 
@@ -225,7 +222,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Serve a download, as in hivemind, for at most UPLOAD_TIMEOUT."""
         async with asyncio.timeout(self.UPLOAD_TIMEOUT):
             async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
                 yield message
@@ -233,10 +229,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     # Downloading a state
 
     def load_state_from_peers(self, **_kwargs) -> bool:
-        """Download the newest state that a peer offers and that fits, and apply it.
-
-        :returns: whether a state was applied; if not, the current state is unchanged
-        """
+        """Download the newest state that a peer offers and that fits, and apply it; False if there is none."""
         downloaded = self.download_state(min_epoch=self.local_epoch)
         if downloaded is None:
             return False
@@ -266,7 +259,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             return None
 
     async def _download_state(self, future: MPFuture, *query) -> None:
-        """Run a download in the averager's process and return the state through `future`."""
         state = None
         self._downloads.add(asyncio.current_task())
         try:
@@ -290,9 +282,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return 2**16 + 256 * sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
 
     def expected_tensors(self, metadata: dict) -> list[TensorSpec]:
-        """Return the specs of the tensors that a donor must send with these metadata: this peer's shapes and dtypes.
+        """Return the specs of the tensors that a donor must send with these metadata.
 
-        The number of tensors may differ from this peer's: LAMB has numbers instead of tensors where a norm was zero.
+        Their number may differ from that of this peer's: LAMB has numbers instead of tensors where a norm was zero.
 
         :raises StateLoadError: if the metadata are of another optimizer
         """
@@ -322,10 +314,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return self._match_optimizer_state(metadata, tensors[len(own) :])
 
     def unpack_state(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Square the statistics of a received state whose roots the donor sends, in place.
-
-        :raises StateLoadError: if the donor does not say which these are
-        """
+        """Square the statistics of a received state whose roots the donor sends, in place."""
         roots, first = metadata.pop("roots", None), len(self._parameters_and_extras())
         if not isinstance(roots, list) or not all(type(i) is int and first <= i < len(tensors) for i in roots):
             raise StateLoadError("the donor has another version; update the older peer")
@@ -333,7 +322,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             tensors[index] = tensors[index].float().square()
 
     def _match_optimizer_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
-        """Build a state dict with the donor's optimizer statistics and this peer's structure and hyper-parameters."""
         own = self.optimizer.state_dict()
         values = []
         for entry in self._check_entries(metadata):
@@ -351,11 +339,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return {"state": nested_pack(statistics, own["state"]), "param_groups": own["param_groups"]}
 
     def _check_entries(self, metadata: dict) -> list[dict]:
-        """Return the entries for the values of the optimizer's state dict.
-
-        :returns: {type: tensor, index} or {type: value, value} for each value
-        :raises StateLoadError: if the entries are malformed or of another optimizer
-        """
+        """Return {type: tensor, index} or {type: value, value} for each value of the optimizer's state dict."""
         entries = metadata.get("optimizer_metadata")
         num_own = sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
         if not isinstance(entries, list) or len(entries) != num_own:
@@ -385,18 +369,11 @@ def _check_optimizer_value(value: object, own_value: object) -> None:
     """Check that a donor's optimizer statistic has this peer's shape and is finite.
 
     Scalars may be tensors or numbers. They are counts and norms: a negative step count would make the next update NaN.
-
-    :raises StateLoadError: if the statistic does not fit
     """
-    if isinstance(own_value, torch.Tensor) and own_value.ndim > 0:
-        if not isinstance(value, torch.Tensor) or value.shape != own_value.shape:
-            raise StateLoadError("its optimizer statistics have other shapes")
-        if not all_finite([value]):
-            raise StateLoadError("its optimizer statistics are not finite")
-        return
-    if not isinstance(value, torch.Tensor | int | float) or (isinstance(value, torch.Tensor) and value.ndim > 0):
+    shape, own_shape = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (value, own_value))
+    if not isinstance(value, torch.Tensor | int | float) or shape != own_shape:
         raise StateLoadError("its optimizer statistics have other shapes")
-    if not math.isfinite(value) or value < 0:
+    if not (all_finite([value]) if shape else math.isfinite(value) and value >= 0):
         raise StateLoadError("its optimizer statistics are negative or not finite")
 
 

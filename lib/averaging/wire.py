@@ -23,7 +23,6 @@ _ITEM_SIZES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 class TensorSpec:
     """Specification of a tensor that a peer is expected to send.
 
-    :param dtypes: names of the accepted dtypes, such as "float32"
     :param compressions: accepted values of hivemind's CompressionType
     """
 
@@ -41,9 +40,8 @@ SCALAR = TensorSpec((), frozenset(_ITEM_SIZES))
 
 
 def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int:
-    """Check everything but the buffer of a serialized tensor.
+    """Check everything but the buffer of a serialized tensor, or of its first chunk.
 
-    :param header: the tensor, or its first chunk if it is streamed in several
     :returns: the number of bytes that its whole buffer must have
     :raises ValueError: if the tensor is not the expected one
     """
@@ -100,10 +98,7 @@ class TensorAssembler:
         return elements / self._num_elements
 
     def add(self, chunk: runtime_pb2.Tensor) -> None:
-        """Add the next chunk.
-
-        :raises ValueError: if the chunk does not belong to the expected tensors
-        """
+        """Add the next chunk; ValueError if it does not belong to the expected tensors."""
         if self.is_complete:
             raise ValueError("more tensors than expected")
         if self._header is None:
