@@ -30,8 +30,7 @@ class RelayedP2P(P2P):
     hivemind leaves the discovery of relays on. libp2p then uses no relay until it has found four candidates or three
     minutes have passed. It waits as long for a relay that is given with two addresses, which it counts as two.
 
-    Without relays the daemon needs a file: its flag can only switch them on, and they are on by default. It would then
-    relay for others, and read a table of the internet's networks at its start (0.4 CPU seconds, 28 MB).
+    Without relays the daemon needs a file: its flag can only switch them on, and they are on by default.
     """
 
     @classmethod
@@ -121,13 +120,9 @@ def _without_claims(found: ValueWithExpiration | None) -> ValueWithExpiration | 
 
 
 class SafeDHT(DHT):
-    """hivemind.DHT that survives the death of a process that has called it.
+    """hivemind.DHT that survives the death of a process that has called it."""
 
-    hivemind's DHT then ends with a traceback or does not answer for three seconds. `p2p_class` replaces hivemind's
-    P2P, both in the DHT process and in processes that replicate the P2P.
-    """
-
-    p2p_class: type[P2P] = RelayedP2P
+    p2p_class: type[P2P] = RelayedP2P  # replaces hivemind's P2P, also in processes that replicate it
 
     def run(self) -> None:
         # In the DHT process alone: DHTNode.create takes the classes from its module.

@@ -133,10 +133,6 @@ def load_invitation(path: Path) -> Invitation:
         )
         check_token(invitation.token, invitation.authority, invitation.peer_id)
         return invitation
-    except FileNotFoundError:
-        raise UserError(f"--invitation: there is no file '{path}'; ask the organiser of the run for one") from None
-    except OSError:
-        raise
     except Exception as error:
-        reason = error if isinstance(error, InvitationError) else "this is not an invitation"
+        reason = error if isinstance(error, InvitationError | OSError) else "this is not an invitation"
         raise UserError(f"--invitation: '{path}': {reason}; ask the organiser of the run for another") from None

@@ -130,8 +130,6 @@ async def _measure(_dht: DHT, node: DHTNode, peer_id: PeerID, timeout: float) ->
     except TimeoutError:
         return f"it has not received the bytes within {timeout:.0f} s"
     except P2PDaemonError as error:
-        if "protocols not supported" in str(error):
-            return "it has an older version of these scripts"
         return f"no connection ({first_line(error, limit=120)})"
     except (OSError, EOFError):
         return "it has closed the connection"
