@@ -171,15 +171,6 @@ def test_other_addresses_and_paths_are_refused(setting):
         check_safe(setting, [PUBLIC])
 
 
-def test_settings_become_checked_arguments():
-    line = parse("--initial_peers", PUBLIC, "--seed", "7")
-    assert line.stated == {"initial_peers", "seed"}
-    training_args, _, collaboration_args, *_ = line.with_settings(SETTINGS)
-    assert (training_args.learning_rate, training_args.local_updates, training_args.seed) == (0.01, True, 7)
-    assert (collaboration_args.run_id, collaboration_args.gradient_compression) == ("tree", "blockwise8")
-    assert collaboration_args.initial_peers == [PUBLIC]
-
-
 @pytest.mark.parametrize("setting", [{"learning_rate": -1}, {"optimizer": "sgd"}, {"total_steps": "x"}])
 def test_wrong_settings_are_named_as_those_of_the_run(capsys, setting):
     with pytest.raises(SystemExit) as exit_info:

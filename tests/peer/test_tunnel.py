@@ -180,18 +180,13 @@ def test_probe_tells_a_peer_from_another_server():
 
 
 def test_local_addresses_are_those_of_the_interfaces(monkeypatch):
-    loopback = [(2, "127.0.0.1"), (10, "::1")]
-    outside = [(2, "192.168.1.5"), (10, "fd00::5"), (10, "fe80::5%eth0"), (17, "02:42:ac:11:00:02")]
-    interfaces = {
-        name: [types.SimpleNamespace(family=family, address=address) for family, address in addresses]
-        for name, addresses in (("lo", loopback), ("eth0", outside))
-    }
-    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
-    assert find_local_maddrs(["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/7"]) == [
-        "/ip4/192.168.1.5/tcp/7",
-        "/ip6/fd00::5/tcp/7",
+    found = {2: ["127.0.0.1", "192.168.1.5"], 10: ["::1", "fd00::5", "fe80::5%eth0"], 17: ["02:42:ac:11:00:02"]}
+    interface = [
+        types.SimpleNamespace(family=family, address=text) for family, texts in found.items() for text in texts
     ]
-    assert find_local_maddrs(["/ip4/10.0.0.1/tcp/7"]) == ["/ip4/10.0.0.1/tcp/7"]
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"all": interface})
+    expected = ["/ip4/192.168.1.5/tcp/7", "/ip6/fd00::5/tcp/7", "/ip4/10.0.0.1/tcp/7"]
+    assert find_local_maddrs(["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/7", "/ip4/10.0.0.1/tcp/7"]) == expected
 
 
 @pytest.mark.parametrize(
