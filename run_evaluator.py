@@ -97,9 +97,7 @@ def evaluate(
     config = load_config(dataset_args, tokenizer)
     dataset, collator = load_validation_data(dataset_args, args.mlm_probability, tokenizer, config)
     model = build_model(config, peer_args.run_id)
-    batch_size, max_samples = args.per_device_eval_batch_size, args.max_eval_samples
-    evaluator = Evaluator(dataset, collator, stop.is_set, batch_size, max_samples, args.use_cpu, args.disable_tqdm)
-
+    evaluator = Evaluator(dataset, collator, stop.is_set, args)
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
     with ExitStack() as stack:
         peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))

@@ -15,9 +15,8 @@ unreported step still counts: the slowest peer, alone at the end of a run, may n
 **Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
 with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
 the aggregator goes back and reports their steps from their first one on, so that a repeated step has two reports. If
-newcomers are only in the majority, it does so after `settle_time`. This also makes a lie of the first peer harmless
-that the aggregator sees: nobody contradicts a false step at first, but the honest peers that follow are newcomers, and
-none of their steps is lost.
+newcomers are only in the majority, it does so after `settle_time`. So a lie of the first peer costs no steps: nobody
+contradicts it at first, but the honest peers that follow are newcomers.
 
 **Limits.** A vote costs no more than a key pair. Byzantine peers that outnumber the honest ones (two against one)
 decide the global step, and the steps that they skip are lost. One against one, a Byzantine peer is believed up to
@@ -49,9 +48,9 @@ MAX_OVERSHOOT = 4
 class StepReport:
     """Aggregated metrics of one global step.
 
-    `loss`: mean over the micro-batches of each peer that took exactly this step, weighted by the peers' samples; None
-    if no peer reported one. The samples of a peer are bounded by `MAX_OVERSHOOT` target batches. `metrics`: metrics
-    declared besides the five of hivemind's record, by the names of their curves; None if no peer reported a value.
+    `loss`: mean over the micro-batches of each peer that took exactly this step, weighted by the peers' samples, which
+    are bounded by `MAX_OVERSHOOT` target batches. `metrics`: those besides the five of hivemind's record, by the names
+    of their curves. A value that no peer reported is None.
     """
 
     step: int
@@ -68,7 +67,7 @@ class StepReport:
 
 @dataclass(slots=True)
 class TrackedPeer:
-    """State of one public key. Times are in seconds on the monitor's clock."""
+    """State of one public key. Times are on the monitor's clock."""
 
     key: bytes
     present: float = -math.inf  # when it was last found in the DHT
@@ -93,13 +92,10 @@ class TrackedPeer:
 class MetricsAggregator:
     """Converts successive snapshots of the DHT into one StepReport per global step. See the module docstring.
 
-    Memory and time are bounded by MAX_PENDING_STEPS and by the number of records of a dictionary in the DHT.
-
     :param last_reported_step: newest step reported before a restart, -1 if none
     :param alive_timeout: seconds without a sign of life after which a peer counts as gone
     :param settle_time: seconds to wait for stragglers
     :param target_batch_size: samples per global step, which bound the weight of one peer
-    :param schema: the metrics to aggregate
     """
 
     def __init__(
@@ -123,18 +119,14 @@ class MetricsAggregator:
         self._outvoted_since: float | None = None  # when the newcomers were first found in the majority
 
     def update(
-        self,
-        now: float,
-        metrics: Mapping | None = None,
-        history: Mapping | None = None,
-        progress: Mapping | None = None,
+        self, now: float, metrics: Mapping, history: Mapping | None = None, progress: Mapping | None = None
     ) -> list[StepReport]:
         """Process a snapshot of the DHT and return the newly completed steps, in ascending order.
 
         :param now: hivemind's DHT time in seconds; the first heartbeat of a peer is compared with it
-        :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it; None or {} if there is none
-        :param history: the same for `{run_id}_history`
-        :param progress: the same for `{run_id}_training_progress`
+        :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it
+        :param history: that under `{run_id}_history`
+        :param progress: that under `{run_id}_training_progress`
         """
         self._now = max(now, self._now)
         self._read(metrics, history, progress)
@@ -150,8 +142,7 @@ class MetricsAggregator:
 
     # Records
 
-    def _read(self, metrics: Mapping | None, history: Mapping | None, progress: Mapping | None) -> None:
-        """Update the state of each peer."""
+    def _read(self, metrics: Mapping, history: Mapping | None, progress: Mapping | None) -> None:
         heartbeats, self.refused = parse_progress(progress)
         newest = parse_metrics(metrics, self.schema)
         for record in (*heartbeats, *newest):
@@ -298,11 +289,8 @@ def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequenc
     if metric.combine == "mean":
         return _weighted_mean(metric, peer_steps)
     values = [value for peer_step in peer_steps if (value := getattr(peer_step, metric.name)) is not None]
-    if not values:
-        return None
-    if metric.combine == "maximum":
-        return max(values)
-    return sum(values) if metric.is_whole else math.fsum(values)
+    add = sum if metric.is_whole else math.fsum
+    return (max if metric.combine == "maximum" else add)(values) if values else None
 
 
 def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:

@@ -29,10 +29,7 @@ logger = get_logger(__name__)
 
 
 class AuxiliaryPeer(PeriodicThread):
-    """Thread of an auxiliary peer: takes part in each round until `stop` is called.
-
-    :param folder: where it keeps its log of rounds
-    """
+    """Thread of an auxiliary peer: takes part in each round until `stop` is called."""
 
     def __init__(self, tracker: ProgressTracker, averager: RoundAverager, folder: Path, args: OptimizerArguments):
         super().__init__(period=0.1)  # seconds between two looks at whether a step is due
@@ -84,8 +81,7 @@ def open_auxiliary_peer(
 
     :param model: of the run; its values are not used
     :param peer_args: of the monitor
-    :param args: TrainingMonitorArguments of run_training_monitor.py
-    :param run_args: OptimizerArguments, with HyperparameterArguments and ProgressTrackerArguments
+    :param args: TrainingMonitorArguments of run_training_monitor.py, and `run_args` its RunArguments
     :param maddrs: of the monitor, through which this peer joins
     """
     peer_args = dataclasses.replace(

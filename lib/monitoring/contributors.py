@@ -46,15 +46,11 @@ def one_line(text: str) -> str:
 
 
 def clean_name(name: str) -> str:
-    """Return the name that a peer has chosen, safe to log."""
     return one_line(unicodedata.normalize("NFC", name))[:MAX_NAME_LENGTH]
 
 
 class Contributors:
-    """Sums the contributions of a run. A restart counts no step twice; a step that the run repeats counts again.
-
-    :param folder: the monitor's output folder
-    """
+    """Sums the contributions of a run. A restart counts no step twice; a step that the run repeats counts again."""
 
     def __init__(self, folder: Path, run_id: str):
         self._file, self.run_id = JsonFile(folder / "contributors.json"), run_id
@@ -100,12 +96,8 @@ class Contributors:
 
     def save(self) -> None:
         """Write contributors.json. A failed write is one warning; the values stay in memory."""
-        content = {
-            "run_id": self.run_id,
-            "step": self.step,
-            "contributors": [asdict(contributor) for contributor in self.top(MAX_CONTRIBUTORS)],
-        }
-        self._file.save(content)
+        contributors = [asdict(contributor) for contributor in self.top(MAX_CONTRIBUTORS)]
+        self._file.save({"run_id": self.run_id, "step": self.step, "contributors": contributors})
 
     def _parse(self, content: dict) -> None:
         if content["run_id"] != self.run_id:
@@ -123,13 +115,11 @@ def build_curves(contributors: Contributors, number: int = 10) -> dict[str, int]
 
 def build_table(contributors: Contributors) -> list[tuple[int, str, str, int, int]]:
     """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer."""
-    return [
-        (place, leader.name, leader.key[:8], leader.samples, leader.steps)
-        for place, leader in enumerate(contributors.top(100), 1)
-    ]
+    leaders = enumerate(contributors.top(100), 1)
+    return [(place, leader.name, leader.key[:8], leader.samples, leader.steps) for place, leader in leaders]
 
 
 def format_leaderboard(contributors: Contributors, number: int = 5) -> str:
-    """Return one line for the log: the top contributors and the total number."""
+    """Return one line for the log."""
     leaders = [f"{leader.name} ({leader.key[:8]}) {leader.samples:,}" for leader in contributors.top(number)]
     return f"Contributors, by samples: {', '.join(leaders)}; {len(contributors)} in all"

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import datasets
 import torch
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import utils
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
-from lib.common.objectives import OBJECTIVES
+from lib.common.objectives import OBJECTIVES, Objective
 from lib.monitoring.aggregation import MAX_SPREAD
 from lib.monitoring.parsing import parse_progress
 from lib.monitoring.reporters import Reporters
@@ -59,22 +59,13 @@ class MetricSum:
         return self.correct / max(1, self.count)
 
 
-@dataclass
-class MetricSums:
-    """Sums of one evaluation. `tokens`: masked or causal language model; `order`: ALBERT's sentence order."""
-
-    tokens: MetricSum = field(default_factory=MetricSum)
-    order: MetricSum = field(default_factory=MetricSum)
-
-
 class Evaluator:
     """Evaluates models on the first samples of a dataset.
 
     :param dataset: the split "validation"
     :param collator: makes batches of samples, see `build_collator`
     :param should_stop: asked after each batch
-    :param batch_size: samples that are evaluated at once
-    :param max_samples: evaluate at most this many, the first ones; default: all
+    :param args: EvaluatorArguments of run_evaluator.py
     """
 
     def __init__(
@@ -82,34 +73,31 @@ class Evaluator:
         dataset: datasets.Dataset,
         collator: Callable,
         should_stop: Callable[[], bool],
-        batch_size: int = 16,
-        max_samples: int | None = None,
-        use_cpu: bool = False,
-        disable_tqdm: bool = False,
+        args,
     ):
-        self.dataset = dataset.select(range(min(len(dataset), max_samples or len(dataset))))
-        self.collator, self.should_stop = collator, should_stop
-        self.batch_size, self.disable_tqdm = batch_size, disable_tqdm
-        self.device = torch.device("cuda:0" if torch.cuda.is_available() and not use_cpu else "cpu")
+        self.dataset = dataset.select(range(min(len(dataset), args.max_eval_samples or len(dataset))))
+        self.collator, self.should_stop, self.args = collator, should_stop, args
+        self.device = torch.device("cuda:0" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
-    def evaluate(self, model: PreTrainedModel, objective: str, step: int) -> Evaluation | None:
+    def evaluate(self, model: PreTrainedModel, step: int) -> Evaluation | None:
         """Evaluate a copy of a model; None if `should_stop` ended it.
 
         The loss is the mean over the predicted tokens, plus the mean over the samples for sentence order. Trainers
         report the same loss, except for their weighting of micro-batches.
         """
         model = copy.deepcopy(model).to(self.device).eval()
+        objective = OBJECTIVES[get_objective(model.config)]
         indices = range(len(self.dataset))
-        loader = DataLoader(indices, self.batch_size, collate_fn=self._make_batch)
-        sums = MetricSums()
-        bar = tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=self.disable_tqdm or None)
+        loader = DataLoader(indices, self.args.per_device_eval_batch_size, collate_fn=self._make_batch)
+        tokens, order = MetricSum(), MetricSum()
+        bar = tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=self.args.disable_tqdm or None)
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             for batch in bar:
                 if self.should_stop():
                     return None
                 batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-                _add(sums, model(**batch), batch, objective)
-        return _summarize(sums, objective, step, samples=len(self.dataset))
+                _add(tokens, order, model(**batch), batch, objective)
+        return _summarize(tokens, order, objective, step, samples=len(self.dataset))
 
     def _make_batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
         """Collate samples. The masked tokens of a sample depend on its index only, not on its batch."""
@@ -126,26 +114,25 @@ def _stack(values: list[torch.Tensor], padding: int) -> torch.Tensor:
     return pad_sequence(values, batch_first=True, padding_value=padding) if values[0].ndim else torch.stack(values)
 
 
-def _add(sums: MetricSums, outputs, batch: dict[str, torch.Tensor], objective: str) -> None:
-    if OBJECTIVES[objective].has_sentence_order:
-        sums.tokens.add(outputs.prediction_logits, batch["labels"])
-        sums.order.add(outputs.sop_logits, batch["sentence_order_label"])
-    elif OBJECTIVES[objective].is_causal:
-        sums.tokens.add(outputs.logits[:, :-1], batch["labels"][:, 1:])  # each token predicts the next
+def _add(tokens: MetricSum, order: MetricSum, outputs, batch: dict[str, torch.Tensor], objective: Objective) -> None:
+    if objective.has_sentence_order:
+        tokens.add(outputs.prediction_logits, batch["labels"])
+        order.add(outputs.sop_logits, batch["sentence_order_label"])
+    elif objective.is_causal:
+        tokens.add(outputs.logits[:, :-1], batch["labels"][:, 1:])  # each token predicts the next
     else:
-        sums.tokens.add(outputs.logits, batch["labels"])
+        tokens.add(outputs.logits, batch["labels"])
 
 
-def _summarize(sums: MetricSums, objective: str, step: int, samples: int) -> Evaluation:
-    is_causal, has_sentence_order = OBJECTIVES[objective].is_causal, OBJECTIVES[objective].has_sentence_order
-    loss = sums.tokens.mean_loss + sums.order.mean_loss
+def _summarize(tokens: MetricSum, order: MetricSum, objective: Objective, step: int, samples: int) -> Evaluation:
     return Evaluation(
         step=step,
         samples=samples,
-        loss=min(1e9, loss),  # in this order also the loss of a broken model, NaN, is 1e9
-        perplexity=math.exp(min(20.0, sums.tokens.mean_loss)) if is_causal else None,
-        mlm_accuracy=None if is_causal else sums.tokens.accuracy,
-        sop_accuracy=sums.order.accuracy if has_sentence_order else None,
+        # In this order also the loss of a broken model, NaN, is 1e9
+        loss=min(1e9, tokens.mean_loss + order.mean_loss),
+        perplexity=math.exp(min(20.0, tokens.mean_loss)) if objective.is_causal else None,
+        mlm_accuracy=None if objective.is_causal else tokens.accuracy,
+        sop_accuracy=order.accuracy if objective.has_sentence_order else None,
     )
 
 
@@ -209,7 +196,7 @@ class EvaluationLoop:
         self._backoff.reset()
         donor, metadata, tensors = downloaded
         self.averager.restore(metadata, tensors)
-        evaluation = self.evaluator.evaluate(self.model, get_objective(self.model.config), self.averager.local_epoch)
+        evaluation = self.evaluator.evaluate(self.model, self.averager.local_epoch)
         if evaluation is None:
             return
         self.evaluated_step = evaluation.step

@@ -97,7 +97,6 @@ def explain(error: Exception, repo_id: str) -> UserError:
 class HubUploader:
     """Keeps a repository on the Hub up to date with the newest checkpoint. A failure is one log line and never raises.
 
-    :param initial_peers: addresses through which newcomers join over the internet; none if they cannot
     :param args: TrainingMonitorArguments of run_training_monitor.py
     """
 

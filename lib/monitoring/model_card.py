@@ -24,7 +24,7 @@ CURVE_ROWS = 12
 
 @dataclass(frozen=True)
 class CardMetadata:
-    """What a run's model cards have in common. `config`: of the model."""
+    """What a run's model cards have in common."""
 
     repo_id: str
     run_id: str

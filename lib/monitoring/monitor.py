@@ -34,11 +34,8 @@ MAX_LEAD = MAX_JUMP
 class CheckpointKeeper:
     """Downloads the training state from trainers, writes checkpoints, and offers the newest one to joining trainers.
 
-    Trainers download the state of the highest step offered. The checkpoint is used only if no trainer offers a newer
-    state: all trainers were killed, or are unreachable. So a run survives a night without trainers and loses only the
-    steps since the checkpoint.
-
-    Downloads may take long, so they run in a thread.
+    Trainers download the state of the highest step offered: the checkpoint if all trainers were killed or cannot be
+    reached. So a run survives a night without trainers and loses only the steps since the checkpoint.
 
     :param args: TrainingMonitorArguments of run_training_monitor.py
     """
@@ -70,15 +67,14 @@ class CheckpointKeeper:
             logger.info(f"Offering the checkpoint of step #{state.step} to trainers that join")
 
     def _offer(self, step: int) -> None:
-        """Offer the state in the averager, which has been saved as a checkpoint."""
         self.saved_step = step
         # The priority of a donor is its step. At the same step peers ask a trainer first: its connection is faster.
         self.averager.offer(priority=step - 0.5)
 
     def update(self, step: int, trainers_are_leaving: bool) -> None:
-        """Start a download if a checkpoint is due. Called after each refresh.
+        """Start a download in a thread if a checkpoint is due.
 
-        `step`: the newest reported global step, -1 if there is none.
+        :param step: the newest reported global step, -1 if there is none
         """
         self._reported_step = step
         interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
@@ -98,9 +94,8 @@ class CheckpointKeeper:
             donor, metadata, tensors = downloaded
             if metadata["epoch"] > max_step:
                 self._backoff.fail()
-                logger.warning(
-                    f"Refused the state of {donor}: step #{metadata['epoch']}, which no trainer has reported"
-                )
+                step = metadata["epoch"]
+                logger.warning(f"Refused the state of {donor}: step #{step}, which no trainer has reported")
                 return
             self.averager.restore(metadata, tensors)
             state = TrainingState(self.run_id, *self.averager.snapshot())
@@ -150,14 +145,10 @@ class TrainingMonitor:
 
     @property
     def checkpoint_step(self) -> int:
-        """Step of the newest checkpoint, -1 if there is none."""
         return -1 if self.keeper is None else self.keeper.saved_step
 
     def refresh(self, page: str | None = None) -> None:
-        """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status.
-
-        :param page: address of the run's curves, for the model card
-        """
+        """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status."""
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
         peers = self._read("peers")
         self.contributors.record_names(parse_usernames(peers))
@@ -202,10 +193,7 @@ class TrainingMonitor:
             self.contributors.save()
 
     def _leaderboard(self, step: int) -> dict[str, int]:
-        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves.
-
-        A dashboard with tables gets the leaderboard, too.
-        """
+        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves."""
         if step < self._leaders_shown_at + self.args.save_checkpoint_step_interval or not len(self.contributors):
             return {}
         self._leaders_shown_at = step

@@ -36,7 +36,7 @@ PeerStep = peer_step_class(LocalMetrics)
 
 
 class Heartbeat(pydantic.BaseModel):
-    """Progress report of a peer. With `goodbye`, the peer has left and all other fields are empty."""
+    """Progress report of a peer. With `goodbye`, it has left and all other fields are empty."""
 
     peer: bytes  # public key
     epoch: Step = 0
@@ -56,11 +56,7 @@ def _records(raw: Mapping | None) -> Iterator[tuple[bytes, object, float]]:
 
 
 def parse_metrics(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics) -> list[PeerStep]:
-    """Parse the records under `{run_id}_metrics`.
-
-    :param raw: subkey -> value, as `dht.get` returned it; a value may be a ValueWithExpiration
-    :param schema: the metrics to read
-    """
+    """Parse the records under `{run_id}_metrics`: subkey -> value, as `dht.get` returned them."""
     peer_step, names = peer_step_class(schema), [metric.name for metric in describe_metrics(schema)]
     return [peer_step(peer, *map(value.get, names), expires) for peer, value, expires in _records(raw)]
 
@@ -83,11 +79,9 @@ def parse_history(
 
 
 def parse_progress(raw: Mapping | None) -> tuple[list[Heartbeat], Counter]:
-    """Parse the heartbeats under `{run_id}_training_progress`. Never raises.
+    """Parse the heartbeats of trainers under `{run_id}_training_progress`.
 
-    Auxiliary peers are skipped: they compute no gradients.
-
-    :returns: the valid heartbeats, and the number of invalid ones by reason
+    :returns: the valid ones, and the number of invalid ones by reason
     """
     heartbeats, refused = [], Counter()
     for peer, value, _ in _records(raw):

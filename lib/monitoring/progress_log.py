@@ -18,7 +18,6 @@ PERIOD, IDLE_PERIOD = 30.0, 300.0  # while there is progress, and while there is
 class ProgressLog:
     """Logs one line each for the trainers that join, those that leave, and the progress.
 
-    :param target_batch_size: samples per global step
     :param find_name: returns the name of the trainer with a public key
     """
 
@@ -32,10 +31,9 @@ class ProgressLog:
     def update(self, now: float, peers: Sequence[TrackedPeer], shows_step: bool, checkpoint_step: int = -1) -> None:
         """Log what is due.
 
-        :param now: seconds
         :param peers: the live trainers
         :param shows_step: whether the log shows a new step, too, and needs no line about progress
-        :param checkpoint_step: step of the checkpoint that joining trainers get, -1 if there is none
+        :param checkpoint_step: of the checkpoint that joining trainers get, -1 if there is none
         """
         present = {peer.key for peer in peers}
         for keys, verb in ((present - self._present, "joined"), (self._present - present, "left")):
@@ -54,10 +52,8 @@ class ProgressLog:
             return
         self._logged_at, self._logged = now, self._newest
         if not peers:
-            origin = (
-                f"; the run continues from the checkpoint of step #{checkpoint_step}" if checkpoint_step >= 0 else ""
-            )
-            logger.info(f"Waiting for trainers{origin}")
+            origin = f"; the run continues from the checkpoint of step #{checkpoint_step}"
+            logger.info(f"Waiting for trainers{origin if checkpoint_step >= 0 else ''}")
             return
         rate = sum(heartbeat.samples_per_second for heartbeat in heartbeats)
         if now - self._changed_at > MAX_SILENCE:

@@ -1,10 +1,10 @@
-"""Output of the monitor: aggregated steps go to metrics.jsonl and optionally to a dashboard (see trackers.py).
-Evaluations go to evaluations.jsonl and the same dashboard.
+"""Output of the monitor: steps go to metrics.jsonl, evaluations to evaluations.jsonl, both optionally to a dashboard.
 
 metrics.jsonl is the durable record: no step is lost from it, and a restarted monitor reads the last step from it. A
-dashboard is for display only: its failure causes one warning, and the monitor continues.
+dashboard (trackers.py) is for display only.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -48,7 +48,7 @@ class Reporters:
 
     @property
     def page(self) -> str | None:
-        """Address of the dashboard's public page; None if there is none, or the dashboard has not started yet."""
+        """See `Dashboard.page`."""
         return None if self.dashboard is None else self.dashboard.page
 
     def last_step(self) -> int:
@@ -91,7 +91,6 @@ class Reporters:
             self.dashboard.log_table(name, columns, rows, step)
 
     def close(self) -> None:
-        """Write the remaining lines and free resources."""
         self.metrics_file.close()
         self.evaluations_file.close()
         if self.dashboard is not None:
@@ -114,13 +113,9 @@ def read_records(path: Path) -> list[dict]:
     """Return the records of a JSON Lines file that have a step. Damaged lines are skipped."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:  # also raised for invalid UTF-8
-            continue
-        if isinstance(record, dict) and type(record.get("step")) is int:
-            records.append(record)
-    return records
+        with contextlib.suppress(ValueError):  # also raised for invalid UTF-8
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and type(record.get("step")) is int]
 
 
 class JsonLinesFile:
@@ -128,8 +123,6 @@ class JsonLinesFile:
 
     If a write fails (a full disk), lines are kept in memory and written first at the next one. The lines of the
     125 000 steps of a run are 25 MB.
-
-    :raises OSError: if the folder cannot be created or an existing file cannot be repaired
     """
 
     def __init__(self, path: Path):
@@ -143,7 +136,6 @@ class JsonLinesFile:
             os.truncate(path, end)
 
     def write(self, record: dict) -> None:
-        """:param record: plain values by name, of one step"""
         self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._write_waiting()
 

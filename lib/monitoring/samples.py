@@ -34,7 +34,7 @@ def is_causal(config: PretrainedConfig) -> bool:
 def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str) -> None:
     """Check that a model can complete a text.
 
-    :param flag: the argument that the text comes from, for the error message
+    :param flag: the argument that the text comes from
     :raises UserError: if the text is empty, too long, or lacks the mask that the model is to fill
     """
     if not text.strip():
@@ -81,7 +81,7 @@ def continue_text(completer: Pipeline, text: str) -> str:
 
 
 def complete(completer: Pipeline, text: str) -> str:
-    """Return the completion of a text in one line, for a log or a table."""
+    """Return the completion of a text in one line."""
     if completer.task == "text-generation":
         return continue_text(completer, text)
     masks = fill_masks(completer, text)
@@ -89,12 +89,9 @@ def complete(completer: Pipeline, text: str) -> str:
 
 
 def report_samples(completer: Pipeline, texts: Sequence[str], reporter: Reporters, step: int) -> None:
-    """Report the completions of some texts: one line each in the log, and a table in the dashboard.
+    """Report the completions of texts: one line each in the log, and a table in the dashboard.
 
     A failure is a warning.
-
-    :param texts: checked by `check_text`
-    :param step: the global step of the model's parameters
     """
     try:
         rows = [(text, complete(completer, text)) for text in texts]

@@ -32,11 +32,9 @@ CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio 
 
 
 class Dashboard:
-    """Runs one of accelerate's trackers in a thread. Steps are queued until the tracker has started.
+    """Starts one of accelerate's trackers in a thread. Steps are queued until then.
 
     Create it after the DHT: the start of the DHT forks this process, which the trackers do not support.
-
-    :param tracker: a tracker that is not started yet
     """
 
     def __init__(self, tracker: GeneralTracker):
@@ -59,10 +57,7 @@ class Dashboard:
         self._calls.put(partial(self.tracker.log, values, step=step))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Queue a table of a step, which only wandb and trackio draw.
-
-        :param rows: numbers and plain text, one value per column
-        """
+        """Queue a table of numbers and plain text, which only wandb and trackio draw."""
         if hasattr(self.tracker, "log_table"):
             data = list(map(list, rows))
             self._calls.put(partial(self.tracker.log_table, name, list(columns), data=data, step=step))
@@ -176,8 +171,6 @@ class ProjectTrackioTracker(TrackioTracker):
 
     If a token is present, trackio requests the user's name from the Hugging Face Hub, without a timeout. While a Space
     cannot be reached, trackio keeps the values in the folder and sends them later.
-
-    :param space_id: NAME/SPACE; trackio creates the Space if it does not exist. Default: TRACKIO_SPACE_ID
     """
 
     page: str | None = None

@@ -4,6 +4,7 @@ import math
 import re
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from transformers import AutoConfig
 
 import utils
 from arguments import DatasetArguments
-from lib.common.objectives import OBJECTIVE_OF_MODEL
+from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
 from lib.data.loading import load_validation_data
 from lib.data.tokenizers import load_tokenizer
-from lib.monitoring.evaluation import EvaluationLoop, Evaluator, MetricSums, _add, _summarize
+from lib.monitoring.evaluation import EvaluationLoop, Evaluator, MetricSum, _add, _summarize
 from lib.training.model import build_model, load_config
+from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
@@ -25,31 +27,31 @@ from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_js
 @pytest.mark.parametrize("family", TINY_CONFIGS)
 def test_loss_is_that_of_the_model(family, is_broken):
     config = AutoConfig.for_model(**TINY_CONFIGS[family], vocab_size=1000)
-    model, objective = build_model(config, "run").eval(), OBJECTIVE_OF_MODEL[family]
+    model, objective = build_model(config, "run").eval(), OBJECTIVES[OBJECTIVE_OF_MODEL[family]]
     if is_broken:
         torch.nn.init.constant_(next(model.parameters()), math.nan)
     batch = make_batch(length=16)
-    if objective != "mlm_sop":
+    if not objective.has_sentence_order:
         del batch["sentence_order_label"]
     with torch.inference_mode():
         outputs = model(**batch)
-    sums = MetricSums()
-    _add(sums, outputs, batch, objective)
-    evaluation = _summarize(sums, objective, step=3, samples=8)
+    tokens, order = MetricSum(), MetricSum()
+    _add(tokens, order, outputs, batch, objective)
+    evaluation = _summarize(tokens, order, objective, step=3, samples=8)
     loss, perplexity = (1e9, math.exp(20)) if is_broken else (outputs.loss.item(), math.exp(outputs.loss.item()))
     assert evaluation.loss == pytest.approx(loss, rel=1e-5)
-    assert evaluation.perplexity == (pytest.approx(perplexity) if objective == "clm" else None)
-    assert (evaluation.mlm_accuracy is None) == (objective == "clm")
-    assert (evaluation.sop_accuracy is None) == (objective != "mlm_sop")
+    assert evaluation.perplexity == (pytest.approx(perplexity) if objective.is_causal else None)
+    assert (evaluation.mlm_accuracy is None) == objective.is_causal
+    assert (evaluation.sop_accuracy is None) == (not objective.has_sentence_order)
 
 
 def test_accuracy_counts_what_is_to_be_predicted():
     logits = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])  # predicts 1, 0, 1
-    sums = MetricSums()
+    tokens, order = MetricSum(), MetricSum()
     outputs = SimpleNamespace(prediction_logits=logits, sop_logits=torch.tensor([[0.0, 1.0]]))
     batch = {"labels": torch.tensor([[1, -100, 0]]), "sentence_order_label": torch.tensor([1])}
-    _add(sums, outputs, batch, "mlm_sop")
-    evaluation = _summarize(sums, "mlm_sop", step=1, samples=1)
+    _add(tokens, order, outputs, batch, OBJECTIVES["mlm_sop"])
+    evaluation = _summarize(tokens, order, OBJECTIVES["mlm_sop"], step=1, samples=1)
     assert (evaluation.mlm_accuracy, evaluation.sop_accuracy) == (0.5, 1.0)
 
 
@@ -67,8 +69,8 @@ def evaluate(data):
     model = build_model(config, "run")
 
     def evaluate(should_stop=lambda: False, **options):
-        evaluator = Evaluator(dataset, collator, should_stop, use_cpu=True, **options)
-        return evaluator.evaluate(model, "mlm_sop", step=1), model
+        evaluator = Evaluator(dataset, collator, should_stop, EvaluatorArguments(use_cpu=True, **options))
+        return evaluator.evaluate(model, step=1), model
 
     return evaluate
 
@@ -79,13 +81,13 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
     again, _ = evaluate()
     assert one == again
     for batch_size in (1, 7, 64):
-        other, _ = evaluate(batch_size=batch_size)
+        other, _ = evaluate(per_device_eval_batch_size=batch_size)
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
         assert (other.mlm_accuracy, other.sop_accuracy) == (one.mlm_accuracy, one.sop_accuracy)
     assert model.training and one.samples > 100
     assert one.loss == pytest.approx(math.log(500) + math.log(2), rel=0.03)
     assert one.sop_accuracy == pytest.approx(0.5, abs=0.2) and one.mlm_accuracy < 0.1
-    assert evaluate(max_samples=10)[0].samples == 10
+    assert evaluate(max_eval_samples=10)[0].samples == 10
     assert evaluate(should_stop=lambda: True)[0] is None
 
 
@@ -112,16 +114,12 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
 def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypatch):
     records = {b"%d" % number: None if epoch is None else heartbeat(1.0, epoch) for number, epoch in enumerate(epochs)}
     monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key: {"run_training_progress": records}[key])
-    args = SimpleNamespace(
-        **{"evaluation_interval": 0.0, "evaluation_steps": None, "max_global_steps": None, "refresh_period": 1.0}
-        | options
-    )
+    args = EvaluatorArguments(**options)
     loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, args)
-    evaluations = []
-    loop._evaluate = lambda: evaluations.append(1)
-    loop.evaluated_step, loop._next_time = evaluated, time.monotonic() + args.evaluation_interval
+    loop._evaluate, loop.evaluated_step = Mock(), evaluated
+    loop._next_time = time.monotonic() + options.get("evaluation_interval", 0.0)
     loop.refresh()
-    assert bool(evaluations) == is_due
+    assert loop._evaluate.called == is_due
 
 
 def test_evaluator_reports_to_the_monitor_and_joins_no_round(scripts):
