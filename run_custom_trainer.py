@@ -9,8 +9,8 @@ To use another training loop, copy this file and change the loop below. The loop
 `optimizer.step` after each `batch_size_per_step` samples, and `session.after_local_step` after each `optimizer.step`.
 """
 
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import chain, repeat
 from pathlib import Path
 
 from arguments import TrainerArguments
@@ -65,7 +65,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
 
         session.restore_checkpoint()
         session.join()  # downloads the state of peers that are at a later step
-        for number, batch in enumerate(endless(loader), start=1):
+        for number, batch in enumerate(chain.from_iterable(repeat(loader)), start=1):  # pass after pass
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                 loss = model(**batch).loss
@@ -87,12 +87,6 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
                 session.save_checkpoint(task.tokenizer)
         session.save_checkpoint(task.tokenizer)
         session.leave()
-
-
-def endless(loader: Iterable) -> Iterator:
-    """Yield batches in an unlimited number of passes over the data."""
-    while True:
-        yield from loader
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,7 +35,8 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
 
 
-FAKE_PEER = SimpleNamespace(dht=SimpleNamespace(peer_id="QmFake"), public_key=b"key")
+FAKE_DHT = SimpleNamespace(peer_id="QmFake", pid=os.getpid(), is_alive=lambda: True, get_visible_maddrs=list)
+FAKE_PEER = SimpleNamespace(dht=FAKE_DHT, public_key=b"key")
 
 
 class FakeTracker:

@@ -25,7 +25,6 @@ from lib.training.check import (
     check_open_files,
     check_upload,
     check_versions,
-    round_seconds,
 )
 from tests.support.fakes import FakeUploads
 
@@ -88,15 +87,6 @@ def test_report_counts_faults_and_says_what_to_do(monkeypatch, capsys):
     del findings[2]
     assert check.check_trainer(None, None) == 0
     assert "All checks passed" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("peers", "bits", "upload", "measured"),
-    [(4, 32, 5.0, 201), (4, 32, 20.0, 51), (4, 16, 10.0, 52), (4, 8, 10.0, 26)],
-)
-def test_formula_is_near_the_measured_points(peers, bits, upload, measured):
-    """Of docs/tuning.md."""
-    assert round_seconds(ALBERT_LARGE, peers, bits, upload) == pytest.approx(measured, rel=0.12)
 
 
 def make_heartbeat(auxiliary: bool) -> dict:

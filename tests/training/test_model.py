@@ -9,7 +9,6 @@ from lib.training.model import build_model, enable_gradient_checkpointing
 from lib.training.optimizer import (
     build_local_optimizer,
     build_param_groups,
-    build_scheduler,
     initialize_optimizer_state,
 )
 from tests.support.fakes import make_batch
@@ -115,15 +114,3 @@ def test_adamw_is_torchs_and_its_steps_survive_compression():
     reference.state[theirs]["step"] += 69_999
     step_both([0.25, 2.0])
     assert optimizer.state_dict()["state"][0]["step"] == 70_001
-
-
-def test_learning_rate_warms_up_and_decays_by_global_step():
-    parameter = torch.nn.Parameter(torch.ones(1))
-    args = HyperparameterArguments(learning_rate=1.0, warmup_steps=2, total_steps=6)
-    optimizer = build_local_optimizer([{"params": [parameter], "weight_decay": 0.0}], args)
-    scheduler, rates = build_scheduler(optimizer, args), []
-    for _ in range(7):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0])

@@ -1,7 +1,6 @@
 """Both trainer scripts, from the arguments to the last checkpoint, with an optimizer that averages with nobody."""
 
 import contextlib
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,15 @@ from lib.training import session, task
 from lib.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
 from lib.training.model import build_model
 from lib.training.status import read_status
-from tests.support.fakes import FakeStateAverager, FakeTokenizer, FakeTracker, collate, make_arguments, make_batch
+from tests.support.fakes import (
+    FAKE_PEER,
+    FakeStateAverager,
+    FakeTokenizer,
+    FakeTracker,
+    collate,
+    make_arguments,
+    make_batch,
+)
 from tests.support.swarm import CONFIG
 
 
@@ -74,22 +81,11 @@ def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerArguments, size: i
         script.train(args, stop)
 
 
-class FakeDHT:
-    peer_id, pid = "QmFake", os.getpid()
-
-    def is_alive(self) -> bool:
-        return True
-
-    def get_visible_maddrs(self) -> list:
-        return []
-
-
 @pytest.mark.parametrize("script", [run_trainer, run_custom_trainer])
 def test_script_trains_saves_and_reports(tmp_path, monkeypatch, script):
     published, optimizers = [], []
     monkeypatch.setattr(utils, "store_record", lambda _dht, key, *_record: published.append(key))
     monkeypatch.setattr(utils, "get_dictionary", lambda *_args: {})
-    peer = SimpleNamespace(dht=FakeDHT(), public_key=b"key")
     monkeypatch.setattr(session, "RunConfigRelay", SimpleNamespace(of_run=lambda *_args: None))
 
     def build_optimizer(model, _peer, batch_size_per_step: int, _args) -> LoneOptimizer:
@@ -100,7 +96,7 @@ def test_script_trains_saves_and_reports(tmp_path, monkeypatch, script):
     monkeypatch.setattr(builders, "build_optimizer", build_optimizer)
     training = {"use_cpu": True, "save_steps": 2}
     args = make_arguments(tmp_path, training, run_id="run", max_global_steps=5, leave_timeout=0.0)
-    run(monkeypatch, script, peer, args, size=20)
+    run(monkeypatch, script, FAKE_PEER, args, size=20)
     assert [path.name for path in list_checkpoints(Path(tmp_path))] == ["checkpoint-5", "checkpoint-4"]
     state = load_training_state(tmp_path / "checkpoint-5" / STATE_FILE, "run")
     assert state.step == 5 and (tmp_path / "checkpoint-5" / "model.safetensors").is_file()

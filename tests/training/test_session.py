@@ -223,14 +223,6 @@ def test_run_of_clients_only_is_warned_about_once(caplog, num_peers, num_clients
     assert caplog.text.count("trainers are in client mode") == warns
 
 
-def test_leaving_trainer_logs_what_it_gave(session, caplog):
-    caplog.set_level("INFO")
-    session.status.begin_at(8)
-    session.optimizer.round_log.write({"step": 9, "samples": 64, "outcome": "alone", "error": "", "weights": {}})
-    session.leave()
-    assert "You contributed 64 samples to 1 global step in 0.0 hours" in caplog.text
-
-
 def test_trainer_ends_with_the_run_and_waits_for_the_last_checkpoint(session, clock, monkeypatch):
     asked = []
     monkeypatch.setattr(session, "introduce", lambda leaving: asked.append(leaving))

@@ -17,7 +17,6 @@ from lib.training.loss_meter import LossMeter
 from lib.training.status import (
     FILE_NAME,
     TrainerStatus,
-    describe_progress,
     describe_status,
     read_status,
     show_status,
@@ -209,15 +208,6 @@ def test_description_of_a_trainer_that_joins():
     assert list(rows) == list(dict(describe_status(make_status()))), "the height of the panel is constant"
     assert rows["Connections"] == rows["Local loss"] == "not known yet"
     assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
-
-
-def test_line_of_progress():
-    assert describe_progress(make_status(), 6.54321) == (
-        "Accumulated 800 of 4,096 samples for step #40 from 5 peers, 96 of them yours; ETA 31 s; local loss 6.543; "
-        "98.0% of your past samples applied; rank 2 by speed"
-    )
-    alone = make_status(num_trainers=1, seconds_to_next=None, computed=0, rank=None)
-    assert describe_progress(alone, None).endswith("from 1 peer, 96 of them yours; ETA unknown")
 
 
 # Whether a trainer runs
