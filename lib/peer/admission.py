@@ -65,10 +65,7 @@ class Admission:
         await p2p._client.add_unary_handler(self.PROTOCOL, self._answer)
 
     async def check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
-        """Check a peer that calls this peer, or (`is_callee`) that this peer is about to call.
-
-        :raises NotAdmittedError: if the peer has no valid invitation
-        """
+        """Raise NotAdmittedError if a caller or (`is_callee`) a peer about to be called has no valid invitation."""
         if is_callee and self._is_dht_process and self.invitation.expiration_time <= get_dht_time():
             self._warn("This peer's invitation has expired")
         if not self._is_admitted(peer_id):
@@ -87,10 +84,7 @@ class Admission:
         return peer_id in self._admitted and get_dht_time() < self._admitted[peer_id].expiration_time
 
     def _ask(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> asyncio.Task:
-        """Exchange tokens with a peer, at most once at a time.
-
-        :returns: task with the reason not to admit the peer; None if the peer is admitted
-        """
+        """Exchange tokens with a peer, at most once at a time. The task returns a reason not to admit it, or None."""
         if peer_id not in self._questions:
             if peer_id in self._admitted:
                 self._admitted[peer_id].asked_at = time.monotonic()
@@ -142,7 +136,7 @@ class Admission:
         self._paused[peer_id] = (time.monotonic() + self.PAUSE, reason)
 
     def _warn(self, what: str) -> None:
-        """Warn the user why other peers do not answer, at most once a minute."""
+        """Warn why other peers do not answer, at most once a minute."""
         if time.monotonic() >= self._warned_at + 60:
             self._warned_at = time.monotonic()
             logger.warning(f"{what}: ask the organiser of the run for another --invitation")

@@ -94,9 +94,8 @@ def _signed_part(token: AccessToken) -> bytes:
 
 
 def check_token(token: AccessToken, authority: RSAPublicKey, peer_id: PeerID) -> float:
-    """Check that the authority has signed a token for a peer, and that the token has not expired.
+    """Check that the authority has signed a token for a peer, and return when it expires (`get_dht_time`).
 
-    :returns: the expiration time (`get_dht_time`)
     :raises InvitationError: if the token is not valid
     """
     try:

@@ -33,11 +33,7 @@ NGROK_TIMEOUT = 30.0  # seconds for opening a tunnel; the SDK itself sets no lim
 
 @contextlib.contextmanager
 def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
-    """Keep the tunnel that the flags ask for open. Sets a fixed port in `args.host_maddrs`, and adds the tunnel to
-    `args.announce_maddrs`.
-
-    :raises UserError: if no tunnel is available
-    """
+    """Keep the tunnel open that the flags ask for. Fixes the port in `args.host_maddrs`, and announces the tunnel."""
     if args.tunnel == "none" and args.announce_tunnel is None:
         yield
         return
@@ -116,7 +112,7 @@ def ngrok_tunnel(local: str) -> Iterator[str]:
 def _hold_ngrok_tunnel(token: str, local: str, parent: Connection) -> None:
     """Open a tunnel, send (URL, error message) to the parent, and close the tunnel when the parent asks.
 
-    Runs in a separate process. Sends nothing if the SDK is not installed, or too old.
+    Sends nothing if the SDK is not installed, or too old.
     """
     with contextlib.suppress(ImportError, AttributeError):
         import ngrok
