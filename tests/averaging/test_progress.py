@@ -255,6 +255,7 @@ def roster(tracker: ProgressTracker, step: int) -> dict[int, tuple[bool, bool]]:
 
 def test_roster_has_the_live_peers_of_the_step():
     tracker = make_tracker()
+    assert roster(see(tracker, record(1)), 1) == {0: (False, False), 1: (False, False)}, "nobody is established"
     tracker.complete_step(4, 0)
     see(
         tracker,
@@ -270,10 +271,6 @@ def test_roster_has_the_live_peers_of_the_step():
         0: (False, True), 1: (False, True), 2: (True, True), 7: (False, False), 8: (False, False)
     }  # fmt: skip
     assert tracker.num_expected(5) == 3
-
-
-def test_nobody_is_established_in_the_first_step():
-    assert roster(see(make_tracker(), record(1)), 1) == {0: (False, False), 1: (False, False)}
 
 
 @pytest.mark.parametrize(

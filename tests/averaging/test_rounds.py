@@ -184,9 +184,9 @@ def test_averager_has_one_openmp_thread_per_thread(build_swarm, monkeypatch):
 
 
 async def count_streams(self, future: MPFuture) -> None:
-    """Count the members with an open stream of parts. Runs in the averager's process."""
+    """Count the open streams of other peers. Runs in the averager's process."""
     names = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
-    future.set_result(names.count("_communicate_with_peer"))
+    future.set_result(names.count("_process_stream"))
 
 
 def has_open_streams(trainer) -> bool:

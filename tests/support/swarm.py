@@ -205,12 +205,10 @@ class Swarm:
         return [self.add(client_mode) for client_mode in client_modes]
 
     def remove(self, trainer: Trainer) -> None:
-        """Shut down a trainer."""
         self.trainers.remove(trainer)
         trainer.stack.close()
 
     def add_auxiliary_peer(self) -> AuxiliaryPeer:
-        """Add and start an auxiliary peer."""
         options = {name: value for name, value in self.options.items() if name in RunArguments.__dataclass_fields__}
         args = RunArguments(**{**vars(arguments()), **TIMEOUTS, **vars(TRACKER), **options})
         tracker, averager = build_auxiliary(build_model(CONFIG, "run"), self.borrow(), self.run_id, args)
@@ -259,11 +257,10 @@ class Swarm:
         :returns: the handle of each trainer's round, in the order of `in_order`
         """
         self.compute(*[1] * len(self.trainers))  # trainers report progress after their first local step
-
-        def know_each_other() -> bool:
-            return all(len(trainer.tracker.roster(step)) == len(self.trainers) for trainer in self.trainers)
-
-        wait_until(know_each_other, 60, "that all know each other")
+        for trainer in self.trainers:
+            wait_until(
+                lambda tracker=trainer.tracker: len(tracker.roster(step)) == len(self.trainers), 60, "the roster"
+            )
         rounds = []
         for trainer in self.in_order(step):
             trainer.optimizer.coordinator.update_roster()
@@ -349,6 +346,6 @@ class Replay:
         return torch._foreach_div(total, num_samples), num_samples
 
 
-def assert_equal_parameters(trainers: list[Trainer], expected: torch.Tensor, tolerance: float = 1e-6) -> None:
+def assert_equal_parameters(trainers: list[Trainer], expected: torch.Tensor) -> None:
     for trainer in trainers:
-        assert (trainer.parameters - expected).abs().max() < tolerance
+        assert (trainer.parameters - expected).abs().max() < 1e-6
