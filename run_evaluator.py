@@ -28,19 +28,13 @@ class EvaluatorArguments(ReportingArguments):
     _argument_group_name = "Evaluation"
 
     output_dir: str = flag("evaluator_outputs", "Folder for evaluations.jsonl and the identity")
-    evaluation_interval: float = flag(
-        300.0, "Evaluate every this many seconds, if the run has reached a new global step"
-    )
+    evaluation_interval: float = flag(300.0, "Evaluate every this many seconds, if there is a new global step")
     evaluation_steps: int | None = flag(
         None, "Evaluate every this many global steps instead of every --evaluation_interval seconds"
     )
     per_device_eval_batch_size: int = flag(16, "Samples per batch in the evaluation")
-    max_eval_samples: int | None = flag(
-        None, "Number of samples to evaluate, from the start of the split 'validation'. Default: all"
-    )
-    mlm_probability: float = flag(
-        0.15, "Fraction of tokens to predict in masked LM; each evaluation predicts the same tokens"
-    )
+    max_eval_samples: int | None = flag(None, "Evaluate this many samples of the split 'validation'. Default: all")
+    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM; the same tokens each time")
     use_cpu: bool = flag(False, "Do not use a GPU")
     refresh_period: float = flag(10, "Seconds between two reads of the trainers' metrics")
     load_state_timeout: float = flag(600.0, "Give up on downloading the state from trainers after this many seconds")

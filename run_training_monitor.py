@@ -42,14 +42,10 @@ class TrainingMonitorArguments(ReportingArguments):
     output_dir: str = flag("monitor_outputs", "Folder for metrics.jsonl, checkpoints and the identity")
     refresh_period: float = flag(30, "Seconds between two reads of the trainers' metrics")
     use_google_dns: bool = flag(
-        False,
-        "Look up this machine's public IP address and announce it. The lookup uses the web service of "
-        "--public_ip_service; the flag's name is historical",
+        False, "Look up this machine's public IP address at --public_ip_service, and announce it"
     )
     public_ip_service: str = flag("https://api.ipify.org", "Web service that returns the caller's IP address")
-    store_checkpoints: bool = flag(
-        True, "Download the training state from trainers regularly and save checkpoints to disk"
-    )
+    store_checkpoints: bool = flag(True, "Regularly download the training state from trainers and save checkpoints")
     save_checkpoint_step_interval: int = flag(5, "Global steps between two checkpoints")
     save_total_limit: int = flag(2, "Keep this many checkpoints")
     space_id: str | None = flag(
@@ -69,8 +65,7 @@ class TrainingMonitorArguments(ReportingArguments):
     )
     assistant_maddrs: list[str] = flag(
         lambda: ["/ip4/0.0.0.0/tcp/0"],
-        "Multiaddresses that the auxiliary peer listens on. Its port differs from the monitor's; open "
-        "both in the firewall",
+        "Multiaddresses that the auxiliary peer listens on. Open its port in the firewall, too",
     )
     repo_id: str | None = flag(
         None,
@@ -80,15 +75,10 @@ class TrainingMonitorArguments(ReportingArguments):
     upload_interval: float = flag(3600.0, "Seconds between two uploads")
     private_repo: bool = flag(False, "Make the repository private if it has to be created")
     upload_training_state: bool = flag(
-        False,
-        "Also upload the optimizer state, which is needed to resume the run from the Hub. Triples "
-        "the size of an upload",
+        False, "Also upload the optimizer state, to resume the run from the Hub. Triples the size of an upload"
     )
-    license: str | None = flag(
-        None, "License of the model for the model card, by its identifier on the Hub, e.g. apache-2.0"
-    )
+    license: str | None = flag(None, "License for the model card, by its identifier on the Hub, e.g. apache-2.0")
     language: str | None = flag(None, "Language of the model for the model card, as an ISO 639-1 code, e.g. en")
-
     assistant_invitation: str | None = flag(
         None, "Invitation of the auxiliary peer, if the run needs one. It must differ from the monitor's --invitation"
     )

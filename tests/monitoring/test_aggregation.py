@@ -191,8 +191,7 @@ def test_lone_outlier_neither_moves_nor_stops_the_run(honest, claim, last_report
         metrics = {b"liar": metric(claim + second, loss=-1e9)}
         metrics |= {b"honest%d" % peer: metric(step) for peer in range(honest)}
         history = {b"liar": entries(*(metric(claim + second - back, loss=-1e9) for back in range(40)))}
-        reports = aggregator.update(START + second, metrics, history)
-        reported += reports
+        reported += aggregator.update(START + second, metrics, history)
     assert steps_of(reported) == list(range(50, 90))
     assert all(report.loss == 5.0 for report in reported)
 
@@ -235,9 +234,8 @@ def test_byzantine_first_peer_does_not_end_the_reports(
     claim += first_step
 
     def lie(second):
-        return {
-            b"liar": metric(claim + second // seconds_per_step, loss=1e9, samples=second * seconds_per_step // 10**6)
-        }
+        step, samples = claim + second // seconds_per_step, second * seconds_per_step // 10**6
+        return {b"liar": metric(step, loss=1e9, samples=samples)}
 
     for second in range(0, 300, 10):
         aggregator.update(START + second, lie(second))
@@ -265,16 +263,13 @@ def test_restarted_run_is_followed():
     assert reported == list(range(4900, 4930)), "not the steps before, which the other monitor may have reported"
 
 
-def revive(
-    lost: int, number: int, pace: float, refresh: int, keys: str, start_after: int = 20
-) -> list[tuple[int, int]]:
+def revive(lost: int, number: int, pace: float, refresh: int, keys: str) -> list[tuple[int, int]]:
     """Simulate a run whose trainers are all killed at step 100; others continue `lost` steps earlier.
 
     The three trainers that are killed are unlike: the first has reported step 101, too.
 
     :param pace: seconds per step of the `number` new trainers
     :param refresh: seconds between two refreshes of the monitor
-    :param start_after: seconds between the end of the first trainers and the first step of the new ones
     :param keys: "old" if the new trainers have the identities of the killed ones
     :returns: for each report: seconds since the end of the first three trainers, and the step
     """
@@ -287,8 +282,8 @@ def revive(
     reported = []
     for second in range(refresh // 2, 3000, refresh):
         metrics, history, progress = killed, killed_history, last_heartbeats if second < ALIVE else {}
-        if second >= start_after:
-            step = 101 - lost + int((second - start_after) / pace)
+        if second >= 20:
+            step = 101 - lost + int((second - 20) / pace)
             own_steps = range(max(101 - lost, step - 54), step + 1)
             new = {b"%s%d" % (keys.encode(), peer): metric(own_steps[-1], loss=9.0) for peer in range(number)}
             metrics = metrics | new

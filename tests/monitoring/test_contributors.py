@@ -1,20 +1,15 @@
 """Contributions: counted once per key and step, across restarts, with arbitrary names."""
 
 import errno
-import json
-import os
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-import utils
 from lib.common import json_file
 from lib.monitoring import contributors
-from lib.monitoring.aggregation import MetricsAggregator, StepReport
+from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributors, clean_name, format_leaderboard
-from lib.monitoring.monitor import TrainingMonitor
 from lib.monitoring.parsing import PeerStep
-from run_training_monitor import TrainingMonitorArguments
 
 
 def make_report(step: int, **samples: int) -> StepReport:
@@ -82,11 +77,8 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
 def test_full_disk_is_one_warning_and_nothing_is_lost(tmp_path, monkeypatch, caplog):
     counted = count(tmp_path, make_report(1, a=10))
 
-    def fail(_path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
-
     with monkeypatch.context() as patched:
-        patched.setattr(json_file, "new_file", fail)
+        patched.setattr(json_file, "new_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left", "x")))
         for step in (2, 3):
             counted.add(make_report(step, a=10))
             counted.save()
@@ -116,31 +108,3 @@ def test_leaderboard_names_the_first_few_and_counts_the_rest(tmp_path):
     counted = count(tmp_path, make_report(1, a=3000, b=20, c=1), names={b"a": "alice"})
     line = format_leaderboard(counted, number=2)
     assert "alice" in line and "3,000" in line and "anonymous" in line and "3 in all" in line and "\n" not in line
-
-
-def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path, monkeypatch, caplog):
-    views: dict = {}
-    monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key: views.get(key, {}))
-    monkeypatch.setattr(utils, "store_record", lambda *_args, **_options: None)
-    extras, tables, counted = [], [], Contributors(tmp_path, "run")
-    reporter = SimpleNamespace(
-        report=lambda _report, extra: extras.append(extra), report_table=lambda *table: tables.append(table)
-    )
-    peer = SimpleNamespace(dht=None, public_key=b"monitor")
-    args = TrainingMonitorArguments(save_checkpoint_step_interval=2)
-    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, counted, None, None, args)
-    views["run_peers"] = {b"[owner:a]": SimpleNamespace(value={"username": "al\ni/<c>e", "leaving": False})}
-    for step in range(1, 5):
-        metric = {"step": step, "samples_per_second": 1.0, "samples_accumulated": 8, "loss": 2.0, "mini_steps": 1}
-        views["run_metrics"] = {b"[owner:a]": metric}
-        with caplog.at_level("INFO"):
-            monitor.refresh()
-    key = counted.top(1)[0].key[:8]
-    assert extras == [{f"contribution/al i__c_e {key}": 8}, {}, {f"contribution/al i__c_e {key}": 24}, {}]
-    columns = ("place", "name", "key", "samples", "steps")  # trackio and wandb show the cells as plain text
-    assert tables == [
-        ("contributors", columns, [(1, "al i/<c>e", key, 8, 1)], 1),
-        ("contributors", columns, [(1, "al i/<c>e", key, 24, 3)], 3),
-    ]
-    assert caplog.text.count("Contributors, by samples: al i/<c>e") == 2
-    assert json.loads((tmp_path / "contributors.json").read_text())["contributors"][0]["samples"] == 32

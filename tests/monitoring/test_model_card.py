@@ -14,24 +14,13 @@ from arguments import TRAINER_ARGUMENTS
 from lib.common.cli import parse_arguments
 from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributors
-from lib.monitoring.model_card import (
-    CardMetadata,
-    build_card,
-    read_curve,
-)
+from lib.monitoring.model_card import CardMetadata, build_card, read_curve
 from lib.monitoring.parsing import PeerStep
 from lib.training.model import build_model
-from tests.support.peers import TINY_ALBERT
+from tests.support.peers import TINY_CONFIGS
 
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
-SIZES = {
-    "albert": TINY_ALBERT,
-    "bert": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
-    "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2},
-}
-CONFIGS = {
-    name: AutoConfig.for_model(**{"model_type": name, **small}, vocab_size=500) for name, small in SIZES.items()
-}
+CONFIGS = {name: AutoConfig.for_model(**tiny, vocab_size=500) for name, tiny in TINY_CONFIGS.items()}
 METADATA = CardMetadata("me/model", "my run", CONFIGS["albert"], "apache-2.0", "en")
 HOSTILE_NAMES = [
     "<script>alert(1)</script>",
@@ -129,7 +118,7 @@ def test_curve_covers_each_step_once(tmp_path, steps):
 # Loading
 
 
-@pytest.mark.parametrize("model_type", SIZES)
+@pytest.mark.parametrize("model_type", ["albert", "bert", "gpt2"])
 def test_snippet_loads_the_model(tmp_path, data, model_type):
     model = build_model(CONFIGS[model_type], "run")
     model.save_pretrained(tmp_path)

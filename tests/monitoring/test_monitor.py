@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest.mock import ANY, Mock
 
 import pytest
 from hivemind.utils import get_dht_time
@@ -16,8 +17,7 @@ from lib.monitoring.reporters import build_reporters
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.dht_records import metric
 from tests.support.fakes import make_session
-
-ARGS = TrainingMonitorArguments()
+from tests.support.peers import read_jsonl
 
 
 @pytest.fixture
@@ -33,41 +33,49 @@ def stored(monkeypatch) -> dict:
     return records
 
 
-def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, stored):
+@pytest.fixture
+def make_trainer(tmp_path):
+    """Return a function that builds the session of a trainer with this public key."""
+
+    def make_trainer(key: bytes):
+        session = make_session(tmp_path / key.decode(), offered=None)
+        session.peer = SimpleNamespace(dht=None, public_key=key)
+        session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
+        session.optimizer.is_synchronized_with_peers = lambda: True
+        return session
+
+    return make_trainer
+
+
+def make_monitor(folder, reporter, aggregator=None, uploader=None, save_checkpoint_step_interval=100):
+    args = TrainingMonitorArguments(save_checkpoint_step_interval=save_checkpoint_step_interval)
+    peer, counted = SimpleNamespace(dht=None, public_key=b"monitor"), Contributors(folder, "run")
+    return TrainingMonitor(peer, "run", aggregator or MetricsAggregator(), reporter, counted, None, uploader, args)
+
+
+def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, stored, make_trainer):
     """Records come from the trainers' own code. Who has had no round yet does not count."""
     for key, rounds in ((b"a", [True, True, False]), (b"b", [True]), (b"c", [])):
-        session = make_session(tmp_path / key.decode(), offered=None)
-        session.peer = SimpleNamespace(dht=None, public_key=key)
+        session = make_trainer(key)
         session.optimizer.recent_rounds = rounds
-        session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
-        session.optimizer.is_synchronized_with_peers = lambda: True
         session.report(step=10, samples=8)
         session.close()
-    extras = []
-    monitor = TrainingMonitor(
-        SimpleNamespace(dht=None, public_key=b"monitor"), "run", MetricsAggregator(last_reported_step=9),
-        SimpleNamespace(report=lambda report, extra: extras.append(extra)), Contributors(tmp_path, "run"),
-        keeper=None, uploader=None, args=TrainingMonitorArguments(save_checkpoint_step_interval=100),
-    )  # fmt: skip
-    monitor.refresh()
-    assert extras == [{"complete rounds": 0.75}]
+    reporter = Mock()
+    make_monitor(tmp_path, reporter, MetricsAggregator(last_reported_step=9)).refresh()
+    reporter.report.assert_called_once_with(ANY, {"complete rounds": 0.75})
 
 
-def test_share_of_applied_samples_comes_from_the_sessions(tmp_path, stored):
+def test_share_of_applied_samples_comes_from_the_sessions(stored, make_trainer):
     """Each trainer has computed 4 samples in each of 100 local steps; the second one missed the newest 16 steps."""
     for key, num_missed in ((b"a", 0), (b"b", 16)):
-        session = make_session(tmp_path / key.decode(), offered=None)
-        session.peer = SimpleNamespace(dht=None, public_key=key)
-        session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
-        session.optimizer.is_synchronized_with_peers = lambda: True
+        session = make_trainer(key)
         session.status.begin_at(0)
         for step in range(1, 101):
             session.optimizer.num_computed += 4
             session.status.record_local_step()
             outcome = "failed" if step > 100 - num_missed else "alone"
-            session.optimizer.round_log.write(
-                {"step": step, "outcome": outcome, "samples": 4, "error": "", "weights": {}}
-            )
+            entry = {"step": step, "outcome": outcome, "samples": 4, "error": "", "weights": {}}
+            session.optimizer.round_log.write(entry)
             session.report(step=step, samples=4)
         session.close()
     assert stored["run_rounds"][b"b"].value == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
@@ -76,31 +84,44 @@ def test_share_of_applied_samples_comes_from_the_sessions(tmp_path, stored):
 
 
 @pytest.mark.parametrize(("leaving", "run_is_over"), [([], False), ([True, False], False), ([True, True], True)])
-def test_last_checkpoint_is_uploaded_when_all_trainers_leave(tmp_path, stored, leaving, run_is_over):
+def test_last_checkpoint_is_uploaded_when_all_trainers_leave(tmp_path, stored, make_trainer, leaving, run_is_over):
     for number, leaves in enumerate(leaving):
-        session = make_session(tmp_path / str(number), offered=None)
-        session.peer = SimpleNamespace(dht=None, public_key=b"%d" % number)
+        session = make_trainer(b"%d" % number)
         session.introduce(leaving=leaves)
         session.close()
-    updates, peer = [], SimpleNamespace(dht=None, public_key=b"monitor")
-    uploader = SimpleNamespace(update=lambda page, run_is_over: updates.append(run_is_over))
-    reporter, contributors = SimpleNamespace(), Contributors(tmp_path, "run")
-    monitor = TrainingMonitor(peer, "run", MetricsAggregator(), reporter, contributors, None, uploader, ARGS)
-    monitor.refresh()
-    assert updates == [run_is_over]
+    uploader = Mock()
+    make_monitor(tmp_path, Mock(), uploader=uploader).refresh()
+    uploader.update.assert_called_once_with(None, run_is_over=run_is_over)
+
+
+def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path, stored, caplog):
+    caplog.set_level("INFO")
+    reporter = Mock()
+    monitor = make_monitor(tmp_path, reporter, save_checkpoint_step_interval=2)
+    stored["run_peers"] = {b"[owner:a]": SimpleNamespace(value={"username": "al\ni/<c>e", "leaving": False})}
+    for step in range(1, 5):
+        stored["run_metrics"] = {b"[owner:a]": metric(step, samples=8)}
+        monitor.refresh()
+    key = monitor.contributors.top(1)[0].key[:8]
+    extras = [call.args[1] for call in reporter.report.call_args_list]
+    assert extras == [{f"contribution/al i__c_e {key}": 8}, {}, {f"contribution/al i__c_e {key}": 24}, {}]
+    columns = ("place", "name", "key", "samples", "steps")  # trackio and wandb show the cells as plain text
+    assert [call.args for call in reporter.report_table.call_args_list] == [
+        ("contributors", columns, [(1, "al i/<c>e", key, 8, 1)], 1),
+        ("contributors", columns, [(1, "al i/<c>e", key, 24, 3)], 3),
+    ]
+    assert caplog.text.count("Contributors, by samples: al i/<c>e") == 2
+    assert json.loads((tmp_path / "contributors.json").read_text())["contributors"][0]["samples"] == 32
 
 
 def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
-    reporters = build_reporters(tmp_path, "run")
     aggregator = MetricsAggregator(settle_time=1.0)
-    peer = SimpleNamespace(dht=None, public_key=b"monitor")
-    monitor = TrainingMonitor(peer, "run", aggregator, reporters, Contributors(tmp_path, "run"), None, None, ARGS)
+    monitor = make_monitor(tmp_path, build_reporters(tmp_path, "run"), aggregator)
     for key, steps in ((b"killed", range(1, 17)), (b"revived", range(15, 19))):
         for step in steps:
             stored["run_metrics"] = {key: ValueWithExpiration(metric(step), 0.0)}
             monitor.refresh()
         aggregator.live_peers[0].has_left = True
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [*range(1, 17), *range(15, 19)]
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [*range(1, 17), *range(15, 19)]
     assert caplog.text.count("reporting from step #15 again") == 1
     assert [leader.samples for leader in monitor.contributors.top(2)] == [16 * 32, 4 * 32]
