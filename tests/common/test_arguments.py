@@ -13,6 +13,7 @@ from invite import InvitationArguments, RevocationArguments
 from lib.common.argument_parser import endpoint_to_maddrs
 from lib.common.checks import ArgumentsError
 from lib.common.cli import parse_arguments
+from run_local_demo import DemoArguments
 from tests.support.peers import ROOT
 from tokenize_wikitext103 import TokenizationArguments
 
@@ -24,6 +25,7 @@ SCRIPTS = {
     "run_custom_trainer.py": TRAINER_ARGUMENTS,
     "run_training_monitor.py": run_training_monitor.ARGUMENTS,
     "run_evaluator.py": run_evaluator.ARGUMENTS,
+    "run_local_demo.py": (DemoArguments,),
     "invite.py": (InvitationArguments,),
     "invite.py revoke": (RevocationArguments,),
     "tokenize_wikitext103.py": (TokenizationArguments,),
@@ -144,9 +146,7 @@ def test_what_is_no_endpoint_is_refused(endpoint):
     ("script", "command", "culprit"),
     [
         ("run_trainer.py", "--initial_peers 18.224.82.24:31337", "/ip4/18.224.82.24/tcp/31337/p2p/PEER_ID"),
-        ("run_trainer.py", "--initial_peers COORDINATOR_IP:1337", "p2p/PEER_ID"),
         ("run_trainer.py", "--initial_peers ONE_OR_MORE_PEERS", "not a multiaddress"),
-        ("run_trainer.py", "--initial_peers /dns4/x.tcp.ngrok.io/tcp/12345/p2p/ABCDE", "not a peer ID"),
         ("run_trainer.py", "--max_steps 100", "--max_global_steps"),
         ("run_trainer.py", "--nonsense", "--nonsense"),
         ("run_trainer.py", "--ends_at tomorrow", "2027-04-28T23:59"),
@@ -155,7 +155,6 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--run_id a.b", "--run_id"),
         ("run_trainer.py", "--run_id ", "--run_id"),
         ("run_trainer.py", "--per_device_train_batch_size 0", "--per_device_train_batch_size"),
-        ("run_trainer.py", "--per_device_train_batch_size four", "--per_device_train_batch_size"),
         ("run_trainer.py", "--gradient_accumulation_steps -1", "--gradient_accumulation_steps"),
         ("run_trainer.py", "--target_batch_size -5", "--target_batch_size"),
         ("run_trainer.py", "--batch_size_lead 5000", "--batch_size_lead"),
@@ -166,23 +165,19 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--mlm_probability 2", "--mlm_probability"),
         ("run_trainer.py", "--fp16 --bf16", "--fp16"),
         ("run_trainer.py", "--gradient_compression zip", "--gradient_compression"),
-        ("run_trainer.py", "--state_compression uniform8", "--state_compression"),
         ("run_trainer.py", "--no_delay_optimizer_step", "--no_delay_grad_averaging"),
         ("run_trainer.py", "--target_group_size 1", "--target_group_size"),
         ("run_trainer.py", "--min_refresh_period 9 --max_refresh_period 3", "--min_refresh_period"),
-        ("run_trainer.py", "--host_maddrs 0.0.0.0:80", "--host_maddrs"),
         ("run_trainer.py", "--host_maddrs /ip4/999.0.0.1/tcp/80", "999.0.0.1"),
         ("run_trainer.py", "--host_maddrs /ip4/0.0.0.0/tcp/99999", "99999"),
         ("run_trainer.py", "--host_maddrs /ip4/0.0.0.0/tcp", "'tcp'"),
         ("run_trainer.py", "--announce_maddrs /ip4/203.0.113.1/tcp/0", "--announce_maddrs"),
-        ("run_trainer.py", "--tunnel bore", "--tunnel"),
         ("run_trainer.py", "--tunnel ngrok --client_mode", "--client_mode"),
         ("run_trainer.py", "--tunnel ngrok --announce_tunnel bore.pub:7", "--announce_tunnel"),
         ("run_trainer.py", "--tunnel ngrok --host_maddrs /ip4/0.0.0.0/udp/80/quic", "--host_maddrs"),
         ("run_trainer.py", "--announce_tunnel bore.pub:7", "--host_maddrs /ip4/0.0.0.0/tcp/PORT"),
         ("run_trainer.py", f"--announce_tunnel bore.pub:7 {FIXED} --client_mode", "--client_mode"),
         ("run_trainer.py", f"--announce_tunnel bore.pub {FIXED}", "'bore.pub' is not HOST:PORT"),
-        ("run_trainer.py", f"--announce_tunnel /dns4/bore.pub/tcp/7 {FIXED}", "is not HOST:PORT"),
         ("run_trainer.py", f"--announce_tunnel bore.pub:0 {FIXED}", "public end"),
         ("run_trainer.py", f"--announce_tunnel bore.pub:70000 {FIXED}", "public end"),
         ("run_trainer.py", f"--announce_tunnel 0.0.0.0:7 {FIXED}", "0.0.0.0"),
@@ -193,7 +188,6 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--initial_peers /ip4/203.0.113.1/tcp/80", "PEER_ID"),
         ("run_trainer.py", f"--use_ipfs --initial_peers {PEER}", "--use_ipfs"),
         ("run_trainer.py", "--dataset_url ftp://example.org/data.tar.gz", "--dataset_url"),
-        ("run_trainer.py", "--dataset_url data.tar.gz", "https://"),
         ("run_trainer.py", "--dataset_url https:///data.tar.gz", "--dataset_url"),
         ("run_trainer.py", "--dataset_url https://example.org:99999/data.tar.gz", "--dataset_url"),
         ("run_trainer.py", f"--dataset_sha256 {'0' * 64}", "--dataset_url"),
@@ -205,7 +199,6 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--use_auto_relay --client_mode", "--client_mode"),
         ("run_training_monitor.py", "--refresh_period 0", "--refresh_period"),
         ("run_training_monitor.py", "--assistant_maddrs 0.0.0.0:31338", "--assistant_maddrs"),
-        ("run_trainer.py", "--optimizer sgd", "--optimizer"),
         ("run_evaluator.py", "--evaluation_interval 0", "--evaluation_interval"),
         ("run_evaluator.py", "--evaluation_steps -1", "--evaluation_steps"),
         ("run_evaluator.py", "--invitation a --identity_path b", "--identity_path"),
@@ -214,8 +207,6 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("invite.py revoke", "--authority authority.key", "--username"),
         ("invite.py revoke", "--username alice --invitation alice.invitation", "either"),
         ("run_trainer.py", "--revocations authority.revoked", "--invitation"),
-        ("run_training_monitor.py", "--report_to excel", "--report_to"),
-        ("run_training_monitor.py", "--repo_id my-albert", "NAME/MODEL"),
         ("run_training_monitor.py", "--repo_id me/my--albert", "--repo_id"),
         ("run_training_monitor.py", "--repo_id me/../albert", "--repo_id"),
         ("run_training_monitor.py", "--repo_url https://gitlab.example/me/my-albert", "--repo_id"),
@@ -229,6 +220,8 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--page https://me:secret@example.org/", "--page"),
         ("run_trainer.py", f"--page https://example.org/{'x' * 200}", "--page"),
         ("run_training_monitor.py", "--sample_text [MASK] --no_store_checkpoints", "--no_store_checkpoints"),
+        ("run_local_demo.py", "--trainers 1", "--trainers"),
+        ("run_local_demo.py", "--max_global_steps 1", "--max_global_steps"),
         ("tokenize_wikitext103.py", "--train_file /no/such/file", "/no/such/file"),
         ("tokenize_wikitext103.py", "--sample --train_file README.md", "--sample"),
         ("tokenize_wikitext103.py", "--max_seq_length 2", "--max_seq_length"),
@@ -243,22 +236,6 @@ def test_wrong_use_gets_one_line_that_names_the_culprit(script, command, culprit
     message = capsys.readouterr().err.strip()
     assert culprit in message and "error:" in message
     assert "\n" not in message
-
-
-def test_defaults_are_those_of_the_albert_example():
-    training, dataset, collaboration, tracker = parse("run_trainer.py", "")
-    assert (training.learning_rate, training.warmup_steps, training.total_steps) == (0.00176, 5000, 125_000)
-    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 2)
-    assert (training.weight_decay, training.adam_epsilon, training.clamp_value) == (0.01, 1e-6, 10000.0)
-    assert (dataset.dataset_path, dataset.tokenizer_path) == ("data/albert_tokenized_wikitext", "data/tokenizer")
-    assert (collaboration.run_id, collaboration.target_batch_size, collaboration.client_mode) == (
-        "albert",
-        4096,
-        False,
-    )
-    assert (collaboration.averaging_timeout, collaboration.matchmaking_time) == (60, 5)
-    assert (collaboration.statistics_expiration, collaboration.backup_every_steps) == (600, 10)
-    assert (collaboration.target_group_size, tracker.metadata_expiration) == (256, 120)
 
 
 def test_batch_size_per_step_counts_the_devices_that_are_used():

@@ -1,4 +1,4 @@
-"""A warning or an error is followed by what to do about it, once."""
+"""The table of messages: a warning or an error is followed by what to do about it, once."""
 
 import io
 import logging
@@ -6,11 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from lib.common import diagnosis
-from lib.common.diagnosis import HINT, next_hint, read_diagnoses
-from lib.common.errors import TEMPORARY, TemporaryError, UserError, run_script
+from lib.common.diagnosis import HINT, diagnose, next_hint, read_diagnoses
+from lib.common.errors import TEMPORARY, TemporaryError, UserError, describe, run_script
 from lib.common.logs import HintHandler
+from tests.support.messages import read_templates
 from tests.support.peers import ROOT
 
 NO_GROUP = "No group for step #39 in time: proceeding with local gradients"
@@ -54,32 +56,34 @@ def test_malformed_record_raises_nothing(log):
     logger.warning(object())
 
 
-def test_hints_are_plain_text():
-    hints = [next_hint(row.message) for row in read_diagnoses()]
-    assert len(hints) > 25 and not any("](" in hint for hint in hints)
-    assert all(next_hint(row.message) is None for row in read_diagnoses()), "each is given once"
+def test_each_row_is_a_message_of_the_code():
+    missing = [row.message for row in read_diagnoses() if not any(map(row.matches, read_templates()))]
+    assert missing == ["too many open files", "OutOfMemoryError"], "has a message been reworded?"
+    assert diagnose(describe(torch.OutOfMemoryError("CUDA out of memory"))).message == "OutOfMemoryError"
+    assert diagnose("The round of step #3 was partial: received 61% of it").message.endswith("was partial")
 
 
-def end_with(error: Exception, monkeypatch, capsys) -> tuple[int, list[str]]:
+def test_each_row_gives_its_hint_once_as_plain_text():
+    hints = {row.message: next_hint(row.message) for row in read_diagnoses()}
+    assert len(hints) > 25 and hints == {row.message: HINT + row.action for row in read_diagnoses()}
+    assert not any("](" in hint for hint in hints.values())
+    assert all(next_hint(row.message) is None for row in read_diagnoses())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "hints"),
+    [(UserError(CANNOT_LISTEN), 1, [f"{HINT}pass another port"]), (TemporaryError("try later"), TEMPORARY, [])],
+)
+def test_hint_follows_an_error_without_a_remedy(monkeypatch, capsys, error, code, hints):
     def main() -> None:
         raise error
 
     monkeypatch.setattr(sys, "argv", ["run_trainer.py"])
     with pytest.raises(SystemExit) as caught:
         run_script(main)
-    return caught.value.code, capsys.readouterr().err.splitlines()
-
-
-def test_hint_follows_an_error_without_a_remedy(monkeypatch, capsys):
-    code, (error, hint) = end_with(UserError(CANNOT_LISTEN), monkeypatch, capsys)
-    assert code == 1 and error == f"run_trainer.py: error: {CANNOT_LISTEN}"
-    assert hint.startswith(f"{HINT}pass another port")
-
-
-def test_error_with_a_remedy_remains_one_line(monkeypatch, capsys):
-    message = "none of --initial_peers answers: /ip4/203.0.113.1/tcp/31337. Check that they run"
-    code, lines = end_with(TemporaryError(message), monkeypatch, capsys)
-    assert code == TEMPORARY and lines == [f"run_trainer.py: error: {message}"]
+    first, *others = capsys.readouterr().err.splitlines()
+    assert caught.value.code == code and first == f"run_trainer.py: error: {error}"
+    assert len(others) == len(hints) and all(map(str.startswith, others, hints))
 
 
 @pytest.mark.programs

@@ -1,13 +1,12 @@
 """JsonFile across restarts."""
 
 import errno
-import json
 import os
 
 import pytest
 
 from lib.common import json_file
-from lib.common.json_file import JsonFile, write_json
+from lib.common.json_file import JsonFile
 
 
 def parse(content: dict) -> int:
@@ -48,10 +47,3 @@ def test_a_full_disk_is_one_warning_and_the_old_content_stays(tmp_path, monkeypa
     assert len(caplog.records) == 1 and "No space left" in caplog.text and file.load(parse) == 1
     file.save({"number": 4})
     assert file.load(parse) == 4
-
-
-def test_content_that_is_no_json_leaves_the_file_alone(tmp_path):
-    write_json(tmp_path / "state.json", [1])
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "state.json", object())
-    assert json.loads((tmp_path / "state.json").read_text()) == [1]

@@ -38,13 +38,6 @@ def test_works_until_it_is_stopped_and_may_change_its_period():
     assert not thread.is_alive() and time.monotonic() - started < 30 and thread.number == 3
 
 
-def test_stopped_before_it_begins_it_does_nothing():
-    thread = Counting(period=0.0)
-    thread.stop()
-    thread.run()
-    assert thread.number == 0
-
-
 class Child:
     """Fake process that dies on request."""
 
