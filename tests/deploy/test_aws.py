@@ -7,7 +7,7 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 from cfnlint.api import ManualArgs, lint
 
-from deploy.aws import Deployment
+from deploy.aws import Deployment, readable_errors
 from lib.common.errors import UserError
 from tests.support.aws import ids, make_settings, read_user_data
 
@@ -37,13 +37,9 @@ def test_wrong_settings(changes, message):
         (ClientError({"Error": {"Code": "LimitExceeded", "Message": "too many"}}, "X"), "LimitExceeded.*too many"),
     ],
 )
-def test_errors_of_aws_are_one_line(deployment, monkeypatch, error, message):
-    def refuse(**_):
+def test_errors_of_aws_are_one_line(error, message):
+    with pytest.raises(UserError, match=message), readable_errors():
         raise error
-
-    monkeypatch.setattr(deployment.ec2, "allocate_address", refuse)
-    with pytest.raises(UserError, match=message):
-        deployment.start_coordinator()
 
 
 def test_failure_of_the_stack_has_its_first_reason(started, monkeypatch):
@@ -89,18 +85,15 @@ class TestCoordinator:
 
     def test_only_its_role_may_read_the_identity(self, started):
         started.set_trainers(1)
-        parameter = started.ssm.get_parameter(Name=NAME, WithDecryption=True)
-        parameter = parameter["Parameter"]
+        parameter = started.ssm.get_parameter(Name=NAME, WithDecryption=True)["Parameter"]
         assert parameter["Type"] == "SecureString"
         (elastic_ip,) = started.ec2.describe_addresses()["Addresses"]
         resources = started.template()["Resources"]
-        for role, actions in (
-            (
-                "coordinator",
-                {"ssm:GetParameter": parameter["Name"], "ec2:AssociateAddress": elastic_ip["AllocationId"]},
-            ),
-            ("trainer", {"autoscaling:TerminateInstanceInAutoScalingGroup": "autoScalingGroupName/test-trainers"}),
-        ):
+        allowed = {
+            "coordinator": {"ssm:GetParameter": NAME, "ec2:AssociateAddress": elastic_ip["AllocationId"]},
+            "trainer": {"autoscaling:TerminateInstanceInAutoScalingGroup": "autoScalingGroupName/test-trainers"},
+        }
+        for role, actions in allowed.items():
             (policy,) = resources[f"{role}Role"]["Properties"]["Policies"]
             statements = {statement["Action"]: statement for statement in policy["PolicyDocument"]["Statement"]}
             assert statements.keys() == actions.keys()
@@ -110,17 +103,13 @@ class TestCoordinator:
             user_data = read_user_data(started, role)
             assert parameter["Value"][:40] not in user_data and parameter["Value"][-40:] not in user_data
 
-    def test_machine(self, account):
+    def test_machine(self, started):
         for wanted, size in ((5, 15), (40, 40)):  # moto's images have 15 GiB
-            deployment = Deployment(make_settings(name=f"disk-{wanted}", disk_gib=wanted))
-            deployment.start_coordinator()
-            resources = deployment.template()["Resources"]
-            for role in ("coordinator", "trainer"):
-                machine = resources[f"{role}Template"]["Properties"]["LaunchTemplateData"]
-                (disk,) = machine["BlockDeviceMappings"]
-                assert disk["Ebs"]["VolumeSize"] == size
-                assert machine["MetadataOptions"]["HttpTokens"] == "required"
-                assert {tag["ResourceType"] for tag in machine["TagSpecifications"]} == {"instance", "volume"}
+            resources = Deployment(make_settings(disk_gib=wanted)).template()["Resources"]
+            machine = resources["coordinatorTemplate"]["Properties"]["LaunchTemplateData"]
+            assert machine["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == size
+            assert machine["MetadataOptions"]["HttpTokens"] == "required"
+            assert {tag["ResourceType"] for tag in machine["TagSpecifications"]} == {"instance", "volume"}
 
 
 def test_probe_joins_a_run_or_gives_up_in_time(scripts, started, monkeypatch):
@@ -138,9 +127,8 @@ class TestTrainers:
         started.ec2.terminate_instances(InstanceIds=[first])  # as an interruption
         trainers = ids(started, "trainer")
         assert len(trainers) == 2 and first not in trainers
-        started.scaling.terminate_instance_in_auto_scaling_group(
-            InstanceId=second, ShouldDecrementDesiredCapacity=True
-        )
+        give_back = started.scaling.terminate_instance_in_auto_scaling_group
+        give_back(InstanceId=second, ShouldDecrementDesiredCapacity=True)
         assert len(ids(started, "trainer")) == 1 and second not in started.status()
         for number in (3, 3, 1):
             started.set_trainers(number)
@@ -170,10 +158,8 @@ class TestTrainers:
         costs = f"At most $0.65 an hour, $15.64 a day, without traffic\n--initial_peers {started.address()}"
         assert trainer in started.status() and started.status().endswith(f" 0.0\n\n{costs}")
         assert "Linux version" in started.console(trainer, lines=1000)
-        group = {"DesiredCapacity": 3}
-        monkeypatch.setattr(
-            started.scaling, "describe_auto_scaling_groups", lambda **_: {"AutoScalingGroups": [group]}
-        )
+        groups = {"AutoScalingGroups": [{"DesiredCapacity": 3}]}
+        monkeypatch.setattr(started.scaling, "describe_auto_scaling_groups", lambda **_: groups)
         failed = {"StatusCode": "Failed", "StatusMessage": "Max spot instance count exceeded"}
         monkeypatch.setattr(started.scaling, "describe_scaling_activities", lambda **_: {"Activities": [failed] * 2})
         assert f"\n1 of 3 trainers\nMax spot instance count exceeded\n\n{costs}" in started.status()

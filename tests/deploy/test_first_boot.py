@@ -91,12 +91,8 @@ def machine(tmp_path) -> Machine:
 
 @pytest.fixture
 def repository(tmp_path) -> Path:
-    folder = make_repository(tmp_path / "repository", "import json, sys\nprint(json.dumps(sys.argv[1:]))\n")
-    (folder / "run_training_monitor.py").write_text((folder / "run_trainer.py").read_text())
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", folder]
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "-q", "-m", "y"], check=True)
-    return folder
+    code = "import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
+    return make_repository(tmp_path / "repository", code, monitor=code)
 
 
 class TestFirstBoot:
@@ -106,10 +102,8 @@ class TestFirstBoot:
         assert result.returncode == 0, result.stdout + result.stderr
         training, _, peer, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", machine.service_arguments())
         assert peer.initial_peers == [started.address()] and not peer.client_mode
-        assert (peer.host_maddrs, peer.announce_maddrs) == (
-            ["/ip4/0.0.0.0/tcp/31337"],
-            ["/ip4/203.0.113.7/tcp/31337"],
-        )
+        assert peer.host_maddrs == ["/ip4/0.0.0.0/tcp/31337"]
+        assert peer.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]
         assert training.per_device_train_batch_size == 8, "by the GPU's memory"
         assert (peer.bandwidth, peer.username) == (500, "a b%c$d")
         log = machine.log.read_text()
@@ -128,9 +122,8 @@ class TestFirstBoot:
         key = started.ssm.get_parameter(Name="/collaborative-training/test/identity", WithDecryption=True)
         machine.install("aws", f"[[ $1 != ssm ]] || echo {key['Parameter']['Value']}")
         digest = file_sha256(tmp_path / "www" / "data.tar.gz")
-        settings = make_settings(
-            repo_url=f"file://{repository}", dataset_url=dataset_url, dataset_sha256=digest.upper()
-        )
+        data = {"dataset_url": dataset_url, "dataset_sha256": digest.upper()}
+        settings = make_settings(repo_url=f"file://{repository}", **data)
         (elastic_ip,) = started.ec2.describe_addresses()["Addresses"]
         user_data = Deployment(settings).coordinator_user_data(elastic_ip)
         result = machine.boot(user_data)

@@ -100,11 +100,10 @@ def test_gpus_are_found(nvidia_smi, monkeypatch):
     nvidia_smi(("Tesla T4", 15360), ("NVIDIA A100-SXM4-40GB, the second", 40960))
     assert find_gpus() == [Gpu("Tesla T4", 15.0), Gpu("NVIDIA A100-SXM4-40GB, the second", 40.0)]
     nvidia_smi(("NVIDIA-SMI has failed", 0), exit_code=9)
-    with pytest.raises(UserError, match="there is no GPU here"):
-        find_gpus()
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match="there is no GPU here"):
-        find_gpus()
+    for path in (os.environ["PATH"], ""):
+        monkeypatch.setenv("PATH", path)
+        with pytest.raises(UserError, match="there is no GPU here"):
+            find_gpus()
 
 
 def test_the_trainer_understands_its_command():
@@ -186,29 +185,31 @@ def test_a_failure_of_the_trainer_is_one_line(monkeypatch, tmp_path, capsys):
 
 # --- the whole notebook ----------------------------------------------------------------------------------------------
 
-# A fake trainer, for what comes before the training.
-TRAINER = """
-import json, sys
-print("ARGUMENTS", json.dumps(sys.argv[1:]), flush=True)
-"""
+TRAINER = 'import json, sys\nprint("ARGUMENTS", json.dumps(sys.argv[1:]))'  # for what comes before the training
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch, nvidia_smi) -> Path:
-    """Create a project to clone, on a machine with a T4 and a matching torch."""
+def site(tmp_path, monkeypatch, nvidia_smi) -> Path:
+    """Set up a machine with a T4 and a matching torch in this folder."""
     nvidia_smi(("Tesla T4", 15360))
     (tmp_path / "site").mkdir()
     write_torch(tmp_path / "site", "2.8.0+cu126")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return tmp_path / "site"
+
+
+@pytest.fixture
+def repository(tmp_path, site) -> Path:
     return make_repository(tmp_path / "repository", TRAINER)
 
 
-def make_repository(folder: Path, trainer: str) -> Path:
+def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
     shutil.copytree(ROOT / "lib" / "common", folder / "lib" / "common", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("lib/__init__.py", "lib/peer/tunnel.py", "deploy/join.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "run_trainer.py").write_text(trainer)
+    (folder / "run_training_monitor.py").write_text(monitor)
     (folder / "requirements.txt").write_text(f"psutil=={version('psutil')}\ntorch==0.0.1  # does not exist\n")
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "init.defaultBranch=main", "-C", folder]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
@@ -263,8 +264,8 @@ class RunningNotebook(threading.Thread):
         super().__init__(daemon=True)
         self.project, self.printed = project, ""
         self.notebook = read(name, **values)
-        make_repository(project, PACED_TRAINER.format(root=str(ROOT), site=str(site), pace=pace))
-        (project / "run_training_monitor.py").write_text(MONITOR.format(script=str(ROOT / "run_training_monitor.py")))
+        monitor = MONITOR.format(script=str(ROOT / "run_training_monitor.py"))
+        make_repository(project, PACED_TRAINER.format(root=str(ROOT), site=str(site), pace=pace), monitor)
         self.start()
 
     def run(self) -> None:
@@ -294,15 +295,11 @@ class RunningNotebook(threading.Thread):
 
 @pytest.mark.peers
 @pytest.mark.early
-def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monkeypatch, nvidia_smi):
+def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monkeypatch, site):
     """The friend is in client mode, comes later and has half of the speed."""
-    nvidia_smi(("Tesla T4", 15360))
-    site = tmp_path / "site"
-    site.mkdir()
-    write_torch(site, "2.8.0+cu126")
-    for name, value in {"PYTHONPATH": site, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": "", "NGROK_AUTHTOKEN": TOKEN,
-                        "FAKE_NGROK_CERTIFICATE": tmp_path / "certificate.pem"}.items():  # fmt: skip
-        monkeypatch.setenv(name, str(value))
+    for name, value in {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NGROK_AUTHTOKEN": TOKEN}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FAKE_NGROK_CERTIFICATE", str(tmp_path / "certificate.pem"))
     local = f"--host_maddrs {LOCAL} --no_use_relay --dataloader_num_workers 0 --gradient_accumulation_steps 1"
     settings = "--model_name_or_path albert-tiny --target_batch_size 96 --learning_rate 0.01 --warmup_steps 0"
     with FakeNgrok() as servers:
