@@ -130,17 +130,6 @@ class BaseTrainingArguments:
             protocols = check_maddr("--announce_maddrs", maddr)
             port = protocols.get("tcp", protocols.get("udp"))
             require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
-        self._check_tunnel()
-        check_page("--page", self.page)
-        require(self.end_time > time.time(), f"--ends_at: the run has ended at {self.ends_at}")
-        require_positive(self, "bootstrap_timeout")
-
-    @property
-    def end_time(self) -> float:
-        """End of the run (`time.time`); infinity if there is none."""
-        return parse_end("--ends_at", self.ends_at)
-
-    def _check_tunnel(self) -> None:
         require(
             self.tunnel == "none" or self.announce_tunnel is None,
             "--tunnel opens a tunnel, --announce_tunnel announces an existing one: pass one of the two",
@@ -158,6 +147,14 @@ class BaseTrainingArguments:
                 "--announce_tunnel needs a fixed local port: pass --host_maddrs /ip4/0.0.0.0/tcp/PORT with the "
                 "port that the tunnel leads to",
             )
+        check_page("--page", self.page)
+        require(self.end_time > time.time(), f"--ends_at: the run has ended at {self.ends_at}")
+        require_positive(self, "bootstrap_timeout")
+
+    @property
+    def end_time(self) -> float:
+        """End of the run (`time.time`); infinity if there is none."""
+        return parse_end("--ends_at", self.ends_at)
 
 
 @dataclass

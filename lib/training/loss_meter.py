@@ -21,7 +21,7 @@ class LossMeter:
         self._count = self._count + finite.int()
 
     def mean(self) -> float | None:
-        """Return the mean of the losses since the last call of `pop`; None if there is none. For other threads."""
+        """Return the mean of the losses since the last call of `pop`, if there are any. For other threads."""
         total, count = float(self._sum), int(self._count)
         return total / count if count else None
 

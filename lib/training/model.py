@@ -101,7 +101,7 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def build_trainer_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
-    """Build the model that a trainer begins with, from scratch or from the weights at `args.model_name_or_path`.
+    """Build the model that a trainer begins with, from scratch or from pretrained weights.
 
     Layers without pretrained weights are initialized as in `build_model`.
 
@@ -135,7 +135,6 @@ class CheckpointedAlbertLayer(AlbertLayer):
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass instead of storing them: less memory, more time."""
     albert_layers = [module for module in model.modules() if type(module) is AlbertLayer]
     for layer in albert_layers:
         layer.__class__ = CheckpointedAlbertLayer  # DataParallel's replicas would share a replaced `forward`

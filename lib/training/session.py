@@ -237,10 +237,7 @@ class TrainingSession:
         self.status.begin_at(self.optimizer.local_epoch)
 
     def introduce(self, leaving: bool) -> None:
-        """Publish this peer's PeerInfo record.
-
-        :param leaving: whether this peer waits for a monitor to save the last step
-        """
+        """Publish this peer's name, and whether it waits for a monitor to save the last step."""
         self._store("peers", PeerInfo(username=self.name, leaving=leaving).dict())
         if self.relay is not None:
             self.relay.publish()

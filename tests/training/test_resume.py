@@ -76,13 +76,6 @@ def train(folder: Path, until: int, script, device: str = "cpu", precision: str 
     return recorders[0]
 
 
-def assert_equal(state: tuple[dict, list[torch.Tensor]], other: tuple[dict, list[torch.Tensor]]) -> None:
-    """Assert that two training states are bitwise equal, except for hivemind's learning rate, set by the schedule."""
-    assert state[0]["epoch"] == other[0]["epoch"]
-    assert state[0]["optimizer_metadata"] == other[0]["optimizer_metadata"]
-    assert all(torch.equal(one, two) for one, two in zip(state[1], other[1], strict=True))
-
-
 def assert_close(recorder: Recorder, other: Recorder) -> None:
     """Assert that two trainers have the same last state up to rounding."""
     for one, two in zip(recorder.states[max(recorder.states)][1], other.states[max(other.states)][1], strict=True):
@@ -114,8 +107,11 @@ def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, script):
     before = train(tmp_path / "resumed", 2, script)
     after = train(tmp_path / "resumed", 4, script)
     assert (whole.first_step, before.first_step, after.first_step) == (0, 0, 2)
-    assert_equal(after.states[2], before.states[2])
-    assert all(torch.equal(one, two) for one, two in zip(after.weights[2], before.weights[2], strict=True))
+    (metadata, tensors), (saved_metadata, saved_tensors) = after.states[2], before.states[2]
+    for name in ("epoch", "optimizer_metadata"):  # hivemind's learning rate is set by the schedule
+        assert metadata[name] == saved_metadata[name]
+    for one, two in zip([*tensors, *after.weights[2]], [*saved_tensors, *before.weights[2]], strict=True):
+        assert torch.equal(one, two)
     # One run may have more local steps of the same samples per global step than the other: equal except for rounding.
     assert [*(before.losses | after.losses)] == [*whole.losses] == [1, 2, 3, 4]
     assert before.losses | after.losses == pytest.approx(whole.losses, rel=1e-4)
