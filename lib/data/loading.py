@@ -1,7 +1,7 @@
 """Loading of the prepared data in trainers and evaluators: datasets and collators."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -30,15 +30,20 @@ def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
     return splits
 
 
-def _collate_causal(tokenizer: PreTrainedTokenizerBase, samples: list[dict]) -> BatchEncoding:
-    """Pad samples and build labels for causal LM (the model shifts them).
+@dataclass
+class CausalCollator:
+    """Pads samples and builds labels for causal LM (the model shifts them).
 
     transformers' collator recognizes padding by its token. Where that is the end-of-text token, as for GPT-2, a model
     would not learn to end a text.
     """
-    batch = tokenizer.pad(samples, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
-    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    return batch
+
+    tokenizer: PreTrainedTokenizerBase  # as transformers' collator has it
+
+    def __call__(self, samples: list[dict]) -> BatchEncoding:
+        batch = self.tokenizer.pad(samples, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return batch
 
 
 def build_collator(
@@ -53,7 +58,7 @@ def build_collator(
     if OBJECTIVES[objective].is_causal:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
-        return partial(_collate_causal, tokenizer)
+        return CausalCollator(tokenizer)
     return DataCollatorForLanguageModeling(
         tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=PAD_TO_MULTIPLE_OF
     )

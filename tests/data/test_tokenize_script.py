@@ -265,7 +265,9 @@ def test_causal_collator_teaches_the_end_of_text():
     tokenizer = train_tokenizer(["a b c d e f " * 20], "bpe", "clm", 260, 64)
     tokenizer.pad_token = None  # as for GPT-2's published tokenizer
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 6, 0, 7], [8, 0])]
-    batch = build_collator("clm", tokenizer)(samples)
+    collator = build_collator("clm", tokenizer)
+    batch = collator(samples)
+    assert collator.tokenizer is tokenizer  # the evaluator pads with its token
     assert batch["labels"].tolist() == [[5, 6, 0, 7, *[-100] * 4], [8, 0, *[-100] * 6]]
     assert batch["attention_mask"].sum().item() == 6
 
