@@ -31,6 +31,8 @@ from lib.averaging.wire import check_tensor
 
 logger = get_logger(__name__)
 
+# What an answer is, in its field `weight`
+VALUES, DIFFERENCE = 0.0, 1.0
 # Fraction of the time of a round after which a reducer closes its parts. The rest is for sending the averages.
 REDUCE_FRACTION = 0.9
 
@@ -187,7 +189,7 @@ class AllReduce:
                         self.drop_unstarted_sender(peer_id)
                     if message.code != averaging_pb2.AVERAGED_PART:
                         raise AllreduceException(averaging_pb2.MessageCode.Name(message.code))
-                    await self._accept(peer_id, part, message.tensor_part)
+                    await self._accept(peer_id, part, message)
         except Exception as error:
             logger.debug(f"{peer_id} did not send all averages: {error!r}")
 
@@ -209,20 +211,26 @@ class AllReduce:
             yield message
 
     async def _open_parts(self, peer_id: PeerID) -> AsyncIterator[int]:
-        """Iterate over the parts that a reducer has not closed: what has been answered is not worth sending."""
-        index = 0
-        while index < len(self._parts[peer_id]):
-            yield index
-            index = max(index + 1, self._num_answered[peer_id])
+        """Iterate over the parts that a reducer has not closed.
 
-    async def _accept(self, peer_id: PeerID, part: Part, message: runtime_pb2.Tensor) -> None:
+        After a part that was closed without it, this peer continues with one that it can deliver in time: halfway.
+        """
+        index, number = 0, len(self._parts[peer_id])
+        while index < number:
+            yield index
+            index, answered = index + 1, self._num_answered[peer_id]
+            if index < answered:
+                index = (answered + number) // 2
+
+    async def _accept(self, peer_id: PeerID, part: Part, message: averaging_pb2.AveragingData) -> None:
         """Accept the average of a part.
 
         :raises ValueError: if it is malformed, or exceeds what honest senders can produce
         """
-        check_tensor(message, part.spec)
-        average = await asyncio.get_running_loop().run_in_executor(None, deserialize_torch_tensor, message)
-        if not part.is_gradient:
+        check_tensor(message.tensor_part, part.spec)
+        loop = asyncio.get_running_loop()
+        average = await loop.run_in_executor(None, deserialize_torch_tensor, message.tensor_part)
+        if message.weight == DIFFERENCE:
             average = part.own + average
         violation = self._answer_bounds.find_violation(part.info, average, part.own, weight=1.0)
         if violation is not None:
@@ -249,18 +257,21 @@ class AllReduce:
             return
         self.reducer.start(sender)
         loop, parts = asyncio.get_running_loop(), self.reducer.parts
-        arrived = {index: loop.create_future() for index, part in enumerate(parts) if not part.is_gradient}
+        arrived: dict[int, runtime_pb2.Tensor] = {}  # parts of parameters
         reader = asyncio.create_task(self._read(sender, achain(as_aiter(request), stream), arrived))
         try:
             for index, part in enumerate(parts):
                 average = await asyncio.shield(self.reducer.averages[index])
-                answer = average.message
-                if average.values is not None and (message := await arrived.pop(index)) is not None:
-                    own = await loop.run_in_executor(None, deserialize_torch_tensor, message)
-                    answer = await loop.run_in_executor(None, part.compress, average.values - own)
+                answer, kind = average.message, VALUES
+                if average.values is not None:
+                    values, message = average.values, arrived.pop(index, None)
+                    if message is not None:
+                        values = values - await loop.run_in_executor(None, deserialize_torch_tensor, message)
+                        kind = DIFFERENCE
+                    answer = await loop.run_in_executor(None, part.compress, values)
                 if answer is None:
                     return
-                yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=answer)
+                yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=answer, weight=kind)
         finally:
             reader.cancel()
 
@@ -268,31 +279,33 @@ class AllReduce:
         self,
         sender: PeerID,
         stream: AsyncIterator[averaging_pb2.AveragingData],
-        arrived: dict[int, asyncio.Future[runtime_pb2.Tensor | None]],
+        arrived: dict[int, runtime_pb2.Tensor],
     ) -> None:
         """Read a sender's values.
 
-        :param arrived: of each part of parameters: receives the message; None if it does not arrive
+        :param arrived: receives the messages of the parts of parameters
         """
         parts, loop = self.reducer.parts, asyncio.get_running_loop()
+        pending: asyncio.Future = loop.create_future()
         try:
             while self.reducer.awaits(sender):
-                async with asyncio.timeout(self.sender_timeout):
-                    message = await anext(stream)
+                pending = asyncio.ensure_future(anext(stream))
+                await asyncio.wait({pending}, timeout=self.sender_timeout)
+                if not pending.done():
+                    self.reducer.mark_late(sender)
+                message = await pending
                 tensor = message.tensor_part
                 if not 0 <= tensor.chunks < len(parts):
                     raise ViolationError("more parts than expected")
                 check_tensor(tensor, parts[tensor.chunks].spec)
                 values = await loop.run_in_executor(None, deserialize_torch_tensor, tensor)
                 self.reducer.add(sender, tensor.chunks, values, message.weight)
-                if tensor.chunks in arrived:
-                    arrived[tensor.chunks].set_result(tensor)
+                if not (parts[tensor.chunks].is_gradient or self.reducer.averages[tensor.chunks].done()):
+                    arrived[tensor.chunks] = tensor
         except ValueError as error:
             self._violations[sender] = str(error)
         except Exception as error:
             logger.debug(f"{sender} did not send all parts: {error!r}")
         finally:
+            pending.cancel()
             self.reducer.leave(sender)
-            for future in arrived.values():
-                if not future.done():
-                    future.set_result(None)

@@ -21,7 +21,8 @@ from lib.averaging.bounds import MIN_WEIGHT, Bounds, norm_of
 from lib.averaging.outliers import TOLERANCE, OutlierFilter
 from lib.averaging.wire import TensorSpec
 
-# A sender is late for a part after this many times the median time of the senders, and so many seconds more.
+# A sender is late for a part after this many times the median time of the senders, and so many seconds more. No other
+# part waits for it then: else a round would take more than twice the time that the others need.
 LATE_FACTOR, LATE_SECONDS = 2.0, 3.0
 
 
@@ -56,17 +57,20 @@ class _Sender:
 
     :param started: when its first message has arrived (`time.monotonic`)
     :param next: number of the next part that it may deliver; infinite if it has left
+    :param is_late: whether a part was closed without it; no other part waits for it then
     """
 
     started: float | None = None
     next: float = 0
+    is_late: bool = False
 
 
 @dataclass
 class Average:
     """Average of a part: `message` of a gradient, `values` of parameters, or nothing if nobody has delivered it.
 
-    A gradient's is sent to all members in the same bytes; parameters as differences.
+    A gradient's is sent to all members in the same bytes. Of parameters a member receives the difference from its
+    values, which is more accurate, unless these are late.
     """
 
     message: runtime_pb2.Tensor | None = None
@@ -133,10 +137,15 @@ class Reducer:
         return self._senders[sender].next < len(self.parts)
 
     def leave(self, sender: PeerID) -> None:
-        """Do not wait for a sender any longer."""
+        """Expect no part of a sender any longer."""
         if sender in self._senders:
             self._senders[sender].next = math.inf
             self._changed.set()
+
+    def mark_late(self, sender: PeerID) -> None:
+        """Do not wait for a sender any longer."""
+        self._senders[sender].is_late = True
+        self._changed.set()
 
     def add(self, sender: PeerID, index: int, values: torch.Tensor, weight: float) -> None:
         """Add a sender's values of a part, unless the part is closed.
@@ -174,6 +183,8 @@ class Reducer:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
                         await self._changed.wait()
+            for sender in self._awaited(index):
+                sender.is_late = True
             self.averages[index].set_result(await self._average(index))
 
     def stop(self) -> None:
@@ -182,9 +193,12 @@ class Reducer:
             if not average.done():
                 average.set_result(Average())
 
+    def _awaited(self, index: int) -> list[_Sender]:
+        return [sender for sender in self._senders.values() if sender.next <= index and not sender.is_late]
+
     def _patience(self, index: int) -> float:
         """Return the seconds for which a part still waits for its senders."""
-        awaited = [sender for sender in self._senders.values() if sender.next <= index]
+        awaited = self._awaited(index)
         if not awaited:
             return 0.0
         times = sorted(self._sums[index].times)
