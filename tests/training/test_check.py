@@ -29,7 +29,6 @@ from lib.training.check import (
 from tests.support.fakes import FakeUploads
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-OTHER_PEER = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 ALBERT_LARGE = 17_847_000
 
 
@@ -102,17 +101,16 @@ def subkeys() -> list[bytes]:
 
 @pytest.fixture
 def measure(monkeypatch, subkeys):
-    """Return a function that checks the upload to two initial peers, in a run with some trainers."""
+    """Return a function that checks the upload to an initial peer, in a run with some trainers."""
 
-    def measure(*uploads: float | str, trainers: int = 7, **options) -> str:
+    def measure(upload: float | str, trainers: int = 7, **options) -> str:
         # Malformed records and auxiliary peers are no trainers.
         records = [{}, None, make_heartbeat(True), *[make_heartbeat(False)] * trainers]
         values = {subkey: ValueWithExpiration(record, 0.0) for subkey, record in zip(subkeys, records, strict=False)}
         monkeypatch.setattr(check, "get_dictionary", lambda _dht, key: {"run_training_progress": values}[key])
-        initial_peers = [f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}", f"/ip4/192.0.2.2/tcp/1/p2p/{OTHER_PEER}"]
-        known = {"averaging_timeout": 300.0, "initial_peers": initial_peers}
+        known = {"averaging_timeout": 300.0, "initial_peers": [f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"]}
         args = CollaborationArguments(run_id="run", **{**known, **options})
-        return check_upload(FakeUploads(*uploads), ALBERT_LARGE, args).line
+        return check_upload(FakeUploads(upload), ALBERT_LARGE, args).line
 
     return measure
 
@@ -135,9 +133,6 @@ def test_round_at_the_measured_upload(measure, options, trainers, seconds):
     assert line.startswith("FAILED") and f", and --averaging_timeout is {seconds - 1} s. Use a faster" in line
 
 
-def test_upload_is_measured_to_the_first_peer_that_takes_it(measure):
-    assert "8.0 Mbit/s to " in measure("it is busy", 8.0)
-    assert re.search(
-        r"ok      upload: not measured, \w+-\w+-\w+: it is busy; \w+-\w+-\w+: it is busy$", measure("it is busy")
-    )
-    assert measure("", initial_peers=[]).endswith("not measured, there are no initial peers")
+def test_upload_that_cannot_be_measured_is_no_fault(measure):
+    assert re.fullmatch(r"ok      upload: not measured, \w+-\w+-\w+: it is busy", measure("it is busy"))
+    assert measure("", initial_peers=[]) == "ok      upload: not measured, there are no initial peers"
