@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import ngrok
@@ -43,15 +44,20 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def use(monkeypatch):
-    """Redirect the SDK from ngrok's servers to these."""
+def refusal(monkeypatch) -> Callable[[int, bytes], str]:
+    """Return a function that opens a tunnel at these servers instead of ngrok's, and returns the error."""
 
-    def use(port: int, certificate: bytes) -> None:
+    def refusal(port: int, certificate: bytes) -> str:
         monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
         builder = SDK().server_addr(f"localhost:{port}").ca_cert(bytearray(certificate))
         monkeypatch.setattr(ngrok, "SessionBuilder", lambda: builder)
+        with pytest.raises(UserError) as error_info, open_tunnel(BaseTrainingArguments(tunnel="ngrok")):
+            pass
+        message = str(error_info.value)
+        assert message.startswith("--tunnel ngrok: ") and "\n" not in message and TOKEN not in message
+        return message
 
-    return use
+    return refusal
 
 
 @pytest.mark.peers
@@ -90,15 +96,6 @@ def test_peers_join_through_a_tunnel_that_is_closed_when_its_monitor_is_stopped_
         wait_until(lambda: not servers.is_open, 30, "the end of the session")
 
 
-def refusal(port: int, certificate: bytes, use) -> str:
-    use(port, certificate)
-    with pytest.raises(UserError) as error_info, open_tunnel(BaseTrainingArguments(tunnel="ngrok")):
-        pass
-    message = str(error_info.value)
-    assert message.startswith("--tunnel ngrok: ") and "\n" not in message and TOKEN not in message
-    return message
-
-
 LOGIN = (
     f"The authtoken you specified is properly formed, but it is invalid.\nYour authtoken: {TOKEN}\r\n\r\nERR_NGROK_107"
 )
@@ -112,19 +109,19 @@ CARD = "You must add a credit or debit card\r\n\r\nERR_NGROK_8013\r\n"
         ({"refuse_endpoint": CARD}, ["You must add a credit or debit card", "ERR_NGROK_8013"]),
     ],
 )
-def test_refusal_is_shown_in_ngroks_words(fault, words, use):
+def test_refusal_is_shown_in_ngroks_words(fault, words, refusal):
     with FakeNgrok(**fault) as servers:
-        message = refusal(servers.port, servers.certificate, use)
+        message = refusal(servers.port, servers.certificate)
         assert all(word in message for word in words)
         wait_until(lambda: not servers.is_open, 30, "the end of the session")
 
 
-def test_ngrok_that_does_not_answer_is_named(use, monkeypatch):
+def test_ngrok_that_does_not_answer_is_named(refusal, monkeypatch):
     certificate, _ = make_certificate()
-    assert "failed to connect" in refusal(get_free_port(), certificate, use)
+    assert "failed to connect" in refusal(get_free_port(), certificate)
     monkeypatch.setattr(tunnel, "NGROK_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "no answer" in refusal(silent.getsockname()[1], certificate, use)
+        assert "no answer" in refusal(silent.getsockname()[1], certificate)
 
 
 def test_sdk_that_is_not_installed_is_named_with_the_command(monkeypatch):
