@@ -121,9 +121,8 @@ class UpdateAccumulator:
                 torch.sub(base, loaded, out=difference)
             if not math.isfinite(clip_norm(self.contribution, max_norm)):
                 num_samples = 0
-                for base, loaded, difference in zip(self._base, self._loaded, self.contribution, strict=True):
-                    loaded.copy_(base)
-                    difference.zero_()
+                torch._foreach_copy_(self._loaded, self._base)
+                torch._foreach_zero_(self.contribution)
         return num_samples
 
     def take_back(self, num_samples: int) -> int:
@@ -133,7 +132,6 @@ class UpdateAccumulator:
             return self.add(num_samples)
 
     def confirm(self) -> None:
-        """Record that the loaded contribution became part of a global step."""
         with self.lock:
             self._is_loaded = False
             self._base, self._loaded = self._loaded, self._base

@@ -376,10 +376,7 @@ class StepMatchmaking(Matchmaking):
     async def _await_begin(
         self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search
     ) -> averaging_pb2.MessageFromLeader:
-        """Wait for the leader's next message.
-
-        :raises TimeoutError: if the leader has not begun long after the step was due; it may be frozen
-        """
+        """Wait for the leader's next message; TimeoutError long after the step was due: the leader may be frozen."""
         answer = asyncio.ensure_future(anext(stream))
         accepted_at = time.monotonic()
         try:

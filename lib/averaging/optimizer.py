@@ -139,7 +139,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Record a local step. Waits for the global step if the step is due and not delayed.
 
         :param batch_size: samples of this local step; default: `batch_size_per_step`
-        :returns: the loss that `closure` has returned; None without a closure
         :raises ValueError: for hivemind's GradScaler, which gives wrong steps here; torch's works
         """
         if grad_scaler is not None:
@@ -336,10 +335,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return self.accumulator.num_samples
 
     def _carry_over(self, step: int, samples: int) -> int:
-        """Count the contribution to a missed step in the next step, unless the next step was missed, too.
-
-        :returns: the number of samples for the next step
-        """
+        """Count the contribution to a missed step in the next one, unless that is missed, too. Return its samples."""
         if self.missed_updates > 1:
             logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
             return self.accumulator.num_samples
@@ -438,10 +434,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.forget_progress()
 
     def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Replace the training state, possibly by an older one, and drop the accumulated gradients.
-
-        :raises StateLoadError: if the new state does not fit; the current state is then unchanged
-        """
+        """Replace the training state, as the state averager does, and drop the accumulated gradients."""
         with self._step_lock, self._update_lock:
             self.state_averager.restore(metadata, tensors)
             self._has_update, self.missed_updates, self._convalescence = False, 0, 0

@@ -47,28 +47,19 @@ WARN_SECONDS = 600.0  # between two warnings about the same peer
 
 @dataclass(frozen=True)
 class PeerProgress:
-    """Progress of one peer, as the peer reports it.
-
-    :param epoch: newest global step that the peer has begun
-    :param completed: newest step whose update the peer has, or has skipped
-    :param samples_accumulated: samples for the step after `epoch`
-    :param contributed: samples that the peer contributed to step `epoch`
-    :param time: when the newest of the samples were computed, on the peer's clock
-    :param reported_at: when the peer last reported, on the peer's clock
-    :param seen: when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`
-    """
+    """Progress of one peer, as the peer reports it."""
 
     peer_id: bytes
-    epoch: int
-    completed: int
-    samples_accumulated: int
-    contributed: int
+    epoch: int  # newest global step that the peer has begun
+    completed: int  # newest step whose update the peer has, or has skipped
+    samples_accumulated: int  # for the step after `epoch`
+    contributed: int  # samples for step `epoch`
     samples_per_second: float
-    time: float
-    reported_at: float
+    time: float  # when the newest of the samples were computed, on the peer's clock
+    reported_at: float  # when the peer last reported, on the peer's clock
     client_mode: bool
     auxiliary: bool
-    seen: float = 0.0
+    seen: float = 0.0  # when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`
 
     @property
     def computed(self) -> float:
@@ -455,27 +446,22 @@ class ProgressTracker(threading.Thread):
     def _speaks_our_protocol(self, subkey: bytes, record: object) -> bool:
         protocol = record.get("protocol") if isinstance(record, dict) else None
         if protocol != PROTOCOL:
-            self._warn(
-                subkey,
+            message = (
                 f"A trainer of this run has protocol {protocol!r:.20}, this trainer has {PROTOCOL}: they do not "
-                "average with each other. Update the older one",
+                "average with each other. Update the older one"
             )
         elif record.get("local_updates", False) != self.local_updates:
-            with_or_without = ("without", "with") if self.local_updates else ("with", "without")
-            self._warn(
-                subkey,
-                "A trainer of this run runs {} --local_updates, this trainer {}: they do not average with each "
-                "other. Pass the same flag to all peers".format(*with_or_without),
+            theirs, ours = ("without", "with") if self.local_updates else ("with", "without")
+            message = (
+                f"A trainer of this run runs {theirs} --local_updates, this trainer {ours}: they do not average with "
+                "each other. Pass the same flag to all peers"
             )
         else:
             return True
-        return False
-
-    def _warn(self, subkey: bytes, message: str) -> None:
-        """Warn about a peer, once in WARN_SECONDS."""
         if time.monotonic() >= self._warned_at.get(subkey, -math.inf) + WARN_SECONDS and len(self._warned_at) < 1000:
             self._warned_at[subkey] = time.monotonic()
             logger.warning(message)
+        return False
 
     def _refresh_period(self) -> float:
         progress = self.global_progress

@@ -53,16 +53,11 @@ class Part:
 
 @dataclass
 class _Sender:
-    """Another member that sends its values.
+    """Another member that sends its values."""
 
-    :param started: when its first message has arrived (`time.monotonic`)
-    :param next: number of the next part that it may deliver; infinite if it has left
-    :param is_late: whether a part was closed without it; no other part waits for it then
-    """
-
-    started: float | None = None
-    next: float = 0
-    is_late: bool = False
+    started: float | None = None  # when its first message has arrived (`time.monotonic`)
+    next: float = 0  # number of the next part that it may deliver; infinite if it has left
+    is_late: bool = False  # a part was closed without it; no other part waits for it then
 
 
 @dataclass

@@ -44,21 +44,14 @@ MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's ro
 
 @dataclass
 class RoundResult:
-    """Result of a round at this peer.
-
-    :param received: fraction of the elements whose average arrived; see AllReduce for the others
-    :param weights: samples of the senders, known only if this peer reduces gradients
-    :param missed: peers of the roster that are not in the group, with the reason
-    :param violations: members that were banned for values out of bounds, with the violation
-    :param seconds: durations of the phases: matchmaking, waiting, allreduce
-    """
+    """Result of a round at this peer."""
 
     members: Sequence[PeerID]
-    received: float
-    weights: dict[PeerID, float]
-    missed: dict[PeerID, str] = field(default_factory=dict)
-    violations: dict[PeerID, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    received: float  # fraction of the elements whose average arrived
+    weights: dict[PeerID, float]  # samples of the senders, known only if this peer reduces gradients
+    missed: dict[PeerID, str] = field(default_factory=dict)  # peers of the roster outside of the group -> reason
+    violations: dict[PeerID, str] = field(default_factory=dict)  # of the members that were banned for them
+    seconds: dict[str, float] = field(default_factory=dict)  # of the phases: matchmaking, waiting, allreduce
 
     @property
     def is_complete(self) -> bool:

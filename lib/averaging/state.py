@@ -285,8 +285,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """Return the specs of the tensors that a donor must send with these metadata.
 
         Their number may differ from that of this peer's: LAMB has numbers instead of tensors where a norm was zero.
-
-        :raises StateLoadError: if the metadata are of another optimizer
         """
         specs = [_spec_of(tensor) for tensor in self._parameters_and_extras()]
         num_parameters = len(specs)

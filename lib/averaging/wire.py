@@ -5,7 +5,7 @@ hivemind takes dtype, shape and compression from the sender. A dtype of "U50000"
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from hivemind.compression import deserialize_torch_tensor
@@ -21,14 +21,11 @@ _ITEM_SIZES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Specification of a tensor that a peer is expected to send.
-
-    :param compressions: accepted values of hivemind's CompressionType
-    """
+    """Specification of a tensor that a peer is expected to send."""
 
     shape: tuple[int, ...]
     dtypes: Collection[str] = frozenset({"float32"})
-    compressions: Collection[int] = field(default=COMPRESSIONS)
+    compressions: Collection[int] = COMPRESSIONS  # values of hivemind's CompressionType
 
     @property
     def numel(self) -> int:
