@@ -205,8 +205,7 @@ def monitor(
         # The auxiliary peer is a second peer: the monitor's own answers for checkpoints under the same name
         if args.assist_in_averaging:
             auxiliary_model = build_model(config, run_id)
-            assistant = open_auxiliary_peer(auxiliary_model, peer_args, args, run_args, visible_maddrs, stop)
-            stack.enter_context(assistant)
+            stack.enter_context(open_auxiliary_peer(auxiliary_model, peer_args, args, run_args, visible_maddrs, stop))
 
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.

@@ -21,8 +21,8 @@ contradicts it at first, but the honest peers that follow are newcomers.
 **Limits.** A vote costs no more than a key pair. Byzantine peers that outnumber the honest ones (two against one)
 decide the global step, and the steps that they skip are lost. One against one, a Byzantine peer is believed up to
 `MAX_SPREAD` steps ahead. A jump of more than `MAX_JUMP` steps must be visible for `settle_time`, and the global step
-grows by at most `MAX_STEPS_PER_SECOND`, so that a lie in a moment without honest peers does not decide for long. The
-loss and the speed of a peer are self-reported: their weight is bounded, see `StepReport`, their values are not.
+grows by at most `MAX_STEPS_PER_SECOND`. The loss and the speed of a peer are self-reported: their weight is bounded,
+see `StepReport`, their values are not.
 """
 
 import math
@@ -133,11 +133,9 @@ class MetricsAggregator:
         self.live_peers = [peer for peer in self._peers.values() if self._is_alive(peer)]
         self._go_back_if_outvoted()
         reports = self._take_complete()
-        self._peers = {
-            key: peer
-            for key, peer in self._peers.items()
-            if self._is_alive(peer) or self._now - peer.present <= 2 * self.alive_timeout
-        }
+        oldest = self._now - 2 * self.alive_timeout
+        kept = [peer for peer in self._peers.values() if self._is_alive(peer) or peer.present >= oldest]
+        self._peers = {peer.key: peer for peer in kept}
         return reports
 
     # Records
@@ -302,7 +300,5 @@ def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | No
         if value is not None and divisor and samples > 0:
             values.append(value / divisor)
             weights.append(samples)
-    if not weights:
-        return None
-    mean = statistics.fmean(values, weights)
-    return min(max(mean, min(values)), max(values))  # rounding errors must not leave the range
+    # Rounding errors must not leave the range.
+    return min(max(statistics.fmean(values, weights), min(values)), max(values)) if weights else None

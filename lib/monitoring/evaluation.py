@@ -36,7 +36,7 @@ LIFETIME = 3600.0  # seconds; of an evaluation in the DHT
 
 @dataclass
 class MetricSum:
-    """Sums over batches, for mean loss and accuracy over predictions."""
+    """Sums over batches."""
 
     loss: float = 0.0
     correct: int = 0
@@ -68,13 +68,7 @@ class Evaluator:
     :param args: EvaluatorArguments of run_evaluator.py
     """
 
-    def __init__(
-        self,
-        dataset: datasets.Dataset,
-        collator: Callable,
-        should_stop: Callable[[], bool],
-        args,
-    ):
+    def __init__(self, dataset: datasets.Dataset, collator: Callable, should_stop: Callable[[], bool], args):
         self.dataset = dataset.select(range(min(len(dataset), args.max_eval_samples or len(dataset))))
         self.collator, self.should_stop, self.args = collator, should_stop, args
         self.device = torch.device("cuda:0" if torch.cuda.is_available() and not args.use_cpu else "cpu")
@@ -90,9 +84,9 @@ class Evaluator:
         indices = range(len(self.dataset))
         loader = DataLoader(indices, self.args.per_device_eval_batch_size, collate_fn=self._make_batch)
         tokens, order = MetricSum(), MetricSum()
-        bar = tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=self.args.disable_tqdm or None)
+        hide_bar = self.args.disable_tqdm or None
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            for batch in bar:
+            for batch in tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=hide_bar):
                 if self.should_stop():
                     return None
                 batch = {name: tensor.to(self.device) for name, tensor in batch.items()}

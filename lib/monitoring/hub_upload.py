@@ -134,10 +134,9 @@ class HubUploader:
 
     def _upload(self, checkpoint: Path, page: str | None) -> None:
         started, repo_id = time.monotonic(), self.metadata.repo_id
+        state_files = () if self.args.upload_training_state else _STATE_FILES
         # A checkpoint that was downloaded from the Hub has a card and a hidden folder.
-        left_out = shutil.ignore_patterns(
-            ".*", "README.md", *(() if self.args.upload_training_state else _STATE_FILES)
-        )
+        left_out = shutil.ignore_patterns(".*", "README.md", *state_files)
         try:
             step = int(checkpoint.name.rsplit("-", 1)[-1])
             curve = read_curve(self.folder / "metrics.jsonl", step)
@@ -153,10 +152,8 @@ class HubUploader:
             self._backoff.reset()
             logger.info(f"Uploaded {checkpoint.name} to {repo_id}")
         except Exception as error:
-            pause = self._backoff.fail()
-            logger.warning(
-                f"Could not upload to {repo_id}: {explain(error, repo_id)}; trying again in {pause:.0f} seconds"
-            )
+            pause, reason = self._backoff.fail(), explain(error, repo_id)
+            logger.warning(f"Could not upload to {repo_id}: {reason}; trying again in {pause:.0f} seconds")
 
 
 def _link(source: str, target: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,12 +147,10 @@ def show(monkeypatch, capsys):
 
     def show(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["fill_mask.py", *map(str, args)])
-        code = 0
-        try:
+        with pytest.raises(SystemExit) as exit_info:
             run_script(fill_mask.main)
-        except SystemExit as error:
-            code = error.code
-        return code, *capsys.readouterr()
+            sys.exit(0)
+        return exit_info.value.code, *capsys.readouterr()
 
     return show
 
@@ -167,11 +166,8 @@ def test_script_shows_the_fillings(show, checkpoint):
 
 def test_script_takes_the_newest_complete_checkpoint(show, checkpoint):
     for step, missing in ((11, "model.safetensors"), (12, "config.json"), (13, "tokenizer_config.json")):
-        newer = checkpoint.with_name(f"checkpoint-{step}")
-        newer.mkdir()
-        for path in checkpoint.iterdir():
-            if path.name != missing:
-                (newer / path.name).write_bytes(path.read_bytes())
+        newer = shutil.copytree(checkpoint, checkpoint.with_name(f"checkpoint-{step}"))
+        (newer / missing).unlink()
     code, out, _ = show(checkpoint.parent, TEXT)
     assert code == 0 and out.splitlines()[0] == f"Checkpoint: {checkpoint}"
 
@@ -187,12 +183,8 @@ def change_config(folder: Path, name: str = "config.json", **changes) -> None:
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
 
 
-def bring_model_code(folder: Path) -> None:
-    change_config(folder, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForMaskedLM": "evil.M"})
-
-
-def bring_tokenizer_code(folder: Path) -> None:
-    change_config(folder, "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]})
+MODEL_CODE = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForMaskedLM": "evil.M"}}
+TOKENIZER_CODE = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["evil.T", None]}}
 
 
 def pickle_weights(folder: Path) -> None:
@@ -211,8 +203,8 @@ def pickle_weights(folder: Path) -> None:
         (lambda folder: change_config(folder, vocab_size=99), TEXT, "weights of"),
         (lambda folder: change_config(folder, model_type="bert"), TEXT, "lacks weights"),
         (lambda folder: change_config(folder, model_type="t5"), TEXT, "is a t5 model"),
-        (bring_model_code, TEXT, "is a evil model"),
-        (bring_tokenizer_code, TEXT, "never run"),
+        (lambda folder: change_config(folder, **MODEL_CODE), TEXT, "is a evil model"),
+        (lambda folder: change_config(folder, "tokenizer_config.json", **TOKENIZER_CODE), TEXT, "never run"),
     ],
 )
 def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):

@@ -372,12 +372,11 @@ def test_trackio_keeps_a_local_dashboard(tmp_path):
 class SpaceStub(BaseHTTPRequestHandler):
     """Hugging Face Hub and trackio's server in a Space, in one: keeps the calls of trackio's API that arrive."""
 
-    space = {"id": "me/space", "sdk": "gradio"}
     runtime = {"stage": "RUNNING", "volumes": [{"type": "bucket", "source": "me/data", "mountPath": "/data"}]}
     variables = {"TRACKIO_DIR": {"value": "/data/trackio"}, "TRACKIO_BUCKET_ID": {"value": "me/data"}}
     answers = {
         "/version": {"api_version": 1},
-        "/api/spaces/me/space": {**space, "runtime": runtime},
+        "/api/spaces/me/space": {"id": "me/space", "sdk": "gradio", "runtime": runtime},
         "/api/spaces/me/space/runtime": runtime,
         "/api/spaces/me/space/variables": variables,
         "/api/buckets/me/data": {"url": "http://hub/me/data"},
