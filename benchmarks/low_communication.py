@@ -33,6 +33,7 @@ from lib.data.manifest import Manifest
 from lib.data.tokenizers import load_tokenizer
 from lib.monitoring.evaluation import Evaluator
 from lib.training.model import build_model, load_config
+from run_evaluator import EvaluatorArguments
 from tests.support.peers import prepare_data, read_jsonl
 
 # A causal model predicts each token: its loss falls within some thousand local steps, unlike that of a masked one
@@ -110,11 +111,11 @@ class TextTask:
         splits = load_datasets(dataset)
         self._samples = list(splits["train"])
         self._collator = build_collator(manifest.objective, tokenizer)
-        self._evaluator = Evaluator(
-            splits["validation"], self._collator, should_stop=lambda: False, batch_size=50,
-            max_samples=VALIDATION_SAMPLES, use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
-        self.objective, self.num_samples = manifest.objective, len(self._samples)
+        args = EvaluatorArguments(
+            per_device_eval_batch_size=50, max_eval_samples=VALIDATION_SAMPLES, use_cpu=True, disable_tqdm=True
+        )
+        self._evaluator = Evaluator(splits["validation"], self._collator, lambda: False, args)
+        self.num_samples = len(self._samples)
         num_parameters = sum(parameter.numel() for parameter in build_model(self.config, "0").parameters())
         self.description = (
             f"{self.config.model_type} with {num_parameters:,} parameters, {len(tokenizer)} tokens in the vocabulary, "
@@ -129,7 +130,7 @@ class TextTask:
         return self._collator([self._samples[index] for index in indices])
 
     def evaluate(self, model: torch.nn.Module) -> float:
-        return self._evaluator.evaluate(model, self.objective, step=0).loss
+        return self._evaluator.evaluate(model, step=0).loss
 
 
 class Results:

@@ -24,13 +24,13 @@ from transformers.trainer_utils import get_last_checkpoint
 from arguments import TRAINER_ARGUMENTS
 from lib.common.cli import parse_arguments
 from lib.common.errors import run_script
-from lib.common.objectives import OBJECTIVE_OF_MODEL
 from lib.data.loading import load_training_data, load_validation_data
 from lib.data.tokenizers import load_tokenizer
 from lib.monitoring.evaluation import Evaluator
 from lib.training.hf_trainer import build_training_arguments, choose_devices
 from lib.training.model import build_trainer_model, load_config
 from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
+from run_evaluator import EvaluatorArguments
 from tests.support.altered import Recorder
 
 
@@ -40,15 +40,14 @@ class StepRecorder(TrainerCallback):
     :param evaluator: evaluates the model every `evaluation_steps` steps
     """
 
-    def __init__(self, recorder: Recorder, evaluator: Evaluator, objective: str, evaluation_steps: int | None):
-        self.recorder, self.evaluator, self.objective = recorder, evaluator, objective
-        self.evaluation_steps = evaluation_steps
+    def __init__(self, recorder: Recorder, evaluator: Evaluator, evaluation_steps: int | None):
+        self.recorder, self.evaluator, self.evaluation_steps = recorder, evaluator, evaluation_steps
 
     def on_step_end(self, args, state, control, model, **kwargs):
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.recorder.write("local step", samples=samples, waited=0.0)
         if self.evaluation_steps and state.global_step % self.evaluation_steps == 0:
-            loss = self.evaluator.evaluate(model, self.objective, state.global_step).loss
+            loss = self.evaluator.evaluate(model, state.global_step).loss
             self.recorder.write("evaluation", step=state.global_step, loss=loss)
 
     def on_log(self, args, state, control, logs, **kwargs):
@@ -78,11 +77,9 @@ def main() -> None:
     validation, validation_collator = load_validation_data(
         dataset_args, training_args.mlm_probability, tokenizer, config
     )
-    evaluator = Evaluator(
-        validation, validation_collator, should_stop=lambda: False, use_cpu=training_args.use_cpu, disable_tqdm=True
-    )
-    objective = OBJECTIVE_OF_MODEL[config.model_type]
-    recorder = StepRecorder(Recorder(Path(os.environ["RECORD"])), evaluator, objective, evaluation_steps)
+    evaluator_args = EvaluatorArguments(use_cpu=training_args.use_cpu, disable_tqdm=True)
+    evaluator = Evaluator(validation, validation_collator, lambda: False, evaluator_args)
+    recorder = StepRecorder(Recorder(Path(os.environ["RECORD"])), evaluator, evaluation_steps)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     Trainer(
         model=model,
