@@ -27,12 +27,10 @@ def _sync(path: Path) -> None:
 
 
 def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> None:
-    """Check that a folder or file may be created at `target`.
+    """Raise UserError, naming the flag of `target`, if no folder or file may be created there.
 
-    :param flag: the flag that `target` comes from
     :param replaceable: file names; for a folder. An existing folder is replaced only if it contains one of them, so
         that --overwrite with a mistyped path cannot delete a home directory
-    :raises UserError: if the target exists and must not be replaced
     """
     if target.is_dir() and replaceable:
         if not any(target.iterdir()):
@@ -137,10 +135,7 @@ def new_file(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, flag: str) -> Iterator[None]:
-    """Create a folder, and keep other processes from using it while the block runs: they raise UserError.
-
-    :param flag: the flag that `folder` comes from
-    """
+    """Create a folder, and keep other processes from using it while the block runs: they raise UserError."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         # Not filelock's FileLock: a forked child would release it, but hivemind's child processes must keep it, since

@@ -7,10 +7,10 @@ from typing import Any
 def flag(default: Any, help: str, *, setting: bool = False, optional: bool = False, **metadata: Any) -> Any:
     """Return the field of a dataclass that is a flag of a script.
 
-    :param default: default value, a function that makes it (`list`), or `dataclasses.MISSING` if the flag is required
+    :param default: a value, a function that makes it (`list`), or `dataclasses.MISSING` if the flag is required
     :param setting: all peers of a run need the same value: the organiser publishes it, and trainers adopt it
     :param optional: of a setting: trainers may choose another value
-    :param metadata: more options of transformers' HfArgumentParser
+    :param metadata: options of transformers' HfArgumentParser
     """
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"help": help, "setting": setting, "optional": optional, **metadata})

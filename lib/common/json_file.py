@@ -28,11 +28,9 @@ class JsonFile:
         self._has_warned = False
 
     def load(self, parse: Callable[[object], T]) -> T | None:
-        """Read the file; rename an invalid file to NAME.old and log a warning.
+        """Return the parsed content; None without a file. An invalid one is renamed to NAME.old, with a warning.
 
-        :param parse: converts the content to the result; raises ValueError, KeyError, TypeError or AttributeError if
-            the content is invalid
-        :returns: the result; None if there is no valid file
+        :param parse: raises ValueError, KeyError, TypeError or AttributeError if the content is invalid
         """
         if not self.path.exists():
             return None

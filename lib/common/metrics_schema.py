@@ -67,11 +67,7 @@ class LocalMetrics(ExtensibleRecord):
     - "maximum": the maximum over the peers;
     - "live sum": the sum over the newest values of all live peers, whether they contributed to the step or not.
 
-    :param step: the global step that was reached
-    :param samples_per_second: this peer's rate
-    :param samples_accumulated: samples that this peer contributed to the step
-    :param loss: sum of the losses of the micro-batches
-    :param mini_steps: number of micro-batches
+    `loss` is the sum of the losses of `mini_steps` micro-batches; `samples_accumulated` counts towards the step.
     """
 
     step: Step
@@ -100,10 +96,7 @@ class Metric:
 
 @cache
 def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
-    """Return the declared metrics, in order.
-
-    :raises TypeError: if a declaration does not follow the rules of `LocalMetrics`
-    """
+    """Return the declared metrics, in order; raise TypeError for one that breaks the rules of `LocalMetrics`."""
     metrics = []
     for field in schema.__fields__.values():
         bounds, extra = field.type_, field.field_info.extra
@@ -136,10 +129,7 @@ def _check_unknown(value: object) -> None:
 
 
 def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int | float | None]:
-    """Return the values of an untrusted entry of a history, without columns that a newer peer has added at the end.
-
-    :raises InvalidValue: if a column is missing or invalid
-    """
+    """Return the values of an untrusted entry of a history, but for newer columns, or raise InvalidValue."""
     metrics = describe_metrics(schema)
     if not isinstance(row, list | tuple) or len(row) > MAX_FIELDS:
         raise InvalidValue("wrong fields")

@@ -47,9 +47,7 @@ def read_fields(name: str, flag: str = "--model_name_or_path", cache_dir: str | 
     """Read and check the fields of a model configuration.
 
     :param name: JSON, path of a config.json or of a folder that has one, or a name in configs/ or on the Hub
-    :param flag: the flag that `name` comes from
-    :raises UserError: if there is no configuration of this name, the model family is not supported, or a value is
-        out of bounds
+    :raises UserError: if there is none, the model family is not supported, or a value is out of bounds
     """
     built_in = CONFIGS / f"{name}.json"
     try:

@@ -76,18 +76,14 @@ def start_shared_memory_manager() -> None:
 def keep_memory_shared() -> None:
     """Exclude all current objects from garbage collection. Call this before the first child is forked.
 
-    The garbage collector of a child writes to the objects that the child shares with its parent, which copies their
-    memory: 60 MB for each child, some minutes after the start.
+    A child's garbage collector would write to the objects that it shares with its parent: 60 MB of copies each.
     """
     gc.collect()
     gc.freeze()
 
 
 def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
-    """End this process after `seconds`, even if the main thread is blocked. The children end too, see guard_children.
-
-    :returns: the timer, which can be cancelled
-    """
+    """End this process and its children after `seconds`, even if the main thread is blocked. Return the timer."""
 
     def end() -> None:
         logger.warning(f"{why}: ending now")
