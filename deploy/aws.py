@@ -1,11 +1,8 @@
 """Functions of deploy_on_aws.ipynb: a coordinator and spot trainers on EC2, as one stack of CloudFormation.
 
 No state is kept on the organiser's machine, and all calls are idempotent. Coordinator and trainers are Auto Scaling
-groups, which replace instances that fail or are interrupted.
-
-The coordinator has an elastic IP and an identity, stored as an encrypted parameter. Both are outside of the stack and
-are taken at the first boot, so the address does not change when the coordinator is replaced. The trainers receive the
-address and no secret; the settings of the run come from the coordinator.
+groups, which replace instances that fail or are interrupted. The coordinator's elastic IP and its identity, an
+encrypted parameter, are outside of the stack, so its address stays the same. The trainers receive no secret.
 """
 
 import base64
@@ -209,10 +206,7 @@ class Deployment:
 
     @readable_errors()
     def clean_up(self, keep_address: bool = False) -> None:
-        """Remove all resources, including the checkpoints on the coordinator's disk.
-
-        `keep_address` keeps the elastic IP, which costs money, and the identity for a later coordinator.
-        """
+        """Remove all resources, also the checkpoints; `keep_address` keeps the elastic IP and the identity."""
         print("Removing the stack: this takes some minutes")
         self.stacks.delete_stack(StackName=self.settings.name)
         self._wait("stack_delete_complete", self.settings.name)

@@ -46,10 +46,7 @@ def find_gpus() -> list[Gpu]:
         output = ""
     found = re.findall(r"^(.+), *(\d+)$", output, re.MULTILINE)
     if not found:
-        raise UserError(
-            "there is no GPU here. Colab: Runtime, Change runtime type, T4 GPU. Kaggle: Settings, "
-            "Accelerator, GPU. Then run all cells again"
-        )
+        raise UserError("there is no GPU here: turn it on (see the first cell), and run all cells again")
     return [Gpu(name, int(mebibytes) / 1024) for name, mebibytes in found]
 
 
@@ -83,7 +80,7 @@ def install(project: Path, tunnel: str = "none") -> None:
 def torch_works() -> bool:
     """Whether the installed torch is new enough and computes on the GPU.
 
-    The check runs in a separate process: the notebook's process would keep the old torch loaded and occupy GPU memory.
+    A separate process tries it: the notebook's would keep the old torch loaded and occupy GPU memory.
     """
     code = "import sys, torch; from packaging.version import Version as V; "
     code += f"sys.exit(V(torch.__version__) < V('{MIN_TORCH}') or torch.ones(8, 8, device='cuda').sum() != 64)"
@@ -112,10 +109,7 @@ def find_ngrok_token() -> None:
 def trainer_command(
     initial_peers: str, username: str, batch_size: int, more_flags: str = "", tunnel: str = "none"
 ) -> list[str]:
-    """Return the command line of a trainer, from the values of a form. `more_flags` take precedence.
-
-    :param tunnel: "ngrok" if others are to join through this trainer; "none" for client mode
-    """
+    """Return the command line of a trainer, from the values of a form. Without a tunnel it is in client mode."""
     peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
     if not peers:
         raise UserError("INITIAL_PEERS is empty: paste the address that the organiser of the run gave you")
@@ -131,7 +125,7 @@ def open_monitor(project: Path, settings: str, log: Path = Path("monitor.log")) 
     """Run a monitor that publishes the settings of the run to this machine, while the context is open.
 
     Yields its address. Others join through the trainer, which passes the settings on: one tunnel is enough. The
-    trainer keeps the checkpoints. UserError is raised if the monitor does not start.
+    trainer keeps the checkpoints.
     """
     peer_file = project / "monitor_outputs" / "peer.json"
     peer_file.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 
     python -m deploy.probe --run_id my-albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
 
-The probe retries for --bootstrap_timeout seconds, and takes no part in the training.
+It retries for --bootstrap_timeout seconds, and takes no part in the training.
 """
 
 import tempfile
