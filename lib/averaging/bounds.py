@@ -16,20 +16,14 @@ MAX_RMS = 1e4  # of the elements of a parameter part; models of the supported fa
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the contribution of an honest peer to a round.
+    """Bounds on the contribution of an honest peer to a round."""
 
-    :param weight: samples in one global step
-    :param gradient_norm: norm of a whole contribution, and so of each part; 0: no bound
-    :param compares_norms: whether a gradient is also bounded by those of the other senders, see outliers.py
-    :param parameter_step: root mean square, per element, by which a parameter part may differ from this peer's own
-      part, in addition to half of the own part's norm. None: this peer's parameters are no reference (auxiliary peer,
-      peer that missed an update)
-    """
-
-    weight: float = math.inf
-    gradient_norm: float = 0.0
+    weight: float = math.inf  # samples
+    gradient_norm: float = 0.0  # of a whole contribution, and so of each part; 0: no bound
+    # Root mean square, per element, by which a parameter part may differ from this peer's own part, in addition to
+    # half of the own part's norm. None: no reference (the peer is an auxiliary peer or missed an update)
     parameter_step: float | None = None
-    compares_norms: bool = False
+    compares_norms: bool = False  # a gradient is also bounded by those of the other senders, see outliers.py
 
     def find_violation(
         self, info: CompressionInfo, part: torch.Tensor, own_part: torch.Tensor, weight: float

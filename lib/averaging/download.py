@@ -241,8 +241,7 @@ class StateDownload:
 def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[PeerID]]:
     """Sort donors by the priority of their offer, which is their step: highest first, ties at random.
 
-    :param offers: the DHT record, subkey -> offer; malformed offers are skipped
-    :returns: the donors with a credible step, and the other donors
+    :returns: the donors with a credible step, and the other donors; malformed offers are skipped
     """
     likely, unlikely = {}, {}
     for subkey, offer in offers.items() if isinstance(offers, dict) else ():

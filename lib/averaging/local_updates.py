@@ -32,19 +32,17 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
     pseudo-gradients of the peers: theta minus the parameters of the model, weighted by samples. The outer optimizer
     takes its step with their average.
 
-    With `delay_grad_averaging` the local steps continue during the round. Its result is added to them later, and they
-    count in the next round. Without it the main thread waits at the end of a local step while a round is due or
-    runs. The round does not wait for the local step: a peer with long local steps contributes the finished ones.
+    With `delay_grad_averaging` the local steps continue during the round, and count in the next one. Without it the
+    main thread waits at the end of a local step while a round is due or runs. The round does not wait for the local
+    step: a peer with long local steps contributes the finished ones.
 
-    A peer that missed a round downloads theta and the momentum of the others, and keeps its local updates. They count
-    in its next round.
+    A peer that missed a round downloads theta and the momentum of the others, and keeps its local updates.
 
     The statistics of the inner optimizer are never sent. A newcomer begins without them, and its learning rate rises
     over INNER_WARMUP_STEPS.
 
     :param inner_params: parameter groups of the model, in the order of `params`
-    :param inner_optimizer: builds the inner optimizer for them
-    :param inner_scheduler: builds its schedule, over global steps
+    :param inner_optimizer, inner_scheduler: build the inner optimizer for them, and its schedule over global steps
     :param max_local_grad_norm: bound on the norm of the gradient of a local step; 0: no bound
     """
 

@@ -28,12 +28,7 @@ class OutlierFilter:
         return [sender for sender, number in self._num_outliers.items() if number > limit]
 
     def clip_factors(self, norms: dict[int, float], weights: dict[int, float]) -> dict[int, float]:
-        """Compare the senders' values of the next part.
-
-        :param norms: sender -> norm of its part
-        :param weights: sender -> samples
-        :returns: sender -> factor below 1, for each sender whose part is to be scaled down
-        """
+        """Compare the norms of the next part, sender -> norm. Return the factors of the parts to be scaled down."""
         bounds = _bounds(norms, weights) if len(norms) >= MIN_SENDERS else {}
         self.num_parts += 1
         self._num_outliers.update(sender for sender, bound in bounds.items() if norms[sender] > bound)

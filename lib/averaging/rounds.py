@@ -130,14 +130,11 @@ class RoundAverager(SafeAverager):
         return number % self.average_parameters_every == 0
 
     def gradient_bound(self) -> float:
-        """Return the bound on the norm of a peer's gradient or pseudo-gradient; 0: no bound.
-
-        An auxiliary peer does not know the parameters, and so no bound on pseudo-gradients.
-        """
+        """Return the bound on the norm of a peer's gradient or pseudo-gradient; 0: no bound."""
         if not self.local_updates:
             return self.max_grad_norm
         if self.mode == AveragingMode.AUX:
-            return 0.0
+            return 0.0  # it does not know the parameters
         return self.max_grad_norm * float(torch.nn.utils.get_total_norm(self.parameters))
 
     def schedule_round(self, number: int, timeout: float) -> RoundControl:

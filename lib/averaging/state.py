@@ -56,8 +56,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     optimizer must call `mark_changed` afterwards.
 
     :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
-    :param download_timeout: seconds for a whole download
-    :param donor_timeout: seconds that a donor may be silent
+    :param download_timeout, donor_timeout: seconds for a whole download, and that a donor may be silent
     :param credible_epoch: returns the newest global step that the run is known to be at, from the progress reports or
       the aggregated metrics; None if unknown, which accepts any step. Called in the main process at the start of each
       download, see StateDownload. If all donors claim a later step, the state of one is accepted with a warning: there
@@ -127,7 +126,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def sync_with_main_parameters(self, epoch: int) -> None:
         """Copy parameters that were loaded into the model to the optimizer, and set their step.
 
-        An offloaded optimizer has a separate copy of the weights, which would overwrite them at the next step.
+        The copy of an offloaded optimizer would overwrite them at the next step.
         """
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             for main_parameter, parameter in zip(self.main_parameters, self._optimized_parameters(), strict=True):
