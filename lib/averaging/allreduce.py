@@ -10,6 +10,8 @@ of these parts and receive the averages. The wire format is hivemind's, the rule
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -83,6 +85,8 @@ class AllReduce:
     :param sender_timeout: seconds between two messages of a sender, and before its first one
     :param reducer_timeout: seconds between two answers of a reducer
     :param timeout: seconds for the whole round
+    :param upload: bytes per second at which this peer sends its values, if its link is slow. They would fill the send
+      buffers otherwise, for seconds, and what this peer receives waits for its acknowledgements in the same queue
     """
 
     def __init__(
@@ -106,7 +110,9 @@ class AllReduce:
         sender_timeout: float,
         reducer_timeout: float,
         timeout: float,
+        upload: float = math.inf,
     ):
+        self._upload, self._may_send_at = upload, 0.0
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
         self.peer_id, self.group_id, self.peer_ids = p2p.peer_id, group_id, peer_ids
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
@@ -209,6 +215,9 @@ class AllReduce:
 
         async for message in amap_in_executor(compress, self._open_parts(peer_id)):
             yield message
+            now = time.monotonic()
+            self._may_send_at = max(now, self._may_send_at) + len(message.tensor_part.buffer) / self._upload
+            await asyncio.sleep(self._may_send_at - now)
 
     async def _open_parts(self, peer_id: PeerID) -> AsyncIterator[int]:
         """Iterate over the parts that a reducer has not closed.

@@ -6,6 +6,7 @@ not change before the round has ended and its result was checked.
 
 import asyncio
 import hashlib
+import math
 import multiprocessing
 import threading
 import time
@@ -39,6 +40,7 @@ logger = get_logger(__name__)
 PROTOCOL = 6  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; short, since the fault may be transient
 COMPLETE = 0.95  # fraction of the elements; one late part must not exclude a peer's gradient from the next rounds
+PACED_MBITS = 50.0  # below this --bandwidth a peer sends its values at that rate
 MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
 
 
@@ -244,6 +246,7 @@ class RoundAverager(SafeAverager):
             parameter_weight=step.parameter_weight,
             bounds=bounds,
             timeout=self._allreduce_timeout,
+            upload=self.bandwidth * 125_000 if self.bandwidth < PACED_MBITS else math.inf,
             **options,
         )
         self._running_groups[group.group_id].set_result(runner)
