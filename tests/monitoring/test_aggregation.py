@@ -46,14 +46,6 @@ def test_steps_are_not_mixed():
     assert (report.step, report.loss, report.samples) == (6, 1.5, 64)
 
 
-@pytest.mark.parametrize("nothing", [{"mini_steps": 0, "loss": 0.0}, {"samples": 0}])
-def test_without_mini_steps_or_samples_there_is_no_loss(nothing):
-    (report,) = make_aggregator().update(START, {b"a": metric(1, **nothing)})
-    assert report.loss is None
-    (report,) = make_aggregator().update(START, {b"a": metric(1, **nothing), b"b": metric(1, loss=6.0)})
-    assert report.loss == 3.0 and report.alive_peers == 2
-
-
 def test_absurd_samples_do_not_swamp_the_loss():
     metrics = {b"a": metric(1, loss=4.0, samples=60), b"b": metric(1, loss=4.0, samples=40)}
     liar = {b"liar": metric(1, loss=200.0, samples=10**9)}
