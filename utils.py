@@ -55,7 +55,7 @@ class RoundStatistics(ExtensibleRecord):
     applied: Count | None = None
 
 
-class Evaluation(pydantic.BaseModel):
+class Evaluation(ExtensibleRecord):
     """Record of an evaluator: means over validation samples for the parameters of a global step.
 
     A metric is None where the objective has no such metric.
