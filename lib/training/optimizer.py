@@ -49,8 +49,8 @@ _NO_DECAY_CLASSES = [torch.nn.LayerNorm]
 _NO_DECAY_NAMES = [r"(^|\.)bias$", r"layer_?norm", r"(^|[._])norm($|\.)"]
 
 
-class PortableAdamW(torch.optim.AdamW):
-    """torch's AdamW with the step count as a Python integer in the state dict.
+class PortableSteps:
+    """Mixin for an optimizer of torch: the step count as a Python integer in the state dict.
 
     torch keeps the count in a float32 tensor, which hivemind compresses like any other tensor of the state: in float16
     counts above 2048 are rounded and counts above 65519 become infinite. torch's `load_state_dict` accepts integers.
@@ -61,6 +61,10 @@ class PortableAdamW(torch.optim.AdamW):
         for index, statistics in state_dict["state"].items():
             state_dict["state"][index] = {**statistics, "step": int(statistics["step"])}
         return state_dict
+
+
+class PortableAdamW(PortableSteps, torch.optim.AdamW):
+    """torch's AdamW for a run."""
 
 
 def build_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -77,7 +81,7 @@ def build_local_optimizer(param_groups: list[dict], args: HyperparameterArgument
     """Build the local optimizer, with statistics of zero.
 
     Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see
-    `PortableAdamW`, and scalar statistics that are finite and not negative.
+    `PortableSteps`, and scalar statistics that are finite and not negative.
 
     LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
@@ -109,8 +113,8 @@ def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = learning_rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-        if "step" in optimizer.state[parameter]:
-            optimizer.state[parameter]["step"] *= 0  # an integer in LAMB, a tensor in AdamW
+        for name in optimizer.state[parameter]:
+            optimizer.state[parameter][name] *= 0  # `step`, and statistics with coupled weight decay
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
