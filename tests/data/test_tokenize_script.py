@@ -24,7 +24,7 @@ from lib.data import corpus, preparation
 from lib.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from lib.data.corpus import split_documents
 from lib.data.loading import build_collator, load_datasets, load_training_data, max_tokens
-from lib.data.manifest import Manifest, tokenizer_sha256
+from lib.data.manifest import FORMAT_VERSION, Manifest, tokenizer_sha256
 from lib.data.packing import SCHEMAS, group_documents
 from lib.data.tokenizer_training import train_tokenizer
 from tests.support.peers import ROOT
@@ -221,8 +221,8 @@ def test_the_digest_of_a_tokenizer_has_its_ids():
     [
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"format_version": 2}', "it has format 2, this version reads 1"),
-        ('{"format_version": 1}', "source"),
+        (f'{{"format_version": {FORMAT_VERSION + 1}}}', f"it has format {FORMAT_VERSION + 1}, this version reads"),
+        (f'{{"format_version": {FORMAT_VERSION}}}', "source"),
     ],
 )
 def test_a_broken_manifest_is_explained(tmp_path, content, message):
