@@ -164,12 +164,16 @@ class AllReduce:
         """Average. Returns once all averages have arrived and this reducer has closed its parts, or at the timeout."""
         others = [peer_id for peer_id in self.peer_ids if peer_id != self.peer_id and self._parts[peer_id]]
         exchanges = [self._exchange(peer_id) for peer_id in others] if self.is_sender else []
+        tasks = [asyncio.create_task(work) for work in (self._reduce(), *exchanges)]
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.timeout):
-                    await asyncio.gather(self._reduce(), *exchanges)
+                    await asyncio.gather(*tasks)
         finally:
             self.stop()
+            for task in tasks:  # if one has failed, the others run
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self) -> None:
         self.reducer.stop()
@@ -236,7 +240,11 @@ class AllReduce:
 
         :raises ValueError: if it is malformed, or exceeds what honest senders can produce
         """
-        check_tensor(message.tensor_part, part.spec)
+        try:
+            check_tensor(message.tensor_part, part.spec)
+        except ValueError as error:
+            self._violations[peer_id] = str(error)
+            raise
         loop = asyncio.get_running_loop()
         average = await loop.run_in_executor(None, deserialize_torch_tensor, message.tensor_part)
         if message.weight == DIFFERENCE:

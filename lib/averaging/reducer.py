@@ -159,10 +159,10 @@ class Reducer:
         sums.times.append(time.monotonic() - state.started)
         if part.is_gradient:
             self.weights[sender] = weight
-        if self._compares(part) and weight > MIN_WEIGHT:
-            sums.held[sender] = values, weight
-        else:
+        if not self._compares(part):
             sums.add(values, weight)
+        elif weight > MIN_WEIGHT:
+            sums.held[sender] = values, weight  # what has no weight is not compared, and not added
         self._changed.set()
 
     def _compares(self, part: Part) -> bool:
@@ -180,7 +180,9 @@ class Reducer:
                         await self._changed.wait()
             for sender in self._awaited(index):
                 sender.is_late = True
-            self.averages[index].set_result(await self._average(index))
+            average = await self._average(index)
+            if not self.averages[index].done():  # the round may have ended meanwhile
+                self.averages[index].set_result(average)
 
     def stop(self) -> None:
         """Close the other parts without an average."""

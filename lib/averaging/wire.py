@@ -67,6 +67,8 @@ def check_tensor(message: runtime_pb2.Tensor, spec: TensorSpec) -> None:
     expected = expected_num_bytes(message, spec)
     if len(message.buffer) != expected:
         raise ValueError(f"a tensor has {len(message.buffer)} bytes instead of {expected}")
+    if message.requires_grad:
+        raise ValueError("a tensor requires a gradient")  # the sum that it is added to would, too
     if message.compression == BLOCKWISE_8BIT:
         read_buffer(message.buffer, spec.numel)
 
