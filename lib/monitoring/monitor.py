@@ -5,12 +5,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils import get_logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import utils
 from lib.averaging.state import TrainingStateAverager
 from lib.common.backoff import Backoff
+from lib.common.clock import run_time
 from lib.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from lib.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
 from lib.monitoring.hub_upload import HubUploader
@@ -152,7 +153,7 @@ class TrainingMonitor:
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
         peers = self._read("peers")
         self.contributors.record_names(parse_usernames(peers))
-        reports = self.aggregator.update(get_dht_time(), *views)
+        reports = self.aggregator.update(run_time(), *views)
         trainers = self.aggregator.live_peers
         self._progress_log.update(time.monotonic(), trainers, bool(reports), self.checkpoint_step)
         self._report(reports)

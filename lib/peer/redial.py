@@ -1,6 +1,7 @@
 """Periodic dialing of the initial peers, which also give the run's clock."""
 
 import asyncio
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -51,8 +52,9 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str], timeout: float = 5.0) 
     except Exception as error:
         logger.debug(f"Could not reach the initial peers: {error!r}")
         return False
-    known = [offset for offset in offsets if offset is not None]
-    if known and abs(change := statistics.median(known)) > MAX_CLOCK_ERROR:
+    known = [offset for offset in offsets if offset is not None and math.isfinite(offset)]
+    votes = known + [0.0] * (1 - len(known) % 2)  # of an even number, this machine's clock decides
+    if abs(change := statistics.median(votes)) > MAX_CLOCK_ERROR:
         offset = run_time() + change - time.time()
         correct_clock(offset)
         if abs(offset) > MAX_CLOCK_ERROR:
@@ -60,7 +62,7 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str], timeout: float = 5.0) 
                 f"This machine's clock is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the run's: "
                 "using that of the run. Set it, for example with `sudo timedatectl set-ntp true`"
             )
-    return len(known) == len(offsets)
+    return None not in offsets
 
 
 async def _redial(_dht: DHT, node: DHTNode, maddrs: Sequence[str], timeout: float) -> list[float | None]:
@@ -85,9 +87,12 @@ async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> float | None
             await node.p2p._client.connect(peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")])
             if await node.protocol.call_ping(peer_id) is None:
                 return None
-            asked_at = run_time()
+            asked_at, started = run_time(), time.monotonic()
             answer = await node.protocol.get_stub(peer_id).rpc_ping(dht_pb2.PingRequest())
-            return answer.dht_time - (asked_at + run_time()) / 2
+        # The answer was given at any time meanwhile. On a busy link two peers would push each other's clocks forward.
+        uncertainty = (time.monotonic() - started) / 2
+        offset = answer.dht_time - asked_at - uncertainty
+        return math.copysign(max(0.0, abs(offset) - uncertainty), offset)
     except Exception as error:
         logger.debug(f"Initial peer {maddr} does not answer: {error!r}")
         return None

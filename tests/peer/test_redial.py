@@ -1,5 +1,6 @@
 """Dialing the initial peers again, and the clock that they give."""
 
+import math
 import multiprocessing
 import time
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ def test_peers_that_do_not_answer_are_dialed_more_often():
     [
         ([600.0], 600.0), ([-5.0], -5.0), ([0.9], 0.0), ([], 0.0), ([None], 0.0),
         ([0.1, 0.2, 1e9], 0.0),  # one of three lies
-        ([600.0, None, 600.2], 600.1),
+        ([600.0, None, 600.2], 600.0), ([7200.0, 0.1], 0.0), ([math.inf], 0.0), ([math.nan, 600.0], 600.0),
     ],
 )  # fmt: skip
 def test_clock_of_the_run_is_the_median_of_the_initial_peers(answers, offset):
@@ -84,7 +85,7 @@ def test_peer_with_a_wrong_clock_joins_reads_and_is_read(tmp_path, monkeypatch, 
         store_record(one.dht, "run_peers", one.public_key, info, 60)
         address = str(one.dht.get_visible_maddrs()[0])
         # From now on this process, and those that it forks, are of a machine whose clock is wrong.
-        wrong = SimpleNamespace(time=lambda: right() + error)
+        wrong = SimpleNamespace(time=lambda: right() + error, monotonic=time.monotonic)
         for module in (clock, redial):
             monkeypatch.setattr(module, "time", wrong)
         monkeypatch.setattr(clock, "_offset", multiprocessing.RawValue("d", 0.0))
