@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.proto.p2pd_pb2 import RPCError
-from hivemind.utils import MSGPackSerializer, get_dht_time, get_logger
+from hivemind.utils import MSGPackSerializer, get_logger
 
 from lib.common.errors import UserError
 from lib.peer.dht import RelayedP2P, SafeDHT
@@ -66,7 +66,7 @@ class Admission:
 
     async def check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
         """Raise NotAdmittedError if a caller or (`is_callee`) a peer about to be called has no valid invitation."""
-        if is_callee and self._is_dht_process and self.invitation.expiration_time <= get_dht_time():
+        if is_callee and self._is_dht_process and self.invitation.expiration_time <= time.time():
             self._warn("This peer's invitation has expired")
         if not self._is_admitted(peer_id):
             until, reason = self._paused.get(peer_id, (float("-inf"), None))
@@ -81,7 +81,7 @@ class Admission:
             raise NotAdmittedError(f"the invitation of {peer_id} is revoked")
 
     def _is_admitted(self, peer_id: PeerID) -> bool:
-        return peer_id in self._admitted and get_dht_time() < self._admitted[peer_id].expiration_time
+        return peer_id in self._admitted and time.time() < self._admitted[peer_id].expiration_time
 
     def _ask(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> asyncio.Task:
         """Exchange tokens with a peer, at most once at a time. The task returns a reason not to admit it, or None."""

@@ -8,6 +8,7 @@ a connection prove that they have their private key. A token therefore admits on
 import base64
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from cryptography.hazmat.primitives import serialization
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.proto.auth_pb2 import AccessToken
-from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from lib.averaging.records import peer_id_of
@@ -83,7 +83,7 @@ def make_invitation(authority: RSAPrivateKey, username: str, days: float) -> Inv
     token = AccessToken(
         username=username,
         public_key=private_key.get_public_key().to_bytes(),
-        expiration_time=str(get_dht_time() + days * 86_400.0),
+        expiration_time=str(time.time() + days * 86_400.0),
     )
     token.signature = authority.sign(_signed_part(token))
     return Invitation(authority.get_public_key(), private_key, token)
@@ -94,7 +94,7 @@ def _signed_part(token: AccessToken) -> bytes:
 
 
 def check_token(token: AccessToken, authority: RSAPublicKey, peer_id: PeerID) -> float:
-    """Check that the authority has signed a token for a peer, and return when it expires (`get_dht_time`).
+    """Check that the authority has signed a token for a peer, and return when it expires (`time.time`).
 
     :raises InvitationError: if the token is not valid
     """
@@ -105,7 +105,7 @@ def check_token(token: AccessToken, authority: RSAPublicKey, peer_id: PeerID) ->
         raise InvitationError("the invitation is malformed") from None
     if not authority.verify(_signed_part(token), token.signature):
         raise InvitationError("the invitation is not from the organiser of this run")
-    if not expiration_time > get_dht_time():  # also refuses NaN
+    if not expiration_time > time.time():  # also refuses NaN
         raise InvitationError("the invitation has expired")
     if not is_own:
         raise InvitationError("the invitation is another peer's")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hivemind.p2p import PeerID
-from hivemind.utils import get_dht_time, get_logger
+from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from lib.common.atomic_files import new_file
@@ -36,7 +36,7 @@ class Revocations:
     def extend(self, peers: Collection[str], authority: RSAPrivateKey) -> "Revocations":
         """Return the next list: this list and `peers`, signed; raise InvitationError if it is too long."""
         # At least the current time: an organiser that has lost the list can still issue a newer one.
-        serial = max(self.serial + 1, int(get_dht_time()))
+        serial = max(self.serial + 1, int(time.time()))
         payload = json.dumps({"serial": serial, "revoked": sorted({*self.peers, *peers})}, indent=1).encode()
         return self.parse(authority.sign(payload) + b"\n" + payload, authority.get_public_key())
 

@@ -194,7 +194,7 @@ def test_admission_ends_with_the_invitation(two_admissions, monkeypatch):
     guest = bob.invitation.peer_id
     alice._admit(bob.invitation.token.SerializeToString(), guest, asked_at=0.0)
     assert alice._is_admitted(guest)
-    monkeypatch.setattr("lib.peer.admission.get_dht_time", lambda: bob.invitation.expiration_time)
+    monkeypatch.setattr("lib.peer.admission.time.time", lambda: bob.invitation.expiration_time)
     assert not alice._is_admitted(guest)
 
 
