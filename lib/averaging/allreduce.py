@@ -116,8 +116,7 @@ class AllReduce:
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
         self.peer_id, self.group_id, self.peer_ids = p2p.peer_id, group_id, peer_ids
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
-        # Is gradient -> weight
-        self._weights = {True: max(weight, MIN_WEIGHT), False: max(parameter_weight, MIN_WEIGHT)}
+        self._weight, self._parameter_weight = max(weight, MIN_WEIGHT), max(parameter_weight, MIN_WEIGHT)
         self._answer_bounds = replace(bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm)
         cuts = (cut(values, tensor_infos, sizes, compression, part_size_bytes) for values in (tensors, outputs))
         self._parts = {
@@ -129,15 +128,15 @@ class AllReduce:
         }
         senders = [peer_id for peer_id, mode in zip(peer_ids, modes, strict=True) if mode != AveragingMode.AUX]
         self.is_sender = self.peer_id in senders
+        self._other_senders = [sender for sender in senders if sender != self.peer_id]
         self.reducer = Reducer(
             self._parts[self.peer_id],
-            [sender for sender in senders if sender != self.peer_id],
-            (lambda part: self._weights[part.is_gradient]) if self.is_sender else None,
+            self._other_senders,
+            self._weight_of if self.is_sender else None,
             bounds,
             sender_timeout,
             REDUCE_FRACTION * timeout,
         )
-        self._senders = set(senders)
         self._violations: dict[PeerID, str] = {}
         self._num_answered = dict.fromkeys(peer_ids, 0)  # parts of a reducer whose averages have arrived
         self._missing = sum(output.numel() for output in outputs) if self.is_sender else 0  # elements
@@ -145,6 +144,9 @@ class AllReduce:
         for info, own, output in zip(tensor_infos, tensors, outputs, strict=True):
             # Without an average, a gradient is 0 and parameters stay.
             output.zero_() if info.role == TensorRole.GRADIENT else output.copy_(own)
+
+    def _weight_of(self, part: Part) -> float:
+        return self._weight if part.is_gradient else self._parameter_weight
 
     @property
     def received_fraction(self) -> float:
@@ -154,7 +156,7 @@ class AllReduce:
     def weights(self) -> dict[PeerID, float]:
         """Return the gradient weights of the senders, known only if this peer reduces a gradient part."""
         reduces_gradients = any(part.is_gradient for part in self.reducer.parts)
-        own = {self.peer_id: self._weights[True]} if self.is_sender and reduces_gradients else {}
+        own = {self.peer_id: self._weight} if self.is_sender and reduces_gradients else {}
         return own | self.reducer.weights
 
     def violations(self) -> dict[PeerID, str]:
@@ -214,7 +216,7 @@ class AllReduce:
                 code=averaging_pb2.PART_FOR_AVERAGING,
                 group_id=self.group_id,
                 tensor_part=tensor,
-                weight=self._weights[parts[index].is_gradient],
+                weight=self._weight_of(parts[index]),
             )
 
         async for message in amap_in_executor(compress, self._open_parts(peer_id)):
@@ -242,17 +244,16 @@ class AllReduce:
         """
         try:
             check_tensor(message.tensor_part, part.spec)
+            loop = asyncio.get_running_loop()
+            average = await loop.run_in_executor(None, deserialize_torch_tensor, message.tensor_part)
+            if message.weight == DIFFERENCE:
+                average = part.own + average
+            violation = self._answer_bounds.find_violation(part.info, average, part.own, weight=1.0)
+            if violation is not None:
+                raise ViolationError(violation)
         except ValueError as error:
             self._violations[peer_id] = str(error)
             raise
-        loop = asyncio.get_running_loop()
-        average = await loop.run_in_executor(None, deserialize_torch_tensor, message.tensor_part)
-        if message.weight == DIFFERENCE:
-            average = part.own + average
-        violation = self._answer_bounds.find_violation(part.info, average, part.own, weight=1.0)
-        if violation is not None:
-            self._violations[peer_id] = violation
-            raise ViolationError(violation)
         part.output.copy_(average)
         self._missing -= part.own.numel()
         self._num_answered[peer_id] += 1
@@ -261,7 +262,7 @@ class AllReduce:
 
     def drop_unstarted_sender(self, peer_id: PeerID) -> None:
         """Do not wait for a sender that has not started: its round has ended or was cancelled."""
-        if peer_id in self._senders - {self.peer_id} and not self.reducer.has_started(peer_id):
+        if peer_id in self._other_senders and not self.reducer.has_started(peer_id):
             self.reducer.leave(peer_id)
 
     async def rpc_aggregate_part(
@@ -269,7 +270,7 @@ class AllReduce:
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Receive a member's values, and answer with the averages."""
         sender, request = context.remote_id, await anext(stream)
-        if sender not in self._senders - {self.peer_id} or self.reducer.has_started(sender):
+        if sender not in self._other_senders or self.reducer.has_started(sender):
             yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         self.reducer.start(sender)

@@ -230,7 +230,10 @@ class ProgressTracker(threading.Thread):
 
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
         """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
-        return [progress for progress in peers if self._fetched_at - progress.seen < ALIVE_SECONDS]
+        return [progress for progress in peers if self._is_alive(progress)]
+
+    def _is_alive(self, progress: PeerProgress) -> bool:
+        return self._fetched_at - progress.seen < ALIVE_SECONDS
 
     @property
     def global_epoch(self) -> int:
@@ -288,7 +291,7 @@ class ProgressTracker(threading.Thread):
             # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
             is_own = progress is own
             until = min(now, progress.seen + HEARTBEAT_SECONDS, progress.computed + MAX_EXTRAPOLATION)
-            is_alive = is_own or self._fetched_at - progress.seen < ALIVE_SECONDS
+            is_alive = is_own or self._is_alive(progress)
             rate += progress.samples_per_second if is_alive else 0.0
             if progress.epoch == step - 1:
                 total += progress.samples_accumulated

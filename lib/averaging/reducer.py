@@ -21,8 +21,8 @@ from lib.averaging.bounds import MIN_WEIGHT, Bounds, norm_of
 from lib.averaging.outliers import TOLERANCE, OutlierFilter
 from lib.averaging.wire import TensorSpec
 
-# A sender is late for a part after this many times the median time of the senders, and so many seconds more. No other
-# part waits for it then: else a round would take more than twice the time that the others need.
+# A sender is late for a part after LATE_FACTOR times the median time of the senders, plus LATE_SECONDS. Later parts do
+# not wait for it: if each one did, a round would take more than twice as long as without that sender.
 LATE_FACTOR, LATE_SECONDS = 2.0, 3.0
 
 
