@@ -112,7 +112,7 @@ class OfflineCapableWandbTracker(WandBTracker):
         self._id_path = output_dir / "wandb_run_id"
 
     def start(self) -> None:
-        # wandb's reporting of its own errors needs a network, and its threads outlive the run.
+        # wandb's error reporting needs a network, and its threads outlive the run.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 

@@ -282,7 +282,9 @@ def test_peer_that_missed_a_round_downloads_its_result_and_keeps_its_local_updat
     downloads = []
     monkeypatch.setattr(optimizer.state_averager, "load_state_from_peers", lambda: downloads.append(1))
     optimizer.step(batch_size=4)
-    assert downloads == [1] and optimizer._may_begin_step(), "without an offered state it goes on with its own"
+    assert downloads == [1] and optimizer._may_begin_step(), (
+        "without an offered state it continues with the state that it has"
+    )
     assert optimizer.accumulator.num_samples == 16
 
 

@@ -61,7 +61,7 @@ def record(keeper: StatusKeeper, *entries: dict) -> TrainerStatus:
 
 
 def compute(keeper: StatusKeeper, num_computed: int) -> None:
-    """Take local steps until so many samples are computed."""
+    """Take local steps until a number of samples is computed."""
     keeper.optimizer.num_computed = num_computed
     keeper.record_local_step()
 
