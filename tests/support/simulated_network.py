@@ -1,0 +1,308 @@
+"""A network and a DHT in memory, between peers in one process whose averagers are tasks instead of processes.
+
+The network has no congestion but the links of the peers. The DHT has no lookups: all nodes that reach each other have
+the same records, which are neither signed nor validated. Seconds are simulated, see tests/support/simulated_time.py.
+"""
+
+import asyncio
+import contextvars
+import math
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import aclosing, suppress
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
+from hivemind.averaging.control import StepControl
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.utils import MPFuture, MSGPackSerializer
+from hivemind.utils.crypto import RSAPublicKey
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from lib.averaging.base import SafeAverager
+from lib.averaging.matchmaking import StepMatchmaking
+from lib.averaging.records import ReadableValidator, signer_of
+from tests.support.simulated_time import EPOCH, SimulatedTime, owner
+
+LATENCY, DIAL_SECONDS, DHT_SECONDS = 0.05, 3.0, 0.1  # of a message, a dial in vain, a DHT request
+
+
+def make_subkey(rng: random.Random) -> bytes:
+    """Make the subkey of a peer, of a public key to which nobody has a private one: a real key takes 0.1 s."""
+    key = RSAPublicKey(RSAPublicNumbers(65537, rng.getrandbits(2048) | 1 | 1 << 2047).public_key())
+    return RSASignatureValidator.PUBLIC_KEY_FORMAT.replace(b"_key_", key.to_bytes())
+
+
+class Node:
+    """A peer's part of the network, which stands for its P2P and DHT objects.
+
+    :param uplink: bytes per second; may be changed, as may the downlink
+    :param clock: seconds by which its wall clock is ahead
+    """
+
+    def __init__(self, network: "Network", uplink: float, client: bool, clock: float):
+        self.network, self.clock = network, clock
+        self.uplink, self.downlink = uplink, math.inf
+        self.subkey = make_subkey(network.rng)
+        self.peer_id, self.client_mode = signer_of(self.subkey), client
+        self._client = self  # of the P2P object, which dials
+        self.context = contextvars.copy_context()
+        self.context.run(owner.set, self)
+        self.averagers: list[SafeAverager] = []
+        self.handlers: dict[str, tuple[Callable, bool]] = {}
+        self.tasks: set[asyncio.Task] = set()
+        self.links_free_at = [0.0, 0.0]  # uplink and downlink
+        self.ended = self.vanished = False
+        self._thawed = threading.Event()
+        self._thawed.set()
+
+    # Faults
+
+    def kill(self, silently: bool = True) -> None:
+        """End this peer.
+
+        :param silently: as a machine that loses its power; otherwise as a process, whose links are reset
+        """
+        self.vanished, self.ended = silently, True
+        self._thawed.set()
+        self.network.time.wake()
+        for averager in self.averagers:
+            with suppress(OSError):
+                averager._inner_pipe.send(("_SHUTDOWN", None))  # for a thread of hivemind's
+        self.network.call_in_loop(lambda: [task.cancel() for task in list(self.tasks)])
+
+    def freeze(self) -> None:
+        """Stop the threads and the messages of this peer."""
+        self._thawed.clear()
+
+    def thaw(self) -> None:
+        self._thawed.set()
+
+    @property
+    def is_frozen(self) -> bool:
+        return not self._thawed.is_set()
+
+    def check(self) -> None:
+        """Block while this peer is frozen. See SimulatedTime."""
+        self._thawed.wait()
+        if self.ended:
+            raise SystemExit
+
+    # Its averagers' "processes": tasks in the scenario's loop
+
+    def create_task(self, work: Coroutine) -> asyncio.Task | None:
+        if self.ended:
+            work.close()
+            return None
+        task = self.network.time.loop.create_task(work, context=self.context.copy())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def host(self, averager: SafeAverager) -> None:
+        """Do what hivemind does in the averager's process."""
+        self.averagers.append(averager)
+        averager._p2p = self
+        if not averager.client_mode:
+            await averager.add_p2p_handlers(self, namespace=averager.prefix)
+        averager._matchmaking = StepMatchmaking(
+            self, averager.schema_hash, self, client_mode=averager.client_mode, **averager.matchmaking_kwargs
+        )
+        averager._state_updated, averager._pending_groups_registered = asyncio.Event(), asyncio.Event()
+        if not averager.client_mode:
+            self.create_task(averager._declare_for_download_periodically())
+
+    def send(self, averager: SafeAverager, message: tuple[str, list, dict]) -> None:
+        """Call a method in the averager's "process"."""
+        method, args, kwargs = message
+        self.network.call_in_loop(lambda: self.create_task(getattr(averager, method)(*args, **kwargs)))
+
+    async def get_state(self, averager: SafeAverager) -> tuple:
+        loop = asyncio.get_running_loop()
+        metadata, *state = await loop.run_in_executor(None, averager.get_current_state)
+        return averager.serializer.dumps(metadata), *state
+
+    # As a P2P object
+
+    async def add_protobuf_handler(self, name: str, handler: Callable, _type, *, stream_input: bool, **_) -> None:
+        self.handlers[name] = handler, stream_input
+
+    async def connect(self, peer_id: PeerID, _maddrs: list) -> None:
+        await self.network.dial(self, peer_id)
+
+    async def iterate_protobuf_handler(self, peer_id: PeerID, name: str, requests: object, _type) -> AsyncIterator:
+        callee = await self.network.dial(self, peer_id)
+        if name not in callee.handlers:
+            raise P2PHandlerError(f"no handler {name}")
+        handler, is_stream = callee.handlers[name]
+        if is_stream:
+            requests = self.network.carry(self, callee, requests)
+        return self.network.carry(callee, self, handler(requests, SimpleNamespace(remote_id=self.peer_id)))
+
+    # As a DHT
+
+    async def replicate_p2p(self) -> "Node":
+        return self
+
+    def store(self, key: str, value: object, expiration_time: float, subkey: bytes, **_) -> None:
+        packed = MSGPackSerializer.dumps(value)
+        assert len(packed) + len(subkey) <= ReadableValidator.MAX_BYTES, f"the record under {key} is too large"
+        record = ValueWithExpiration(MSGPackSerializer.loads(packed), expiration_time)
+        self.network.call_in_loop(partial(self.network.store, self, key, subkey, record), DHT_SECONDS)
+
+    def get(self, key: str, **_) -> MPFuture:
+        future = MPFuture()
+        self.network.call_in_loop(partial(self.network.answer, self, key, future), DHT_SECONDS)
+        return future
+
+
+def _attach_once(control: StepControl, trigger: MPFuture, cancel: MPFuture) -> None:
+    """Attach futures. The trainer and the averager do so, in real life each to its own copy."""
+    control._trigger, control._cancel = trigger, cancel
+
+
+class Network:
+    """Nodes that reach each other, or not. Use it as a context manager: nodes and threads end with it.
+
+    :param seed: of the nodes' IDs and of what is lost
+    :param factor: see SimulatedTime
+    """
+
+    def __init__(self, seed: int, factor: float):
+        self.rng, self.time = random.Random(seed), SimulatedTime(factor)
+        self.nodes: list[Node] = []
+        self.loss = 0.0  # fraction of the messages after which a stream stalls for ever, and of lost DHT requests
+        self._sides: list[set[Node]] = []  # of a partition; nodes in none of them are another side
+        self._cuts: set[frozenset[Node]] = set()
+        self._records: dict[int, dict[str, dict[bytes, ValueWithExpiration]]] = {-1: {}}  # side -> key -> subkey
+        self._patches = pytest.MonkeyPatch()
+
+    def __enter__(self) -> "Network":
+        self._patches.setattr(SafeAverager, "run_in_background", lambda averager, **_: self._host(averager))
+        self._patches.setattr(StepControl, "attach", _attach_once)
+        MPFuture()  # starts a thread of hivemind's that stays
+        self.time.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        for node in self.nodes:
+            node.kill()
+        self.time.stop()
+        self._patches.undo()
+
+    def _host(self, averager: SafeAverager) -> None:
+        node = averager.dht
+        asyncio.run_coroutine_threadsafe(node.host(averager), self.time.loop).result()
+        averager._outer_pipe = SimpleNamespace(send=partial(node.send, averager))
+        averager._get_current_state_from_host_process = partial(node.get_state, averager)
+
+    # Faults
+
+    def partition(self, *sides: Collection[Node]) -> None:
+        """Let peers of different sides neither reach each other nor share DHT records; the rest is another side."""
+        self.heal()
+        everything = self._records[-1]
+        self._sides = [set(side) for side in sides]
+        self._records = {
+            side: {key: dict(records) for key, records in everything.items()} for side in range(-1, len(sides))
+        }
+
+    def cut(self, peer: Node, *others: Node) -> None:
+        """Let a peer not reach others, though all reach the DHT."""
+        self._cuts |= {frozenset({peer, other}) for other in others}
+
+    def heal(self) -> None:
+        """End all partitions and cuts."""
+        merged = self._records[-1]
+        for side in range(len(self._sides)):
+            for key, records in self._records[side].items():
+                for subkey, record in records.items():
+                    self._keep(merged, key, subkey, record)
+        self._sides, self._cuts, self._records = [], set(), {-1: merged}
+
+    def _side_of(self, peer: Node) -> int:
+        return next((index for index, side in enumerate(self._sides) if peer in side), -1)
+
+    def reaches(self, one: Node, other: Node) -> bool:
+        if one.ended or other.ended or one.is_frozen or other.is_frozen:
+            return False
+        return frozenset({one, other}) not in self._cuts and self._side_of(one) == self._side_of(other)
+
+    async def dial(self, caller: Node, peer_id: PeerID) -> Node:
+        """Return the peer that has an ID, once the caller has reached it."""
+        await asyncio.sleep(LATENCY)
+        callee = next((peer for peer in self.nodes if peer.peer_id == peer_id), None)
+        if callee is None or callee.client_mode or (callee.ended and not callee.vanished):
+            raise P2PDaemonError("cannot be dialed")
+        while callee.is_frozen or caller.is_frozen:
+            await asyncio.sleep(0.5)
+        if not self.reaches(caller, callee):
+            await asyncio.sleep(DIAL_SECONDS)
+            raise P2PDaemonError("does not answer")
+        return callee
+
+    async def carry(self, sender: Node, receiver: Node, messages: AsyncIterator) -> AsyncIterator:
+        """Carry messages over the links while the receiver is busy, as a network does."""
+        queue: asyncio.Queue = asyncio.Queue()
+
+        async def pump() -> None:
+            end: Exception | None = None
+            try:
+                async with aclosing(messages):
+                    async for message in messages:
+                        await self._pass_links(sender, receiver, message)
+                        queue.put_nowait(message)
+            except Exception as error:
+                end = P2PHandlerError(repr(error))
+            finally:
+                if sender.ended:
+                    end = P2PHandlerError("the stream was reset")
+                if not sender.vanished:
+                    queue.put_nowait(end)
+
+        if (task := sender.create_task(pump())) is None:
+            raise P2PHandlerError("the stream was reset")
+        try:
+            while (message := await queue.get()) is not None:
+                if isinstance(message, Exception):
+                    raise message
+                yield message
+        finally:
+            task.cancel()
+
+    async def _pass_links(self, sender: Node, receiver: Node, message: object) -> None:
+        size = len(message.tensor_part.buffer) if hasattr(message, "tensor_part") else 0
+        for end, (peer, rate) in enumerate(((sender, sender.uplink), (receiver, receiver.downlink))):
+            now = self.time.read()
+            peer.links_free_at[end] = max(peer.links_free_at[end], now) + size / rate
+            await asyncio.sleep(peer.links_free_at[end] - now)
+        await asyncio.sleep(LATENCY if self.rng.random() >= self.loss else math.inf)
+        while not self.reaches(sender, receiver):
+            await asyncio.sleep(0.5)
+
+    # The DHT
+
+    def call_in_loop(self, function: Callable[[], object], seconds: float = 0.0) -> None:
+        loop = self.time.loop
+        loop.call_soon_threadsafe(partial(loop.call_later, seconds, function))
+
+    def store(self, peer: Node, key: str, subkey: bytes, record: ValueWithExpiration) -> None:
+        if not peer.vanished and self.rng.random() >= self.loss:
+            self._keep(self._records[self._side_of(peer)], key, subkey, record)
+
+    def _keep(self, side: dict, key: str, subkey: bytes, record: ValueWithExpiration) -> None:
+        records = side.setdefault(key, {})
+        if subkey not in records or records[subkey].expiration_time < record.expiration_time:
+            records[subkey] = record
+
+    def answer(self, peer: Node, key: str, future: MPFuture) -> None:
+        if self.rng.random() < self.loss or peer.ended:
+            return
+        now, records = EPOCH + self.time.read(), self._records[self._side_of(peer)].get(key, {})
+        found = {subkey: record for subkey, record in records.items() if record.expiration_time > now}
+        with suppress(Exception):  # the asker may have cancelled it
+            future.set_result(ValueWithExpiration(found, now) if found else None)
