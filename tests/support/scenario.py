@@ -30,11 +30,12 @@ class Peer(Node):
     def __init__(self, scenario: "Scenario", name: str, speed: float, uplink: float, client: bool, clock: float):
         super().__init__(scenario, uplink, client, clock)
         self.scenario, self.name = scenario, name
-        self.speed = speed  # local steps per second; may be changed
+        self.speed, self.batch = speed, BATCH  # local steps per second, and their samples; may be changed
         self.has_joined = False
         self._recorded = -1  # newest step in `history`
         self.log: list[str] = []
         self.rounds: list[dict] = []  # entries of the round log
+        self.downloads: list[tuple[int, int]] = []  # own step, and the step of the state that it has taken over
         self.samples: dict[int, int | None] = {}  # step -> samples of this peer in it, None if it was not in the step
         self.history: dict[int, torch.Tensor] = {}  # step -> parameters with its update
         self.noise = torch.Generator().manual_seed(scenario.rng.getrandbits(60))
@@ -55,10 +56,15 @@ class Peer(Node):
         )
         self.optimizer = build_optimizer(self.model, SimpleNamespace(dht=self, public_key=self.subkey), BATCH, args)
         self.optimizer.round_log = SimpleNamespace(write=self.rounds.append)
+        self.optimizer.state_averager.restore = self._restore
         if start_step:
             self.optimizer.begin_at(start_step)
             self.optimizer.share_state()
         threading.Thread(target=self._train, name=f"Trainer {self.name}", daemon=True).start()
+
+    def _restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
+        self.downloads.append((self.step, metadata["epoch"]))
+        type(self.optimizer.state_averager).restore(self.optimizer.state_averager, metadata, tensors)
 
     def _train(self) -> None:
         self._join()
@@ -67,7 +73,7 @@ class Peer(Node):
             weight = self.model.weight
             noise = torch.randn(NUM_PARAMETERS, generator=self.noise)
             weight.grad = weight.detach() - self.scenario.target + 2.0 * noise
-            self.optimizer.step(batch_size=BATCH)
+            self.optimizer.step(batch_size=self.batch)
             self._record()
 
     def _join(self) -> None:
@@ -137,7 +143,7 @@ class Scenario(Network):
     :param flags: settings of the run, as options of a trainer
     """
 
-    def __init__(self, seed: int, factor: float = 20.0, **flags):
+    def __init__(self, seed: int, factor: float = 40.0, **flags):
         super().__init__(seed, factor)
         self.flags = {"target_batch_size": 160, **flags}
         generator = torch.Generator().manual_seed(seed)
@@ -153,15 +159,16 @@ class Scenario(Network):
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
+        logging.getLogger("lib").removeHandler(self._handler)
         super().__exit__(*error)
         for peer in self.peers:
             peer.optimizer.coordinator.call_off()  # or hivemind warns when it is deleted
-        logging.getLogger("lib").removeHandler(self._handler)
 
     def add(
         self,
-        speed: float = 2.0,
+        speed: float = 1.0,
         uplink: float = LINKS,
+        downlink: float = math.inf,
         client: bool = False,
         clock: float = 0.0,
         start_step: int = 0,
@@ -171,12 +178,13 @@ class Scenario(Network):
         """Add a trainer, which joins as a trainer does at its start.
 
         :param speed: local steps per second, of BATCH samples each
-        :param uplink: bytes per second
+        :param uplink, downlink: bytes per second
         :param clock: seconds by which its wall clock is ahead
         :param start_step, params: step and parameters of its checkpoint
         """
         peer = Peer(self, "abcdefghijklmnopqrstuvwxyz"[len(self.peers) % 26] * (1 + len(self.peers) // 26),
                     speed, uplink, client, clock)  # fmt: skip
+        peer.downlink = downlink
         peer.start(start_step, self.initial if params is None else params, {**self.flags, **flags})
         self.peers.append(peer)
         return peer
@@ -218,7 +226,16 @@ class Scenario(Network):
         common = set(one.history) & set(other.history)
         return float((one.history[max(common)] - other.history[max(common)]).abs().max()) if common else math.inf
 
-    def have_one_history(self, *peers: Peer) -> bool:
+    def have_one_history(self, *peers: Peer, tolerance: float = 1e-3) -> bool:
         """Whether peers have the same parameters but for rounding: an update changes each by some 0.01."""
         first, *others = peers or self.peers
-        return all(self.distance(first, other) < 1e-3 for other in others)
+        return all(self.distance(first, other) < tolerance for other in others)
+
+    def unite(self, *peers: Peer, seconds: float = 100.0) -> None:
+        """Wait until peers have one history from now on.
+
+        The optimizer statistics of a repaired peer lack some gradients: its updates may differ by half of one.
+        """
+        for peer in peers or self.peers:
+            peer.history.clear()
+        self.wait_until(lambda: self.have_one_history(*peers, tolerance=0.005), seconds)

@@ -54,6 +54,7 @@ class Node:
         self.context.run(owner.set, self)
         self.averagers: list[SafeAverager] = []
         self.handlers: dict[str, tuple[Callable, bool]] = {}
+        self._answered: dict[str, tuple[Callable, bool]] = {}
         self.tasks: set[asyncio.Task] = set()
         self.links_free_at = [0.0, 0.0]  # uplink and downlink
         self.ended = self.vanished = False
@@ -81,6 +82,16 @@ class Node:
 
     def thaw(self) -> None:
         self._thawed.set()
+
+    def stall(self, method: str) -> None:
+        """Answer no further calls of a method such as `rpc_aggregate_part`: it never returns."""
+        for name, (_, is_stream) in self.handlers.items():
+            if name.endswith(f".{method}"):
+                self.handlers[name] = _stall, is_stream
+
+    def recover(self) -> None:
+        """Answer all calls again."""
+        self.handlers = dict(self._answered)
 
     @property
     def is_frozen(self) -> bool:
@@ -118,8 +129,17 @@ class Node:
 
     def send(self, averager: SafeAverager, message: tuple[str, list, dict]) -> None:
         """Call a method in the averager's "process"."""
-        method, args, kwargs = message
-        self.network.call_in_loop(lambda: self.create_task(getattr(averager, method)(*args, **kwargs)))
+        self.network.call_in_loop(partial(self._call, averager, *message))
+
+    def _call(self, averager: SafeAverager, method: str, args: list, kwargs: dict) -> None:
+        def end(_task: asyncio.Task | None) -> None:
+            for value in (*args, *kwargs.values()):
+                if self.ended and isinstance(value, MPFuture):  # a thread may wait for it
+                    with suppress(Exception):
+                        value.cancel()
+
+        task = self.create_task(getattr(averager, method)(*args, **kwargs))
+        end(None) if task is None else task.add_done_callback(end)
 
     async def get_state(self, averager: SafeAverager) -> tuple:
         loop = asyncio.get_running_loop()
@@ -129,7 +149,7 @@ class Node:
     # As a P2P object
 
     async def add_protobuf_handler(self, name: str, handler: Callable, _type, *, stream_input: bool, **_) -> None:
-        self.handlers[name] = handler, stream_input
+        self.handlers[name] = self._answered[name] = handler, stream_input
 
     async def connect(self, peer_id: PeerID, _maddrs: list) -> None:
         await self.network.dial(self, peer_id)
@@ -158,6 +178,11 @@ class Node:
         future = MPFuture()
         self.network.call_in_loop(partial(self.network.answer, self, key, future), DHT_SECONDS)
         return future
+
+
+async def _stall(_request: object, _context: object) -> AsyncIterator:
+    await asyncio.sleep(math.inf)
+    yield
 
 
 def _attach_once(control: StepControl, trigger: MPFuture, cancel: MPFuture) -> None:
@@ -278,8 +303,12 @@ class Network:
         size = len(message.tensor_part.buffer) if hasattr(message, "tensor_part") else 0
         for end, (peer, rate) in enumerate(((sender, sender.uplink), (receiver, receiver.downlink))):
             now = self.time.read()
-            peer.links_free_at[end] = max(peer.links_free_at[end], now) + size / rate
-            await asyncio.sleep(peer.links_free_at[end] - now)
+            until = peer.links_free_at[end] = max(peer.links_free_at[end], now) + size / rate
+            try:
+                await asyncio.sleep(until - now)
+            except asyncio.CancelledError:  # what is not sent yet is dropped
+                peer.links_free_at[end] -= min(size / rate, until - self.time.read())
+                raise
         await asyncio.sleep(LATENCY if self.rng.random() >= self.loss else math.inf)
         while not self.reaches(sender, receiver):
             await asyncio.sleep(0.5)
