@@ -78,15 +78,13 @@ load_identity() { # the private key that gives the coordinator its peer ID: only
     chown collaboration "$FOLDER/identity.key"
 }
 
-# FLAG…: the machine's own, which FLAGS may overrule. Only the main process gets SIGTERM (mixed): it ends the others. Exit
-# code 0 means that the run is complete, 1 and 2 are errors that another start does not cure. AWS shuts an interrupted
-# machine down: systemd then stops the trainer, which leaves the run, and does not start give-back.
+# FLAG…: the machine's own, which FLAGS may overrule. The service is trainer.service with other settings. AWS shuts an
+# interrupted machine down: systemd then stops the trainer, which leaves the run, and does not start give-back.
 write_services() {
     local command=("$SCRIPT" "$@" --host_maddrs "/ip4/0.0.0.0/tcp/$PORT"
         --announce_maddrs "/ip4/$PUBLIC_IP/tcp/$PORT" "${FLAGS[@]}")
     cat >"$FOLDER/start.sh" <<EOF
 #!/bin/bash
-cd ${FOLDER@Q}/project || exit 1
 exec ${FOLDER@Q}/venv/bin/python -u ${command[@]@Q}
 EOF
     cat >"$FOLDER/give_back.sh" <<EOF
@@ -96,27 +94,19 @@ $(declare -f metadata retry give_back)
 give_back
 EOF
     chmod 755 "$FOLDER"/{start,give_back}.sh
-    cat >"$UNITS/collaboration.service" <<EOF
+    cp "$FOLDER/project/deploy/trainer.service" "$UNITS/collaboration.service"
+    mkdir -p "$UNITS/collaboration.service.d"
+    cat >"$UNITS/collaboration.service.d/machine.conf" <<EOF
 [Unit]
 Description=Collaborative training: $ROLE
-Wants=network-online.target
-After=network-online.target
-StartLimitIntervalSec=0
 $([[ $ROLE == coordinator ]] || printf "OnSuccess=give-back.service\nOnFailure=give-back.service")
 
 [Service]
 User=collaboration
+WorkingDirectory=$FOLDER/project
+ExecStart=
 ExecStart=$FOLDER/start.sh
-Restart=on-failure
-RestartSec=10
-RestartPreventExitStatus=1 2
-KillMode=mixed
-TimeoutStopSec=30
-LimitNOFILE=65536
 StandardOutput=journal+console
-
-[Install]
-WantedBy=multi-user.target
 EOF
     printf "[Service]\nExecStart=%s\nStandardOutput=journal+console\n" "$FOLDER/give_back.sh" >"$UNITS/give-back.service"
 }

@@ -205,7 +205,7 @@ def repository(tmp_path, site) -> Path:
 
 def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
     shutil.copytree(ROOT / "lib" / "common", folder / "lib" / "common", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("lib/__init__.py", "lib/peer/tunnel.py", "deploy/join.py"):
+    for name in ("lib/__init__.py", "lib/peer/tunnel.py", "deploy/join.py", "deploy/trainer.service"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "run_trainer.py").write_text(trainer)
