@@ -1,10 +1,9 @@
 """Periodic upload of the monitor's newest checkpoint to the Hugging Face Hub, with a model card.
 
-An upload runs in a thread and never blocks the monitor. It uploads hard links to the checkpoint's files, so the
-checkpoint may be removed during the upload. huggingface_hub finds the token: HF_TOKEN, or that of `hf auth login`.
+An upload runs in a thread and never blocks the monitor. It uploads a copy of the checkpoint's files, so the checkpoint
+may be removed during the upload. huggingface_hub finds the token: HF_TOKEN, or that of `hf auth login`.
 """
 
-import os
 import shutil
 import threading
 import time
@@ -142,7 +141,7 @@ class HubUploader:
             curve = read_curve(self.folder / "metrics.jsonl", step)
             card = build_card(self.metadata, step, curve, self.contributors, self.initial_peers, page)
             with temporary_folder(self.folder / "upload") as folder:
-                shutil.copytree(checkpoint, folder, ignore=left_out, copy_function=_link, dirs_exist_ok=True)
+                shutil.copytree(checkpoint, folder, ignore=left_out, dirs_exist_ok=True)
                 card.save(folder / "README.md")
                 api = _open_repo(repo_id, self.args.private_repo)
                 message = f"Step {step} of {' '.join(self.metadata.run_id.split())}"
@@ -154,10 +153,3 @@ class HubUploader:
         except Exception as error:
             pause, reason = self._backoff.fail(), explain(error, repo_id)
             logger.warning(f"Could not upload to {repo_id}: {reason}; trying again in {pause:.0f} seconds")
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)

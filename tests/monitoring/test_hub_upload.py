@@ -129,14 +129,11 @@ def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make
     assert hub.commits == ["Step 1 of my run", "Step 2 of my run"]
 
 
-@pytest.mark.parametrize("has_hard_links", [True, False])
-def test_checkpoint_may_be_removed_while_it_is_uploaded(hub, make_uploader, monkeypatch, has_hard_links):
-    if not has_hard_links:
-        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(1, "Operation not permitted")))
+def test_checkpoint_may_be_removed_while_it_is_uploaded(hub, make_uploader):
     uploader = make_uploader()
     content = (save(uploader, 7) / "model.safetensors").read_bytes()
     uploader.update(None, run_is_over=False)
-    wait_until(lambda: hub.requests, 30, "the first request, for which the files are linked")
+    wait_until(lambda: hub.requests, 30, "the first request, for which the files are copied")
     checkpoints.remove_old_checkpoints(uploader.folder, keep=0)
     wait_until(lambda: uploader.uploaded == "checkpoint-7", 30, "the upload")
     assert hub.files["model.safetensors"] == content
