@@ -77,7 +77,7 @@ def evaluate(
     from lib.data.loading import load_validation_data
     from lib.data.tokenizers import load_tokenizer
     from lib.monitoring.evaluation import EvaluationLoop, Evaluator
-    from lib.monitoring.reporters import build_reporters
+    from lib.monitoring.reporters import Reporters
     from lib.peer.lifecycle import open_peer, supervise
     from lib.training.model import build_model, load_config
     from lib.training.optimizer import open_observer
@@ -99,7 +99,7 @@ def evaluate(
         # One evaluation may take hours.
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait=86_400.0))
         observer = open_observer(model, peer, run_id, hyperparameter_args, args.load_state_timeout)
-        reporter = build_reporters(output_dir, run_id, args.report_to, wandb_project=args.wandb_project)
+        reporter = Reporters(output_dir, run_id, args.report_to, wandb_project=args.wandb_project)
         stack.callback(reporter.close)
         loop = EvaluationLoop(peer, run_id, stack.enter_context(observer), model, evaluator, reporter, args)
         while not (stop.is_set() or loop.is_done):

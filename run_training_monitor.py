@@ -156,7 +156,7 @@ def monitor(
     from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
     from lib.monitoring.model_card import CardMetadata
     from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
-    from lib.monitoring.reporters import build_reporters
+    from lib.monitoring.reporters import Reporters
     from lib.monitoring.samples import build_pipeline, check_text, report_samples
     from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from lib.peer.lifecycle import open_peer, supervise
@@ -217,7 +217,7 @@ def monitor(
             initial_peers = choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
             uploader = HubUploader(card_metadata, contributors, initial_peers, args)
             stack.callback(uploader.close)
-        reporter = build_reporters(
+        reporter = Reporters(
             output_dir, run_id, args.report_to, wandb_project=args.wandb_project, space_id=args.space_id
         )
         stack.callback(reporter.close)

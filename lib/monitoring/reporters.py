@@ -23,28 +23,22 @@ logger = logging.getLogger(__name__)
 TABLE_GROWTH = 1.05
 
 
-def build_reporters(output_dir: Path, run_id: str, report_to: str = "none", **options: str | None) -> "Reporters":
-    """Open the files in the output folder, and the dashboard that --report_to asks for.
+class Reporters:
+    """The files and at most one dashboard. Steps arrive in ascending order, an evaluation after its step.
 
-    :param options: for `trackers.build_tracker`
+    :param report_to: the dashboard, see `trackers.build_tracker`, to which `options` are passed
     :raises OSError: if the output folder or a file there is not writable
     """
-    reporters = Reporters(output_dir)
-    if report_to != "none":
-        from lib.monitoring.trackers import Dashboard, build_tracker
 
-        reporters.dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options))
-    return reporters
-
-
-class Reporters:
-    """The files and at most one dashboard. Steps arrive in ascending order, an evaluation after its step."""
-
-    def __init__(self, output_dir: Path):
+    def __init__(self, output_dir: Path, run_id: str, report_to: str = "none", **options: str | None):
         self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
         self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
-        self.dashboard = None  # a Dashboard, whose import takes a second
         self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
+        self.dashboard = None
+        if report_to != "none":
+            from lib.monitoring.trackers import Dashboard, build_tracker  # a second
+
+            self.dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options))
 
     @property
     def page(self) -> str | None:

@@ -13,7 +13,7 @@ from lib.monitoring.aggregation import MetricsAggregator
 from lib.monitoring.contributors import Contributors
 from lib.monitoring.monitor import TrainingMonitor
 from lib.monitoring.parsing import parse_shares
-from lib.monitoring.reporters import build_reporters
+from lib.monitoring.reporters import Reporters
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.dht_records import metric
 from tests.support.fakes import make_session
@@ -116,7 +116,7 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
 
 def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
     aggregator = MetricsAggregator(settle_time=1.0)
-    monitor = make_monitor(tmp_path, build_reporters(tmp_path, "run"), aggregator)
+    monitor = make_monitor(tmp_path, Reporters(tmp_path, "run"), aggregator)
     for key, steps in ((b"killed", range(1, 17)), (b"revived", range(15, 19))):
         for step in steps:
             stored["run_metrics"] = {key: ValueWithExpiration(metric(step), 0.0)}

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from lib.monitoring import reporters as reporting
 from lib.monitoring import trackers
 from lib.monitoring.aggregation import StepReport
-from lib.monitoring.reporters import JsonLinesFile, Reporters, build_reporters
+from lib.monitoring.reporters import JsonLinesFile, Reporters
 from lib.monitoring.trackers import Dashboard
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.peers import read_jsonl, wait_until
@@ -50,7 +50,7 @@ space_url = os.environ.get("SPACE_URL")
 if space_url:
     import trackio.remote_client
     trackio.remote_client._space_id_to_url = lambda space_id: space_url
-reporters = reporting.build_reporters(Path(folder), "my run", dashboard, space_id=space_url and "me/space")
+reporters = reporting.Reporters(Path(folder), "my run", dashboard, space_id=space_url and "me/space")
 print("DASHBOARD", reporters.dashboard.tracker.name)
 for step in range(first, last + 1):
     loss = None if step == 1 else 10.0 - step
@@ -85,7 +85,7 @@ def steps_in(folder):
 
 def test_records_have_the_names_of_hiveminds_example(tmp_path):
     folder = tmp_path / "new" / "folder"
-    reporters = build_reporters(folder, "run")
+    reporters = Reporters(folder, "run")
     assert reporters.dashboard is None and reporters.page is None and reporters.last_step() == -1
     reporters.report(make_report(7, loss=None), {"applied share": 0.5})
     reporters.report_evaluation(make_evaluation(7))
@@ -97,7 +97,7 @@ def test_records_have_the_names_of_hiveminds_example(tmp_path):
     }  # fmt: skip
     (evaluation,) = read_jsonl(folder / "evaluations.jsonl")
     assert evaluation.items() > {"step": 7, "validation loss": 2.0, "perplexity": 7.4}.items()
-    assert build_reporters(folder, "run").last_step() == 7
+    assert Reporters(folder, "run").last_step() == 7
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,7 +106,7 @@ def test_file_that_was_cut_anywhere_is_repaired_and_continued(tmp_path_factory, 
     folder = tmp_path_factory.mktemp("cut")
     content = b"".join(b'{"step": %d}\n' % step for step in range(3))[:cut]
     (folder / "metrics.jsonl").write_bytes(content)
-    reporters = build_reporters(folder, "run")
+    reporters = Reporters(folder, "run")
     assert reporters.last_step() == content.count(b"\n") - 1
     for step in range(reporters.last_step() + 1, 5):
         reporters.report(make_report(step))
@@ -116,7 +116,7 @@ def test_file_that_was_cut_anywhere_is_repaired_and_continued(tmp_path_factory, 
 def test_last_step_of_a_damaged_file(tmp_path):
     damage = b'\n\0\0\0\0\n\xff\xfe\n[]\n{"step": true}\n{"loss": 1}\n'
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 5}\n' + damage)
-    assert build_reporters(tmp_path, "run").last_step() == 5
+    assert Reporters(tmp_path, "run").last_step() == 5
 
 
 def refuse_sync(monkeypatch, path):
@@ -190,7 +190,7 @@ class FakeTracker:
 
 
 def make_fake_reporters(folder, tracker):
-    reporters = Reporters(folder)
+    reporters = Reporters(folder, "run")
     reporters.dashboard = Dashboard(tracker)
     return reporters
 
@@ -263,7 +263,7 @@ def test_page_of_wandb_is_known_after_its_start(tmp_path, monkeypatch):
     stub = Mock(**{"setup.return_value.settings.mode": "online", "init.return_value.url": url})
     monkeypatch.setitem(sys.modules, "wandb", stub)
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    reporters = build_reporters(tmp_path, "run", "wandb")
+    reporters = Reporters(tmp_path, "run", "wandb")
     wait_until(lambda: reporters.page is not None, 30, "the address")
     assert reporters.page == url
     reporters.close()
@@ -276,7 +276,7 @@ def test_dashboard_that_is_not_installed_is_one_warning(tmp_path, monkeypatch, c
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    reporters = build_reporters(tmp_path, "run", name)
+    reporters = Reporters(tmp_path, "run", name)
     reporters.report(make_report(1))
     reporters.close()
     assert steps_in(tmp_path) == [1]

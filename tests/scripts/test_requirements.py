@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lib.common.errors import ORGANISER_MODULES, UserError
-from lib.monitoring.reporters import build_reporters
+from lib.monitoring.reporters import Reporters
 from tests.support.peers import ROOT, Script, local_peer
 
 INSTALL = "pip install -r requirements-organiser.txt"
@@ -76,7 +76,7 @@ def test_data_is_prepared_without_the_organisers_packages(run_as_volunteer, tmp_
 def test_missing_dashboard_is_a_warning_with_the_command(tmp_path, monkeypatch, caplog, name):
     monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level(logging.WARNING):
-        build_reporters(tmp_path, "r", name).close()
+        Reporters(tmp_path, "r", name).close()
     assert f"{name} is not installed: {INSTALL}" in caplog.text
 
 
