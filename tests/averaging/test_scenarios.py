@@ -206,7 +206,7 @@ def test_trainer_that_missed_the_last_round_with_parameters_receives_them_before
         assert max(scenario.steps_of()) < 15
 
 
-@fails_today("it receives nothing once the rounds with parameters have filled its link, and falls behind")
+@fails_today("it misses every second round, with its samples, and falls some five updates behind")
 def test_weak_downlink_that_lacks_parameters_each_time_does_not_fall_behind():
     with Scenario(12, target_batch_size=160, average_state_every=2, averaging_timeout=20.0) as scenario:
         weak, others = scenario.add(uplink=60.0, downlink=60.0), add_trainers(scenario, 3)

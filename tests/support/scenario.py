@@ -19,6 +19,7 @@ from tests.support.simulated_time import owner
 
 NUM_PARAMETERS = 200
 BATCH = 4  # samples of a local step
+PART_BYTES = 80  # a share in a group of four is several parts, as in real rounds
 LINKS = 10_000.0  # bytes per second; 200 gradients and parameters are 1600 bytes
 SETTINGS = {"optimizer": "adamw", "learning_rate": 0.01, "warmup_steps": 0, "adam_epsilon": 1e-8}
 SETTINGS |= {"gradient_compression": "none", "state_compression": "none", "load_state_compression": "none"}
@@ -55,6 +56,7 @@ class Peer(Node):
             training_args, None, CollaborationArguments(run_id="run", **flags), ProgressTrackerArguments()
         )
         self.optimizer = build_optimizer(self.model, SimpleNamespace(dht=self, public_key=self.subkey), BATCH, args)
+        self.optimizer.grad_averager.allreduce_kwargs["part_size_bytes"] = PART_BYTES
         self.optimizer.round_log = SimpleNamespace(write=self.rounds.append)
         self.optimizer.state_averager.restore = self._restore
         if start_step:
