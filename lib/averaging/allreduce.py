@@ -12,9 +12,11 @@ of these parts and receive the averages. The wire format is hivemind's, the rule
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import numpy as np
@@ -39,46 +41,49 @@ VALUES, DIFFERENCE = 0.0, 1.0
 REDUCE_FRACTION = 0.9
 
 
-def share_out(shares: Sequence[float], infos: Sequence[CompressionInfo], compression: CompressionBase) -> list[int]:
-    """Divide the elements of all tensors among the peers so that each one's bytes are in proportion to its share.
+@dataclass(frozen=True)
+class Block:
+    """Tensors of one role that are cut into shares, each reduced by one member.
 
-    hivemind divides the elements by the shares. With 8-bit gradients before 16-bit parameters, half of the peers then
-    reduce, receive and send twice the bytes of the others.
-
-    :returns: number of elements of each peer, in the order of the tensors
+    :param tensors, outputs: this peer's, and tensors that receive the averages
+    :param shares: of the members, of any sum; 0: the member reduces nothing
+    :param takers: None, or the only members that receive something: each reducer gives them its own values, and nobody
+      sends any
     """
-    sizes = [info.descriptor.numel() for info in infos]
-    bytes_of_tensors = [
-        size * info.descriptor.dtype.itemsize * compression.estimate_compression_ratio(info)
-        for size, info in zip(sizes, infos, strict=True)
-    ]
-    elements, total = np.cumsum([0, *sizes]), np.cumsum([0.0, *bytes_of_tensors])
-    ends = np.interp(np.cumsum(shares) / np.sum(shares) * total[-1], total, elements)
-    return np.diff(np.rint(ends).astype(np.int64), prepend=0).tolist()
 
+    tensors: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    infos: Sequence[CompressionInfo]
+    shares: Sequence[float]
+    takers: Collection[PeerID] | None = None
 
-def cut(
-    tensors: Sequence[torch.Tensor],
-    infos: Sequence[CompressionInfo],
-    sizes: Sequence[int],
-    compression: CompressionBase,
-    part_size_bytes: int,
-) -> list[list[tuple[torch.Tensor, CompressionInfo]]]:
-    """Cut tensors into the parts that each member reduces, in the order of the members.
+    @property
+    def num_elements(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
 
-    :param sizes: number of elements of each member, see `share_out`
-    """
-    container = TensorPartContainer(
-        tensors, sizes, compression=compression, part_size_bytes=part_size_bytes, tensor_infos=infos
-    )
-    return [list(parts) for parts in container._input_parts_by_peer]
+    def cut(self, compression: CompressionBase, part_size_bytes: int) -> list[list[Part]]:
+        """Cut the tensors into the parts that each member reduces, in the order of the members."""
+        ends = np.rint(np.cumsum(self.shares) / np.sum(self.shares) * self.num_elements).astype(np.int64)
+        sizes = np.diff(ends, prepend=0).tolist()
+        containers = [  # a container that is deleted clears its parts
+            TensorPartContainer(
+                tensors, sizes, compression=compression, part_size_bytes=part_size_bytes, tensor_infos=self.infos
+            )
+            for tensors in (self.tensors, self.outputs)
+        ]
+        return [
+            [
+                Part(own, output, info, compression.choose_compression(info), self.takers is not None)
+                for (own, info), (output, _) in zip(inputs, results, strict=True)
+            ]
+            for inputs, results in zip(*(container._input_parts_by_peer for container in containers), strict=True)
+        ]
 
 
 class AllReduce:
     """One round of all-reduce at one member.
 
-    :param tensors, outputs: this peer's gradients and parameters, and tensors that receive the averages
-    :param sizes: number of elements that each member reduces, see `share_out`
+    :param blocks: the gradients, and the parameters if they are averaged or given in this round
     :param modes: of the members. Auxiliary peers send no values and receive no averages
     :param weight, parameter_weight: averaging weights of this peer's gradients, which is its samples, and parameters
     :param compression: a compression for each role
@@ -98,10 +103,7 @@ class AllReduce:
         group_id: bytes,
         peer_ids: Sequence[PeerID],
         modes: Sequence[AveragingMode],
-        sizes: Sequence[int],
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        tensor_infos: Sequence[CompressionInfo],
+        blocks: Sequence[Block],
         weight: float,
         parameter_weight: float,
         bounds: Bounds,
@@ -118,19 +120,19 @@ class AllReduce:
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
         self._weight, self._parameter_weight = max(weight, MIN_WEIGHT), max(parameter_weight, MIN_WEIGHT)
         self._answer_bounds = replace(bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm)
-        cuts = (cut(values, tensor_infos, sizes, compression, part_size_bytes) for values in (tensors, outputs))
-        self._parts = {
-            peer_id: [
-                Part(own, output, info, compression.choose_compression(info))
-                for (own, info), (output, _) in zip(inputs, results, strict=True)
-            ]
-            for peer_id, inputs, results in zip(peer_ids, *cuts, strict=True)
+        cuts = [block.cut(compression, part_size_bytes) for block in blocks]
+        parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
+        self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
+        self._parts = parts  # of each reducer; those that are given come last
+        # The parts whose averages this peer receives from each reducer
+        self._answers = {
+            peer_id: [part for _, part in self._answers_for(self.peer_id, parts[peer_id])] for peer_id in peer_ids
         }
         senders = [peer_id for peer_id, mode in zip(peer_ids, modes, strict=True) if mode != AveragingMode.AUX]
         self.is_sender = self.peer_id in senders
         self._other_senders = [sender for sender in senders if sender != self.peer_id]
         self.reducer = Reducer(
-            self._parts[self.peer_id],
+            parts[self.peer_id],
             self._other_senders,
             self._weight_of if self.is_sender else None,
             bounds,
@@ -138,20 +140,33 @@ class AllReduce:
             REDUCE_FRACTION * timeout,
         )
         self._violations: dict[PeerID, str] = {}
-        self._num_answered = dict.fromkeys(peer_ids, 0)  # parts of a reducer whose averages have arrived
-        self._missing = sum(output.numel() for output in outputs) if self.is_sender else 0  # elements
-        self._total = self._missing
-        for info, own, output in zip(tensor_infos, tensors, outputs, strict=True):
-            # Without an average, a gradient is 0 and parameters stay.
-            output.zero_() if info.role == TensorRole.GRADIENT else output.copy_(own)
+        self._num_answered = dict.fromkeys(peer_ids, 0)  # averages of a reducer that have arrived
+        self._totals: Counter[TensorRole] = Counter()  # elements that this peer receives
+        for block in blocks:
+            if self.is_sender and (block.takers is None or self.peer_id in block.takers):
+                self._totals[block.infos[0].role] += block.num_elements
+            for info, own, output in zip(block.infos, block.tensors, block.outputs, strict=True):
+                # Without an average, a gradient is 0 and parameters stay.
+                output.zero_() if info.role == TensorRole.GRADIENT else output.copy_(own)
+        self._received: Counter[TensorRole] = Counter()
+
+    def _answers_for(self, peer_id: PeerID, parts: Sequence[Part]) -> list[tuple[int, Part]]:
+        """Return those of a reducer's parts whose averages a member receives, with their numbers, in this order.
+
+        What is given goes first: a member that lacks updates needs it more than the gradients. It begins at another
+        part in each round, for a member that does not receive all of it in time.
+        """
+        awaited = [(number, part) for number, part in enumerate(parts) if not part.is_given]
+        given = [(number, part) for number, part in enumerate(parts) if part.is_given and peer_id in self._takers]
+        begin = int.from_bytes(self.group_id, "big") % max(1, len(given))
+        return given[begin:] + given[:begin] + awaited
 
     def _weight_of(self, part: Part) -> float:
         return self._weight if part.is_gradient else self._parameter_weight
 
-    @property
-    def received_fraction(self) -> float:
-        """Fraction of the elements whose average has arrived."""
-        return 1.0 - self._missing / max(1, self._total)
+    def received_fraction(self, role: TensorRole) -> float | None:
+        """Return the fraction of the elements whose average has arrived; None if this peer receives none."""
+        return self._received[role] / self._totals[role] if self._totals[role] else None
 
     def weights(self) -> dict[PeerID, float]:
         """Return the gradient weights of the senders, known only if this peer reduces a gradient part."""
@@ -164,7 +179,7 @@ class AllReduce:
 
     async def run(self) -> None:
         """Average. Returns once all averages have arrived and this reducer has closed its parts, or at the timeout."""
-        others = [peer_id for peer_id in self.peer_ids if peer_id != self.peer_id and self._parts[peer_id]]
+        others = [peer_id for peer_id in self.peer_ids if peer_id != self.peer_id and self._answers[peer_id]]
         exchanges = [self._exchange(peer_id) for peer_id in others] if self.is_sender else []
         tasks = [asyncio.create_task(work) for work in (self._reduce(), *exchanges)]
         try:
@@ -183,7 +198,8 @@ class AllReduce:
     async def _reduce(self) -> None:
         await self.reducer.run()
         if self.is_sender:
-            self._missing -= sum(part.own.numel() for part in self.reducer.parts)
+            for part in self._answers[self.peer_id]:
+                self._received[part.info.role] += part.own.numel()
 
     # With the other reducers
 
@@ -194,7 +210,7 @@ class AllReduce:
             async with asyncio.timeout(self.reducer_timeout):
                 stream = await stub.rpc_aggregate_part(self._outgoing(peer_id))
             async with aclosing(stream):  # see SafeAverager._keep_stream_open
-                for part in self._parts[peer_id]:
+                for part in self._answers[peer_id]:
                     async with asyncio.timeout(self.reducer_timeout):
                         message = await anext(stream)
                     if message.code == averaging_pb2.BAD_GROUP_ID:
@@ -230,7 +246,7 @@ class AllReduce:
 
         After a part that was closed without it, this peer continues with one that it can deliver in time: halfway.
         """
-        index, number = 0, len(self._parts[peer_id])
+        index, number = 0, sum(not part.is_given for part in self._parts[peer_id])
         while index < number:
             yield index
             index, answered = index + 1, self._num_answered[peer_id]
@@ -255,8 +271,8 @@ class AllReduce:
             self._violations[peer_id] = str(error)
             raise
         part.output.copy_(average)
-        self._missing -= part.own.numel()
-        self._num_answered[peer_id] += 1
+        self._received[part.info.role] += part.own.numel()
+        self._num_answered[peer_id] += not part.is_given
 
     # As a reducer
 
@@ -278,7 +294,7 @@ class AllReduce:
         arrived: dict[int, runtime_pb2.Tensor] = {}  # parts of parameters
         reader = asyncio.create_task(self._read(sender, achain(as_aiter(request), stream), arrived))
         try:
-            for index, part in enumerate(parts):
+            for index, part in self._answers_for(sender, parts):
                 average = await asyncio.shield(self.reducer.averages[index])
                 answer, kind = average.message, VALUES
                 if average.values is not None:
@@ -313,7 +329,7 @@ class AllReduce:
                     self.reducer.mark_late(sender)
                 message = await pending
                 tensor = message.tensor_part
-                if not 0 <= tensor.chunks < len(parts):
+                if not 0 <= tensor.chunks < self.reducer.num_awaited:
                     raise ViolationError("more parts than expected")
                 check_tensor(tensor, parts[tensor.chunks].spec)
                 values = await loop.run_in_executor(None, deserialize_torch_tensor, tensor)

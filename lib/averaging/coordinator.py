@@ -25,9 +25,9 @@ class Outcome(Enum):
     """Outcome of the round of a global step at this peer."""
 
     AVERAGED = "averaged"
-    ALONE = "alone"  # no other trainer is at this step
+    ALONE = "alone"  # there is no other trainer
     MISSED = "missed"  # the other trainers have completed the step without this peer
-    FAILED = "failed"  # other trainers are at this step, but no round with them succeeded
+    FAILED = "failed"  # there are other trainers, but no round with them succeeded
     STOPPED = "stopped"
 
 
@@ -43,6 +43,7 @@ class RoundCoordinator:
     ):
         self.tracker, self.averager = tracker, averager
         self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
+        self.is_settling = False  # see CollaborativeOptimizer
         self.num_attempts = 0  # for the newest step
         self.last_error = ""
         self._timeout = averaging_timeout
@@ -85,7 +86,8 @@ class RoundCoordinator:
 
     def _schedule(self, number: int, timeout: float) -> RoundControl:
         self.update_roster()
-        self._control = self.averager.schedule_round(number, timeout)
+        distance = self.tracker.local_progress.distance
+        self._control = self.averager.schedule_round(number, timeout, distance, self.is_settling)
         return self._control
 
     def call_off(self) -> None:
@@ -94,7 +96,7 @@ class RoundCoordinator:
         if control is not None:
             control.call_off()
 
-    def average(self, number: int, weight: float, parameter_weight: float) -> tuple[Outcome, RoundResult | None]:
+    def average(self, number: int, weight: float) -> tuple[Outcome, RoundResult | None]:
         """Run the round of a step. Call it after the contribution was loaded and `tracker.begin_step` was called.
 
         :returns: the outcome, and the result if the outcome is AVERAGED
@@ -105,7 +107,7 @@ class RoundCoordinator:
         try:
             while True:
                 self.num_attempts += 1
-                outcome, result = self._attempt(number, weight, parameter_weight, deadline)
+                outcome, result = self._attempt(number, weight, deadline)
                 if outcome is not None:
                     break
                 time.sleep(POLL_SECONDS)
@@ -118,16 +120,14 @@ class RoundCoordinator:
             self._timeout = max(self._timeout / 2, 1.5 * self.matchmaking_time)
         return outcome, result
 
-    def _attempt(
-        self, number: int, weight: float, parameter_weight: float, deadline: float
-    ) -> tuple[Outcome | None, RoundResult | None]:
+    def _attempt(self, number: int, weight: float, deadline: float) -> tuple[Outcome | None, RoundResult | None]:
         """Search for a group and average in it. The outcome is None if the attempt failed and can be repeated."""
         control = self._control
         if control is None or control.done() or control.number != number:
             if (outcome := self._reason_to_give_up(number, deadline)) is not None:
                 return outcome, None
             control = self._schedule(number, max(1.0, deadline - time.monotonic()))
-        control.weight, control.parameter_weight = weight, parameter_weight
+        control.weight = weight
         control.allow_allreduce()
         reason, since, look_at, look_seconds = None, 0.0, time.monotonic(), LOOK_SECONDS
         while not control.done():
@@ -156,9 +156,10 @@ class RoundCoordinator:
     def _reason_to_give_up(self, number: int, deadline: float) -> Outcome | None:
         if self._stopped.is_set():
             return Outcome.STOPPED
-        if self.tracker.is_done_elsewhere(number):
+        if self.tracker.rival is not None or self.tracker.is_done_elsewhere(number):
             return Outcome.MISSED
-        if not self.tracker.num_expected(number):
+        is_asked = self.averager.requested_number.value == number
+        if not (is_asked or self.tracker.num_expected(number) or self.tracker.is_outranked):
             return Outcome.ALONE
         return Outcome.FAILED if time.monotonic() >= deadline else None
 

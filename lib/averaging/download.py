@@ -19,6 +19,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from lib.averaging.history import Marks, different_marks, read_marks
 from lib.averaging.records import signer_of
 from lib.averaging.wire import TensorAssembler
 from lib.common.metrics_schema import MAX_STEP
@@ -58,6 +59,7 @@ class StateDownload:
     :param min_epoch: oldest acceptable step
     :param credible_epoch: newest step that the run is known to be at; None if unknown
     :param only_metadata: request the metadata, which contain the step, without the tensors
+    :param marks: of the history that the state must be of
     """
 
     MAX_ATTEMPTS = 3  # a newcomer that gives up too early would start a second run
@@ -72,7 +74,9 @@ class StateDownload:
         credible_epoch: int | None,
         only_metadata: bool,
         timeout: float,
+        marks: Marks = (),
     ):
+        self.marks = marks
         self.averager, self.min_epoch, self.credible_epoch = averager, min_epoch, credible_epoch
         self.only_metadata, self.started = only_metadata, time.monotonic()
         self.deadline = self.started + timeout
@@ -214,6 +218,8 @@ class StateDownload:
         except Exception:
             raise StateLoadError("its metadata cannot be read") from None
         check_epoch(metadata, self.min_epoch)
+        if different_marks(self.marks, read_marks(metadata)):
+            raise StateLoadError("it is of another history of the run")
         if metadata["epoch"] <= self.max_epoch:
             self._told_credible_step = True
         elif not believe_all:

@@ -20,8 +20,6 @@ logger = get_logger(__name__)
 
 # Local steps over which the learning rate of an inner optimizer without statistics rises to its value
 INNER_WARMUP_STEPS = 20
-# Local updates of a peer that missed more global steps than these are dropped: they belong to older parameters
-MAX_CARRIED_STEPS = 2
 
 
 class LocalUpdatesOptimizer(CollaborativeOptimizer):
@@ -36,7 +34,7 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
     main thread waits at the end of a local step while a round is due or runs. The round does not wait for the local
     step: a peer with long local steps contributes the finished ones.
 
-    A peer that missed a round downloads theta and the momentum of the others, and keeps its local updates.
+    A peer that missed a round receives theta of the others in a later round, and keeps its local updates.
 
     The statistics of the inner optimizer are never sent. A newcomer begins without them, and its learning rate rises
     over INNER_WARMUP_STEPS.
@@ -57,7 +55,6 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
     ):
         self._inner_params, self._build_inner, self._build_schedule = inner_params, inner_optimizer, inner_scheduler
         self.max_local_grad_norm = max_local_grad_norm
-        self._needs_state = False  # whether this peer has missed a round and not downloaded its result yet
         self._reset_inner()
         super().__init__(**kwargs)
 
@@ -75,12 +72,6 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
         return self.inner.param_groups
 
     # Local steps, in the main thread
-
-    def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
-        loss = super().step(closure, batch_size, grad_scaler)
-        if self._needs_state:
-            self.load_state_from_peers()
-        return loss
 
     def _take_local_step(self, num_samples: int) -> int:
         self._set_learning_rate()
@@ -122,26 +113,13 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
     # Global steps, in the step thread
 
     def _may_begin_step(self) -> bool:
-        return not self._needs_state
+        return True
 
     def _carry_over(self, step: int, samples: int) -> int:
         logger.info(f"Missed the round of step #{step}: {samples} samples count in the next one")
-        self._needs_state = True
         return self.accumulator.take_back(samples)
 
     # Joining and catching up
-
-    def load_state_from_peers(self, **kwargs) -> bool:
-        """Download the newest state, as CollaborativeOptimizer does, and keep the local updates of this peer."""
-        self.coordinator.call_off()
-        with self.frozen_state():
-            self._needs_state = False
-            step, samples, changes = self.local_epoch, self.accumulator.num_samples, self.accumulator.local_changes()
-            loaded = super().load_state_from_peers(**kwargs)
-            if loaded and self.local_epoch <= step + MAX_CARRIED_STEPS and all_finite(changes):
-                self.accumulator.rebase(changes)
-                self.tracker.complete_step(self.local_epoch, self.accumulator.add(samples))
-        return loaded
 
     def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         super().restore(metadata, tensors)

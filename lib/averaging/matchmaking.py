@@ -39,32 +39,24 @@ LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is ab
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
+MAX_DISTANCE = 1e6  # bound on the distance that a peer claims, in updates
 MAX_CLAIM_BYTES = 64
 
 
 class RoundControl(StepControl):
-    """StepControl that also carries the number of its global step, and a weight of the parameters."""
+    """StepControl that also carries the number of its global step."""
 
-    _NUMBER, _PARAMETER_WEIGHT = slice(18, 26), slice(26, 34)  # after hivemind's fields in the shared buffer
+    _NUMBER = slice(18, 26)  # after hivemind's fields in the shared buffer
 
     def __init__(self, *args, number: int, **kwargs):
         super().__init__(*args, **kwargs)
-        more = torch.zeros([16], dtype=torch.uint8)
+        more = torch.zeros([8], dtype=torch.uint8)
         self._shared_buffer = torch.cat([self._shared_buffer, more]).share_memory_()
         struct.pack_into("q", self._shared_buffer[self._NUMBER].numpy().data, 0, number)
-        self.parameter_weight = 0.0
 
     @property
     def number(self) -> int:
         return struct.unpack("q", self._shared_buffer[self._NUMBER].numpy().data)[0]
-
-    @property
-    def parameter_weight(self) -> float:
-        return struct.unpack("d", self._shared_buffer[self._PARAMETER_WEIGHT].numpy().data)[0]
-
-    @parameter_weight.setter
-    def parameter_weight(self, weight: float) -> None:
-        struct.pack_into("d", self._shared_buffer[self._PARAMETER_WEIGHT].numpy().data, 0, weight)
 
     @property
     def has_group(self) -> bool:
@@ -78,6 +70,24 @@ class RoundControl(StepControl):
                 self.cancel()
             elif not self.triggered:  # it has timed out: hivemind would warn that other peers may wait for it
                 self._trigger.cancel()
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a peer says of itself when it joins a group.
+
+    :param bandwidth: Mbit/s
+    :param distance: updates that its parameters lack, see CollaborativeOptimizer
+    :param is_settling: whether its optimizer statistics lack updates that its parameters have
+    """
+
+    bandwidth: float
+    mode: AveragingMode
+    distance: float = 0.0
+    is_settling: bool = False
+
+    def pack(self) -> bytes:
+        return MSGPackSerializer.dumps([self.bandwidth, self.mode.value, self.distance, self.is_settling])
 
 
 @dataclass(frozen=True)
@@ -128,14 +138,14 @@ def parse_group_key(prefix: str, key: str) -> int | None:
     return int(bits, 2)
 
 
-def parse_claims(gathered: bytes) -> tuple[float, AveragingMode]:
-    """Return the bandwidth that a member claims, 0 for a client, and its mode; ValueError if malformed."""
+def parse_claims(gathered: bytes) -> Claims:
+    """Return what a member claims; ValueError if it is malformed."""
     try:
-        bandwidth, mode = MSGPackSerializer.loads(gathered[:MAX_CLAIM_BYTES])
-        mode = AveragingMode(mode)
-        if not 0 < bandwidth <= MAX_BANDWIDTH:
-            raise ValueError("bandwidth out of range")
-        return (0.0 if mode == AveragingMode.CLIENT else float(bandwidth)), mode
+        bandwidth, mode, distance, is_settling = MSGPackSerializer.loads(gathered[:MAX_CLAIM_BYTES])
+        claims = Claims(float(bandwidth), AveragingMode(mode), float(distance), bool(is_settling))
+        if not (0 < claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_DISTANCE):
+            raise ValueError("out of range")
+        return claims
     except Exception as error:  # the bytes are another peer's
         raise ValueError(f"malformed claims: {error!r:.100}") from None
 
@@ -155,7 +165,6 @@ class StepMatchmaking(Matchmaking):
         self.roster: dict[PeerID, RosterEntry] = {}
         self.max_group_size: int | None = None
         self.finished_number = -1  # newest step for which this peer searches no group any more
-        self.requested_number = -1  # newest step for which another peer searches a group
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         self._requests: dict[PeerID, _Request] = {}
@@ -185,6 +194,11 @@ class StepMatchmaking(Matchmaking):
 
     def is_banned(self, peer_id: PeerID) -> bool:
         return time.time() < self._banned_until.get(peer_id, 0.0)
+
+    @property
+    def requested_number(self) -> int:
+        """Newest step for which another peer asks this one for a group; -1 if none does."""
+        return max((request.number for request in self._requests.values()), default=-1)
 
     def find_round(self, group_id: bytes) -> RoundControl | None:
         """Return this peer's round of a group, which may have ended before it began."""
@@ -316,10 +330,11 @@ class StepMatchmaking(Matchmaking):
         nodes = [peer_id for peer_id in peer_ids if peer_id not in clients]
         num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.max_group_size or len(peer_ids))))
         dealt = [*nodes, *clients]  # each group has a peer that accepts connections
-        groups = []
+        groups, nonce = [], DHTID.generate().to_bytes()[:-2]  # the IDs begin alike: one mark of the step's history
         for index in range(num_groups):
             members = tuple(dealt[index::num_groups])
-            group = GroupInfo(DHTID.generate().to_bytes(), members, tuple(gathered[peer_id] for peer_id in members))
+            group_id = nonce + index.to_bytes(2, "big")
+            group = GroupInfo(group_id, members, tuple(gathered[peer_id] for peer_id in members))
             for peer_id in members:
                 if peer_id != self.peer_id:
                     joined[peer_id].answer.set_result(group)
@@ -440,7 +455,6 @@ class StepMatchmaking(Matchmaking):
                 code=averaging_pb2.NOT_A_LEADER, suggested_leader=self._leader.to_bytes()
             )
             return
-        self.requested_number = max(self.requested_number, number)
         entry = _Request(number, request.gather, request.client_mode, asyncio.get_running_loop().create_future())
         if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)

@@ -8,6 +8,7 @@ steps therefore takes part in each round, with the gradients that it has.
 
 import math
 import multiprocessing
+import os
 import threading
 import time
 from collections import deque
@@ -20,11 +21,14 @@ from hivemind.utils import get_logger
 from threadpoolctl import threadpool_limits
 
 from lib.averaging.accumulators import GradientAccumulator, clip_norm
-from lib.averaging.bounds import MIN_WEIGHT, NORM_TOLERANCE
+from lib.averaging.bounds import NORM_TOLERANCE
 from lib.averaging.coordinator import Outcome, RoundCoordinator
-from lib.averaging.progress import ProgressTracker
+from lib.averaging.history import add_mark, read_marks
+from lib.averaging.matchmaking import MAX_DISTANCE
+from lib.averaging.progress import PeerProgress, ProgressTracker
 from lib.averaging.round_log import RoundLog, describe_round
 from lib.averaging.rounds import RoundAverager, RoundResult
+from lib.averaging.standing import EQUAL, LACKING
 from lib.averaging.state import TrainingStateAverager, all_finite
 from lib.common.metrics_schema import MAX_ROUNDS
 
@@ -32,12 +36,14 @@ logger = get_logger(__name__)
 
 IDLE_SECONDS = 0.1  # polling interval for a due step
 # Bound on the change of the parameters in a round if they lack no update, relative to their norm. Honest peers differ
-# by rounding and, after a step that one peer took alone, by one update: at most some percent.
+# by rounding and, after a step that one peer missed, by one update: at most some percent.
 MAX_PARAMETER_CHANGE = 0.2
-# Rounds for which a peer's parameters have no weight after a missed update. Its optimizer statistics lack that
-# gradient, so its updates differ from those of other peers until the gradient would have faded (beta1 = 0.9).
-CONVALESCENCE_ROUNDS = 10
 MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download
+# Consecutive steps without a round after which a peer says that it is away, or takes the step without the others. Of
+# trainers that cannot reach each other, the one with the smallest peer ID goes first. The others follow only if it
+# takes no step either.
+MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
+RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
 
 
@@ -65,8 +71,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self._steps: deque[tuple[int, int | None]] = deque(maxlen=64)  # see pop_steps
-        self.missed_updates = 0  # updates that the other peers' parameters have and this peer's lack
-        self._convalescence = 0  # rounds until this peer's parameters have weight again
+        # Updates that this peer's parameters lack, or have with another gradient, compared with those of its group
+        self.distance = 0.0
+        self._num_failures = 0  # consecutive rounds that this peer has failed to take part in
+        self._num_stuck = 0  # those since another trainer, or this peer, has taken a step
+        self._num_alone = 0  # consecutive marks of steps that this peer took alone
+        self._retry_at = 0.0  # `time.monotonic`
         self.last_step: int | None = None  # no step beyond this one is taken
         self.round_log: RoundLog | None = None
         # Of the newest rounds with other trainers: whether they averaged everything with every trainer of the step
@@ -84,6 +94,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.coordinator = RoundCoordinator(
             self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout
         )
+        self.tracker.schema = self.grad_averager.schema_id
         self.tracker.start()
 
     # Builders that hivemind.Optimizer calls
@@ -168,7 +179,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 logger.warning(f"Dropped a gradient that is not finite ({self.num_dropped_gradients} so far)")
             return False
         self.num_computed += num_samples
-        self.tracker.report_samples(self._take_local_step(num_samples))
+        epoch = self.tracker.local_progress.epoch
+        self.tracker.report_samples(self._take_local_step(num_samples), epoch)
         return True
 
     def _take_local_step(self, num_samples: int) -> int:
@@ -181,7 +193,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             try:
                 while self._may_begin_step() and not (self._is_over or self._is_interrupted()):
                     # The order matters: a step that begins in between is marked as busy before it stops being due.
-                    is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
+                    is_due = self._is_due()
                     is_busy = self._in_round if self.delay_optimizer_step else self._in_step
                     if not (is_due or is_busy):
                         break
@@ -190,6 +202,11 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             finally:
                 self._waits_for_step = False
         self._apply_update()
+
+    def _is_due(self) -> bool:
+        """Whether to take the next step now; not at once after a failed round."""
+        is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
+        return is_due and time.monotonic() >= self._retry_at
 
     @property
     def _is_over(self) -> bool:
@@ -245,7 +262,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     self._advance()
             except Exception as error:
                 logger.warning(f"Step #{self.local_epoch + 1} failed ({error!r}); trying again", exc_info=True)
-                self.tracker.complete_step(self.local_epoch, self.accumulator.num_samples)
+                self._report_step(self.accumulator.num_samples)
                 self._stopped.wait(1.0)
             finally:
                 self._in_step = self._in_round = False
@@ -262,7 +279,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if is_alone and self._has_update and not self._waits_for_step:
             return  # the main thread has not reported the previous step yet, and no peer waits for this one
         self.coordinator.look_ahead()
-        if self.tracker.seconds_to_step <= 0 or self.coordinator.has_group:
+        if self._is_due():
             self._take_step(self.local_epoch + 1)
 
     def _take_step(self, step: int) -> None:
@@ -275,8 +292,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         logger.info(f"Beginning optimizer step #{step}")
         self.tracker.begin_step(step, samples)
         loaded = time.monotonic()
-        gradient_weight, parameter_weight = self._weights(samples)
-        outcome, result = self.coordinator.average(step, gradient_weight, parameter_weight)
+        # A fast peer computes more samples than the bound in a slow round: they are the mean of more than they count.
+        weight = min(float(samples), self.grad_averager.max_weight)
+        outcome, result = self.coordinator.average(step, weight)
         averaged = time.monotonic()
         self._in_round = False
         self._progressed.set()
@@ -288,55 +306,75 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if outcome != Outcome.ALONE:
             self.recent_rounds.append(result is not None and result.received == 1 and not result.missed)
         self._log_round(step, samples, outcome, result, seconds)
-        self.tracker.complete_step(step, carried)
+        self._report_step(carried)
+        if outcome != Outcome.FAILED:
+            self.share_state()
 
-    def _weights(self, samples: int) -> tuple[float, float]:
-        """Return the averaging weights of this peer's gradients and parameters.
-
-        Parameters that lack an update have no weight: each newcomer would undo half an update at all peers. Gradients
-        have weight if they are at most one update older than delayed gradients always are. A fast peer computes more
-        samples than the bound in a slow round: they are the mean of more samples than they count for.
-        """
-        weight = min(float(samples), self.grad_averager.max_weight)
-        counts = self.missed_updates == 0 and self._convalescence == 0
-        return weight if self.missed_updates <= 1 else MIN_WEIGHT, weight if counts else MIN_WEIGHT
+    def _report_step(self, samples: int) -> None:
+        """Report the step that this peer is at, the samples for the next one, and its standing."""
+        is_away = self._num_failures >= MAX_FAILURES
+        standing = {"distance": min(self.distance, MAX_DISTANCE), "marks": self.state_averager.marks, "away": is_away}
+        self.tracker.complete_step(self.local_epoch, samples, **standing)
 
     def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
         """Bring the training state to a step. Return the samples carried over into the next one."""
+        if outcome == Outcome.FAILED:
+            return self._keep_samples(step, samples)
         if outcome == Outcome.MISSED:
-            self.missed_updates += 1
-            self._convalescence = CONVALESCENCE_ROUNDS
             self.state_averager.local_epoch = step
+            self._num_failures, self._num_stuck = self._num_failures + 1, 0
+            self.distance += 1
+            if self._num_failures == MAX_FAILURES:
+                logger.warning(
+                    f"This peer has missed {MAX_FAILURES} rounds in a row: it reaches the DHT, but no trainer that "
+                    "leads a round. See docs/networking.md. It keeps trying, and the others do not wait for it"
+                )
             self._steps.append((step, None))
             return self._carry_over(step, samples)
         self.accumulator.confirm()
+        self._num_failures = self._num_stuck = 0
         parameters = None
         if outcome == Outcome.AVERAGED:
+            self.tracker.stop_ignoring(result.members)
             self._bound_gradients()
-            parameters = self._check_parameters(step, result)
+            counts = result.distance <= LACKING
+            parameters = self._take_parameters(step, result)
             logger.info(f"Averaged gradients with {len(result.members)} peers")
             if result.received < 1:
                 logger.warning(f"The round of step #{step} was partial: received {result.received:.0%} of it")
         else:
             for averaged, own in zip(self.grad_averager.averaged_gradients, self.grad_averager.gradients, strict=True):
                 averaged.copy_(own)
-            if outcome == Outcome.FAILED:
-                self._convalescence = CONVALESCENCE_ROUNDS
-                logger.warning(f"No group for step #{step} in time: proceeding with local gradients")
-            else:
-                # The others that had a newer update are gone: the run continues from the parameters of this peer.
-                self.missed_updates = self._convalescence = 0
-                logger.info(f"Nobody else is at step #{step}: proceeding with local gradients")
+            counts, self.distance, self.coordinator.is_settling = True, 0.0, False
+            if self.grad_averager.includes_parameters(step):
+                self._add_mark(step, os.urandom(16), is_alone=True)
+            logger.info(f"Nobody else is at step #{step}: proceeding with local gradients")
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True
-        self._steps.append((step, samples))
-        self.share_state()
+        self._steps.append((step, samples if counts else None))
         return self.accumulator.num_samples
 
+    def _keep_samples(self, step: int, samples: int) -> int:
+        """Try a step again later, for which no group was found. Return the samples for it."""
+        self._num_failures, self._num_stuck = self._num_failures + 1, self._num_stuck + 1
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        own_id = self.tracker.local_progress.peer_id
+        is_first = all(own_id < progress.peer_id for progress in self.tracker.counting)
+        if self._num_stuck == (MAX_FAILURES if is_first else MAX_FAILURES_OF_OTHERS):
+            number = self.tracker.ignore(lambda progress: progress.completed < step)
+            logger.warning(
+                f"No group for step #{step}, {self._num_stuck} times: taking it without {number} other trainers, "
+                "which this peer does not reach"
+            )
+            self._num_failures = self._num_stuck = 0
+        else:
+            logger.warning(f"No group for step #{step} in time: keeping its samples for another try")
+        return self.accumulator.take_back(samples)
+
     def _carry_over(self, step: int, samples: int) -> int:
-        """Count the contribution to a missed step in the next one, unless that is missed, too. Return its samples."""
-        if self.missed_updates > 1:
+        """Count the contribution to a missed step in the next one, unless it is too old. Return its samples."""
+        if self.distance > LACKING:
             logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
             return self.accumulator.num_samples
         logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
@@ -349,23 +387,36 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if 0 < bound < norm or not math.isfinite(norm):
             logger.warning(f"The averaged gradient has norm {norm:.3g}, the bound is {bound:.3g}: scaled it down")
 
-    def _check_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
-        """Return the averaged parameters; None if the round had none or they are too far from this peer's."""
-        if not self.grad_averager.includes_parameters(step):
+    def _take_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
+        """Return the averaged parameters and update `distance`; None if the round had none, or they are too far.
+
+        After a repair, the optimizer statistics lack gradients: the parameters are settling, and have no weight until
+        one more round with parameters. By then the gradients have faded (0.9^8 = 0.43).
+        """
+        distance, self.distance = result.distance, result.distance + 1 - result.received
+        if result.received_parameters is None:
             return None
         averaged, own = self.grad_averager.averaged_parameters, self.grad_averager.parameters
         change = float(torch.nn.utils.get_total_norm([new - old for new, old in zip(averaged, own, strict=True)]))
-        bound = MAX_PARAMETER_CHANGE * float(torch.nn.utils.get_total_norm(own)) * (1 + self.missed_updates)
-        if not change <= bound:
+        bound = MAX_PARAMETER_CHANGE * float(torch.nn.utils.get_total_norm(own)) * (1 + distance)
+        if not change <= bound and distance <= LACKING:
             logger.warning(
                 f"The round of step #{step} would change the parameters by {change:.3g}, the bound is {bound:.3g}: "
                 "kept this peer's parameters"
             )
+            # One peer of the group keeps its parameters, and the others receive them in the next round.
+            if self.dht.peer_id != min(result.members):
+                self.distance = MAX_DISTANCE
             return None
-        if result.is_complete:
-            self._convalescence = max(0, self._convalescence - (self.missed_updates == 0))
-            self.missed_updates = 0
+        self.distance = distance * (1 - result.received_parameters) + 1 - result.received
+        self.coordinator.is_settling = distance >= EQUAL
+        if self.grad_averager.includes_parameters(step) and result.is_complete:
+            self._add_mark(step, result.group_id, is_alone=False)
         return averaged
+
+    def _add_mark(self, step: int, mark_id: bytes, is_alone: bool) -> None:
+        self.state_averager.marks = add_mark(self.state_averager.marks, step, mark_id, self._num_alone)
+        self._num_alone = self._num_alone + 1 if is_alone else 0
 
     def _log_round(
         self, step: int, samples: int, outcome: Outcome, result: RoundResult | None, seconds: dict[str, float]
@@ -379,7 +430,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             "samples": samples,
             "attempts": self.coordinator.num_attempts,
             "error": self.coordinator.last_error,
-            "missed_updates": self.missed_updates,
+            "distance": round(self.distance, 3),
             **describe_round(result),
         }
         entry["seconds"] = {name: round(value, 3) for name, value in {**entry["seconds"], **seconds}.items()}
@@ -395,49 +446,70 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     # Joining and catching up
 
     def _is_out_of_sync(self) -> bool:
-        """Whether another trainer has begun a step after the next one."""
-        return not self._in_step and self.tracker.global_epoch > self.local_epoch + 1
+        """Whether the other trainers are at another step or have another history, and are the larger side."""
+        return not self._in_step and self.tracker.rival is not None
 
     def load_state_from_peers(self, **_kwargs) -> bool:
-        """Download the newest state that a peer offers and that fits; without one, continue with this peer's state."""
+        """Download the newest state that a peer offers and that fits; without one, continue with this peer's state.
+
+        If this peer is out of sync, only a state of the other side is used, also one of a lower step.
+        """
         self.coordinator.call_off()
         with self._step_lock, self.tracker.pause_updates():
-            claimed, next_epoch = self.tracker.global_epoch, self.local_epoch + 1
-            if claimed > next_epoch > 1 and self.state_averager.download_state(next_epoch, only_metadata=True) is None:
-                self._ignore_unbacked_epoch(claimed)
-                return False
+            rival = self.tracker.rival
+            query = (
+                {}
+                if rival is None
+                else {"min_epoch": max(0, rival.completed - 1), "credible_epoch": rival.epoch, "marks": rival.marks}
+            )
+            averager = self.state_averager
+            if rival and self.local_epoch > 0 and averager.download_state(only_metadata=True, **query) is None:
+                return self._ignore_unbacked_claim(rival)
+            self.tracker.set_away(True)
             with self._update_lock:
-                loaded = self.state_averager.load_state_from_peers()
+                loaded = averager.load_state_from_peers(**query)
+            self.tracker.set_away(False)
             if loaded:
                 self._has_update = self._is_broken = False
+                self.tracker.complete_step(self.local_epoch, 0, marks=averager.marks)
                 self.tracker.refresh()
                 # The other trainers have taken steps during the download. This peer takes part in their current or
                 # next round and receives the updates that it lacks.
                 epoch = max(self.local_epoch, self.tracker.agreed_epoch)
-                is_plausible = epoch <= self.local_epoch + MAX_MISSED_UPDATES
-                self.missed_updates = epoch - self.local_epoch if is_plausible else 0
-                self._convalescence = CONVALESCENCE_ROUNDS if self.missed_updates else 0
-                self.state_averager.local_epoch += self.missed_updates
+                missed = epoch - self.local_epoch if epoch <= self.local_epoch + MAX_MISSED_UPDATES else 0
+                averager.local_epoch += missed
+                self.distance, self.coordinator.is_settling = float(missed), missed > 0
                 self.forget_progress()
                 self.share_state()
                 self._steps.append((self.local_epoch, None))
-        if self.local_epoch < claimed - 1:
-            self._ignore_unbacked_epoch(claimed)
-        elif loaded:
-            self._failed_loads = 0
+                self._failed_loads = 0
+            elif rival is not None:
+                return self._follow_clients(rival) or self._ignore_unbacked_claim(rival)
         return loaded
 
     def begin_at(self, epoch: int) -> None:
         """Start at global step `epoch` with the parameters of the model, which was resumed from a checkpoint."""
         self.state_averager.sync_with_main_parameters(epoch)
-        self.missed_updates = 0
+        self.distance = 0.0
         self.forget_progress()
+
+    def state_dict(self) -> dict:
+        """Return what a checkpoint has of the optimizer: hivemind's entries, and the marks of the history."""
+        state_dict = super().state_dict()
+        state_dict["state"]["marks"] = [list(mark) for mark in self.state_averager.marks]
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load what `state_dict` has returned, here or in a version without marks."""
+        self.state_averager.marks = read_marks(state_dict["state"])
+        state_dict["state"].pop("marks", None)
+        super().load_state_dict(state_dict)
 
     def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         """Replace the training state, as the state averager does, and drop the accumulated gradients."""
         with self._step_lock, self._update_lock:
             self.state_averager.restore(metadata, tensors)
-            self._has_update, self.missed_updates, self._convalescence = False, 0, 0
+            self._has_update, self.distance = False, 0.0
             self._steps.clear()
             self.forget_progress()
 
@@ -445,27 +517,55 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Return to the finite parameters of the last global step; False if the model has them already."""
         return False
 
-    def _ignore_unbacked_epoch(self, claimed: int) -> None:
-        """Record a claim of a later step whose state no peer offers; ignore such claims after MAX_FAILED_LOADS."""
+    def _follow_clients(self, rival: PeerProgress) -> bool:
+        """Join trainers that are all in client mode and thus offer no state; False if one is not.
+
+        This peer takes part in their rounds, and receives their parameters there. Only a newcomer does: what it is
+        told may be a lie, and it has nothing to lose.
+        """
+        others = [rival, *self.tracker.alive(self.tracker.other_trainers)]
+        if self.local_epoch > 0 or not all(progress.client_mode for progress in others):
+            return False
+        logger.warning(
+            "All other trainers are in client mode, and nobody can download a state from them: joining without their "
+            "optimizer statistics. Let one trainer have a public address"
+        )
+        self.state_averager.local_epoch, self.state_averager.marks = rival.completed, ()
+        self.distance = MAX_DISTANCE
+        self.forget_progress()
+        self._steps.append((rival.completed, None))
+        return True
+
+    def _ignore_unbacked_claim(self, rival: PeerProgress) -> bool:
+        """Record a claim of another step whose state no peer offers; ignore such claims after MAX_FAILED_LOADS.
+
+        :returns: False, since no state was loaded
+        """
         self._failed_loads += 1
         if self._failed_loads < MAX_FAILED_LOADS:
             self._stopped.wait(1.0)
             self.tracker.refresh()
-            return
+            return False
         self._failed_loads = 0
-        number = self.tracker.ignore_epochs_above(self.local_epoch + 1)
-        logger.warning(f"Ignoring {number} peers that claim step #{claimed}: no peer offers a state of that step")
+        number = self.tracker.ignore(lambda progress: abs(progress.epoch - rival.epoch) <= 1)
+        logger.warning(f"Ignoring {number} peers that claim step #{rival.epoch}: no peer offers a state of that step")
+        return False
 
     def forget_progress(self) -> None:
         """Drop the accumulated gradients, which belong to previous parameters."""
         self._is_broken = False
         self.accumulator.drop()
-        self.tracker.complete_step(self.local_epoch, 0)
+        self._report_step(0)
 
     def share_state(self) -> None:
-        """Offer this peer's state to joining peers. Call it once the state was trained or downloaded."""
+        """Offer this peer's state to joining peers, unless it lacks an update. Call it once there is a trained state.
+
+        Only updates that another trainer has count: if all lack the same ones, their states are all there is.
+        """
         averager = self.state_averager
-        if not (averager.client_mode or self.missed_updates):
+        if self.tracker.num_lacking >= 1:
+            averager.allow_state_sharing = False
+        elif not averager.client_mode:
             averager.offer(priority=averager.applied_epoch)
 
     # Shutdown

@@ -1,9 +1,10 @@
 """Progress reports of the peers, and when a global step is due.
 
 Each trainer publishes a signed record under `{run_id}_training_progress`: the newest step that it has begun, the
-samples accumulated for the next step, and the newest step that it has completed. The key is not hivemind's and the
-record has a protocol number, so that trainers on plain hivemind or of another version are ignored. Auxiliary peers
-publish a record without samples, so that other peers know them.
+samples accumulated for the next step, the newest step that it has completed, and how far its parameters are from those
+of the other trainers. The key is not hivemind's, and the record has the protocol and the schema of the rounds:
+trainers on plain hivemind, of another version, or with another model are ignored. Auxiliary peers publish a record
+without samples, so that other peers know them.
 
 Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step, extrapolates from old
 reports without limit, and, while it reads the DHT, holds a lock that the training thread needs.
@@ -12,7 +13,7 @@ reports without limit, and, while it reads the DHT, holds a lock that the traini
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,11 @@ from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from arguments import ProgressTrackerArguments
-from lib.averaging.matchmaking import RosterEntry
+from lib.averaging.history import MAX_DIFFERENT, Marks, Side, different_marks, outranks, parse_marks
+from lib.averaging.matchmaking import MAX_DISTANCE, RosterEntry
 from lib.averaging.records import signer_of
 from lib.averaging.rounds import PROTOCOL
+from lib.averaging.standing import LACKING
 from lib.common.clock import run_time
 from lib.common.metrics_schema import MAX_STEP
 
@@ -41,6 +44,8 @@ MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is
 DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
+HOLD_SECONDS = 120.0  # after a step, for which a trainer that is ahead of most others waits for them
+CONFIRMING_READS = 2  # of the reports after which a trainer believes that the others have another history
 IGNORE_SECONDS = 600.0  # for which a claim of a later step is ignored if no such state is offered
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
@@ -59,7 +64,15 @@ class PeerProgress:
     reported_at: float  # when the peer last reported, on the peer's clock
     client_mode: bool
     auxiliary: bool
+    distance: float = 0.0  # updates by which its parameters differ, see CollaborativeOptimizer
+    away: bool = False  # it downloads a state, or finds no group: nobody waits for it
+    size: int = 1  # number of trainers on its side, with itself, see history.py
+    marks: Marks = ()
     seen: float = 0.0  # when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`
+
+    @property
+    def side(self) -> Side:
+        return Side(self.epoch, self.size, self.marks)
 
     @property
     def computed(self) -> float:
@@ -68,9 +81,9 @@ class PeerProgress:
 
     def to_record(self) -> dict:
         """Return the record without the peer ID, which follows from the subkey: it cannot be another peer's."""
-        return {"protocol": PROTOCOL} | {
-            name: value for name, value in vars(self).items() if name not in ("peer_id", "seen")
-        }
+        fields = {name: value for name, value in vars(self).items() if name not in ("peer_id", "seen")}
+        # hivemind packs a tuple as an extension type, which the validators refuse.
+        return {"protocol": PROTOCOL, **fields, "marks": [list(mark) for mark in self.marks]}
 
 
 def parse_progress(subkey: bytes, value: object) -> PeerProgress:
@@ -87,12 +100,15 @@ def parse_progress(subkey: bytes, value: object) -> PeerProgress:
         _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) <= MAX_STEP, name)
     for name in ("samples_accumulated", "contributed"):
         _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) < MAX_SAMPLES, name)
-    for name in ("samples_per_second", "time", "reported_at"):
+    for name in ("samples_per_second", "time", "reported_at", "distance"):
         number = getattr(progress, name)
         _check(type(number) in (int, float) and math.isfinite(number), name)
     _check(0 <= progress.samples_per_second < MAX_SAMPLES, "rate")
-    _check(type(progress.client_mode) is bool and type(progress.auxiliary) is bool, "mode")
-    return progress
+    _check(0 <= progress.distance <= MAX_DISTANCE, "distance")
+    _check(type(progress.size) is int and 0 < progress.size <= MAX_SAMPLES, "size")
+    for name in ("client_mode", "auxiliary", "away"):
+        _check(type(getattr(progress, name)) is bool, name)
+    return replace(progress, marks=parse_marks(progress.marks))
 
 
 def _check(is_valid: bool, name: str) -> None:
@@ -106,7 +122,9 @@ class ProgressTracker(threading.Thread):
     :param public_key: the subkey of this peer's records, from `make_validators`
     :param target_batch_size: samples that all peers together accumulate for one global step
     :param args: its `min_refresh_period` also bounds the seconds between two reports of samples
-    :param local_updates: whether this peer trains with local updates; peers that do otherwise are ignored
+
+    Set `schema`, which tells the rounds of this peer from those of peers with another model or compression, before the
+    start. Trainers with another one are ignored, and counted in `num_misfits`.
     """
 
     def __init__(
@@ -119,12 +137,11 @@ class ProgressTracker(threading.Thread):
         public_key: bytes,
         client_mode: bool,
         auxiliary: bool,
-        local_updates: bool,
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
         self.target_batch_size = target_batch_size
-        self.client_mode, self.auxiliary, self.local_updates = client_mode, auxiliary, local_updates
+        self.client_mode, self.auxiliary, self.schema = client_mode, auxiliary, ""
         self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
         self.banned_peers: Callable[[], dict[bytes, float]] = dict
         self.on_refresh: Callable[[], None] = lambda: None
@@ -133,6 +150,8 @@ class ProgressTracker(threading.Thread):
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
         self._ignored: dict[bytes, float] = {}  # subkey -> time.monotonic until which the peer is ignored
+        self.num_misfits = 0  # live trainers with another schema
+        self._num_rival_reads = 0  # since this peer's last step, after which another side outranked this peer's
         self._warned_at: dict[bytes, float] = {}
         self._next_report = self._next_fetch = 0.0  # time.monotonic
         self._last_report = -math.inf
@@ -158,9 +177,11 @@ class ProgressTracker(threading.Thread):
 
     # This peer's progress
 
-    def report_samples(self, samples_accumulated: int) -> None:
-        """Report the samples for the next step, after each local step."""
+    def report_samples(self, samples_accumulated: int, epoch: int) -> None:
+        """Report the samples for the next step, after each local step that began in step `epoch`."""
         with self._lock:
+            if epoch != self.local_progress.epoch:
+                return  # a step has begun meanwhile, and has the samples
             extra = samples_accumulated - self.local_progress.samples_accumulated
             if extra > 0:
                 self._last_increment = extra
@@ -186,14 +207,24 @@ class ProgressTracker(threading.Thread):
         self._set(epoch=epoch, samples_accumulated=0, contributed=contributed)
         self._report_soon(0.0)
 
-    def complete_step(self, epoch: int, samples_accumulated: int) -> None:
-        """Report that this peer is at a step: it has the update or continues without it."""
-        self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated)
+    def complete_step(self, epoch: int, samples_accumulated: int, **standing) -> None:
+        """Report that this peer is at a step: it has the update or continues without it.
+
+        :param standing: `distance`, `away` and `marks`, where they have changed
+        """
+        self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated, **standing)
+        self._num_rival_reads = 0
         self._report_soon(0.0)
         self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
         self.refresh_in(self.args.min_refresh_period)
 
-    def _set(self, **changes: int) -> None:
+    def set_away(self, away: bool) -> None:
+        """Report whether other peers are not to wait for this one."""
+        if away != self.local_progress.away:
+            self._set(away=away)
+            self._report_soon(0.0)
+
+    def _set(self, **changes) -> None:
         rate, now = 0.0 if self.auxiliary else float(self.performance_ema.samples_per_second), run_time()
         with self._lock:
             self.local_progress = replace(
@@ -236,14 +267,59 @@ class ProgressTracker(threading.Thread):
         return self._fetched_at - progress.seen < ALIVE_SECONDS
 
     @property
+    def side(self) -> list[PeerProgress]:
+        """The live other trainers that are at this peer's step or next to it, with the same history."""
+        others = [progress for progress in self.alive(self.other_trainers) if not progress.away]
+        if self.auxiliary:
+            return others
+        own = self.local_progress.side
+        return [progress for progress in others if outranks(progress.side, own) is None]
+
+    @property
+    def counting(self) -> list[PeerProgress]:
+        """The trainers of this peer's side whose samples count: their parameters lack few updates."""
+        smallest = self._smallest_distance()
+        return [progress for progress in self.side if progress.distance <= smallest + LACKING]
+
+    @property
+    def num_lacking(self) -> float:
+        """Updates that this peer's parameters lack, compared with the trainer of its side that lacks the fewest."""
+        return self.local_progress.distance - self._smallest_distance()
+
+    def _smallest_distance(self) -> float:
+        own = [] if self.auxiliary or self.local_progress.away else [self.local_progress.distance]
+        return min([progress.distance for progress in self.side] + own, default=0.0)
+
+    @property
+    def rival(self) -> PeerProgress | None:
+        """The trainer whose side this peer must join, once several reads since its last step have shown it."""
+        return self._find_rival() if self._num_rival_reads >= CONFIRMING_READS else None
+
+    @property
+    def is_outranked(self) -> bool:
+        """Whether the newest reports show a side that this peer must join."""
+        return self._find_rival() is not None
+
+    def _find_rival(self) -> PeerProgress | None:
+        if self.auxiliary:
+            return None
+        own = replace(self.local_progress.side, size=1 + len(self.side))
+        others = [progress for progress in self.alive(self.other_trainers) if not progress.away]
+        stronger = [progress for progress in others if outranks(progress.side, own)]
+        return max(stronger, key=lambda progress: (progress.size, progress.epoch), default=None)
+
+    @property
     def global_epoch(self) -> int:
-        """Newest step that a trainer has begun, including this peer, without banned and ignored peers."""
-        return max([self.local_progress.epoch, *(progress.epoch for progress in self.other_trainers)])
+        """Newest step that a trainer of this peer's side has begun, including this peer."""
+        return max([self.local_progress.epoch, *(progress.epoch for progress in self.side)])
 
     @property
     def agreed_epoch(self) -> int:
-        """Newest step that at least half of the other live trainers have completed; 0 if there are none."""
-        epochs = sorted((progress.completed for progress in self.alive(self.other_trainers)), reverse=True)
+        """Newest step that at least half of the other live trainers of this history have completed; 0 without any."""
+        own = self.local_progress.marks
+        others = [p for p in self.alive(self.other_trainers) if not p.away]
+        others = [p for p in others if len(different_marks(own, p.marks) or ()) <= MAX_DIFFERENT]
+        epochs = sorted((progress.completed for progress in others), reverse=True)
         return epochs[(len(epochs) + 1) // 2 - 1] if epochs else 0
 
     def credible_epoch(self) -> int | None:
@@ -264,20 +340,18 @@ class ProgressTracker(threading.Thread):
 
     def roster(self, step: int) -> list[RosterEntry]:
         """Return the peers that may take part in the round of a step, including this peer."""
-        peers = [self.local_progress]
-        peers += [
-            p for p in self.alive(self.others) if p.auxiliary or (step - 1 <= p.epoch <= step and p.completed < step)
-        ]
+        peers = [self.local_progress, *(p for p in self.alive(self.others) if p.auxiliary)]
+        peers += [p for p in self.side if step - 1 <= p.epoch <= step and p.completed < step]
         return [RosterEntry(PeerID(p.peer_id), p.client_mode, p.completed >= step - 1 > 0) for p in peers]
 
     def is_done_elsewhere(self, step: int) -> bool:
-        """Whether more than half of the other live trainers have completed a step."""
-        others = self.alive(self.other_trainers)
+        """Whether more than half of the other live trainers of this history have completed a step."""
+        others = self.counting
         return sum(progress.completed >= step for progress in others) * 2 > len(others)
 
     def num_expected(self, step: int) -> int:
-        """Count the other live trainers that have begun step `step - 1` or later and not completed `step`."""
-        return sum(p.completed < step and p.epoch >= step - 1 for p in self.alive(self.other_trainers))
+        """Count the trainers of this peer's side that have not completed a step."""
+        return sum(step - 2 <= p.epoch and p.completed < step for p in self.side)
 
     @property
     def global_progress(self) -> GlobalTrainingProgress:
@@ -286,13 +360,12 @@ class ProgressTracker(threading.Thread):
         trainers = self.other_trainers + ([] if self.auxiliary else [own])
         total = estimated = 0.0
         rate = 1e-20
-        for progress in trainers:
+        for progress in self.counting + ([] if self.auxiliary else [own]):
             # Other peers' samples are extrapolated for one heartbeat after the report: a killed peer computes no more.
             # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
             is_own = progress is own
             until = min(now, progress.seen + HEARTBEAT_SECONDS, progress.computed + MAX_EXTRAPOLATION)
-            is_alive = is_own or self._is_alive(progress)
-            rate += progress.samples_per_second if is_alive else 0.0
+            rate += progress.samples_per_second
             if progress.epoch == step - 1:
                 total += progress.samples_accumulated
                 estimated += progress.samples_accumulated
@@ -315,14 +388,17 @@ class ProgressTracker(threading.Thread):
     def seconds_to_step(self) -> float:
         """Estimated seconds until the next step is due; 0 if it is due.
 
-        A step is due once all peers together have accumulated the target batch, or once half of the other live
-        trainers have begun it.
+        A step is due once all peers together have accumulated the target batch, or once half of the other trainers
+        have begun it. A trainer that is ahead of most others waits for them.
         """
         step = self.next_step
-        others = self.alive(self.other_trainers)
+        others = self.counting
         is_outdated = self._num_fetches == self._num_fetches_before_step
         if others and is_outdated and time.monotonic() < self._completed_at + DHT_TIMEOUT:
             # The known reports are of the previous step: a fast peer would take this step alone.
+            return max(self.args.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
+        num_behind = sum(progress.epoch < step - 1 for progress in others)
+        if num_behind * 2 > len(others) and time.monotonic() < self._completed_at + HOLD_SECONDS:
             return max(self.args.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
         have_begun = sum(progress.epoch >= step for progress in others)
         if others and have_begun * 2 >= len(others):
@@ -343,12 +419,18 @@ class ProgressTracker(threading.Thread):
             time.sleep(0.05)
         return self._num_fetches > before
 
-    def ignore_epochs_above(self, epoch: int) -> int:
-        """Ignore peers that claim a step after `epoch`, for IGNORE_SECONDS. Return their number."""
+    def ignore(self, is_ignored: Callable[[PeerProgress], bool]) -> int:
+        """Ignore the peers whose reports fulfil a condition, for IGNORE_SECONDS. Return their number."""
         with self._lock:
-            subkeys = [subkey for subkey, progress in self._others.items() if progress.epoch > epoch]
+            subkeys = [subkey for subkey, progress in self._others.items() if is_ignored(progress)]
             self._ignored.update(dict.fromkeys(subkeys, time.monotonic() + IGNORE_SECONDS))
         return len(subkeys)
+
+    def stop_ignoring(self, peers: Collection[PeerID]) -> None:
+        """Believe peers again that this peer has just averaged with."""
+        with self._lock:
+            for subkey in [subkey for subkey in self._ignored if signer_of(subkey) in peers]:
+                del self._ignored[subkey]
 
     # The thread
 
@@ -375,7 +457,8 @@ class ProgressTracker(threading.Thread):
             self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.args.metadata_expiration / 2)
             record = self.local_progress.to_record()
             record |= {
-                "local_updates": self.local_updates,
+                "schema": self.schema,
+                "size": 1 + len(self.side),
                 "reported_at": run_time(),
                 "samples_per_second": self._sustained_rate(),
             }
@@ -417,21 +500,28 @@ class ProgressTracker(threading.Thread):
         return True
 
     def _read(self, records: dict) -> None:
-        now, others = time.monotonic(), {}
+        now, num_misfits = time.monotonic(), 0
+        newest = run_time() + self.args.metadata_expiration - ALIVE_SECONDS  # expiration of live peers' reports
+        # One answer may lack peers, as after a failure of a link. A peer that leaves replaces its report by None.
+        others = {subkey: p for subkey, p in self._others.items() if now - p.seen < ALIVE_SECONDS}
         for subkey, record in records.items():
+            if record.value is None:
+                others.pop(subkey, None)
             if subkey == self._subkey or record.value is None:
                 continue
             try:
                 if not self._speaks_our_protocol(subkey, record.value):
+                    num_misfits += record.expiration_time > newest
                     continue
                 others[subkey] = self._date(subkey, parse_progress(subkey, record.value), now)
             except ValueError as error:
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:
-            self._others = others
+            self._others, self.num_misfits = others, num_misfits
             self._first_seen = {p.peer_id: self._first_seen.get(p.peer_id, now) for p in others.values()}
             self._num_fetches += 1
             self._fetched_at = now
+            self._num_rival_reads = self._num_rival_reads + 1 if self.is_outranked else 0
             self._next_fetch = time.monotonic() + self._refresh_period()
 
     def _date(self, subkey: bytes, progress: PeerProgress, now: float) -> PeerProgress:
@@ -453,11 +543,10 @@ class ProgressTracker(threading.Thread):
                 f"A trainer of this run has protocol {protocol!r:.20}, this trainer has {PROTOCOL}: they do not "
                 "average with each other. Update the older one"
             )
-        elif record.get("local_updates", False) != self.local_updates:
-            theirs, ours = ("without", "with") if self.local_updates else ("with", "without")
+        elif record.get("schema") != self.schema:
             message = (
-                f"A trainer of this run runs {theirs} --local_updates, this trainer {ours}: they do not average with "
-                "each other. Pass the same flag to all peers"
+                "A trainer of this run has another model, compression, --average_state_every, or only one of both has "
+                "--local_updates: they do not average with each other. Pass the same flags to all peers"
             )
         else:
             return True
@@ -474,7 +563,7 @@ class ProgressTracker(threading.Thread):
         drift = max(self.args.expected_drift_peers, progress.num_peers * self.args.expected_drift_rate)
         period = eta * progress.num_peers / (progress.num_peers + drift)
         completed = self.local_progress.completed
-        if any(p.completed < p.epoch <= completed for p in self.alive(self.other_trainers)):
+        if self._num_rival_reads or any(p.completed < p.epoch <= completed for p in self.side):
             # A trainer that waits for its round reports a low rate, until it continues.
             period = min(period, ROUND_END_SECONDS)
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.

@@ -32,12 +32,16 @@ class ViolationError(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of this peer's tensor, shape (elements,), and of the output, which receives the average."""
+    """A slice of this peer's tensor, shape (elements,), and of the output, which receives the average.
+
+    :param is_given: whether the reducer's own values are the answer, and nobody sends any
+    """
 
     own: torch.Tensor
     output: torch.Tensor
     info: CompressionInfo
     compression: CompressionBase
+    is_given: bool = False
 
     @property
     def is_gradient(self) -> bool:
@@ -110,6 +114,7 @@ class Reducer:
         timeout: float,
     ):
         self.parts, self.bounds, self._own_weight = parts, bounds, own_weight
+        self.num_awaited = sum(not part.is_given for part in parts)  # those that are given are the last ones
         self.averages: list[asyncio.Future[Average]] = [asyncio.get_running_loop().create_future() for _ in parts]
         self.weights: dict[PeerID, float] = {}  # sender -> weight of its gradients
         self._senders = {sender: _Sender() for sender in senders}
@@ -129,7 +134,7 @@ class Reducer:
 
     def awaits(self, sender: PeerID) -> bool:
         """Whether a sender may still deliver a part."""
-        return self._senders[sender].next < len(self.parts)
+        return self._senders[sender].next < self.num_awaited
 
     def leave(self, sender: PeerID) -> None:
         """Expect no part of a sender any longer."""
@@ -172,7 +177,9 @@ class Reducer:
 
     async def run(self) -> None:
         """Close each part in turn."""
-        for index in range(len(self.parts)):
+        for index in range(self.num_awaited, len(self.parts)):
+            self.averages[index].set_result(Average(values=self.parts[index].own))
+        for index in range(self.num_awaited):
             while (seconds := self._patience(index)) > 0:
                 self._changed.clear()
                 with suppress(TimeoutError):

@@ -11,7 +11,7 @@ import multiprocessing
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
@@ -28,18 +28,19 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import achain, as_aiter
 
-from lib.averaging.allreduce import AllReduce, share_out
+from lib.averaging.allreduce import AllReduce, Block
 from lib.averaging.base import SafeAverager
-from lib.averaging.bounds import MIN_WEIGHT, Bounds
+from lib.averaging.bounds import Bounds
 from lib.averaging.compression import name_of
-from lib.averaging.matchmaking import RosterEntry, RoundControl, parse_claims
+from lib.averaging.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
+from lib.averaging.standing import Standing
 from lib.common.clock import run_time
 
 logger = get_logger(__name__)
 
-PROTOCOL = 6  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 7  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; short, since the fault may be transient
-COMPLETE = 0.95  # fraction of the elements; one late part must not exclude a peer's gradient from the next rounds
+COMPLETE = 0.95  # fraction of the elements after which the members count as equal
 PACED_MBITS = 50.0  # below this --bandwidth a peer sends its values at that rate
 MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
 
@@ -49,16 +50,19 @@ class RoundResult:
     """Result of a round at this peer."""
 
     members: Sequence[PeerID]
-    received: float  # fraction of the elements whose average arrived
+    received: float  # fraction of the gradients whose average arrived; 1 for an auxiliary peer, which awaits none
     weights: dict[PeerID, float]  # samples of the senders, known only if this peer reduces gradients
     missed: dict[PeerID, str] = field(default_factory=dict)  # peers of the roster outside of the group -> reason
     violations: dict[PeerID, str] = field(default_factory=dict)  # of the members that were banned for them
     seconds: dict[str, float] = field(default_factory=dict)  # of the phases: matchmaking, waiting, allreduce
+    received_parameters: float | None = None  # fraction of the parameters that arrived; None: this peer received none
+    distance: float = 0.0  # of this peer's parameters from the group's before the round, in updates
+    group_id: bytes = b""
 
     @property
     def is_complete(self) -> bool:
         """Whether enough has arrived for this peer to be equal to the other members."""
-        return self.received >= COMPLETE
+        return min(self.received, 1.0 if self.received_parameters is None else self.received_parameters) >= COMPLETE
 
 
 class RoundAverager(SafeAverager):
@@ -100,7 +104,7 @@ class RoundAverager(SafeAverager):
         self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
         self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
         self._outputs = [*self.averaged_gradients, *self.averaged_parameters]
-        self.requested_number = multiprocessing.RawValue("q", -1)  # newest step for which a peer searches a group
+        self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
         self._finished_groups: deque[bytes] = deque(maxlen=64)
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._num_waiting = 0
@@ -125,6 +129,11 @@ class RoundAverager(SafeAverager):
         self.schema_hash = hashlib.sha256(self.schema_hash + repr(settings).encode()).digest()
         self.run_in_background(await_ready=True)
 
+    @property
+    def schema_id(self) -> str:
+        """Digits that tell peers with another model, compression or kind of rounds, for the progress reports."""
+        return self.schema_hash.hex()[:16]
+
     # In the main process: rounds
 
     def includes_parameters(self, number: int) -> bool:
@@ -139,10 +148,13 @@ class RoundAverager(SafeAverager):
             return 0.0  # it does not know the parameters
         return self.max_grad_norm * float(torch.nn.utils.get_total_norm(self.parameters))
 
-    def schedule_round(self, number: int, timeout: float) -> RoundControl:
+    def schedule_round(
+        self, number: int, timeout: float, distance: float = 0.0, is_settling: bool = False
+    ) -> RoundControl:
         """Start the search for the group of a step. It ends after `timeout` seconds, unless the all-reduce is running.
 
-        :returns: the handle of the round; set its weights and call `allow_allreduce` once the contribution is loaded
+        :param distance, is_settling: of this peer's parameters, see Claims
+        :returns: the handle of the round; set its weight and call `allow_allreduce` once the contribution is loaded
         """
         control = RoundControl(
             number=number,
@@ -150,7 +162,7 @@ class RoundAverager(SafeAverager):
             deadline=run_time() + timeout,
             allow_retries=False,
             weight=0.0,
-            data_for_gather=self.serializer.dumps([self.bandwidth, self.mode.value]),
+            data_for_gather=Claims(self.bandwidth, self.mode, distance, is_settling).pack(),
         )
         attached = MPFuture()
         self._send("_step", step=control, future_for_init=attached)
@@ -221,15 +233,23 @@ class RoundAverager(SafeAverager):
 
     async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
         options = dict(self.allreduce_kwargs)
-        bandwidths, modes = zip(*map(parse_claims, group.gathered), strict=True)
+        standing = Standing([parse_claims(gathered) for gathered in group.gathered])
+        own = group.peer_ids.index(self.peer_id)
+        bandwidths = [0.0 if c.mode == AveragingMode.CLIENT else c.bandwidth for c in standing.claims]
         loop = asyncio.get_running_loop()
-        fractions = await loop.run_in_executor(
+        shares = await loop.run_in_executor(
             None, load_balance_peers, self.total_size, bandwidths, options.pop("min_vector_size")
         )
-        num_tensors = len(self._averaged_tensors) if self.includes_parameters(step.number) else len(self.gradients)
-        infos = self.tensor_infos[:num_tensors]
+        number = len(self.gradients)
+        blocks = [self._block(slice(None, number), shares)]
+        given = standing.shares_to_give(shares)
+        if self.includes_parameters(step.number) or (any(standing.lacking) and not any(given)):
+            blocks.append(self._block(slice(number, None), shares))
+        elif any(given):
+            takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
+            blocks.append(self._block(slice(number, None), given, takers))
         bounds = replace(self._bounds, gradient_norm=self.gradient_bound())
-        if self.mode == AveragingMode.AUX or step.parameter_weight <= MIN_WEIGHT:
+        if not standing.counting[own]:
             bounds = replace(bounds, parameter_step=None)
         runner = AllReduce(
             p2p=self._p2p,
@@ -237,13 +257,10 @@ class RoundAverager(SafeAverager):
             prefix=self.prefix,
             group_id=group.group_id,
             peer_ids=group.peer_ids,
-            modes=modes,
-            sizes=share_out(fractions, infos, options["compression"]),
-            tensors=self._averaged_tensors[:num_tensors],
-            outputs=self._outputs[:num_tensors],
-            tensor_infos=infos,
-            weight=step.weight,
-            parameter_weight=step.parameter_weight,
+            modes=[claims.mode for claims in standing.claims],
+            blocks=blocks,
+            weight=0.0 if standing.lacking[own] else step.weight,
+            parameter_weight=float(standing.counting[own]),
             bounds=bounds,
             timeout=self._allreduce_timeout,
             upload=self.bandwidth * 125_000 if self.bandwidth < PACED_MBITS else math.inf,
@@ -258,11 +275,20 @@ class RoundAverager(SafeAverager):
             await runner.run()
         finally:
             self._ban_violators(runner)
+        received = runner.received_fraction(TensorRole.GRADIENT)
         return RoundResult(
             members=group.peer_ids,
-            received=runner.received_fraction,
+            received=1.0 if received is None else received,
             weights=runner.weights(),
             violations=runner.violations(),
+            received_parameters=runner.received_fraction(TensorRole.PARAMETER),
+            distance=standing.distances[own],
+            group_id=group.group_id,
+        )
+
+    def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:
+        return Block(
+            self._averaged_tensors[tensors], self._outputs[tensors], self.tensor_infos[tensors], shares, takers
         )
 
     def _ban_violators(self, runner: AllReduce) -> None:
@@ -277,9 +303,12 @@ class RoundAverager(SafeAverager):
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        async for message in self._keep_stream_open(self._matchmaking.rpc_join_group(request, context)):
-            self.requested_number.value = max(self.requested_number.value, self._matchmaking.requested_number)
-            yield message
+        try:
+            async for message in self._keep_stream_open(self._matchmaking.rpc_join_group(request, context)):
+                self.requested_number.value = self._matchmaking.requested_number
+                yield message
+        finally:
+            self.requested_number.value = self._matchmaking.requested_number
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lib.averaging.base import SafeAverager
 from lib.averaging.download import StateDownload, StateLoadError, check_epoch
+from lib.averaging.history import Marks, read_marks
 from lib.averaging.wire import SCALAR, TensorSpec
 from lib.common.clock import run_time
 
@@ -79,6 +80,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
         self.credible_epoch = credible_epoch
         self.applied_epoch = 0
+        self.marks: Marks = ()  # of the history of the parameters
         self._copy: tuple[dict, list[torch.Tensor]] | None = None  # see get_current_state
         self._copy_timer: threading.Timer | None = None
         self._downloads: set = set()  # tasks, in the averager's process
@@ -117,7 +119,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             self.optimizer.load_state_dict(optimizer_state)
             for own_tensor, tensor in zip(self._parameters_and_extras(), tensors, strict=False):
                 own_tensor.copy_(tensor)
-            self.local_epoch = metadata["epoch"]
+            self.local_epoch, self.marks = metadata["epoch"], read_marks(metadata)
             self._set_applied_epoch(metadata["epoch"])
             self.mark_changed()
         if self.offload_optimizer:
@@ -183,7 +185,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
         tensors = [*self._parameters_and_extras(), *statistics]
         copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        return {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata}, copies
+        marks = [list(mark) for mark in self.marks]
+        return {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, copies
 
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
         """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.
@@ -227,9 +230,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     # Downloading a state
 
-    def load_state_from_peers(self, **_kwargs) -> bool:
-        """Download the newest state that a peer offers and that fits, and apply it; False if there is none."""
-        downloaded = self.download_state(min_epoch=self.local_epoch)
+    def load_state_from_peers(self, **query) -> bool:
+        """Download the newest state that a peer offers and that fits, and apply it; False if there is none.
+
+        :param query: of `download_state`; default: a state of this peer's step or later
+        """
+        downloaded = self.download_state(**{"min_epoch": self.local_epoch, **query})
         if downloaded is None:
             return False
         donor, metadata, tensors = downloaded
@@ -238,18 +244,21 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return True
 
     def download_state(
-        self, min_epoch: int = 0, only_metadata: bool = False
+        self, min_epoch: int = 0, only_metadata: bool = False, credible_epoch: int | None = None, marks: Marks = ()
     ) -> tuple[str, dict, list[torch.Tensor]] | None:
         """Ask donors in turn for a state of step `min_epoch` or later that fits.
 
+        :param credible_epoch: newest step that the run is known to be at; default: as `__init__` says
+        :param marks: of the history that the state must be of
         :param only_metadata: request neither the tensors nor the check that the state fits; one attempt, which takes
           at most `donor_timeout` seconds
         :returns: the donor's peer ID, metadata and tensors, all checked; None without a state in `download_timeout`
         """
         timeout = self.donor_timeout if only_metadata else self.download_timeout
-        credible_epoch = None if self.credible_epoch is None else self.credible_epoch()
+        if credible_epoch is None and self.credible_epoch is not None:
+            credible_epoch = self.credible_epoch()
         future = MPFuture()
-        query = [min_epoch, credible_epoch, only_metadata, timeout]
+        query = [min_epoch, credible_epoch, only_metadata, timeout, marks]
         self._outer_pipe.send(("_download_state", [future, *query], {}))
         try:
             return future.result(timeout=timeout + self.donor_timeout)

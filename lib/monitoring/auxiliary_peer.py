@@ -52,7 +52,7 @@ class AuxiliaryPeer(PeriodicThread):
 
     def _assist(self, step: int) -> None:
         self.tracker.begin_step(step, contributed=0)
-        outcome, result = self.coordinator.average(step, weight=0.0, parameter_weight=0.0)
+        outcome, result = self.coordinator.average(step, weight=0.0)
         if outcome == Outcome.STOPPED:
             return
         self.round_log.write({"time": time.time(), "step": step, "outcome": outcome.value, **describe_round(result)})

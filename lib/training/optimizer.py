@@ -203,7 +203,7 @@ def build_optimizer(
         averaging_timeout=run_args.averaging_timeout,
         load_state_compression=build_state_compression(run_args.load_state_compression),
         performance_ema_alpha=args.tracker.performance_ema_alpha,
-        tracker_opts={"args": args.tracker, "local_updates": training_args.local_updates},
+        tracker_opts={"args": args.tracker},
         grad_averager_factory=partial(
             RoundAverager, **_round_options(training_args, run_args, _choose_bandwidth(peer, run_args))
         ),
@@ -230,7 +230,6 @@ def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tu
         client_mode=False,
         auxiliary=True,
         args=args,
-        local_updates=args.local_updates,
     )
     groups = build_param_groups(model, args.weight_decay)
     averager = RoundAverager(
@@ -240,6 +239,7 @@ def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tu
         auxiliary=True,
         **_round_options(args, args, args.bandwidth or MAX_BANDWIDTH),
     )
+    tracker.schema = averager.schema_id
     return tracker, averager
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from hivemind.proto import averaging_pb2
 
 from lib.averaging import allreduce, reducer
 from lib.averaging.accumulators import clip_norm
-from lib.averaging.allreduce import AllReduce, cut, share_out
+from lib.averaging.allreduce import AllReduce, Block
 from lib.averaging.bounds import MAX_RMS, MIN_WEIGHT, Bounds
 from lib.averaging.compression import COMPRESSIONS
 from lib.averaging.outliers import TOLERANCE
@@ -102,6 +103,7 @@ class Group:
     :param rates: of the uplinks, bytes per second
     :param alter: (sender of the message, message) -> changes the message in place
     :param silent: members whose round never begins
+    :param takers: the only members that receive parameters, which the other members give
     :param options: of AllReduce
     """
 
@@ -116,6 +118,7 @@ class Group:
         silent: Collection[int] = (),
         bounds: Bounds | None = None,
         tensors: Callable[[int], list[torch.Tensor]] = lambda number: make_tensors(number),
+        takers: Collection[int] | None = None,
         **options,
     ):
         self.ids = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(len(rates))]
@@ -126,17 +129,27 @@ class Group:
         self.inputs = [tensors(number) for number in range(len(rates))]
         self.outputs = [[torch.full_like(tensor, math.nan) for tensor in values] for values in self.inputs]
         infos = [
-            CompressionInfo.from_tensor(tensor, key=0, role=role)
-            for tensor, role in zip(self.inputs[0], (TensorRole.GRADIENT, TensorRole.PARAMETER), strict=False)
+            CompressionInfo.from_tensor(tensor, key=key, role=role)
+            for key, (tensor, role) in enumerate(
+                zip(self.inputs[0], (TensorRole.GRADIENT, TensorRole.PARAMETER), strict=False)
+            )
         ]
         modes = modes or [AveragingMode.NODE] * len(rates)
         shares = shares or [float(mode != AveragingMode.CLIENT) for mode in modes]
+        given = [0.0 if takers and number in takers else share for number, share in enumerate(shares)]
+        taking = None if takers is None else {self.ids[number] for number in takers}
+        blocks = [
+            [
+                Block([own], [output], [of_tensor], shares if of_tensor.key == 0 else given, taker)
+                for own, output, of_tensor, taker in zip(*tensors, infos, (None, taking), strict=False)
+            ]
+            for tensors in zip(self.inputs, self.outputs, strict=True)
+        ]
         self.members = [
             AllReduce(
                 p2p=SimpleNamespace(peer_id=peer_id), servicer_type=SimpleNamespace(get_stub=self._get_stub(number)),
                 prefix="run", group_id=b"group", peer_ids=self.ids, modes=modes,
-                sizes=share_out(shares, infos, role_compression), tensors=self.inputs[number],
-                outputs=self.outputs[number], tensor_infos=infos, weight=(weights or [1.0] * len(rates))[number],
+                blocks=blocks[number], weight=(weights or [1.0] * len(rates))[number],
                 parameter_weight=1.0,
                 bounds=bounds or Bounds(weight=100.0, gradient_norm=1.0, parameter_step=1.0),
                 compression=role_compression,
@@ -195,6 +208,12 @@ def make_tensors(number: int) -> list[torch.Tensor]:
     return [torch.full((ELEMENTS,), 1e-3 * (number + 1)), torch.full((ELEMENTS,), 1.0 + 0.01 * number)]
 
 
+def received(member: AllReduce) -> float:
+    """Return the fraction of all elements whose average has arrived."""
+    total = sum(member._totals.values())
+    return sum(member._received.values()) / total if total else 1.0
+
+
 def average(group_of: Callable[[], Group]) -> tuple[Group, list[float]]:
     async def scenario() -> tuple[Group, list[float]]:
         group = group_of()
@@ -217,7 +236,7 @@ def test_round_averages_gradients_and_parameters_by_their_weights():
         assert torch.allclose(gradient, torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
         assert torch.allclose(parameters, torch.tensor(1.01))
         assert torch.equal(gradient, group.outputs[0][0])
-    assert [member.received_fraction for member in group.members] == [1.0] * 4
+    assert [received(member) for member in group.members] == [1.0] * 4
     assert not any(member.violations() for member in group.members)
     first, second, third, _ = group.ids
     assert group.members[0].weights() == {first: 1.0, second: 3.0, third: 2.0}
@@ -256,10 +275,10 @@ def test_slow_link_delays_nobody_for_long(shares, monkeypatch):
     group, seconds = average(lambda: Group([FAST, FAST, FAST, slow], shares=shares, timeout=3.0))
     fast = group.members[:3]
     if shares[3]:  # most of what the slow one reduces is lost, nothing else
-        assert all(member.received_fraction > 0.75 for member in fast) and max(seconds) < 4.0
+        assert all(received(member) > 0.75 for member in fast) and max(seconds) < 4.0
         return
-    assert all(member.received_fraction == 1.0 for member in fast) and max(seconds[:3]) < 1.5
-    assert group.members[3].received_fraction == 1.0 and seconds[3] < 2.0, "its values came too late"
+    assert all(received(member) == 1.0 for member in fast) and max(seconds[:3]) < 1.5
+    assert received(group.members[3]) == 1.0 and seconds[3] < 2.0, "its values came too late"
     for average_of_all, values in zip(zip(*group.outputs, strict=True), group.inputs[0], strict=True):
         assert all(torch.allclose(average_of_all[0], average, atol=1e-5) for average in average_of_all)
         assert not torch.equal(average_of_all[0], values)
@@ -270,19 +289,20 @@ def test_slow_link_delays_nobody_for_long(shares, monkeypatch):
 def test_single_other_sender_has_all_the_time(monkeypatch):
     monkeypatch.setattr(reducer, "LATE_SECONDS", 0.1)
     group, _ = average(lambda: Group([FAST, bytes_sent(1) / 1.5]))
-    assert [member.received_fraction for member in group.members] == [1.0, 1.0]
+    assert [received(member) for member in group.members] == [1.0, 1.0]
     assert torch.allclose(group.outputs[1][0], torch.tensor(1.5e-3))
 
 
 def test_member_that_is_frozen_costs_its_share_and_the_time_for_its_first_message():
     rates = [FAST, FAST / 20, FAST]
     group, seconds = average(lambda: Group(rates, silent={0}, sender_timeout=0.5, reducer_timeout=1.0))
-    assert [member.received_fraction for member in group.members[1:]] == pytest.approx([2 / 3] * 2, abs=0.05)
+    assert [received(member) for member in group.members[1:]] == pytest.approx([2 / 3] * 2, abs=0.05)
     assert max(seconds[1:]) < 3.0
-    for gradient, parameters in group.outputs[1:]:
-        assert not gradient[:2000].any(), "without an average a gradient is 0"
-        assert torch.allclose(gradient[-1000:], torch.tensor(2.5e-3))
-        assert torch.allclose(parameters, torch.tensor(1.015))
+    for own, (gradient, parameters) in zip(group.inputs[1:], group.outputs[1:], strict=True):
+        assert not gradient[:1200].any(), "without an average a gradient is 0"
+        assert torch.equal(parameters[:1200], own[1][:1200]), "without an average parameters stay"
+        assert torch.allclose(gradient[-1200:], torch.tensor(2.5e-3))
+        assert torch.allclose(parameters[-1200:], torch.tensor(1.015))
 
 
 async def test_round_that_fails_leaves_nothing_running(monkeypatch):
@@ -378,7 +398,7 @@ def test_sender_of_what_no_honest_peer_sends_is_left_out(change, monkeypatch):
     group, deserialized = average_with(of_kind(averaging_pb2.PART_FOR_AVERAGING, change), monkeypatch)
     assert {entry[::2] for entry in deserialized} == {("float32", 0)}
     for member, (gradient, parameters) in list(zip(group.members, group.outputs, strict=True))[:2]:
-        assert list(member.violations()) == [group.ids[2]] and member.received_fraction > 0.65
+        assert list(member.violations()) == [group.ids[2]] and received(member) > 0.65
         first_of_reducer = change is repeat  # its first part is as it should be
         assert first_of_reducer or torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2) / 4 * 1e-3))
         assert parameters.isfinite().all() and parameters.min() >= 1.0 and parameters.max() <= 1.02
@@ -391,7 +411,7 @@ def test_reducer_that_answers_what_no_honest_peer_answers_has_failed(change, mon
     group, deserialized = average_with(of_kind(averaging_pb2.AVERAGED_PART, change), monkeypatch)
     assert {entry[::2] for entry in deserialized} == {("float32", 0)}
     for member, own, outputs in list(zip(group.members, group.inputs, group.outputs, strict=True))[:2]:
-        assert member.received_fraction == pytest.approx(2 / 3, abs=0.05)
+        assert received(member) == pytest.approx(2 / 3, abs=0.05)
         gradient, parameters = outputs
         assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
         assert torch.equal(parameters[-100:], own[1][-100:]), "what it reduces stays"
@@ -429,7 +449,7 @@ def test_honest_average_is_accepted_with_every_compression(name):
         lambda: Group([FAST, FAST / 20, FAST], compression=name, tensors=tensors, part_size_bytes=20000)
     )
     assert not any(member.violations() for member in group.members)
-    assert [member.received_fraction for member in group.members] == [1.0] * 3
+    assert [received(member) for member in group.members] == [1.0] * 3
 
 
 @pytest.mark.parametrize(("max_norm", "after"), [(0.5, 0.5), (10.0, 5.0), (0.0, 5.0)])
@@ -439,27 +459,45 @@ def test_norm_is_over_all_tensors(max_norm, after):
     assert float(torch.nn.utils.get_total_norm(tensors)) == pytest.approx(after, rel=1e-4)
 
 
-# How much each peer reduces
-
-
-def count_bytes(shares: list[float], gradient: str, parameter: str) -> list[float]:
-    """Return the bytes that each peer reduces of 20 tensors of gradients and as many of parameters."""
-    compression = RoleAdaptiveCompression(gradient=COMPRESSIONS[gradient](), parameter=COMPRESSIONS[parameter]())
-    tensors = [torch.zeros(1000 + 2000 * (key % 3)) for key in range(20)] * 2
-    infos = [
-        CompressionInfo.from_tensor(tensor, key=key, role=TensorRole.GRADIENT if key < 20 else TensorRole.PARAMETER)
-        for key, tensor in enumerate(tensors)
-    ]
-    return [
-        sum(4 * part.numel() * compression.estimate_compression_ratio(part_info) for part, part_info in parts)
-        for parts in cut(tensors, infos, share_out(shares, infos, compression), compression, 256)
-    ]
-
-
 @pytest.mark.parametrize("shares", [[1, 1, 1, 1], [1, 1, 0, 1, 1, 0], [5, 1, 2], [1, 1, 0, 0], [0, 0, 1]])
-@pytest.mark.parametrize("gradient", ["float16", "blockwise8"])
-def test_bytes_are_divided_by_the_shares(gradient, shares):
-    """With 8-bit gradients, hivemind gives two of four peers a third of the bytes and the others two thirds."""
-    found = count_bytes(shares, gradient, "float16")
-    for share, number in zip(shares, found, strict=True):
-        assert number == pytest.approx(share / sum(shares) * sum(found), rel=0.1)
+def test_elements_are_divided_by_the_shares(shares):
+    tensors = [torch.zeros(1000 + 2000 * (key % 3)) for key in range(20)]
+    infos = [CompressionInfo.from_tensor(tensor, key=key) for key, tensor in enumerate(tensors)]
+    block = Block(tensors, tensors, infos, shares)
+    compression = RoleAdaptiveCompression(default=COMPRESSIONS["float16"]())
+    found = [sum(part.own.numel() for part in parts) for parts in block.cut(compression, 256)]
+    assert found == pytest.approx([share / sum(shares) * block.num_elements for share in shares], rel=0.01)
+
+
+@pytest.mark.parametrize("silent", [(), (1,)])
+def test_members_that_lack_parameters_receive_them_from_the_others(silent):
+    """The first member is slow and lacks updates; the fourth is an auxiliary peer."""
+    num_bytes = Counter()
+
+    def count(sender: int, message: averaging_pb2.AveragingData) -> None:
+        num_bytes[sender] += len(message.tensor_part.buffer)
+
+    rates, modes = [FAST / 20, FAST, FAST, FAST], [NODE, NODE, NODE, AUXILIARY]
+    options = {"shares": [1.0] * 4, "alter": count, "silent": silent, "tensors": equal_but_first}
+    group, _ = average(lambda: Group(rates, [MIN_WEIGHT, 1.0, 3.0, 1.0], modes, takers=[0, 3], **options))
+    lacking, *others = group.members
+    expected = group.inputs[1][1]
+    if silent:
+        assert lacking.received_fraction(TensorRole.PARAMETER) == pytest.approx(0.5, abs=0.05)
+        assert torch.equal(group.outputs[0][1][-1900:], expected[-1900:])
+    else:
+        assert torch.equal(group.outputs[0][1], expected) and lacking.received_fraction(TensorRole.PARAMETER) == 1
+        # Each contributes three quarters of its gradient to others, and answers three or two with its quarter. The two
+        # that give add half of the parameters each.
+        gradient = 4.0 * ELEMENTS
+        assert [num_bytes[n] / gradient for n in range(4)] == pytest.approx([1.25, 1.75, 1.75, 0.75], abs=0.05)
+    assert all(member.received_fraction(TensorRole.PARAMETER) is None for member in others)
+    for own, outputs in list(zip(group.inputs, group.outputs, strict=True))[1:]:
+        assert torch.equal(outputs[1], own[1])
+    assert not any(member.violations() for member in group.members)
+
+
+def equal_but_first(number: int) -> list[torch.Tensor]:
+    """Return the tensors of a member; only the first one has other parameters."""
+    gradient, parameters = make_tensors(number)
+    return [gradient, torch.linspace(1, 2, ELEMENTS) if number else parameters]

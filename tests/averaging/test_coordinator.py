@@ -20,7 +20,7 @@ class FakeControl:
 
     def __init__(self, number: int):
         self.number, self.stage = number, AveragingStage.LOOKING_FOR_GROUP
-        self.weight = self.parameter_weight = None
+        self.weight = None
         self.is_called_off = self.has_group = False
         self._finished, self._result = threading.Event(), None
 
@@ -52,7 +52,7 @@ class FakeAverager:
     def banned_peers(self) -> dict:
         return {}
 
-    def schedule_round(self, number: int, timeout: float) -> FakeControl:
+    def schedule_round(self, number: int, timeout: float, distance: float, is_settling: bool) -> FakeControl:
         self.controls.append(FakeControl(number))
         return self.controls[-1]
 
@@ -65,6 +65,7 @@ class FakeTracker:
 
     def __init__(self):
         self.others, self.done, self.next_step, self.seconds_to_step = 2, 0, 5, 0.0
+        self.rival, self.is_outranked, self.local_progress = None, False, SimpleNamespace(distance=0.0)
         self.num_looks = 0
 
     def num_expected(self, _step: int) -> int:
@@ -116,7 +117,7 @@ def clock(parts, monkeypatch) -> Clock:
 def begin(parts, number: int = 5):
     """Begin the round of a step in a thread; return the future of its result, and the newest handle."""
     coordinator, _, averager, pool = parts
-    future = pool.submit(coordinator.average, number, 8.0, 4.0)
+    future = pool.submit(coordinator.average, number, 8.0)
     wait_until(lambda: averager.controls or future.done(), 5, "a search")
     return future, averager.controls[-1] if averager.controls else None
 
@@ -132,6 +133,18 @@ def test_search_ends_once_the_others_have_completed_the_step_or_left(parts, done
     assert tracker.num_looks > 0, "it keeps looking at the reports"
 
 
+def test_trainer_takes_no_step_alone_while_another_side_may_outrank_it(parts):
+    _, tracker, averager, _ = parts
+    tracker.others, tracker.is_outranked = 0, True
+    future, control = begin(parts)
+    tracker.rival = "a trainer of the other side"
+    assert future.result(5)[0] == Outcome.MISSED and control.is_called_off
+    tracker.rival, tracker.is_outranked, averager.requested_number.value = None, False, 5
+    future, _ = begin(parts)
+    averager.requested_number.value = -1  # the peer that has asked for the group has left
+    assert future.result(5)[0] == Outcome.ALONE
+
+
 def test_revoked_report_does_not_end_the_search(parts, clock):
     coordinator, tracker, averager, _ = parts
 
@@ -141,13 +154,13 @@ def test_revoked_report_does_not_end_the_search(parts, clock):
             averager.controls[-1].finish("result")
 
     clock.go_on = go_on
-    assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.AVERAGED
+    assert coordinator.average(5, 8.0)[0] == Outcome.AVERAGED
 
 
 def test_running_all_reduce_is_not_abandoned(parts):
     _, tracker, _, _ = parts
     future, control = begin(parts)
-    assert (control.number, control.weight, control.parameter_weight, control.is_triggered) == (5, 8.0, 4.0, True)
+    assert (control.number, control.weight, control.is_triggered) == (5, 8.0, True)
     control.stage = AveragingStage.RUNNING_ALLREDUCE
     tracker.others, tracker.done = 0, 2
     time.sleep(0.5)
@@ -160,7 +173,7 @@ def test_lone_peer_skips_matchmaking(parts):
     coordinator, tracker, averager, _ = parts
     tracker.others = 0
     coordinator.look_ahead()
-    assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.ALONE
+    assert coordinator.average(5, 8.0)[0] == Outcome.ALONE
     assert not averager.controls
 
 
@@ -180,13 +193,13 @@ def test_timeout_halves_with_each_failed_step(parts, clock, monkeypatch):
 
     def seconds_of_a_step() -> float:
         started = clock.now
-        assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.FAILED
+        assert coordinator.average(5, 8.0)[0] == Outcome.FAILED
         return clock.now - started
 
     assert [round(seconds_of_a_step()) for _ in range(4)] == [60, 30, 15, 8], "the last is 1.5 matchmaking times"
     with monkeypatch.context() as patch:
         patch.setattr(FakeControl, "done", lambda _control: True)
-        assert coordinator.average(5, 8.0, 8.0)[0] == Outcome.AVERAGED
+        assert coordinator.average(5, 8.0)[0] == Outcome.AVERAGED
     assert round(seconds_of_a_step()) == 60, "a round has succeeded"
 
 

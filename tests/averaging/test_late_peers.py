@@ -41,7 +41,7 @@ def assert_received_what_it_lacked(trainer: Trainer, parameters: torch.Tensor, e
     """
     assert (flat(trainer.averager.averaged_parameters) - parameters).abs().max() < 1e-5
     assert (trainer.parameters - expected).norm() < 0.7 * (expected - parameters).norm()
-    assert trainer.optimizer.missed_updates == 0
+    assert trainer.optimizer.distance == 0
 
 
 def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm):
@@ -54,7 +54,7 @@ def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm):
         num_late = dict(zip(swarm.trainers, (4, 5, 3), strict=True))[late]
         replay.step(swarm.wait_for(1, others))
     late.wait_for(1)
-    assert late.entry["outcome"] == "missed" and late.entry["missed_updates"] == 1
+    assert late.entry["outcome"] == "missed" and late.entry["distance"] == 1
     assert [list(trainer.optimizer.recent_rounds) for trainer in (late, *others)] == [[False]] * 3
     assert late.optimizer.accumulator.num_samples == late.tracker.local_progress.samples_accumulated == num_late
     assert not late.optimizer.state_averager.allow_state_sharing, "it offers a state that lacks an update"
@@ -80,7 +80,7 @@ def test_peer_two_steps_behind_downloads_the_state(build_swarm):
         swarm.compute(4, 5, 3)
         replay.step(swarm.wait_for(1, others))
         replay.step(swarm.global_step(6, 6, trainers=others))
-        wait_until(lambda: late.tracker.global_epoch == 2, 60, "the reports of the others")
+        wait_until(lambda: late.tracker.rival, 60, "the reports of the others")
     late.local_step(swarm.take(1))  # notices that the other peers are ahead
     assert late.optimizer.local_epoch == late.optimizer.state_averager.applied_epoch == 2
     assert late.optimizer.accumulator.num_samples == 0

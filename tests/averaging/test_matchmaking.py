@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
@@ -16,10 +17,10 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from lib.averaging import matchmaking
-from lib.averaging.matchmaking import RosterEntry, StepMatchmaking, group_key, parse_group_key, rank
+from lib.averaging.matchmaking import Claims, RosterEntry, StepMatchmaking, group_key, parse_group_key, rank
 
 PATIENCE = 0.6  # min_matchmaking_time in seconds
-CLAIMS = MSGPackSerializer.dumps([100.0, AveragingMode.NODE.value])
+CLAIMS = Claims(100.0, AveragingMode.NODE).pack()
 
 
 def make_ids(number: int) -> list[PeerID]:
@@ -197,7 +198,7 @@ async def test_early_request_is_kept_until_the_step():
     network, ids = make_network(2, patience=30.0)
     _, early = network.search(ids[1])
     await asyncio.sleep(0.5)
-    assert network.peers[ids[0]].requested_number == 1
+    assert network.peers[ids[0]].requested_number == 1 and network.peers[ids[1]].requested_number == -1
     _, late = network.search(ids[0])
     assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 2), ids)
 
@@ -309,11 +310,22 @@ MALFORMED_CLAIMS = [
     b"\xc1",
     *(
         MSGPackSerializer.dumps(claims)
-        for claims in ([100.0], [100.0, "[/b]"], [-1.0, 0], ["1", 0], [1e10, 0], [None, 0])
+        for claims in (
+            [100.0],
+            [100.0, 0],
+            [100.0, "[/b]", 0.0, False],
+            [-1.0, 0, 0.0, False],
+            ["x", 0, 0.0, False],
+            [1e10, 0, 0.0, False],
+            [None, 0, 0.0, False],
+            [math.nan, 0, 0.0, False],
+            [100.0, 0, math.nan, False],
+            [100.0, 0, -1.0, False],
+            [100.0, 0, 1e7, False],
+        )
     ),
-    MSGPackSerializer.dumps([float("nan"), 0]),
     CLAIMS + bytes(10**6),
-    MSGPackSerializer.dumps([100.0, 0, bytes(10**6)]),
+    MSGPackSerializer.dumps([100.0, 0, 0.0, False, bytes(10**6)]),
 ]
 
 
@@ -328,7 +340,15 @@ MALFORMED_CLAIMS = [
         (request(number=4), averaging_pb2.ACCEPTED),
         *((request(number=4, gather=claims), averaging_pb2.PROTOCOL_VIOLATION) for claims in MALFORMED_CLAIMS),
     ],
-    ids=["step that is over", "older step", "other model", "other run", "empty", "next step", *map(str, range(11))],
+    ids=[
+        "step that is over",
+        "older step",
+        "other model",
+        "other run",
+        "empty",
+        "next step",
+        *map(str, range(len(MALFORMED_CLAIMS))),
+    ],
 )
 async def test_first_answer_to_a_request(join_request, code):
     network, ids = make_network(2)

@@ -1,16 +1,19 @@
 """Tests of CollaborativeOptimizer: what each outcome of a round does to one peer. No network, no processes."""
 
+import copy
 import time
+from dataclasses import replace
 from queue import Queue
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.p2p import PeerID
 
-from lib.averaging.bounds import MIN_WEIGHT
 from lib.averaging.coordinator import Outcome
 from lib.averaging.local_updates import INNER_WARMUP_STEPS
-from lib.averaging.optimizer import CONVALESCENCE_ROUNDS, MAX_MISSED_UPDATES, CollaborativeOptimizer
+from lib.averaging.matchmaking import MAX_DISTANCE
+from lib.averaging.optimizer import MAX_FAILURES, MAX_MISSED_UPDATES, CollaborativeOptimizer
 from tests.support.offline import PEER, offline_optimizer
 from tests.support.peers import wait_until
 
@@ -50,20 +53,12 @@ def value_of(tensors) -> float:
     return tensor[0, 0].item()
 
 
-@pytest.mark.parametrize(
-    ("missed", "convalescence", "samples", "gradients", "parameters"),
-    [
-        (0, 0, 40, 40.0, 40.0),
-        (0, 1, 40, 40.0, MIN_WEIGHT),  # its optimizer statistics differ
-        (1, 0, 40, 40.0, MIN_WEIGHT),
-        (2, 0, 40, MIN_WEIGHT, MIN_WEIGHT),
-        (0, 0, 10**5, 256.0, 256.0),  # a fast peer in a slow round: the others would ban a peer with more
-    ],
-)
-def test_weights_of_a_contribution(missed, convalescence, samples, gradients, parameters):
+def test_weight_of_a_contribution_is_bounded():
+    """A fast peer in a slow round: the others would ban a peer with more."""
     optimizer = build()
-    optimizer.missed_updates, optimizer._convalescence = missed, convalescence
-    assert optimizer._weights(samples) == (gradients, parameters)
+    compute(optimizer, 0.1, samples=10**5)
+    take(optimizer)
+    assert optimizer.coordinator.weights == [256.0]
     assert optimizer.grad_averager._bounds.weight == build(batch_size_lead=16).grad_averager._bounds.weight == 256.0
 
 
@@ -83,13 +78,13 @@ def test_contribution_is_the_clipped_mean_over_samples():
     compute(optimizer, float("nan"))
     take(optimizer)
     assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.3)
-    assert optimizer.coordinator.weights == [(6.0, 6.0)] and optimizer.num_dropped_gradients == 1
+    assert optimizer.coordinator.weights == [6.0] and optimizer.num_dropped_gradients == 1
     compute(optimizer, 100.0)
     take(optimizer)
     assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.5**0.5)  # two elements, norm 1
 
 
-@pytest.mark.parametrize("outcome", [Outcome.AVERAGED, Outcome.ALONE, Outcome.FAILED])
+@pytest.mark.parametrize("outcome", [Outcome.AVERAGED, Outcome.ALONE])
 def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
     optimizer = build()
     compute(optimizer, 0.2)
@@ -102,7 +97,6 @@ def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
     assert (optimizer.local_epoch, optimizer.accumulator.num_samples) == (1, 0)
     assert optimizer.state_averager.allow_state_sharing
     assert optimizer.pop_steps() == [(1, 4)]
-    assert optimizer._convalescence == (CONVALESCENCE_ROUNDS if outcome == Outcome.FAILED else 0)
 
 
 def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
@@ -137,35 +131,73 @@ def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too
     assert optimizer.accumulator.num_samples == 16
     take(optimizer, Outcome.MISSED)
     assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.3)
-    assert optimizer.accumulator.num_samples == 0 and optimizer.missed_updates == 2
+    take(optimizer, Outcome.MISSED)
+    assert optimizer.accumulator.num_samples == 0 and optimizer.distance == 3
     assert value_of(optimizer._offloaded_parameters()) == 3.0
-    assert not optimizer.state_averager.allow_state_sharing, "its state lacks two updates"
-    assert optimizer.pop_steps() == [(1, None), (2, None)]
+    assert not optimizer.state_averager.allow_state_sharing, "its state lacks three updates"
+    assert optimizer.pop_steps() == [(1, None), (2, None), (3, None)]
+    report = optimizer.tracker.local_progress
+    assert report.away and report.distance == 3 and optimizer.local_epoch == 3
 
 
-def test_peer_that_missed_an_update_recovers_by_a_complete_round_with_parameters():
+def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_others():
+    optimizer = build(average_state_every=1)
+    ignored = []
+    optimizer.tracker.ignore = lambda condition: ignored.append(condition) or 1
+    for attempt in range(MAX_FAILURES):
+        assert not ignored
+        compute(optimizer, 0.2)
+        take(optimizer, Outcome.FAILED)
+        assert optimizer.accumulator.num_samples == 4 * (attempt + 1) and optimizer.local_epoch == 0
+        assert not optimizer._is_due(), "a local step comes first"
+    assert len(ignored) == 1, "no other trainer is known: this peer has the smallest ID"
+    take(optimizer, Outcome.ALONE)
+    assert optimizer.pop_steps() == [(1, 12)] and [step for step, _ in optimizer.state_averager.marks] == [1]
+
+
+def test_distance_grows_by_what_is_missed_and_shrinks_by_the_parameters_received():
     optimizer = build(average_state_every=2)
     take(optimizer, Outcome.MISSED)
-    for received, missed, parameter in ((0.9, 1, 2.9), (1.0, 1, 2.9), (1.0, 0, 2.8)):  # steps 2, 3 and 4
-        take(optimizer, received=received, parameters=2.9 if received < 1 else 2.8)
-        assert optimizer.missed_updates == missed and optimizer.recent_rounds[-1] == (received == 1)
-        assert value_of(optimizer._offloaded_parameters()) == pytest.approx(parameter, abs=0.02)
-    assert optimizer._convalescence == CONVALESCENCE_ROUNDS
-    take(optimizer)
-    take(optimizer)
-    assert optimizer._convalescence == CONVALESCENCE_ROUNDS - 1, "a round with parameters is every second one"
-    assert optimizer.coordinator.weights[-1][1] == MIN_WEIGHT
-    take(optimizer, Outcome.ALONE)
-    assert optimizer._convalescence == 0 and optimizer.state_averager.allow_state_sharing
+    for received, distance in ((0.9, 0.2), (1.0, 0.2), (1.0, 0.0)):  # steps 2, 3 and 4
+        take(optimizer, received=received, parameters=2.9)
+        assert optimizer.distance == pytest.approx(distance)
+        assert optimizer.recent_rounds[-1] == (received == 1)
+        assert value_of(optimizer._offloaded_parameters()) == pytest.approx(2.9, abs=0.02)
+        assert optimizer.coordinator.is_settling == (optimizer.local_epoch < 4), "its statistics lack a gradient"
+    assert [step for step, _ in optimizer.state_averager.marks] == [4], "the round of step 2 was not complete"
 
 
-@pytest.mark.parametrize(("average", "missed", "is_kept"), [(2.5, 0, True), (2.3, 0, False), (2.3, 1, True)])
-def test_averaged_parameters_that_are_far_away_are_refused(average, missed, is_kept):
-    """20 % of the norm, and as much for each update that this peer lacks."""
-    optimizer = build()
-    optimizer.missed_updates = missed
+def test_peer_that_lacks_updates_receives_parameters_on_demand():
+    optimizer = build(average_state_every=8)
+    optimizer.distance = 40.0
+    take(optimizer, is_given=True, parameters=1.5)
+    assert optimizer.distance == 0 and optimizer.coordinator.is_settling
+    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(1.5, abs=0.02)
+    assert optimizer.pop_steps() == [(1, None)], "its gradients had no weight"
+    assert optimizer.state_averager.allow_state_sharing and optimizer.state_averager.marks == ()
+
+
+def test_checkpoint_keeps_the_marks_of_the_history_and_older_ones_have_none():
+    optimizer, resumed = build(), build()
+    optimizer.state_averager.marks = ((8, 12 * "a"),)
+    checkpoint = optimizer.state_dict()
+    resumed.load_state_dict(copy.deepcopy(checkpoint))
+    assert resumed.state_averager.marks == ((8, 12 * "a"),)
+    del checkpoint["state"]["marks"]
+    resumed.load_state_dict(checkpoint)
+    assert resumed.state_averager.marks == ()
+
+
+@pytest.mark.parametrize(
+    ("average", "distance", "after"), [(2.5, 0, 0), (2.3, 0, MAX_DISTANCE), (2.3, 1, 0), (0.5, 3, 0)]
+)
+def test_averaged_parameters_that_are_far_away_are_refused(average, distance, after):
+    """20 % of the norm, and as much for each update that this peer lacks. It receives the group's later."""
+    optimizer = build(average_state_every=1)
+    optimizer.distance, optimizer.coordinator.other = distance, PeerID(bytes(34))
     take(optimizer, parameters=average)
-    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(average if is_kept else 3.0, abs=0.02)
+    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 if after else average, abs=0.02)
+    assert optimizer.distance == after
 
 
 def test_averaged_gradient_is_bounded():
@@ -191,14 +223,6 @@ def test_peer_with_values_out_of_bounds_is_banned_for_ten_minutes():
     assert 590 < until - time.time() <= 600
 
 
-@pytest.mark.parametrize(("epoch", "expected"), [(5, False), (6, False), (7, True)])
-def test_out_of_sync_with_the_run(epoch, expected, monkeypatch):
-    optimizer = build()
-    optimizer.state_averager.local_epoch = 5
-    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", epoch)
-    assert optimizer._is_out_of_sync() == expected
-
-
 @pytest.mark.parametrize(("agreed", "missed"), [(9, 0), (10, 0), (12, 2), (10 + MAX_MISSED_UPDATES + 1, 0)])
 def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed, missed, monkeypatch):
     optimizer = build()
@@ -207,13 +231,13 @@ def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed,
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     monkeypatch.setattr(
         optimizer.state_averager, "load_state_from_peers",
-        lambda: optimizer.state_averager.sync_with_main_parameters(10) or True,
+        lambda **_query: optimizer.state_averager.sync_with_main_parameters(10) or True,
     )  # fmt: skip
     assert optimizer.load_state_from_peers()
     assert optimizer.coordinator.is_called_off, "its group would wait for it"
-    assert (optimizer.local_epoch, optimizer.missed_updates) == (10 + missed, missed)
+    assert (optimizer.local_epoch, optimizer.distance) == (10 + missed, missed)
     assert optimizer.tracker.local_progress.completed == 10 + missed
-    assert optimizer.state_averager.allow_state_sharing == (missed == 0)
+    assert optimizer.state_averager.allow_state_sharing
     assert optimizer.accumulator.num_samples == 0 and optimizer.pop_steps() == [(10 + missed, None)]
 
 
@@ -221,14 +245,16 @@ def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
     optimizer = build()
     compute(optimizer, 0.2)
     optimizer.state_averager.local_epoch = 5
-    monkeypatch.setattr(type(optimizer.tracker), "global_epoch", 30_000)
+    rival = replace(optimizer.tracker.local_progress, epoch=30_000, completed=30_000)
+    monkeypatch.setattr(type(optimizer.tracker), "rival", rival)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     monkeypatch.setattr(optimizer._stopped, "wait", bool)
     monkeypatch.setattr(optimizer.state_averager, "download_state", lambda *_, **_options: None)
     ignored = []
-    monkeypatch.setattr(optimizer.tracker, "ignore_epochs_above", lambda epoch: ignored.append(epoch) or 1)
+    monkeypatch.setattr(optimizer.tracker, "ignore", lambda condition: ignored.append(condition(rival)) or 1)
+    assert optimizer._is_out_of_sync()
     assert not any(optimizer.load_state_from_peers() for _ in range(3))
-    assert ignored == [6] and optimizer.accumulator.num_samples == 4
+    assert ignored == [True] and optimizer.accumulator.num_samples == 4
 
 
 # Local updates
@@ -271,21 +297,17 @@ def test_local_steps_during_a_round_count_in_the_next_one():
     assert value_of(optimizer.grad_averager.gradients) == pytest.approx(-change)
 
 
-def test_peer_that_missed_a_round_downloads_its_result_and_keeps_its_local_updates(monkeypatch):
+def test_peer_that_missed_a_round_keeps_its_local_updates_for_the_next():
     optimizer = build_local()
-    compute(optimizer, 0.2, samples=12)
+    for missed in (1, 2, 3):
+        compute(optimizer, 0.2, samples=12)
+        take(optimizer, Outcome.MISSED)
+        assert optimizer.accumulator.num_samples == 12 * missed and optimizer._may_begin_step()
     change = value_of(optimizer.state_averager.main_parameters) - 3.0
-    take(optimizer, Outcome.MISSED)
-    assert optimizer.accumulator.num_samples == 12 and not optimizer._may_begin_step()
     assert value_of(optimizer.accumulator.local_changes()) == pytest.approx(change)
-    monkeypatch.setattr(optimizer, "_start_thread", lambda: None)
-    downloads = []
-    monkeypatch.setattr(optimizer.state_averager, "load_state_from_peers", lambda: downloads.append(1))
-    optimizer.step(batch_size=4)
-    assert downloads == [1] and optimizer._may_begin_step(), (
-        "without an offered state it continues with the state that it has"
-    )
-    assert optimizer.accumulator.num_samples == 16
+    take(optimizer, is_given=True, parameters=2.0)
+    optimizer.finish_pending_update()
+    assert value_of(optimizer.state_averager.main_parameters) == pytest.approx(2.0)
 
 
 def test_local_updates_are_bounded_by_the_parameters_and_by_each_other():
@@ -295,24 +317,21 @@ def test_local_updates_are_bounded_by_the_parameters_and_by_each_other():
     assert averager.gradient_bound() == 1.0 and not averager._bounds.compares_norms
 
 
-@pytest.mark.parametrize(("epoch", "is_kept"), [(6, True), (7, True), (8, False)])
-def test_local_updates_are_kept_unless_they_belong_to_older_parameters(epoch, is_kept, monkeypatch):
+def test_local_updates_of_other_parameters_are_dropped(monkeypatch):
     optimizer = build_local()
     optimizer.begin_at(5)
     compute(optimizer, 0.2)
-    (parameter,) = optimizer.state_averager.main_parameters
-    change = parameter.detach() - 3.0
 
-    def load() -> bool:
+    def load(**_query) -> bool:
         optimizer._offloaded_parameters()[0].data.fill_(7.0)
-        optimizer.state_averager.local_epoch = epoch
+        optimizer.state_averager.local_epoch = 8
         return True
 
     monkeypatch.setattr(optimizer.state_averager, "load_state_from_peers", load)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     assert optimizer.load_state_from_peers()
-    assert torch.allclose(parameter, 7.0 + change if is_kept else torch.tensor(7.0))
-    assert optimizer.accumulator.num_samples == (4 if is_kept else 0)
+    assert value_of(optimizer.state_averager.main_parameters) == pytest.approx(7.0)
+    assert optimizer.accumulator.num_samples == 0
 
 
 def test_checkpoint_has_the_parameters_of_the_last_step():

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -23,7 +25,7 @@ from lib.averaging.progress import (
     ProgressTracker,
     parse_progress,
 )
-from lib.averaging.records import signer_of
+from lib.averaging.records import ReadableValidator, signer_of
 from lib.averaging.rounds import PROTOCOL
 from lib.common.clock import run_time
 
@@ -70,11 +72,11 @@ def clock(monkeypatch) -> SimpleNamespace:
     return clock
 
 
-def make_tracker(target: int = 100, auxiliary: bool = False, local_updates: bool = False, **args) -> ProgressTracker:
+def make_tracker(target: int = 100, auxiliary: bool = False, **args) -> ProgressTracker:
+    args = ProgressTrackerArguments(**args)
     return ProgressTracker(
-        FakeDHT(), "run", target, ProgressTrackerArguments(**args), public_key=subkey(0), client_mode=False,
-        auxiliary=auxiliary, local_updates=local_updates,
-    )  # fmt: skip
+        FakeDHT(), "run", target, args, public_key=subkey(0), client_mode=False, auxiliary=auxiliary
+    )
 
 
 def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age: float = 0.0, **fields) -> dict:
@@ -84,9 +86,10 @@ def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age
     """
     now = run_time()
     return {
-        "protocol": PROTOCOL, "number": number, "epoch": epoch, "completed": epoch,
+        "protocol": PROTOCOL, "schema": "", "number": number, "epoch": epoch, "completed": epoch,
         "samples_accumulated": samples, "contributed": 0, "samples_per_second": rate, "time": now - age,
-        "reported_at": now - age, "client_mode": False, "auxiliary": False, **fields,
+        "reported_at": now - age, "client_mode": False, "auxiliary": False, "distance": 0.0, "away": False, "size": 1,
+        "marks": [], **fields,
     }  # fmt: skip
 
 
@@ -99,6 +102,11 @@ def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
     return tracker
 
 
+def compute(tracker: ProgressTracker, samples: int) -> None:
+    """Report so many samples for the next step."""
+    tracker.report_samples(samples, tracker.local_progress.epoch)
+
+
 # Valid and invalid reports
 
 
@@ -109,7 +117,9 @@ def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
         {"samples_accumulated": 10**9}, {"samples_accumulated": -1}, {"contributed": 10**12}, {"contributed": 0.5},
         {"samples_per_second": float("nan")}, {"samples_per_second": float("inf")}, {"samples_per_second": -1.0},
         {"time": float("inf")}, {"reported_at": float("nan")}, {"reported_at": "now"},
-        {"client_mode": 1}, {"auxiliary": None},
+        {"client_mode": 1}, {"auxiliary": None}, {"away": 0}, {"distance": -1.0}, {"distance": 1e7}, {"size": 0},
+        {"size": None}, {"marks": None}, {"marks": [[8, "00"]]}, {"marks": [[8, 12 * "0"], [8, 12 * "0"]]},
+        {"marks": [[step, 12 * "0"] for step in range(9)]}, {"marks": [[-1, 12 * "0"]]}, {"marks": [8]},
     ],
 )  # fmt: skip
 def test_invalid_reports_are_ignored(change):
@@ -117,6 +127,16 @@ def test_invalid_reports_are_ignored(change):
         parse_progress(subkey(1), {**record(1), **change})
     tracker = see(make_tracker(), {**record(1, epoch=5), **change}, record(2))
     assert [progress.peer_id for progress in tracker.others] == [peer_id(2)]
+
+
+def test_report_with_marks_passes_the_validators_and_is_read_by_others():
+    tracker = make_tracker()
+    tracker.complete_step(8, 10, distance=0.5, marks=((8, 12 * "a"),))
+    tracker._report()
+    ((key, value),) = tracker.dht.records.items()
+    packed = MSGPackSerializer.dumps(value)
+    assert ReadableValidator().validate(DHTRecord(b"key", MSGPackSerializer.dumps(key), packed, run_time() + 60))
+    assert parse_progress(key, MSGPackSerializer.loads(packed)).marks == ((8, 12 * "a"),)
 
 
 @pytest.mark.parametrize("value", [None, 5, [1], "text", {}, {"protocol": PROTOCOL}])
@@ -127,30 +147,29 @@ def test_records_that_are_no_reports_are_ignored(value):
 def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
     warnings = []
     monkeypatch.setattr(progress_module.logger, "warning", warnings.append)
-    tracker, local = make_tracker(), make_tracker(local_updates=True)
-    local.report_samples(1)
-    local._report()
-    (local_record,) = local.dht.records.values()
+    tracker = make_tracker()
     for _ in range(3):
         reports = {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"number": 2, "epoch": 9}
-        see(tracker, *reports, {**local_record, "number": 3})
+        see(tracker, *reports, {**record(3, epoch=7, samples=10**6), "schema": "other"})
     assert tracker.others == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
     assert len(warnings) == 3 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
-    assert "runs with --local_updates, this trainer without" in warnings[2]
-    assert see(local, record(1)).others == [] and "runs without --local_updates, this trainer with:" in warnings[3]
+    assert "another model" in warnings[2] and tracker.num_misfits == 3
 
 
 def test_banned_and_ignored_peers_do_not_count():
-    tracker = see(make_tracker(), record(1, epoch=9), record(2, epoch=3))
+    tracker = see(make_tracker(), record(1, epoch=1), record(2, epoch=3))
     tracker.banned_peers = lambda: {peer_id(2): 1e12}
-    assert tracker.global_epoch == 9
-    assert tracker.ignore_epochs_above(5) == 1
+    assert tracker.global_epoch == 1
+    assert tracker.ignore(lambda progress: progress.epoch == 1) == 1
     assert tracker.global_epoch == 0 and tracker.others == []
+    tracker.stop_ignoring({signer_of(subkey(1))})
+    assert tracker.global_epoch == 1, "this peer has averaged with it"
 
 
 def test_report_speaks_for_its_signer_only():
     """With a report in the name of each other trainer, one peer made all believe that they were alone."""
     tracker = make_tracker()
+    tracker.complete_step(4, 0)
     tracker.dht.records = {subkey(number): record(number, epoch=4, samples=10) for number in (1, 2)}
     tracker.dht.records |= {b"x" + subkey(3): record(3), b"id": record(4), subkey(0): record(0)}
     tracker.dht.records[subkey(5)] = {**record(1, epoch=5), "peer_id": peer_id(1), "auxiliary": True}
@@ -168,9 +187,9 @@ def test_report_speaks_for_its_signer_only():
 def test_step_is_due_with_enough_samples_in_total(clock):
     tracker = see(make_tracker(target=100), record(1, samples=40), record(2, samples=30))
     clock.now += 100.0  # at a higher rate, the missing samples would be expected at once
-    tracker.report_samples(20)
+    compute(tracker, 20)
     assert tracker.seconds_to_step > 0
-    tracker.report_samples(30)
+    compute(tracker, 30)
     assert tracker.seconds_to_step == 0
 
 
@@ -184,7 +203,7 @@ def test_contributed_samples_still_count():
     """Otherwise the step would no longer be due for slower peers as soon as the first peer has begun it."""
     reports = [record(1, epoch=1, completed=0, contributed=60), record(2, samples=30), record(3, samples=5)]
     tracker = see(make_tracker(target=100), *reports)
-    tracker.report_samples(5)
+    compute(tracker, 5)
     assert tracker.seconds_to_step == 0
 
 
@@ -214,7 +233,7 @@ def test_samples_are_extrapolated_for_one_heartbeat_after_the_report_and_a_minut
 def test_step_is_not_due_before_new_reports_are_read():
     tracker = see(make_tracker(target=100), record(1, samples=90))
     tracker.complete_step(1, 0)
-    tracker.report_samples(100)
+    compute(tracker, 100)
     assert tracker.seconds_to_step > 0, "the other may be at this step by now"
     see(tracker, record(1, epoch=1, samples=10))
     assert tracker.seconds_to_step == 0
@@ -225,10 +244,10 @@ def test_lone_peer_needs_all_samples_for_its_step(clock):
     tracker = make_tracker(target=100)
     for samples in range(10, 100, 10):
         clock.now += 1.0
-        tracker.report_samples(samples)
+        compute(tracker, samples)
     clock.now += 10.0
     assert tracker.seconds_to_step > 0
-    tracker.report_samples(100)
+    compute(tracker, 100)
     assert tracker.seconds_to_step == 0
 
 
@@ -236,7 +255,7 @@ def test_waiting_does_not_count_as_slow_training(clock):
     tracker = make_tracker()
     for samples in (10, 20):
         clock.now += 1.0
-        tracker.report_samples(samples)
+        compute(tracker, samples)
         with tracker.pause_updates():
             clock.now += 100.0
     assert tracker.local_progress.samples_per_second == pytest.approx(10.0)
@@ -270,7 +289,7 @@ def test_roster_has_the_live_peers_of_the_step():
     assert roster(tracker, 5) == {
         0: (False, True), 1: (False, True), 2: (True, True), 7: (False, False), 8: (False, False)
     }  # fmt: skip
-    assert tracker.num_expected(5) == 3
+    assert tracker.num_expected(5) == 4, "the one that is a step behind, too"
 
 
 @pytest.mark.parametrize(
@@ -279,7 +298,82 @@ def test_roster_has_the_live_peers_of_the_step():
 def test_step_is_done_elsewhere_if_most_peers_report_it(completed, is_done):
     """One false report among several does not end the round of this peer."""
     reports = [record(number + 1, epoch=5, completed=value) for number, value in enumerate(completed)]
-    assert see(make_tracker(), *reports).is_done_elsewhere(5) == is_done
+    tracker = make_tracker()
+    tracker.complete_step(4, 0)
+    assert see(tracker, *reports).is_done_elsewhere(5) == is_done
+
+
+OLD = [[8, 12 * "1"]]
+
+
+@pytest.mark.parametrize(
+    ("own_step", "others", "joins"),
+    [
+        (11, [(11, 3, OLD)], None),  # the same side
+        (11, [(12, 3, OLD)], None),
+        (11, [(40, 1, OLD)], 40),  # a trainer that was alone: as many at each side, it stays
+        (11, [(11, 3, OLD), (11, 3, OLD), (40, 1, OLD)], None),  # the larger side stays
+        (40, [(11, 3, OLD), (11, 3, OLD), (11, 3, OLD)], 11),
+        (0, [(40, 1, []), (1, 2, [])], 40),  # nothing is known of the histories
+        (40, [(0, 3, []), (0, 3, []), (0, 3, [])], None),  # newcomers
+    ],
+)
+def test_smaller_side_joins_the_larger_one(own_step, others, joins, clock):
+    tracker = make_tracker()
+    tracker.complete_step(own_step, 0, marks=tuple(map(tuple, OLD if own_step else [])))
+    for _ in range(2):
+        assert tracker.rival is None, "one answer may be old"
+        reports = [record(n + 1, epoch=step, size=size, marks=marks) for n, (step, size, marks) in enumerate(others)]
+        see(tracker, *reports)
+        clock.now += 1
+    assert (tracker.rival and tracker.rival.epoch) == joins
+    assert tracker.is_outranked == (joins is not None)
+    tracker.complete_step(own_step, 0)
+    assert tracker.rival is None, "the reports that are known may be of the step before"
+
+
+def test_trainer_that_is_ahead_waits_for_most_of_the_others(clock):
+    tracker = make_tracker()
+    tracker.complete_step(11, 0)
+    compute(tracker, 1000)
+    see(tracker, *(record(number, epoch=10, samples=1) for number in range(1, 4)))
+    assert tracker.num_expected(12) == 3 and tracker.seconds_to_step > 0
+    see(tracker, record(1, epoch=10), record(2, epoch=11), record(3, epoch=11))
+    assert tracker.seconds_to_step == 0
+
+
+def test_peers_that_lack_updates_or_are_away_make_no_step_due(clock):
+    tracker = make_tracker()
+    clock.now += 10
+    compute(tracker, 10)
+    see(tracker, record(1, samples=500, distance=3.0), record(2, samples=500, away=True))
+    assert tracker.seconds_to_step > 0
+    assert tracker.num_expected(1) == 1, "the group may repair the first one; nobody waits for the second"
+    see(tracker, record(1, samples=500, distance=2.0))
+    assert tracker.seconds_to_step == 0
+    tracker.complete_step(0, 10, distance=3.0)
+    clock.now += 20
+    see(tracker, record(1, samples=500, distance=2.0))
+    assert tracker.num_lacking == 1.0
+    see(tracker, record(1, samples=500, distance=3.0))
+    assert tracker.seconds_to_step == 0 and tracker.num_lacking == 0, "all lack the same"
+
+
+def test_answer_without_a_peer_does_not_erase_it(clock):
+    tracker = see(make_tracker(), record(1), record(2))
+    assert see(tracker, record(1)).num_expected(1) == 2
+    tracker.dht.records[subkey(2)] = None
+    tracker._begin_fetch()
+    assert tracker._finish_fetch() and tracker.num_expected(1) == 1, "it has said goodbye"
+    clock.now += ALIVE_SECONDS
+    assert see(tracker).num_expected(1) == 0
+
+
+def test_samples_of_a_step_that_began_meanwhile_are_not_counted_twice():
+    tracker = make_tracker()
+    tracker.begin_step(1, 96)
+    tracker.report_samples(96, epoch=0)
+    assert tracker.local_progress.samples_accumulated == 0
 
 
 def test_auxiliary_peer_works_for_the_step_of_most_trainers():
@@ -314,11 +408,11 @@ def test_step_of_the_run(epochs, completed, agreed, credible):
 
 def test_reports_are_rate_limited_except_for_new_steps(clock):
     tracker = make_tracker()
-    tracker.report_samples(1)
+    compute(tracker, 1)
     assert tracker._next_report <= clock.now
     tracker._report()
     clock.now += 0.1
-    tracker.report_samples(2)
+    compute(tracker, 2)
     assert tracker._next_report == pytest.approx(1000.5), "fast local steps do not flood the DHT"
     tracker.begin_step(1, 2)
     assert tracker._next_report <= clock.now
@@ -331,7 +425,7 @@ def test_reports_become_frequent_when_the_step_is_near(clock):
     reported_at = []
     for samples in range(200):
         clock.now += 0.1
-        tracker.report_samples(samples + 1)
+        compute(tracker, samples + 1)
         if clock.now >= tracker._next_report:
             tracker._report()
             reported_at.append(clock.now - 1000.0)
@@ -361,7 +455,7 @@ def test_reported_rate_falls_during_a_long_local_step(clock):
     for seconds in (0.1, 0.1, 5.0, 15.0):
         clock.now += seconds
         if seconds < 1:
-            tracker.report_samples(tracker.local_progress.samples_accumulated + 32)
+            compute(tracker, tracker.local_progress.samples_accumulated + 32)
         tracker._report()
         (stored,) = tracker.dht.records.values()
         rates.append(stored["samples_per_second"])
@@ -416,7 +510,7 @@ def test_thread_survives_a_silent_dht(monkeypatch):
     assert not tracker.refresh(timeout=0.5)
     tracker.dht.answers = True
     assert tracker.refresh(timeout=10.0)
-    tracker.report_samples(5)
+    compute(tracker, 5)
     tracker.shutdown(5.0)
     assert not tracker.is_alive()
     assert list(tracker.dht.records.values()) == [None], "its goodbye"

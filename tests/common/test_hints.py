@@ -15,7 +15,7 @@ from lib.common.logs import HintHandler
 from tests.support.messages import read_templates
 from tests.support.peers import ROOT
 
-NO_GROUP = "No group for step #39 in time: proceeding with local gradients"
+NO_GROUP = "No group for step #39 in time: keeping its samples for another try"
 FIREWALL = "Peer Qm can't access this node. Probably, libp2p has failed to bypass the firewall"
 CANNOT_LISTEN = "cannot listen on --host_maddrs /ip4/0.0.0.0/tcp/31337: port in use or not this machine's address"
 
@@ -37,7 +37,7 @@ def log(monkeypatch):
 def test_hint_follows_the_first_warning_of_a_kind(log):
     logger, read = log
     for step in (39, 40):
-        logger.warning("No group for step #%d in time: proceeding with local gradients", step)
+        logger.warning("No group for step #%d in time: keeping its samples for another try", step)
     first, hint, second = read().splitlines()
     assert first == NO_GROUP and "#40" in second
     assert hint.startswith(HINT) and "Behind a firewall (docs/networking.md#behind-a-firewall)" in hint

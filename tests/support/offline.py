@@ -47,20 +47,22 @@ PEER = SimpleNamespace(dht=SilentDHT(), public_key=SUBKEY)
 class Rounds:
     """Coordinator whose rounds have the outcome that the test sets.
 
-    Its attribute `during` is called in each round, `gradients` and `parameters` are the values of the averages.
+    Its attribute `during` is called in each round, `gradients` and `parameters` are the values of the averages. The
+    other members lack no updates; `is_given` says that this peer receives parameters on demand.
     """
 
-    num_attempts, last_error, has_group, is_called_off = 1, "", False, False
+    num_attempts, last_error, has_group, is_called_off, other = 1, "", False, False, None
 
     def __init__(self, optimizer: CollaborativeOptimizer):
         self.averager = optimizer.grad_averager
-        self.outcome, self.received = Outcome.AVERAGED, 1.0
+        self.optimizer = optimizer
+        self.outcome, self.received, self.is_given, self.is_settling = Outcome.AVERAGED, 1.0, False, False
         self.gradients, self.parameters = 0.0, None
         self.during: Callable[[], object] = lambda: None
-        self.weights: list[tuple[float, float]] = []
+        self.weights: list[float] = []
 
-    def average(self, _step: int, weight: float, parameter_weight: float) -> tuple[Outcome, RoundResult | None]:
-        self.weights.append((weight, parameter_weight))
+    def average(self, step: int, weight: float) -> tuple[Outcome, RoundResult | None]:
+        self.weights.append(weight)
         self.during()
         if self.outcome != Outcome.AVERAGED:
             return self.outcome, None
@@ -69,7 +71,12 @@ class Rounds:
             average.fill_(self.gradients)
         for average, own in zip(averager.averaged_parameters, averager.parameters, strict=True):
             average.copy_(own if self.parameters is None else torch.full_like(own, self.parameters))
-        return self.outcome, RoundResult([b"a", b"b"], self.received, {}, {}, {})
+        members = [averager.dht.peer_id, self.other or averager.dht.peer_id]
+        parameters = self.received if self.is_given or averager.includes_parameters(step) else None
+        distance = self.optimizer.distance
+        return self.outcome, RoundResult(
+            members, self.received, {}, received_parameters=parameters, distance=distance, group_id=bytes([step] * 20)
+        )
 
     def call_off(self) -> None:
         self.is_called_off = True

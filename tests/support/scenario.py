@@ -22,6 +22,7 @@ BATCH = 4  # samples of a local step
 PART_BYTES = 80  # a share in a group of four is several parts, as in real rounds
 LINKS = 10_000.0  # bytes per second; 200 gradients and parameters are 1600 bytes
 SETTINGS = {"optimizer": "adamw", "learning_rate": 0.01, "warmup_steps": 0, "adam_epsilon": 1e-8}
+SETTINGS |= {"average_state_every": 2}  # rounds with and without parameters
 SETTINGS |= {"gradient_compression": "none", "state_compression": "none", "load_state_compression": "none"}
 
 

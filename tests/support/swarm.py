@@ -167,6 +167,7 @@ class Swarm:
         self.options = {
             "run_id": self.run_id,
             "target_batch_size": 12,
+            "average_state_every": 1,
             "gradient_compression": "none",
             "state_compression": "none",
             "load_state_compression": "none",
@@ -265,7 +266,7 @@ class Swarm:
         for trainer in self.in_order(step):
             trainer.optimizer.coordinator.update_roster()
             rounds.append(trainer.averager.schedule_round(step, timeout))
-            rounds[-1].weight = rounds[-1].parameter_weight = 1.0
+            rounds[-1].weight = 1.0
         return rounds
 
     def global_step(self, *sizes: int, trainers: Sequence[Trainer] = ()) -> list[Contribution]:

@@ -86,7 +86,7 @@ def assert_close(recorder: Recorder, other: Recorder) -> None:
 def assert_format_of_all_versions(content: dict, weights: list[torch.Tensor]) -> None:
     """Assert that a training state has the parameters, then the optimizer's options and statistics, sorted by name."""
     assert content.keys() == {"format", "run_id", "metadata", "tensors"} and content["format"] == 1
-    assert content["metadata"].keys() == {"epoch", "optimizer_metadata"}
+    assert content["metadata"].keys() == {"epoch", "optimizer_metadata", "marks"}
     values, tensors = content["metadata"]["optimizer_metadata"], content["tensors"]
     options, statistics = values[: -len(weights) * len(STATISTICS)], values[-len(weights) * len(STATISTICS) :]
     # Of both groups: betas, eps, initial_lr, lr, numbers of the parameters, weight_decay

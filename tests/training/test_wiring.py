@@ -46,7 +46,7 @@ class Received(SimpleNamespace):
         super().__init__(**of_rounds, **{**kwargs.pop("averager_opts", {}), **kwargs})
         of_tracker = kwargs.get("args") or kwargs.get("tracker_opts", {}).get("args")
         self.tracker_args = {name: getattr(of_tracker, name) for name in TRACKER if of_tracker is not None}
-        self.shutdown = lambda: None
+        self.shutdown, self.schema_id = lambda: None, ""
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ TABLE = [
     ("delay_grad_averaging", BOTH, "delay_grad_averaging", False),
     ("delay_optimizer_step", BOTH, "delay_optimizer_step", False),
     ("target_group_size", ROUNDS, "target_group_size", 17),
-    ("local_updates", ("local", "local_averager", "local_tracker"), "local_updates", True),
-    ("local_updates", ("plain", "plain_averager", "plain_tracker"), "local_updates", False),
+    ("local_updates", ("local", "local_averager"), "local_updates", True),
+    ("local_updates", ("plain", "plain_averager"), "local_updates", False),
     ("max_grad_norm", ("plain", "plain_averager"), "max_grad_norm", 0.625),
     ("max_update_norm", ("local", "local_averager"), "max_grad_norm", 0.5625),
     ("learning_rate", ("plain", "plain_averager"), "parameter_step", 10 * 0.25),
