@@ -78,6 +78,7 @@ class TrainingSession:
         """Start from the newest training state: the other peers', or the resumed checkpoint's if that is newer.
 
         :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded
+        :raises UserError: if all other trainers average something else
         """
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
@@ -110,6 +111,12 @@ class TrainingSession:
         deadline = time.monotonic() + self.args.load_state_timeout
         for attempt in itertools.count(1):
             tracker.refresh()
+            if tracker.num_misfits and not tracker.other_trainers:
+                raise UserError(
+                    f"the {tracker.num_misfits} trainers of this run have another model, other flags or another "
+                    "version (see the warning above), and would not average with this one: take theirs, or "
+                    "pass another --run_id for a run of your own"
+                )
             if self.optimizer.load_state_from_peers():
                 return True
             ahead = [

@@ -100,6 +100,18 @@ def test_trainer_that_cannot_get_the_state_of_a_run_ends_with_one_line(join):
     assert "--load_state_timeout" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_trainer_of_another_model_ends_with_one_line(join, monkeypatch):
+    """Otherwise it would train from scratch beside the run, and look as if it took part."""
+    monkeypatch.setattr(FakeTracker, "num_misfits", 2)
+    with pytest.raises(UserError, match="the 2 trainers of this run have another model"):
+        join([])
+
+
+def test_reports_of_another_model_keep_nobody_out_of_a_run(join, monkeypatch):
+    monkeypatch.setattr(FakeTracker, "num_misfits", 2)
+    assert join([0]) == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("backup", "offered", "expected"),
     [(6, None, 6), (6, 8, 8), (None, 8, 8), (8, 6, 8)],
