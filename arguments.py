@@ -229,7 +229,7 @@ class OptimizerArguments:
         optional=True,
     )
     average_state_every: int = flag(
-        1, "Average parameters every this many global steps (gradients: every step)", setting=True
+        8, "Average parameters every this many global steps (gradients: every step)", setting=True
     )
     gradient_compression: GradientCompression = flag(
         "float16",

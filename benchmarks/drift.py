@@ -3,7 +3,7 @@
 
 benchmarks/drift.py --steps 24
 
-Three trainers of a tiny model in this process take the same global steps in each setting, in rounds over 127.0.0.1,
+Trainers of a tiny model in this process take the same global steps in each setting, in rounds over 127.0.0.1,
 with the optimizer, averager and compression of the scripts. In local updates each trainer takes three local steps
 for a global step.
 """
@@ -24,7 +24,6 @@ from lib.training.check import BITS
 from lib.training.model import build_model
 from tests.support.swarm import CONFIG, SAMPLES, Network, Swarm, flat, parameters_of
 
-TRAINERS = 3
 LOCAL_STEP_SAMPLES = 4
 LOCAL_STEPS = 3  # of each trainer in a global step, in local updates
 
@@ -53,20 +52,21 @@ class Setting:
 
 def settings() -> list[Setting]:
     choices = [
-        ("none", "none", 1), ("float16", "float16", 1), ("float16", "float16", 4), ("float16", "float16", 1000),
-        ("blockwise8", "float16", 1), ("blockwise8", "float16", 4), ("blockwise8", "float16", 1000),
-        ("blockwise4", "float16", 1), ("blockwise4", "float16", 4),
+        ("none", "none", 1), ("float16", "float16", 1), ("float16", "float16", 4), ("float16", "float16", 8),
+        ("float16", "float16", 1000),
+        ("blockwise8", "float16", 1), ("blockwise8", "float16", 4), ("blockwise8", "float16", 8),
+        ("blockwise8", "float16", 1000), ("blockwise4", "float16", 1), ("blockwise4", "float16", 8),
     ]  # fmt: skip
     return [Setting(*choice, is_local) for is_local in (False, True) for choice in choices]
 
 
-def train(swarm: Swarm, num_steps: int) -> tuple[list[float], torch.Tensor]:
+def train(swarm: Swarm, num_trainers: int, num_steps: int) -> tuple[list[float], torch.Tensor]:
     """Take global steps.
 
     :returns: the largest relative distance between two trainers after each step; the first trainer's parameters
     """
     generator, distances = torch.Generator().manual_seed(0), []
-    swarm.add_several(*[False] * TRAINERS)
+    swarm.add_several(*[False] * num_trainers)
     for step in range(1, num_steps + 1):
         swarm.meet()
         for trainer in swarm.trainers:
@@ -77,31 +77,33 @@ def train(swarm: Swarm, num_steps: int) -> tuple[list[float], torch.Tensor]:
                 trainer.local_step({name: values[rows] for name, values in SAMPLES.items()})
         swarm.wait_for(step)
         for trainer in swarm.trainers:
-            assert trainer.entry["outcome"] == "averaged" and len(trainer.entry["group"]) == TRAINERS, trainer.entry
+            entry = trainer.entry
+            assert entry["outcome"] == "averaged" and len(entry["group"]) == num_trainers, entry
         parameters = [trainer.parameters for trainer in swarm.trainers]
         distances.append(max(float((a - b).norm() / a.norm()) for a, b in combinations(parameters, 2)))
     return distances, parameters[0]
 
 
-def measure(stack: ExitStack, network: Network, setting: Setting, num_steps: int) -> tuple[list[float], torch.Tensor]:
+def measure(network: Network, setting: Setting, num_trainers: int, num_steps: int) -> tuple[list[float], torch.Tensor]:
     with ExitStack() as own, tempfile.TemporaryDirectory() as folder:
         options = {
             "gradient_compression": setting.gradient,
             "state_compression": setting.parameter,
             "average_state_every": setting.every,
-            "target_batch_size": TRAINERS * LOCAL_STEPS * LOCAL_STEP_SAMPLES,
+            "target_batch_size": num_trainers * LOCAL_STEPS * LOCAL_STEP_SAMPLES,
         }
         if setting.local_updates:
             options |= {"local_updates": True, "max_grad_norm": 1.0}
-        return train(Swarm(own, network, Path(folder), **options), num_steps)
+        return train(Swarm(own, network, Path(folder), **options), num_trainers, num_steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24, help="global steps in each setting; default: 24")
+    parser.add_argument("--trainers", type=int, default=3, help="default: 3")
     args = parser.parse_args()
     initial = flat(parameters_of(build_model(CONFIG, "run")))
-    print(f"{TRAINERS} trainers, {args.steps} global steps, {len(initial):,} parameters")
+    print(f"{args.trainers} trainers, {args.steps} global steps, {len(initial):,} parameters")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         network, exact = Network(stack, Path(folder)), {}
         for setting in settings():
@@ -109,7 +111,7 @@ def main() -> None:
                 print(f"\n{'local updates' if setting.local_updates else 'gradients'}")
                 columns = f"{'gradient':>12}{'parameter':>12}{'every':>7}{'bits':>7}"
                 print(f"{columns}{'apart: last':>13}{'most':>10}{'error':>10}")
-            distances, parameters = measure(stack, network, setting, args.steps)
+            distances, parameters = measure(network, setting, args.trainers, args.steps)
             reference = exact.setdefault(setting.local_updates, parameters)
             error = float((parameters - reference).norm() / (reference - initial).norm())
             print(

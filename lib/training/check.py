@@ -238,7 +238,8 @@ def check_upload(dht: DHT, num_parameters: int, args: CollaborationArguments) ->
     trainers = max(2, min(1 + count_trainers(dht, args.run_id), args.target_group_size))
     # A trainer in client mode sends each tensor once, as one of two does.
     seconds = max(1.0, round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, speed))
-    text = f"{speed:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers takes about {seconds:.0f} s"
+    text = f"{speed:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers with the parameters takes "
+    text += f"about {seconds:.0f} s"
     if seconds <= args.averaging_timeout:
         return Finding("upload", text)
     advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"

@@ -77,7 +77,8 @@ def test_volunteers_take_all_settings_from_the_run(scripts, dataset_url, tmp_pat
         r"ok      /ip4/127.0.0.1/tcp/\d+/p2p/\w+: the port answers",
         r"ok      Qm\w+: it answers, it can dial this peer", r"ok      device: cpu: a micro-batch of 4 takes",
         r"ok      state: step #\d+, [\d.]+ MB in",
-        r"ok      upload: [\d,.]+ Mbit/s to \w+-\w+-\w+; at this speed a round of 2 trainers takes about 1 s",
+        r"ok      upload: [\d,.]+ Mbit/s to \w+-\w+-\w+; at this speed a round of 2 trainers with the parameters "
+        r"takes about 1 s",
     ):  # fmt: skip
         assert re.search(line, checked.output), (line, checked.output)
     limit_is_high = resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 4096

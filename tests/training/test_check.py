@@ -128,7 +128,7 @@ def measure(monkeypatch, subkeys):
 def test_round_at_the_measured_upload(measure, options, trainers, seconds):
     line = measure(10.0, **options)
     assert line.startswith("ok      upload: 10.0 Mbit/s to ")
-    assert line.endswith(f"; at this speed a round of {trainers} trainers takes about {seconds} s")
+    assert line.endswith(f"; at this speed a round of {trainers} trainers with the parameters takes about {seconds} s")
     line = measure(10.0, **options, averaging_timeout=seconds - 1.0)
     assert line.startswith("FAILED") and f", and --averaging_timeout is {seconds - 1} s. Use a faster" in line
 
