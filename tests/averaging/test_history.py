@@ -17,6 +17,7 @@ def marks(history: str, steps: range = range(8, 72, 8)) -> Marks:
     [
         (Side(30, 2, marks("aaa")), Side(30, 2, marks("aaa")), None),
         (Side(31, 2, marks("aaa")), Side(30, 2, marks("aaa")), None),
+        (Side(30, 2, marks("aaa")), Side(32, 2, marks("aaa")), True),  # too far away for a common round
         (Side(30, 2, marks("abb")), Side(30, 9, marks("acc")), None),  # a young fork: averaged
         (Side(40, 2, marks("abbb")), Side(40, 3, marks("accc")), True),  # the larger side
         (Side(40, 2, marks("abbb")), Side(41, 2, marks("accc")), True),  # as many: by the IDs, not by the steps

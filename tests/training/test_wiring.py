@@ -156,6 +156,7 @@ def test_local_flags_reach_transformers(tmp_path):
     for name, value in {**values, "learning_rate": 0.25, "bf16": True, "fp16": False, "use_cpu": True}.items():
         assert getattr(args, name) == value, name
     assert args.output_dir == str(tmp_path) and args.max_grad_norm == 0.0 and args.ignore_data_skip
+    assert args.dataloader_drop_last, "each local step reports the same number of samples"
     assert not args.remove_unused_columns and args.max_steps > 10**9
     seeds = {build_training_arguments(flags, peer).seed for peer in ("peer", "another")}
     flags.seed = 1
