@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 from lib.averaging.accumulators import GradientAccumulator, clip_norm
 from lib.averaging.bounds import NORM_TOLERANCE
 from lib.averaging.coordinator import Outcome, RoundCoordinator
-from lib.averaging.history import add_mark, read_marks
+from lib.averaging.history import add_mark, different_marks, read_marks
 from lib.averaging.matchmaking import MAX_DISTANCE
 from lib.averaging.progress import PeerProgress, ProgressTracker
 from lib.averaging.round_log import RoundLog, describe_round
@@ -38,7 +38,7 @@ IDLE_SECONDS = 0.1  # polling interval for a due step
 # Bound on the change of the parameters in a round if they lack no update, relative to their norm. Honest peers differ
 # by rounding and, after a step that one peer missed, by one update: at most some percent.
 MAX_PARAMETER_CHANGE = 0.2
-MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download
+MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download or a sleep
 # Consecutive steps without a round after which a peer says that it is away, or takes the step without the others. Of
 # trainers that cannot reach each other, the one with the smallest peer ID goes first. The others follow only if it
 # takes no step either.
@@ -270,6 +270,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def _advance(self) -> None:
         """Search for the group of the next step ahead of time; take the step if it is due."""
+        if (missed := self._num_skippable()) > 0:
+            self._skip(missed)
         if self._is_interrupted():
             self.coordinator.call_off()
             return
@@ -446,8 +448,26 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     # Joining and catching up
 
     def _is_out_of_sync(self) -> bool:
-        """Whether the other trainers are at another step or have another history, and are the larger side."""
-        return not self._in_step and self.tracker.rival is not None
+        """Whether the other trainers, the larger side, have another history, or are too far ahead."""
+        return not self._in_step and self.tracker.rival is not None and self._num_skippable() <= 0
+
+    def _num_skippable(self) -> int:
+        """Return by how many steps the larger side is ahead in this peer's history; 0 if this peer needs its state."""
+        rival = self.tracker.rival
+        if rival is None or different_marks(self.state_averager.marks, rival.marks) != []:
+            return 0
+        missed = rival.completed - self.local_epoch
+        return missed if missed <= MAX_MISSED_UPDATES else 0
+
+    def _skip(self, missed: int) -> None:
+        """Continue at the step of the others, as after a sleep. They give this peer the parameters, see Standing."""
+        self.coordinator.call_off()
+        self.state_averager.local_epoch += missed
+        self.distance += missed
+        logger.info(f"Missed {missed} steps: receiving the parameters in the round of step #{self.local_epoch + 1}")
+        self._steps.append((self.local_epoch, None))
+        self._report_step(self.accumulator.num_samples)
+        self.share_state()
 
     def load_state_from_peers(self, **_kwargs) -> bool:
         """Download the newest state that a peer offers and that fits; without one, continue with this peer's state.
