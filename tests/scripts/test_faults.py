@@ -119,27 +119,6 @@ def test_death_of_an_averager_is_noticed(scripts):
     trainer.assert_nothing_left()
 
 
-def test_killed_trainer_comes_back_as_the_same_peer(scripts):
-    monitor = scripts.monitor()
-    common = ("--initial_peers", monitor.address, *LONG_STEPS)
-    stays = scripts.trainer("stays", *common)
-    restarts = scripts.trainer("restarts", *common, "--dataloader_num_workers", 1)  # a child more
-    restarts.wait_for("Averaged gradients with 2 peers", 120)
-    stays.wait_for(r"\bStep #", 60)
-    restarts.kill()
-    before = max(stays.steps)
-    again = scripts.trainer("restarts", *common)
-    again.wait_for(r"Joined the collaboration at step #\d+", 120)
-    joined_at = int(re.search(r"Joined the collaboration at step #(\d+)", again.output)[1])
-    assert joined_at >= before
-    again.wait_for(r"Averaged gradients with 2 peers[^#]*\n.*\bStep #", 120)
-    newest = max(again.steps)
-    wait_until(lambda: scripts.newest_step() >= newest, 120, "the monitor's report")
-    records = scripts.metrics()
-    assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, none repeated"
-    assert max(record["alive peers"] for record in records) == 2, "the restarted peer counts once"
-
-
 def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
     address = monitor.address

@@ -1,6 +1,7 @@
 """The loop of docs/running.md: what it starts again, and what it does not."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.looped import make_loop
-from tests.support.peers import ROOT, steps_of, wait_until
+from tests.support.peers import LONG_STEPS, ROOT, wait_until
 
 # A command that notes each of its starts, and then ends or hangs.
 COMMAND = """\
@@ -53,22 +54,31 @@ def test_what_is_started_again(tmp_path, ends, starts):
 
 
 @pytest.mark.peers
-def test_trainer_comes_back(scripts):
+def test_trainer_comes_back_as_the_same_peer(scripts):
     """First it is killed, then its p2p daemon. Nothing is left of either, and Ctrl-C ends the loop."""
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 1)
-    loop = scripts.trainer(
-        "trainer", "--initial_peers", monitor.address, *steps_of(seconds=2, num_trainers=1),
-        wrappers=["tests/support/looped.py"],
-    )  # fmt: skip
-    monitor.wait_for("Saved")  # what the next trainer begins with
-    for number, victim in enumerate(("trainer", "p2pd"), start=1):
-        (trainer,) = psutil.Process(loop.process.pid).children()
-        family = [trainer, *trainer.children(recursive=True)]
-        target = trainer if victim == "trainer" else next(p for p in family if p.name().startswith("p2pd"))
-        target.kill()
-        loop.wait_for(rf"(?s)(Joined the collaboration.*Step #\d+.*){{{number}}}", timeout=240)
-        wait_until(lambda family=family: not any(p.is_running() for p in family), 15, "the end of its processes")
+    monitor = scripts.monitor()
+    common = ("--initial_peers", monitor.address, *LONG_STEPS)
+    stays = scripts.trainer("stays", *common)
+    stays.wait_for(r"\bStep #")
+    loop = scripts.trainer("restarts", *common, "--dataloader_num_workers", 1, wrappers=["tests/support/looped.py"])
+    averaged = r"(?s)Joined the collaboration at step #(\d+)\n.*gradients with 2 peers.*\bStep #"
+    before, end = 1, 0
+    for victim in ("trainer", "p2pd", None):
+        joined = wait_until(lambda end=end: re.search(averaged, loop.output[end:]), 240, "an averaged step")
+        assert int(joined[1]) >= before
+        if victim is not None:
+            (trainer,) = psutil.Process(loop.process.pid).children()
+            family = [trainer, *trainer.children(recursive=True)]
+            target = trainer if victim == "trainer" else next(p for p in family if p.name().startswith("p2pd"))
+            before, end = max(stays.steps), len(loop.output)
+            target.kill()
+            wait_until(lambda family=family: not any(p.is_running() for p in family), 15, "the end of its processes")
     assert "process has died" in loop.output and "Traceback" not in loop.output
+    newest = max(loop.steps)
+    wait_until(lambda: scripts.newest_step() >= newest, 120, "the monitor's report")
+    records = scripts.metrics()
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, none repeated"
+    assert max(record["alive peers"] for record in records) == 2, "the restarted peer counts once"
     for process in psutil.Process(loop.process.pid).children():
         process.send_signal(signal.SIGINT)  # as a terminal does
     assert loop.wait(60) == 0
