@@ -16,7 +16,7 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import run_local_demo
-from lib.common.errors import run_script
+from lib.common.errors import ORGANISER_MODULES, run_script
 from tests.support.launcher import run_forked
 
 
@@ -51,6 +51,8 @@ def _become(
 
 
 if __name__ == "__main__":
+    for name in ORGANISER_MODULES:
+        del sys.modules[name]  # the demo is the organiser's
     del sys.argv[0]  # error messages name the script that is now sys.argv[0]
     run_local_demo.subprocess = SimpleNamespace(
         Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT

@@ -3,6 +3,8 @@
 A script spends 7 CPU seconds on its imports, and the tests start hundreds of scripts. The launcher process gets its
 requests from the tests through a pipe, and ends with them. Tests that depend on the imports start their scripts
 without the launcher.
+
+The scripts run without the organiser's packages, as on a machine that has only requirements.txt installed.
 """
 
 import ctypes
@@ -191,11 +193,9 @@ def enter_namespace(path: str) -> None:
 
 def main() -> None:
     gc.disable()  # garbage collection takes 2 of 9 CPU seconds of the imports
-    sys.modules |= dict.fromkeys(ORGANISER_MODULES)  # not installed: the imports are those of a volunteer
+    sys.modules |= dict.fromkeys(ORGANISER_MODULES)  # None: not installed, as on a volunteer's machine
     for name in MODULES:
         importlib.import_module(name)
-    for name in ORGANISER_MODULES:
-        del sys.modules[name]
     gc.enable()
     threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
     # A forked process has no copies of threads. Only the thread of pyarrow's allocator restarts there.
