@@ -1,7 +1,6 @@
 """Invitation-only runs: an invited peer takes part, and no service responds to any other peer."""
 
 import asyncio
-import re
 import stat
 import time
 from unittest.mock import AsyncMock, Mock
@@ -9,7 +8,6 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import torch
 from hivemind.p2p import PeerID
-from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 import run_training_monitor
@@ -19,52 +17,16 @@ from lib.peer.admission import Admission, NotAdmittedError, load_admission
 from lib.peer.invitations import InvitationError, load_invitation, make_invitation, write_private_key
 from lib.peer.revocations import Revocations, revoke_invitations
 from tests.support.peers import (
-    LOCAL,
-    LONG_STEPS,
-    ROOT,
     invite,
-    join_together,
     local_optimizer,
     local_peer,
-    wait_until,
 )
-from tests.support.visitor import call_services, visitor
+from tests.support.visitor import call_services, list_answered, visit, visitor
 
 
 @pytest.fixture(scope="module")
 def authority() -> RSAPrivateKey:
     return RSAPrivateKey()
-
-
-@pytest.mark.peers
-def test_only_invited_peers_share_records(tmp_path, authority):
-    organiser = invite(authority, tmp_path / "organiser.invitation")
-    guest = invite(authority, tmp_path / "guest.invitation")
-    stranger = invite(RSAPrivateKey(), tmp_path / "stranger.invitation")
-    with local_peer(tmp_path / "one", "run", invitation=organiser) as first:
-        address = str(first.dht.get_visible_maddrs()[0])
-        with local_peer(tmp_path / "two", "run", (address,), invitation=guest) as second:
-            assert second.dht.store("run_note", "hello", get_dht_time() + 60, subkey=second.public_key)
-            own = load_invitation(tmp_path / "guest.invitation").private_key.get_public_key().to_bytes()
-            assert own in second.public_key
-            assert stat.S_IMODE((tmp_path / "two" / "invited.key").stat().st_mode) == 0o600
-            records = wait_until(lambda: first.dht.get("run_note", latest=True), 120, "the record").value
-            assert records[second.public_key].value == "hello"
-        for number, invitation in enumerate((None, stranger)):
-            with (
-                pytest.raises(UserError, match="that you pass the --invitation of the run if it needs one"),
-                local_peer(tmp_path / f"other{number}", "run", (address,), invitation=invitation, bootstrap_timeout=6),
-            ):
-                pass
-
-
-async def visit(address: str, *args, **kwargs) -> dict[str, str]:
-    async with visitor(address, *args, **kwargs) as p2p:
-        return await call_services(p2p, address, "run")
-
-
-def list_answered(outcomes: dict[str, str]) -> list[str]:
-    return [service for service, outcome in outcomes.items() if outcome.startswith("answered")]
 
 
 def is_refusal(outcome: str) -> bool:
@@ -98,6 +60,9 @@ def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authorit
         local_optimizer(torch.nn.Linear(2, 2), peer, 4, **options) as optimizer,
     ):
         optimizer.share_state()
+        assert stat.S_IMODE((tmp_path / "peer" / "invited.key").stat().st_mode) == 0o600
+        invited = load_invitation(tmp_path / "organiser.invitation").private_key.get_public_key()
+        assert invited.to_bytes() in peer.public_key
         address = str(peer.dht.get_visible_maddrs()[0])
         assert_refused(
             asyncio.run(visit(address)),
@@ -230,37 +195,6 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
             await bob.check(to_alice, mallory, is_callee=False)
 
     asyncio.run(run())
-
-
-@pytest.mark.long
-def test_scripts_average_while_strangers_call(scripts, authority):
-    """A monitor, its auxiliary peer, and two trainers, one in client mode; strangers call all services of two."""
-    names = ("monitor", "assistant", "public", "client")
-    files = {name: invite(authority, scripts.folder / f"{name}.invitation") for name in names}
-    together = ("--target_group_size", 3, "--matchmaking_time", 10, "--averaging_timeout", 60)
-    monitor = scripts.monitor(
-        "--invitation", files["monitor"], "--assist_in_averaging", "--assistant_maddrs", LOCAL,
-        "--assistant_invitation", files["assistant"], *LONG_STEPS[:2], *together, "--run_id", "run",
-    )  # fmt: skip
-    common = ("--initial_peers", monitor.address, "--run_id", "run", *LONG_STEPS, *together)
-    public = scripts.trainer("public", *common, "--invitation", files["public"])
-    client = scripts.trainer("client", *common, "--client_mode", "--invitation", files["client"])
-    strangers = [
-        scripts.start(
-            "tests/support/visitor.py", "run", script.address, log=f"at-{name}", env={"PYTHONPATH": str(ROOT)}
-        )
-        for name, script in (("monitor", monitor), ("trainer", public))
-    ]
-    join_together(public, client)
-    for trainer in (public, client):
-        trainer.wait_for("Averaged gradients with 3 peers", 120)
-    monitor.wait_for("Assisted 2 peers in averaging step", 120)
-    for stranger in strangers:
-        stranger.wait_for("one lap of calls")
-        assert set(re.findall("one lap of calls, answered: (.*)", stranger.output)) == {"[]"}
-    for script in (public, client, monitor):
-        assert script.stop() == 0, script.output
-        assert "Traceback" not in script.output, script.output
 
 
 def test_assistant_needs_an_invitation_of_its_own(tmp_path, authority):

@@ -1,11 +1,7 @@
-"""Bare libp2p peer that calls every service of another peer, with or without an invitation.
-
-python tests/support/visitor.py RUN_ID MULTIADDRESS repeats the calls until it is killed.
-"""
+"""Bare libp2p peer that calls every service of another peer, with or without an invitation."""
 
 import asyncio
 import contextlib
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -114,13 +110,11 @@ async def _describe(call, timeout: float) -> str:
         return repr(error)
 
 
-async def main(run_id: str, address: str) -> None:
-    async with visitor(address) as plain, visitor(address, is_silent=True) as silent:
-        while True:
-            outcomes = [await call_services(p2p, address, run_id) for p2p in (plain, silent)]
-            answered = [name for lap in outcomes for name, outcome in lap.items() if outcome.startswith("answered")]
-            print(f"one lap of calls, answered: {answered}", flush=True)
+async def visit(address: str, *args, run_id: str = "run", **kwargs) -> dict[str, str]:
+    """Call all services of a peer as a new visitor; the parameters are those of `visitor`."""
+    async with visitor(address, *args, **kwargs) as p2p:
+        return await call_services(p2p, address, run_id)
 
 
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+def list_answered(outcomes: dict[str, str]) -> list[str]:
+    return [service for service, outcome in outcomes.items() if outcome.startswith("answered")]
