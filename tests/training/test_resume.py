@@ -3,18 +3,26 @@
 It computes the same losses on a GPU as on a CPU, and in mixed precision about the same.
 """
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 import run_custom_trainer
 import run_trainer
-from lib.training import session
+from arguments import TrainerArguments
+from lib.common.processes import StopSignal
+from lib.peer import lifecycle
+from lib.training import session, task
+from lib.training.checkpoints import list_checkpoints
+from lib.training.model import build_model
 from lib.training.session import TrainingSession
-from tests.support.fakes import make_arguments
+from lib.training.status import read_status
+from tests.support.fakes import FakeTokenizer, collate, make_arguments, make_batch
 from tests.support.peers import local_peer
-from tests.training.test_scripts import run
+from tests.support.swarm import CONFIG
 
 SIZE = 8  # samples of the dataset, of a local step and of a global step: all steps use the same samples
 # Relative, of a loss, which falls by about 1 % in four steps. On a CPU bf16 changes a loss by 2e-5.
@@ -51,6 +59,18 @@ class Recorder(TrainingSession):
     @property
     def losses(self) -> dict[int, float]:
         return {entry.step: entry.loss / entry.mini_steps for entry in self.history}
+
+
+def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerArguments, size: int, num_devices: int = 1) -> None:
+    """Run a trainer script with a peer and some samples, on the CPU or on GPUs."""
+    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=size).items()})
+    device = torch.device("cpu" if args.training.use_cpu else "cuda")
+    loaded = task.Task(FakeTokenizer(), dataset, collate, build_model(CONFIG, "run"), device, num_devices)
+    patch.setattr(task, "load_task", lambda _args: loaded)
+    patch.setattr(lifecycle, "open_peer", lambda *_args: contextlib.nullcontext(peer))
+    patch.setattr(lifecycle, "exit_after", lambda *_args: None)
+    with StopSignal() as stop:
+        script.train(args, stop)
 
 
 def train(folder: Path, until: int, script, device: str = "cpu", precision: str = "fp32") -> Recorder:
@@ -117,8 +137,12 @@ def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, script):
     assert before.losses | after.losses == pytest.approx(whole.losses, rel=1e-4)
     assert whole.losses[4] < whole.losses[1] - 1e-3, "or else there is nothing to compare"
     content = torch.load(tmp_path / "resumed" / "checkpoint-4" / "training_state.pt")
+    assert [path.name for path in list_checkpoints(tmp_path / "resumed")] == ["checkpoint-4", "checkpoint-2"]
     assert_format_of_all_versions(content, whole.weights[4])
     assert_close(after, whole)
+    status = read_status(tmp_path / "whole")
+    assert (status.step, status.joined, status.missed) == (4, 4, 0) and status.applied >= 4 * SIZE
+    assert status.ended_at is not None and status.loss is not None
 
 
 @pytest.mark.peers
