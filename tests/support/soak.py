@@ -39,7 +39,8 @@ from tests.support.peers import Script, Scripts, prepare_data, read_jsonl, steps
 MAX_SECONDS_A_STEP = 60
 # Relative to the norm. Transfers use float16; a step of LAMB moves the weights by 0.03 of their norm here.
 MAX_DIFFERENCE = 0.003
-LOCAL_LEARNING_RATE = 0.003  # with local updates: of the inner optimizer, which takes some 20 steps in each global one
+MAX_SECONDS = 3000  # after which a run is given up
+HARM_EVERY = 12.0  # seconds between two faults, on average
 MAX_STEP = 10_000  # the hostile peer claims more
 TRAINERS = ("one", "two", "three")
 FAULTS = ("kill a trainer", "freeze a trainer", "end a trainer", "kill the monitor")
@@ -53,13 +54,10 @@ class Run:
     """A run of a monitor and three trainers, with or without faults.
 
     :param num_steps: global steps
-    :param seed: seed of the choice of faults
     """
 
     scripts: Scripts
     num_steps: int
-    seed: int
-    local_updates: bool
     address: str = ""  # of the monitor
     monitor: Script | None = None
     trainers: dict[str, Script] = field(default_factory=dict)
@@ -76,11 +74,8 @@ class Run:
 
     def start_monitor(self) -> None:
         port = ("--host_maddrs", self.address.split("/p2p/")[0]) if self.address else ()
-        flags = ("--run_id", "soak", "--save_checkpoint_step_interval", 2, *port, *self.mode_flags())
+        flags = ("--run_id", "soak", "--save_checkpoint_step_interval", 2, *port)
         self.monitor = self.scripts.monitor(*flags)
-
-    def mode_flags(self) -> tuple:
-        return ("--local_updates", "--learning_rate", LOCAL_LEARNING_RATE) if self.local_updates else ()
 
     def flags(self) -> tuple:
         """Return the flags of the trainers.
@@ -92,7 +87,7 @@ class Run:
             "--run_id", "soak", "--initial_peers", self.address, *steps_of(seconds=8, num_trainers=3),
             "--target_group_size", len(TRAINERS), "--averaging_timeout", 20,
             "--metadata_expiration", 20, "--max_refresh_period", 2, "--bootstrap_timeout", 60, "--save_steps", 50,
-            "--backup_every_steps", 1, *self.mode_flags(),
+            "--backup_every_steps", 1,
         )  # fmt: skip
 
     def losses(self) -> dict[int, float]:
@@ -130,19 +125,19 @@ class Run:
             trainer.assert_nothing_left()
         self.trainers[name] = self.scripts.trainer(name, *self.flags())
 
-    def run(self, deadline: float, harm_every: float | None) -> None:
-        """Run until the last step, with a fault every `harm_every` seconds on average (None: no faults).
+    def run(self, deadline: float, with_faults: bool) -> None:
+        """Run until the last step, with a fault every `HARM_EVERY` seconds on average if `with_faults` is set.
 
         :param deadline: `time.monotonic` at which the run is given up
         """
-        generator = random.Random(self.seed)
+        generator = random.Random(0)  # of the faults
         next_harm = time.monotonic() + 15
         while (step := self.newest_step()) < self.num_steps and time.monotonic() < deadline:
             if step >= self.num_steps - 3:  # a killed peer would have no time to rejoin
                 self.end_hostile_peers()
-            elif harm_every is not None and time.monotonic() >= next_harm:
+            elif with_faults and time.monotonic() >= next_harm:
                 self.harm(generator)
-                next_harm = time.monotonic() + generator.uniform(0.5, 1.5) * harm_every
+                next_harm = time.monotonic() + generator.uniform(0.5, 1.5) * HARM_EVERY
             time.sleep(0.2)
         assert step >= self.num_steps, f"only step {step}"
         wait_until(self.are_together, deadline - time.monotonic(), "the same parameters in all trainers")
@@ -201,26 +196,26 @@ def largest_difference(states: list[TrainingState]) -> float:
     return max(((one - other).norm() / one.norm()).item() for one, other in itertools.combinations(vectors, 2))
 
 
-def play(folder: Path, data: Path, args: argparse.Namespace, harm_every: float | None = None) -> dict[int, float]:
+def play(folder: Path, data: Path, num_steps: int, with_faults: bool) -> dict[int, float]:
     """Play a run from start to end, and return its losses.
 
     :raises AssertionError: if there was a problem
     """
     folder.mkdir()
     with contextlib.closing(Scripts(folder, data)) as scripts:
-        run = Run(scripts, args.steps, args.seed, args.local_updates)
-        run.start(hostile=harm_every is not None)
-        run.run(time.monotonic() + args.seconds, harm_every)
+        run = Run(scripts, num_steps)
+        run.start(hostile=with_faults)
+        run.run(time.monotonic() + MAX_SECONDS, with_faults)
         run.finish()
         run.check()
         return run.losses()
 
 
-def inject_faults(folder: Path, args: argparse.Namespace) -> None:
+def inject_faults(folder: Path, num_steps: int) -> None:
     print("Quiet run:", flush=True)
-    quiet = play(folder / "quiet", folder, args)
+    quiet = play(folder / "quiet", folder, num_steps, with_faults=False)
     print("Run under fire:", flush=True)
-    harmed = play(folder / "harmed", folder, args, args.harm_every)
+    harmed = play(folder / "harmed", folder, num_steps, with_faults=True)
     last = min(max(quiet), max(harmed))
     falls = [losses[min(losses)] - losses[last] for losses in (quiet, harmed)]
     print(f"Fall of the loss: quiet {falls[0]:.4f}, under fire {falls[1]:.4f} ({falls[1] / falls[0]:.0%})")
@@ -244,7 +239,7 @@ def measure(script: Script) -> dict[str, int]:
     return total
 
 
-def find_leaks(folder: Path, args: argparse.Namespace) -> None:
+def find_leaks(folder: Path, num_steps: int) -> None:
     rows: list[dict] = []  # step, and the figures of each peer
     with contextlib.closing(Scripts(folder, folder)) as scripts:
         monitor = scripts.monitor("--save_checkpoint_step_interval", 5)
@@ -252,22 +247,22 @@ def find_leaks(folder: Path, args: argparse.Namespace) -> None:
         common = ("--initial_peers", monitor.address, *steps, "--averaging_timeout", 10, "--metadata_expiration", 20,
                   "--backup_every_steps", 5, "--save_steps", 200)  # fmt: skip
         trainer, guest = scripts.trainer("stays", *common, pace=PACE), None
-        deadline, step = time.monotonic() + args.seconds, 0
-        while step < args.steps:
+        deadline, step = time.monotonic() + MAX_SECONDS, 0
+        while step < num_steps:
             step = max((entry["step"] for entry in read_jsonl(folder / "stays/rounds.jsonl")), default=0)
-            assert time.monotonic() < deadline, f"only step {step} after {args.seconds} seconds"
+            assert time.monotonic() < deadline, f"only step {step} after {MAX_SECONDS} seconds"
             assert monitor.process.poll() is None and trainer.process.poll() is None, "a peer has ended"
             if guest is None or guest.process.poll() is not None:
                 flags = (*common, "--max_global_steps", step + 10, "--leave_timeout", 0)
                 guest = scripts.trainer("guest", *flags, pace=PACE)
-            if not rows or step >= rows[-1]["step"] + args.steps // 20:
+            if not rows or step >= rows[-1]["step"] + num_steps // 20:
                 rows.append({"step": step, "monitor": measure(monitor), "trainer": measure(trainer)})
                 print(rows[-1], flush=True)
             time.sleep(0.5)
 
     def least(name: str, what: str, first: float, last: float) -> float:
         """Return the minimum of a figure in a part of the run: temporary growth with a guest does not count."""
-        return min(row[name][what] for row in rows if first * args.steps <= row["step"] <= last * args.steps)
+        return min(row[name][what] for row in rows if first * num_steps <= row["step"] <= last * num_steps)
 
     for name, (what, (factor, noise)) in itertools.product(("monitor", "trainer"), LIMITS.items()):
         before, after = least(name, what, 0.2, 0.4), least(name, what, 0.8, 1.0)
@@ -278,16 +273,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("faults", "leaks"))
     parser.add_argument("--steps", type=int, required=True, help="global steps of each run")
-    parser.add_argument("--seed", type=int, default=0, help="decides which faults which peers have")
-    parser.add_argument("--harm_every", type=float, default=12.0, help="seconds between two faults, on average")
-    parser.add_argument("--seconds", type=float, default=3000.0, help="give up on a run after this time")
-    parser.add_argument("--local_updates", action="store_true", help="train with local updates")
     args = parser.parse_args()
     guard_children()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     prepare_data(folder)
     print(f"Logs in {folder}", flush=True)
-    {"faults": inject_faults, "leaks": find_leaks}[args.kind](folder, args)
+    {"faults": inject_faults, "leaks": find_leaks}[args.kind](folder, args.steps)
 
 
 if __name__ == "__main__":
