@@ -1,11 +1,7 @@
 """Contributions: counted once per key and step, across restarts, with arbitrary names."""
 
-import errno
-from unittest.mock import Mock
-
 import pytest
 
-from lib.common import json_file
 from lib.monitoring import contributors
 from lib.monitoring.aggregation import StepReport
 from lib.monitoring.contributors import Contributors, clean_name, format_leaderboard
@@ -72,19 +68,6 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
     assert len(counted) == 10 and counted.top(1)[0].samples == 100
     counted.record_names({})
     assert len(counted._names) == 0
-
-
-def test_full_disk_is_one_warning_and_nothing_is_lost(tmp_path, monkeypatch, caplog):
-    counted = count(tmp_path, make_report(1, a=10))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(json_file, "new_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left", "x")))
-        for step in (2, 3):
-            counted.add(make_report(step, a=10))
-            counted.save()
-    assert len(caplog.records) == 1 and "No space left" in caplog.text
-    counted.save()
-    assert table(Contributors(tmp_path, "run")) == [("anonymous", 30, 3)]
 
 
 @pytest.mark.parametrize(

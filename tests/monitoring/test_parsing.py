@@ -38,13 +38,6 @@ def test_nothing_there():
     assert parse_metrics({}) == parse_history({}) == [] and parse_progress({}) == ([], {}) and parse_shares({}) == {}
 
 
-def test_fields_of_newer_peers_are_left_out():
-    record = metric(3) | {"gradient_norm": 0.5}
-    assert parse_metrics({b"newer": record}) == [PeerStep(b"newer", 3, 1.5, 32, 10.0, 2)]
-    (row,) = entries(record)
-    assert parse_history({b"newer": [[*row, 0.5, None]]}) == [PeerStep(b"newer", 3, 1.5, 32, 10.0, 2)]
-
-
 @pytest.mark.parametrize(
     "field, value",
     [
