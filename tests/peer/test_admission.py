@@ -8,6 +8,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import torch
 from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
 import run_training_monitor
@@ -176,7 +177,8 @@ def test_strangers_take_bounded_memory(two_admissions, monkeypatch):
 def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
     """Otherwise two peers that ask each other equally often may never exchange the list in the needed direction."""
     alice, bob = two_admissions
-    mallory = make_invitation(authority, "mallory", days=1).peer_id
+    revoked = make_invitation(authority, "mallory", days=1)
+    mallory = revoked.peer_id
 
     async def run() -> None:
         for admission in two_admissions:
@@ -193,6 +195,8 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
         with pytest.raises(NotAdmittedError, match="is revoked"):
             bob._admitted[mallory] = bob._admitted[alice.invitation.peer_id]
             await bob.check(to_alice, mallory, is_callee=False)
+        with pytest.raises(InvitationError, match="is revoked"):
+            await bob._answer(MSGPackSerializer.dumps([revoked.token.SerializeToString(), 0]), mallory)
 
     asyncio.run(run())
 
