@@ -20,13 +20,13 @@ ADDRESSES = [
 
 
 @pytest.mark.parametrize(
-    ("peers", "counts"), [({NEAR, FAR, BOTH, "QmAway"}, (2, 1)), ({BOTH}, (1, 0)), ({FAR}, (0, 1)), (set(), (0, 0))]
+    ("known", "counts"), [({NEAR, FAR, BOTH, "QmAway"}, (2, 1)), ({BOTH}, (1, 0)), ({FAR}, (0, 1)), (set(), (0, 0))]
 )
-def test_connections_of_the_peers_of_the_run(peers, counts):
+def test_connections_of_the_peers_of_the_run(known, counts):
     future = Future()
     future.set_result(ADDRESSES)
     dht = SimpleNamespace(run_coroutine=lambda _coroutine, return_future: future)
-    assert count_connections(dht, peers) == counts
+    assert count_connections(dht, known) == counts
 
 
 def test_connections_are_unknown_if_the_dht_does_not_answer():
