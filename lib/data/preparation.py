@@ -6,10 +6,6 @@ import contextlib
 import gc
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +17,7 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from lib.common.errors import UserError
+from lib.common.processes import leave_with_parent
 from lib.data.corpus import Documents
 from lib.data.encoding import TextEncoder
 from lib.data.manifest import Manifest
@@ -86,15 +83,8 @@ def open_workers(num_proc: int) -> Iterator[Callable]:
 
 def begin_worker() -> None:
     """In a worker: leave Ctrl-C to the parent process, and end when it ends, even if it is killed."""
+    leave_with_parent()
     gc.disable()  # a tenth of the time; a task leaves no reference cycles
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_exit_after_parent, daemon=True).start()
-
-
-def _exit_after_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path) -> None:
