@@ -63,33 +63,33 @@ def different_marks(own: Marks, other: Marks) -> list[tuple[str, str]] | None:
 
 
 @dataclass(frozen=True)
-class Side:
-    """What decides between trainers that are apart.
+class Position:
+    """Where a trainer is.
 
-    :param step: the newest global step that a trainer has begun
-    :param size: number of trainers on its side: itself, and those that it averages with
+    :param step: the newest global step that it has begun
     """
 
     step: int
-    size: int
     marks: Marks
 
+    def is_apart_from(self, other: "Position") -> bool:
+        """Whether the steps differ by more than one, or the marks by more than MAX_DIFFERENT."""
+        return abs(self.step - other.step) > 1 or len(different_marks(self.marks, other.marks) or ()) > MAX_DIFFERENT
 
-def outranks(other: Side, own: Side) -> bool | None:
-    """Decide which of two trainers joins the other one's side. Both come to the same decision.
 
-    Trainers are apart if their steps differ by more than one, or their marks by more than MAX_DIFFERENT. The smaller
-    side then joins the larger one. Without a common mark nothing is known of the two histories, and the lower step
-    joins the higher one: it may be a newcomer.
+def outranks(other: Position, other_size: int, own: Position, own_size: int) -> bool:
+    """Decide which of two trainers that are apart joins the other one's side. Both come to the same decision.
 
-    :returns: whether the other side is to be joined; None if the two are not apart
+    The smaller side joins the larger one. Without a common mark nothing is known of the two histories: whoever has no
+    mark joins, else the lower step. It may be a newcomer.
+
+    :param other_size, own_size: number of trainers on each side
+    :returns: whether the other side is to be joined
     """
     different = different_marks(own.marks, other.marks)
-    if abs(own.step - other.step) <= 1 and len(different or ()) <= MAX_DIFFERENT:
-        return None
     if different is None:
-        return other.step > own.step
+        return (bool(other.marks), other.step) > (bool(own.marks), own.step)
     if different:  # the IDs of one step, which no longer changes
         own_id, other_id = different[-1]
-        return (other.size, other_id) > (own.size, own_id)
-    return (other.size, other.step) > (own.size, own.step)
+        return (other_size, other_id) > (own_size, own_id)
+    return (other_size, other.step) > (own_size, own.step)

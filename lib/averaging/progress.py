@@ -24,7 +24,7 @@ from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from arguments import ProgressTrackerArguments
-from lib.averaging.history import MAX_DIFFERENT, Marks, Side, different_marks, outranks, parse_marks
+from lib.averaging.history import MAX_DIFFERENT, Marks, Position, different_marks, outranks, parse_marks
 from lib.averaging.matchmaking import MAX_DISTANCE, RosterEntry
 from lib.averaging.records import signer_of
 from lib.averaging.rounds import PROTOCOL
@@ -66,13 +66,12 @@ class PeerProgress:
     auxiliary: bool
     distance: float = 0.0  # updates by which its parameters differ, see CollaborativeOptimizer
     away: bool = False  # it downloads a state, or finds no group: nobody waits for it
-    size: int = 1  # number of trainers on its side, with itself, see history.py
     marks: Marks = ()
     seen: float = 0.0  # when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`
 
     @property
-    def side(self) -> Side:
-        return Side(self.epoch, self.size, self.marks)
+    def position(self) -> Position:
+        return Position(self.epoch, self.marks)
 
     @property
     def computed(self) -> float:
@@ -105,7 +104,6 @@ def parse_progress(subkey: bytes, value: object) -> PeerProgress:
         _check(type(number) in (int, float) and math.isfinite(number), name)
     _check(0 <= progress.samples_per_second < MAX_SAMPLES, "rate")
     _check(0 <= progress.distance <= MAX_DISTANCE, "distance")
-    _check(type(progress.size) is int and 0 < progress.size <= MAX_SAMPLES, "size")
     for name in ("client_mode", "auxiliary", "away"):
         _check(type(getattr(progress, name)) is bool, name)
     return replace(progress, marks=parse_marks(progress.marks))
@@ -269,11 +267,13 @@ class ProgressTracker(threading.Thread):
     @property
     def side(self) -> list[PeerProgress]:
         """The live other trainers that are at this peer's step or next to it, with the same history."""
-        others = [progress for progress in self.alive(self.other_trainers) if not progress.away]
-        if self.auxiliary:
-            return others
-        own = self.local_progress.side
-        return [progress for progress in others if outranks(progress.side, own) is None]
+        own = self.local_progress.position
+        return [p for p in self._present if self.auxiliary or not p.position.is_apart_from(own)]
+
+    @property
+    def _present(self) -> list[PeerProgress]:
+        """The live other trainers that do not say that they are away."""
+        return [progress for progress in self.alive(self.other_trainers) if not progress.away]
 
     @property
     def counting(self) -> list[PeerProgress]:
@@ -303,10 +303,16 @@ class ProgressTracker(threading.Thread):
     def _find_rival(self) -> PeerProgress | None:
         if self.auxiliary:
             return None
-        own = replace(self.local_progress.side, size=1 + len(self.side))
-        others = [progress for progress in self.alive(self.other_trainers) if not progress.away]
-        stronger = [progress for progress in others if outranks(progress.side, own)]
-        return max(stronger, key=lambda progress: (progress.size, progress.epoch), default=None)
+        present, own = self._present, self.local_progress.position
+        own_size, rivals = 1 + len(self.side), []
+        for progress in present:
+            position = progress.position
+            if position.is_apart_from(own):
+                # Counted, not claimed: a side is as large as the number of its reports.
+                size = sum(not other.position.is_apart_from(position) for other in present)
+                if outranks(position, size, own, own_size):
+                    rivals.append((size, progress.epoch, progress))
+        return max(rivals, key=lambda rival: rival[:2], default=(None,))[-1]
 
     @property
     def global_epoch(self) -> int:
@@ -317,8 +323,7 @@ class ProgressTracker(threading.Thread):
     def agreed_epoch(self) -> int:
         """Newest step that at least half of the other live trainers of this history have completed; 0 without any."""
         own = self.local_progress.marks
-        others = [p for p in self.alive(self.other_trainers) if not p.away]
-        others = [p for p in others if len(different_marks(own, p.marks) or ()) <= MAX_DIFFERENT]
+        others = [p for p in self._present if len(different_marks(own, p.marks) or ()) <= MAX_DIFFERENT]
         epochs = sorted((progress.completed for progress in others), reverse=True)
         return epochs[(len(epochs) + 1) // 2 - 1] if epochs else 0
 
@@ -458,7 +463,6 @@ class ProgressTracker(threading.Thread):
             record = self.local_progress.to_record()
             record |= {
                 "schema": self.schema,
-                "size": 1 + len(self.side),
                 "reported_at": run_time(),
                 "samples_per_second": self._sustained_rate(),
             }

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from lib.averaging.history import MARK_BYTES, NUM_MARKS, Marks, Side, add_mark, outranks, parse_marks, read_marks
+from lib.averaging.history import MARK_BYTES, NUM_MARKS, Marks, Position, add_mark, outranks, parse_marks, read_marks
 
 
 def marks(history: str, steps: range = range(8, 72, 8)) -> Marks:
@@ -13,23 +13,26 @@ def marks(history: str, steps: range = range(8, 72, 8)) -> Marks:
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "expected"),
+    ("own", "own_size", "other", "other_size", "expected"),
     [
-        (Side(30, 2, marks("aaa")), Side(30, 2, marks("aaa")), None),
-        (Side(31, 2, marks("aaa")), Side(30, 2, marks("aaa")), None),
-        (Side(30, 2, marks("aaa")), Side(32, 2, marks("aaa")), True),  # too far away for a common round
-        (Side(30, 2, marks("abb")), Side(30, 9, marks("acc")), None),  # a young fork: averaged
-        (Side(40, 2, marks("abbb")), Side(40, 3, marks("accc")), True),  # the larger side
-        (Side(40, 2, marks("abbb")), Side(41, 2, marks("accc")), True),  # as many: by the IDs, not by the steps
-        (Side(41, 2, marks("abbb")), Side(40, 2, marks("accc")), True),
-        (Side(30, 2, marks("aaa")), Side(40, 2, marks("aaaa")), True),  # it has slept
-        (Side(30, 2, marks("aaa")), Side(40, 1, marks("aaab")), False),  # it was alone
-        (Side(30, 9, ()), Side(40, 1, marks("aaaa")), True),  # nothing is known
+        (Position(30, marks("aaa")), 2, Position(31, marks("aaa")), 2, None),
+        (Position(30, marks("aaa")), 2, Position(32, marks("aaa")), 2, True),  # too far away for a common round
+        (Position(30, marks("abb")), 2, Position(30, marks("acc")), 9, None),  # a young fork: averaged
+        (Position(40, marks("abbb")), 2, Position(40, marks("accc")), 3, True),  # the larger side
+        (Position(40, marks("abbb")), 2, Position(41, marks("accc")), 2, True),  # as many: by the IDs
+        (Position(41, marks("abbb")), 2, Position(40, marks("accc")), 2, True),
+        (Position(30, marks("aaa")), 2, Position(40, marks("aaaa")), 2, True),  # it has slept
+        (Position(30, marks("aaa")), 2, Position(40, marks("aaab")), 1, False),  # it was alone
+        (Position(30, ()), 9, Position(40, marks("aaaa")), 1, True),  # a run without a mark is a new one
+        (Position(30, marks("aaa")), 9, Position(30_000, ()), 1, False),
+        (Position(30, ()), 9, Position(40, ()), 1, True),  # nothing is known
     ],
 )
-def test_both_sides_come_to_the_same_decision(own, other, expected):
-    assert outranks(other, own) is expected
-    assert outranks(own, other) is (None if expected is None else not expected)
+def test_both_sides_come_to_the_same_decision(own, own_size, other, other_size, expected):
+    assert own.is_apart_from(other) == other.is_apart_from(own) == (expected is not None)
+    if expected is not None:
+        assert outranks(other, other_size, own, own_size) is expected
+        assert outranks(own, own_size, other, other_size) is not expected
 
 
 def test_marks_are_the_newest_of_one_history():
@@ -44,6 +47,6 @@ def test_marks_are_the_newest_of_one_history():
     for number in range(100):
         alone = add_mark(alone, 96 + 8 * number, b"alone", num_alone=number)
     assert [step for step, _ in alone] == [56, 64, 72, 80, 88, 872, 880, 888], "it knows where it has left the others"
-    assert outranks(Side(90, 3, newest), Side(890, 1, alone))
+    assert outranks(Position(90, newest), 3, Position(890, alone), 1)
     assert all(a < b for a, b in itertools.pairwise(back))
     assert read_marks({}) == read_marks({"marks": [["8", "x"]]}) == ()

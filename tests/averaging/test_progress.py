@@ -88,7 +88,7 @@ def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age
     return {
         "protocol": PROTOCOL, "schema": "", "number": number, "epoch": epoch, "completed": epoch,
         "samples_accumulated": samples, "contributed": 0, "samples_per_second": rate, "time": now - age,
-        "reported_at": now - age, "client_mode": False, "auxiliary": False, "distance": 0.0, "away": False, "size": 1,
+        "reported_at": now - age, "client_mode": False, "auxiliary": False, "distance": 0.0, "away": False,
         "marks": [], **fields,
     }  # fmt: skip
 
@@ -117,8 +117,8 @@ def compute(tracker: ProgressTracker, samples: int) -> None:
         {"samples_accumulated": 10**9}, {"samples_accumulated": -1}, {"contributed": 10**12}, {"contributed": 0.5},
         {"samples_per_second": float("nan")}, {"samples_per_second": float("inf")}, {"samples_per_second": -1.0},
         {"time": float("inf")}, {"reported_at": float("nan")}, {"reported_at": "now"},
-        {"client_mode": 1}, {"auxiliary": None}, {"away": 0}, {"distance": -1.0}, {"distance": 1e7}, {"size": 0},
-        {"size": None}, {"marks": None}, {"marks": [[8, "00"]]}, {"marks": [[8, 12 * "0"], [8, 12 * "0"]]},
+        {"client_mode": 1}, {"auxiliary": None}, {"away": 0}, {"distance": -1.0}, {"distance": 1e7},
+        {"marks": None}, {"marks": [[8, "00"]]}, {"marks": [[8, 12 * "0"], [8, 12 * "0"]]},
         {"marks": [[step, 12 * "0"] for step in range(9)]}, {"marks": [[-1, 12 * "0"]]}, {"marks": [8]},
     ],
 )  # fmt: skip
@@ -309,13 +309,14 @@ OLD = [[8, 12 * "1"]]
 @pytest.mark.parametrize(
     ("own_step", "others", "joins"),
     [
-        (11, [(11, 3, OLD)], None),  # the same side
-        (11, [(12, 3, OLD)], None),
-        (11, [(40, 1, OLD)], 40),  # a trainer that was alone: as many at each side, it stays
-        (11, [(11, 3, OLD), (11, 3, OLD), (40, 1, OLD)], None),  # the larger side stays
-        (40, [(11, 3, OLD), (11, 3, OLD), (11, 3, OLD)], 11),
-        (0, [(40, 1, []), (1, 2, [])], 40),  # nothing is known of the histories
-        (40, [(0, 3, []), (0, 3, []), (0, 3, [])], None),  # newcomers
+        (11, [(11, OLD)], None),  # the same side
+        (11, [(12, OLD)], None),
+        (11, [(40, OLD)], 40),  # one at each side
+        (11, [(11, OLD), (11, OLD), (40, OLD)], None),  # the larger side stays
+        (40, [(11, OLD), (11, OLD), (11, OLD)], 11),
+        (11, [(30_000, [])], None),  # who has no mark knows no history
+        (0, [(40, []), (1, [])], 40),  # nothing is known of the histories
+        (40, [(0, []), (0, []), (0, [])], None),  # newcomers
     ],
 )
 def test_smaller_side_joins_the_larger_one(own_step, others, joins, clock):
@@ -323,8 +324,7 @@ def test_smaller_side_joins_the_larger_one(own_step, others, joins, clock):
     tracker.complete_step(own_step, 0, marks=tuple(map(tuple, OLD if own_step else [])))
     for _ in range(2):
         assert tracker.rival is None, "one answer may be old"
-        reports = [record(n + 1, epoch=step, size=size, marks=marks) for n, (step, size, marks) in enumerate(others)]
-        see(tracker, *reports)
+        see(tracker, *(record(number + 1, epoch=step, marks=marks) for number, (step, marks) in enumerate(others)))
         clock.now += 1
     assert (tracker.rival and tracker.rival.epoch) == joins
     assert tracker.is_outranked == (joins is not None)
