@@ -116,6 +116,16 @@ def test_of_two_trainers_that_do_not_reach_each_other_one_goes_on():
         scenario.unite()
 
 
+def test_trainer_that_dies_sends_nobody_looking_for_its_step():
+    """Its last report looks alive for 15 seconds, in which the others take some steps."""
+    with Scenario(15, target_batch_size=110) as scenario:
+        dying, *others = add_trainers(scenario, 5)
+        scenario.reach(6)
+        dying.kill(silently=True)
+        scenario.reach(12, *others)
+        assert not any(peer.downloads for peer in others), scenario.describe()
+
+
 # Partitions
 
 
