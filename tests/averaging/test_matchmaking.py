@@ -358,6 +358,14 @@ async def test_first_answer_to_a_request(join_request, code):
         assert (await anext(answers)).code == code
 
 
+async def test_banned_peer_may_not_join():
+    network, ids = make_network(2)
+    peer = network.peers[ids[0]]
+    peer.ban(ids[1], time.time() + 60)
+    async with aclosing(peer.rpc_join_group(request(), SimpleNamespace(remote_id=ids[1]))) as answers:
+        assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
+
+
 async def test_pending_requests_are_disbanded_with_the_step():
     network, ids = make_network(2)
     peer = network.peers[ids[0]]

@@ -334,6 +334,14 @@ def test_local_updates_of_other_parameters_are_dropped(monkeypatch):
     assert optimizer.accumulator.num_samples == 0
 
 
+def test_inner_optimizer_begins_again_with_a_restored_state():
+    optimizer = build_local()
+    compute(optimizer, 0.2)
+    assert any(value["exp_avg"].any() for value in optimizer.inner.state.values())
+    optimizer.restore(*optimizer.state_averager.snapshot())
+    assert not any(value["exp_avg"].any() for value in optimizer.inner.state.values())
+
+
 def test_checkpoint_has_the_parameters_of_the_last_step():
     optimizer = build_local()
     (parameter,) = optimizer.state_averager.main_parameters
