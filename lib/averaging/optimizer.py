@@ -343,7 +343,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             parameters = self._take_parameters(step, result)
             logger.info(f"Averaged gradients with {len(result.members)} peers")
             if result.received < 1:
-                logger.warning(f"The round of step #{step} was partial: received {result.received:.0%} of it")
+                logger.warning(f"The round of step #{step} was partial: received {result.received:.1%} of it")
         else:
             for averaged, own in zip(self.grad_averager.averaged_gradients, self.grad_averager.gradients, strict=True):
                 averaged.copy_(own)
