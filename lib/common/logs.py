@@ -31,7 +31,8 @@ class TerminalLogStream:
         if self._is_child:
             os.write(self._writer, text.encode())
         else:
-            tqdm.write(text, file=sys.stderr, end="")
+            with tqdm.get_lock():  # before sys.stderr is read: the panel may take its place meanwhile
+                tqdm.write(text, file=sys.stderr, end="")
 
     def flush(self) -> None:
         if not self._is_child:

@@ -8,6 +8,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from tqdm import tqdm
 
 from lib.training.status import TrainerStatus, describe_status
 
@@ -17,7 +18,9 @@ logger = get_logger(__name__)
 class StatusPanel:
     """Status of the trainer at the bottom of the terminal, below the log lines.
 
-    Its height is constant: two threads that draw, one a log line and one the panel, then agree on where it begins.
+    It is drawn with tqdm's lock, which log lines take, too: rich reads the panel's height, and writes later. A line
+    between the two at the first draw, which changes the height, left a second panel behind. Its height is constant for
+    what a script prints, which takes no lock.
     """
 
     def __init__(self):
@@ -27,18 +30,20 @@ class StatusPanel:
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
 
     def show(self, status: TrainerStatus) -> None:
-        self._live.start()
-        self._live.console.show_cursor(True)  # a killed process could not show it again
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
         for row in describe_status(status):
             table.add_row(*row)
         bar = ProgressBar(total=status.target_batch_size, completed=status.all_samples, width=40)
-        self._live.update(Group("", table, bar, ""), refresh=True)
+        with tqdm.get_lock():
+            self._live.start()
+            self._live.console.show_cursor(True)  # a killed process could not show it again
+            self._live.update(Group("", table, bar, ""), refresh=True)
 
     def close(self) -> None:
-        self._live.stop()
+        with tqdm.get_lock():
+            self._live.stop()
 
 
 def open_panel(disable: bool) -> StatusPanel | None:
