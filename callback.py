@@ -3,7 +3,7 @@
 from hivemind.utils import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lib.training.session import TrainingSession
+from cotrain.training.session import TrainingSession
 
 logger = get_logger(__name__)
 

@@ -10,10 +10,10 @@ sentence instead.
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.common.checks import require_positive
-from lib.common.cli import parse_arguments
-from lib.common.errors import run_script
-from lib.common.flags import flag
+from cotrain.common.checks import require_positive
+from cotrain.common.cli import parse_arguments
+from cotrain.common.errors import run_script
+from cotrain.common.flags import flag
 
 POSITIONAL = {
     "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
@@ -39,8 +39,8 @@ def main() -> None:
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from transformers.utils.logging import set_verbosity_error
 
-    from lib.monitoring.samples import build_pipeline, check_text, continue_text, fill_masks, is_causal
-    from lib.training.pretrained import find_checkpoint, load_checkpoint
+    from cotrain.monitoring.samples import build_pipeline, check_text, continue_text, fill_masks, is_causal
+    from cotrain.training.pretrained import find_checkpoint, load_checkpoint
 
     set_verbosity_error()  # silence "unused weights": the sentence-order head
     text, folder = positional.TEXT, Path(positional.CHECKPOINT)

@@ -16,10 +16,10 @@ import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lib.common.checks import require, require_positive
-from lib.common.cli import parse_arguments
-from lib.common.errors import UserError, run_script
-from lib.common.flags import flag
+from cotrain.common.checks import require, require_positive
+from cotrain.common.cli import parse_arguments
+from cotrain.common.errors import UserError, run_script
+from cotrain.common.flags import flag
 
 
 @dataclass
@@ -65,8 +65,8 @@ def main() -> None:
 
 
 def invite(args: InvitationArguments) -> None:
-    from lib.peer.invitations import load_identity, make_invitation, save_invitation
-    from lib.peer.revocations import record_invitation
+    from cotrain.admission.invitations import load_identity, make_invitation, save_invitation
+    from cotrain.admission.revocations import record_invitation
 
     output = Path(args.output)
     if output.exists():
@@ -83,8 +83,8 @@ def invite(args: InvitationArguments) -> None:
 
 
 def revoke(args: RevocationArguments) -> None:
-    from lib.peer.invitations import load_identity, load_invitation
-    from lib.peer.revocations import find_invitations, revoke_invitations
+    from cotrain.admission.invitations import load_identity, load_invitation
+    from cotrain.admission.revocations import find_invitations, revoke_invitations
 
     authority_path = Path(args.authority)
     if not authority_path.exists():

@@ -14,9 +14,9 @@ from itertools import chain, repeat
 from pathlib import Path
 
 from arguments import TrainerArguments
-from lib.common.errors import run_script
-from lib.common.processes import StopSignal
-from lib.training.start import start_trainer
+from cotrain.common.errors import run_script
+from cotrain.common.processes import StopSignal
+from cotrain.training.start import start_trainer
 
 
 def train(args: TrainerArguments, stop: StopSignal) -> None:
@@ -25,12 +25,12 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from hivemind.utils import get_logger
     from torch.utils.data import DataLoader
 
-    from lib.peer.lifecycle import open_peer
-    from lib.training.hf_trainer import PeerSampler, autocast_dtype
-    from lib.training.model import derive_seed
-    from lib.training.optimizer import build_optimizer
-    from lib.training.session import open_session
-    from lib.training.task import load_task
+    from cotrain.models.model import derive_seed
+    from cotrain.peer.lifecycle import open_peer
+    from cotrain.training.hf_trainer import PeerSampler, autocast_dtype
+    from cotrain.training.optimizer import build_optimizer
+    from cotrain.training.session import open_session
+    from cotrain.training.task import load_task
 
     logger = get_logger(__name__)
     task = load_task(args)  # tokenizer, samples, collator, model

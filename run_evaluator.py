@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
-from lib.common.checks import require, require_positive
-from lib.common.cli import parse_command_line
-from lib.common.errors import UserError, run_script
-from lib.common.flags import flag
-from lib.common.processes import StopSignal, guard_children
+from cotrain.common.checks import require, require_positive
+from cotrain.common.cli import parse_command_line
+from cotrain.common.errors import UserError, run_script
+from cotrain.common.flags import flag
+from cotrain.common.processes import StopSignal, guard_children
 
 
 @dataclass
@@ -57,7 +57,7 @@ def main() -> None:
     with StopSignal() as stop:
         line = parse_command_line(ARGUMENTS, __doc__)
         guard_children()
-        from lib.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
+        from cotrain.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
 
         evaluate(*adopt_run_config(line, stop), stop)
 
@@ -72,15 +72,15 @@ def evaluate(
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from hivemind.utils import get_logger
 
-    from lib.common.logs import setup_logging
-    from lib.data.download import fetch_data
-    from lib.data.loading import load_validation_data
-    from lib.data.tokenizers import load_tokenizer
-    from lib.monitoring.evaluation import EvaluationLoop, Evaluator
-    from lib.monitoring.reporters import Reporters
-    from lib.peer.lifecycle import open_peer, supervise
-    from lib.training.model import build_model, load_config
-    from lib.training.optimizer import open_observer
+    from cotrain.common.logs import setup_logging
+    from cotrain.data.download import fetch_data
+    from cotrain.data.loading import load_validation_data
+    from cotrain.data.tokenizers import load_tokenizer
+    from cotrain.models.model import build_model, load_config
+    from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
+    from cotrain.monitoring.reporters import Reporters
+    from cotrain.peer.lifecycle import open_peer, supervise
+    from cotrain.training.optimizer import open_observer
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)

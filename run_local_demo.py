@@ -24,13 +24,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.common.atomic_files import check_target, lock_folder
-from lib.common.checks import require
-from lib.common.cli import parse_arguments
-from lib.common.diagnosis import HINT
-from lib.common.errors import UserError, run_script
-from lib.common.flags import flag
-from lib.common.processes import leave_with_parent
+from cotrain.common.atomic_files import check_target, lock_folder
+from cotrain.common.checks import require
+from cotrain.common.cli import parse_arguments
+from cotrain.common.diagnosis import HINT
+from cotrain.common.errors import UserError, run_script
+from cotrain.common.flags import flag
+from cotrain.common.processes import leave_with_parent
 
 SCRIPTS = Path(__file__).parent
 COMMANDS_FILE = "commands.txt"  # also marks a folder that the next demo may replace

@@ -12,19 +12,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from arguments import TrainerArguments
-from lib.common.errors import run_script
-from lib.common.processes import StopSignal
-from lib.training.start import start_trainer
+from cotrain.common.errors import run_script
+from cotrain.common.processes import StopSignal
+from cotrain.training.start import start_trainer
 
 
 def train(args: TrainerArguments, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from callback import CollaborativeCallback
-    from lib.peer.lifecycle import open_peer
-    from lib.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, build_training_arguments
-    from lib.training.optimizer import build_optimizer
-    from lib.training.session import open_session
-    from lib.training.task import load_task
+    from cotrain.peer.lifecycle import open_peer
+    from cotrain.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, build_training_arguments
+    from cotrain.training.optimizer import build_optimizer
+    from cotrain.training.session import open_session
+    from cotrain.training.task import load_task
 
     task = load_task(args)  # tokenizer, samples, collator, model
     model = task.model.to(task.device)

@@ -25,12 +25,12 @@ from arguments import (
     ReportingArguments,
     SampleArguments,
 )
-from lib.common.checks import check_maddr, parse_repo_id, require, require_not_negative, require_positive
-from lib.common.cli import parse_command_line
-from lib.common.errors import UserError, run_script
-from lib.common.flags import flag
-from lib.common.json_file import write_json
-from lib.common.processes import StopSignal, guard_children
+from cotrain.common.checks import check_maddr, parse_repo_id, require, require_not_negative, require_positive
+from cotrain.common.cli import parse_command_line
+from cotrain.common.errors import UserError, run_script
+from cotrain.common.flags import flag
+from cotrain.common.json_file import write_json
+from cotrain.common.processes import StopSignal, guard_children
 
 
 @dataclass
@@ -148,21 +148,21 @@ def monitor(
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from hivemind.utils import get_logger
 
-    from lib.common.logs import setup_logging
-    from lib.data.tokenizers import load_tokenizer
-    from lib.monitoring.aggregation import MetricsAggregator
-    from lib.monitoring.auxiliary_peer import open_auxiliary_peer
-    from lib.monitoring.contributors import Contributors
-    from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
-    from lib.monitoring.model_card import CardMetadata
-    from lib.monitoring.monitor import CheckpointKeeper, TrainingMonitor
-    from lib.monitoring.reporters import Reporters
-    from lib.monitoring.samples import build_pipeline, check_text, report_samples
-    from lib.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
-    from lib.peer.lifecycle import open_peer, supervise
-    from lib.peer.run_config import RunConfig, RunConfigRelay
-    from lib.training.model import build_model, load_config
-    from lib.training.optimizer import open_observer
+    from cotrain.common.logs import setup_logging
+    from cotrain.data.tokenizers import load_tokenizer
+    from cotrain.models.model import build_model, load_config
+    from cotrain.monitoring.aggregation import MetricsAggregator
+    from cotrain.monitoring.auxiliary_peer import open_auxiliary_peer
+    from cotrain.monitoring.contributors import Contributors
+    from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
+    from cotrain.monitoring.model_card import CardMetadata
+    from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
+    from cotrain.monitoring.reporters import Reporters
+    from cotrain.monitoring.samples import build_pipeline, check_text, report_samples
+    from cotrain.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
+    from cotrain.peer.lifecycle import open_peer, supervise
+    from cotrain.peer.run_config import RunConfig, RunConfigRelay
+    from cotrain.training.optimizer import open_observer
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)

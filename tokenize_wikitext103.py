@@ -17,20 +17,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lib.common.checks import require, require_apart, require_not_negative, require_positive
-from lib.common.cli import parse_arguments
-from lib.common.errors import run_script
-from lib.common.flags import flag
-from lib.common.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
+from cotrain.common.checks import require, require_apart, require_not_negative, require_positive
+from cotrain.common.cli import parse_arguments
+from cotrain.common.errors import run_script
+from cotrain.common.flags import flag
+from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 
 # The rest is imported where it is used: transformers takes seconds, and --help and a text file that cannot be read
 # need not wait for it.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lib.data.corpus import Documents
-    from lib.data.manifest import Manifest
-    from lib.data.packing import PackingConfig
+    from cotrain.data.corpus import Documents
+    from cotrain.data.manifest import Manifest
+    from cotrain.data.packing import PackingConfig
 
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("dataset_dict.json",)
@@ -125,8 +125,8 @@ def main() -> None:
     (args,) = parse_arguments([TokenizationArguments], __doc__)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
-    from lib.data.archive import DATASET, TOKENIZER, write_archive
-    from lib.data.preparation import summarize
+    from cotrain.data.archive import DATASET, TOKENIZER, write_archive
+    from cotrain.data.preparation import summarize
 
     started = time.perf_counter()
     print(summarize(prepare(args)))
@@ -142,10 +142,10 @@ def main() -> None:
 
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
-    from lib.common.atomic_files import check_target, new_folder, temporary_folder
-    from lib.data.corpus import open_files, open_hub_dataset, open_sample, read_corpus
-    from lib.data.packing import PackingConfig
-    from lib.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
+    from cotrain.common.atomic_files import check_target, new_folder, temporary_folder
+    from cotrain.data.corpus import open_files, open_hub_dataset, open_sample, read_corpus
+    from cotrain.data.packing import PackingConfig
+    from cotrain.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
 
     # Fail early: check outputs first, then inputs.
     if args.archive is not None:
@@ -190,12 +190,12 @@ def build_tokenizer(
     """
     from tqdm.auto import tqdm
 
-    from lib.common.atomic_files import new_folder
-    from lib.data.tokenizers import check_special_tokens, load_tokenizer
+    from cotrain.common.atomic_files import new_folder
+    from cotrain.data.tokenizers import check_special_tokens, load_tokenizer
 
     path = Path(args.tokenizer_path)
     if args.train_tokenizer:
-        from lib.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
+        from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
 
         sample = documents.sample(TRAINING_CHARS, args.seed)
         sample = tqdm(sample, desc=f"Training a {args.tokenizer_type} tokenizer", unit=" documents", delay=1)
@@ -214,7 +214,7 @@ def build_tokenizer(
 def build_manifest(
     args: TokenizationArguments, source: str, config: PackingConfig, tokenizer: PreTrainedTokenizerBase, splits: dict
 ) -> Manifest:
-    from lib.data.manifest import Manifest, tokenizer_sha256
+    from cotrain.data.manifest import Manifest, tokenizer_sha256
 
     # The manifest is published: no local path.
     name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer

@@ -1,134 +1,25 @@
-"""Records that peers publish in the DHT: schemas, validators, reading and writing."""
+"""Records that peers publish in the DHT, and their validators, defined in cotrain/dht."""
 
-import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
-from hivemind.dht import DHT
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
-from hivemind.dht.validation import RecordValidatorBase
-from hivemind.utils import get_logger
-from hivemind.utils.crypto import RSAPrivateKey
-
-from lib.averaging.records import ReadableValidator, RunValidator, SafeValidatorMixin
-from lib.common.clock import run_time
-from lib.common.metrics_schema import (
-    HISTORY_LENGTH,
-    MAX_ROUNDS,
-    MAX_STEP,
-    Count,
-    ExtensibleRecord,
-    HistoryRow,
-    LocalMetrics,
-    Rate,
-    Step,
+from cotrain.dht.metrics_schema import LocalMetrics
+from cotrain.dht.run_records import (
+    Evaluation,
+    MetricSchema,
+    MonitorStatus,
+    PeerInfo,
+    RoundStatistics,
+    get_dictionary,
+    make_validators,
+    store_record,
 )
 
-logger = get_logger(__name__)
-
-_Fraction = pydantic.confloat(strict=True, ge=0.0, le=1.0)
-
-
-class MonitorStatus(pydantic.BaseModel):
-    """Record that a monitor publishes for the trainers."""
-
-    stores_checkpoints: pydantic.StrictBool
-    checkpoint_step: pydantic.conint(strict=True, ge=-1, le=MAX_STEP)  # of the newest one on disk; -1 without one
-
-
-class PeerInfo(ExtensibleRecord):
-    """Record that a trainer publishes about itself."""
-
-    username: pydantic.constr(strict=True, max_length=64)
-    leaving: pydantic.StrictBool  # the trainer has completed its last step and waits for a monitor to save it
-
-
-class RoundStatistics(ExtensibleRecord):
-    """Record that a trainer publishes about its newest rounds with other trainers.
-
-    :param complete: those that averaged everything with every trainer of the step
-    :param computed: samples that the trainer has computed for its newest MAX_ROUNDS global steps; may be missing
-    :param applied: those of them that counted in a step; may be missing
-    """
-
-    rounds: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
-    complete: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
-    computed: Count | None = None
-    applied: Count | None = None
-
-
-class Evaluation(ExtensibleRecord):
-    """Record of an evaluator: means over validation samples for the parameters of a global step.
-
-    A metric is None where the objective has no such metric.
-    """
-
-    step: Step
-    samples: Count
-    loss: Rate
-    perplexity: Rate | None
-    mlm_accuracy: _Fraction | None
-    sop_accuracy: _Fraction | None
-
-
-class MetricSchema(pydantic.BaseModel):
-    """The DHT keys of a run without the prefix; each holds a dictionary from the signer's public key to a record."""
-
-    metrics: dict[BytesWithPublicKey, LocalMetrics]
-    # The metrics of the newest steps, without field names
-    history: dict[BytesWithPublicKey, pydantic.conlist(HistoryRow, max_items=HISTORY_LENGTH)]
-    monitor: dict[BytesWithPublicKey, MonitorStatus]
-    peers: dict[BytesWithPublicKey, PeerInfo]
-    rounds: dict[BytesWithPublicKey, RoundStatistics]
-    evaluation: dict[BytesWithPublicKey, Evaluation]
-    # Checked by the reader (lib/averaging/progress.py), which warns about peers with another protocol number
-    training_progress: dict[BytesWithPublicKey, dict | None]
-
-
-# The priority (global step) of the state that a peer offers, None once the offer is withdrawn. The key is no Python
-# identifier, so this schema is no class.
-_Priority = pydantic.confloat(strict=True, ge=0.0, le=MAX_STEP) | Step | None
-AveragerSchema = pydantic.create_model(
-    "AveragerSchema", **{"state_averager.all_averagers": (dict[BytesWithPublicKey, _Priority], ...)}
-)
-
-
-class SignatureValidator(SafeValidatorMixin, RSASignatureValidator):
-    """Requires that a record under a subkey with a public key is signed with the private key."""
-
-
-class RunSchemaValidator(SafeValidatorMixin, SchemaValidator):
-    """Requires that a record under a key of the run matches MetricSchema or AveragerSchema."""
-
-
-def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
-    """Build the validators of a run's records.
-
-    :param private_key: signs this peer's records; default: the key of the process
-    :returns: the validators, and the subkey (owner tag with public key) of this peer's records
-    """
-    signature_validator = SignatureValidator(private_key)
-    schemas = [RunSchemaValidator(schema, prefix=run_id) for schema in (MetricSchema, AveragerSchema)]
-    validators = [ReadableValidator(), *schemas, signature_validator]
-    return [RunValidator(validators)], signature_validator.local_public_key
-
-
-def get_dictionary(dht: DHT, key: str, timeout: float = 10.0) -> dict:
-    """Read the newest records under a key; log a warning if that fails.
-
-    :param timeout: seconds. `dht.get` without a timeout never returns after the DHT process has died
-    :returns: subkey -> ValueWithExpiration; empty if there are no records or reading failed
-    """
-    try:
-        found = dht.get(key, latest=True, return_future=True).result(timeout=timeout)
-    except Exception as error:
-        logger.warning(f"Could not read {key} from the DHT: {error!r}")
-        return {}
-    return found.value if found is not None and isinstance(found.value, dict) else {}
-
-
-def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime: float) -> None:
-    """Publish a signed record without waiting for the result.
-
-    :param public_key: the subkey, from `make_validators`
-    :param lifetime: seconds
-    """
-    dht.store(key, subkey=public_key, value=value, expiration_time=run_time() + lifetime, return_future=True)
+__all__ = [
+    "Evaluation",
+    "LocalMetrics",
+    "MetricSchema",
+    "MonitorStatus",
+    "PeerInfo",
+    "RoundStatistics",
+    "get_dictionary",
+    "make_validators",
+    "store_record",
+]

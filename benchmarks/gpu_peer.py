@@ -26,13 +26,13 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PretrainedConfig, Trainer, TrainerCallback
 
 import run_trainer
-from arguments import TRAINER_ARGUMENTS, DatasetArguments, LocalTrainingArguments
-from lib.averaging.accumulators import GradientAccumulator
-from lib.common.cli import parse_arguments
-from lib.common.errors import run_script
-from lib.data import download, loading, tokenizers
-from lib.training import hf_trainer
-from lib.training import model as models
+from cotrain.arguments import TRAINER_ARGUMENTS, DatasetArguments, LocalTrainingArguments
+from cotrain.averaging.accumulators import GradientAccumulator
+from cotrain.common.cli import parse_arguments
+from cotrain.common.errors import run_script
+from cotrain.data import download, loading, tokenizers
+from cotrain.models import model as models
+from cotrain.training import hf_trainer
 from tests.support.fakes import FakeTokenizer
 
 VOCAB_SIZE = 30_000

@@ -15,17 +15,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from arguments import (
+from cotrain.arguments import (
     CollaborationArguments,
     LocalTrainingArguments,
     ModelArguments,
     ProgressTrackerArguments,
     TrainerArguments,
 )
-from lib.common.cli import parse_arguments
-from lib.common.errors import run_script
-from lib.common.flags import flag
-from lib.common.processes import StopSignal, guard_children
+from cotrain.common.cli import parse_arguments
+from cotrain.common.errors import run_script
+from cotrain.common.flags import flag
+from cotrain.common.processes import StopSignal, guard_children
 from tests.support.altered import Recorder
 
 
@@ -60,12 +60,12 @@ def train(
 ) -> None:
     import torch
 
-    from lib.averaging.round_log import RoundLog
-    from lib.common.logs import setup_logging
-    from lib.peer.addresses import log_visible_maddrs
-    from lib.peer.lifecycle import open_peer, supervise
-    from lib.training.model import build_model, read_config
-    from lib.training.optimizer import build_optimizer
+    from cotrain.averaging.round_log import RoundLog
+    from cotrain.common.logs import setup_logging
+    from cotrain.models.model import build_model, read_config
+    from cotrain.peer.addresses import log_visible_maddrs
+    from cotrain.peer.lifecycle import open_peer, supervise
+    from cotrain.training.optimizer import build_optimizer
 
     setup_logging(collaboration_args.debug)
     model = build_model(read_config(model_args.model_name_or_path), collaboration_args.run_id)

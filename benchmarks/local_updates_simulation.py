@@ -1,7 +1,7 @@
 """Simulated peers that train one model in one process, with the local and global steps of the trainers. No network.
 
 The local steps are those of LocalUpdatesOptimizer and its accumulator, and the optimizers are those of
-lib/training/optimizer.py. A round is computed as its reducers do, without the time that it takes.
+cotrain/training/optimizer.py. A round is computed as its reducers do, without the time that it takes.
 """
 
 import heapq
@@ -16,12 +16,12 @@ import torch
 from hivemind.averaging.partition import TensorPartContainer
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression, deserialize_torch_tensor
 
-from arguments import HyperparameterArguments
-from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-from lib.averaging.local_updates import LocalUpdatesOptimizer
-from lib.averaging.outliers import OutlierFilter
-from lib.averaging.state import set_schedule
-from lib.training.optimizer import (
+from cotrain.arguments import HyperparameterArguments
+from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+from cotrain.averaging.local_updates import LocalUpdatesOptimizer
+from cotrain.averaging.outliers import OutlierFilter
+from cotrain.averaging.state import set_schedule
+from cotrain.training.optimizer import (
     COMPRESSIONS,
     build_local_optimizer,
     build_outer_optimizer,

@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from tqdm.auto import tqdm
 
-from arguments import HyperparameterArguments, ModelArguments
 from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
-from lib.averaging.patches import apply_patches
-from lib.data.loading import build_collator, load_datasets
-from lib.data.manifest import Manifest
-from lib.data.tokenizers import load_tokenizer
-from lib.monitoring.evaluation import Evaluator
-from lib.training.model import build_model, load_config
+from cotrain.arguments import HyperparameterArguments, ModelArguments
+from cotrain.averaging.patches import apply_patches
+from cotrain.data.loading import build_collator, load_datasets
+from cotrain.data.manifest import Manifest
+from cotrain.data.tokenizers import load_tokenizer
+from cotrain.models.model import build_model, load_config
+from cotrain.monitoring.evaluation import Evaluator
 from run_evaluator import EvaluatorArguments
 from tests.support.peers import prepare_data, read_jsonl
 

@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from arguments import TRAINER_ARGUMENTS
-from lib.common.cli import parse_arguments
-from lib.common.errors import run_script
-from lib.data.loading import load_training_data, load_validation_data
-from lib.data.tokenizers import load_tokenizer
-from lib.monitoring.evaluation import Evaluator
-from lib.training.hf_trainer import build_training_arguments, choose_devices
-from lib.training.model import build_trainer_model, load_config
-from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
+from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.common.cli import parse_arguments
+from cotrain.common.errors import run_script
+from cotrain.data.loading import load_training_data, load_validation_data
+from cotrain.data.tokenizers import load_tokenizer
+from cotrain.models.model import build_trainer_model, load_config
+from cotrain.monitoring.evaluation import Evaluator
+from cotrain.training.hf_trainer import build_training_arguments, choose_devices
+from cotrain.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
 from run_evaluator import EvaluatorArguments
 from tests.support.altered import Recorder
 

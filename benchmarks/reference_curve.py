@@ -36,8 +36,8 @@ matplotlib.use("svg")
 
 from matplotlib import pyplot
 
-from lib.data.manifest import Manifest
-from tests.support.peers import LOCAL, ROOT, Scripts, prepare_data, read_jsonl, wait_until
+from cotrain.data.manifest import Manifest
+from tests.support.peers import LOCAL, Scripts, prepare_data, read_jsonl, wait_until
 
 NUM_POINTS = 30  # of each curve
 COLUMNS = ("peers", "step", "samples", "train_loss", "validation_loss")
@@ -179,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for data, checkpoints and results")
     parser.add_argument("--train_file", type=Path, help="text, UTF-8; default: Python's documentation topics")
-    parser.add_argument("--model", default=str(ROOT / "configs" / "albert-tiny.json"), help="default: albert-tiny")
+    parser.add_argument("--model", default="albert-tiny", help="default: albert-tiny")
     parser.add_argument("--vocab_size", type=int, default=4000, help="default: 4000")
     parser.add_argument("--max_seq_length", type=int, default=64, help="default: 64")
     parser.add_argument("--peers", default="0,2", help="numbers of peers; 0: one plain process. Default: 0,2")

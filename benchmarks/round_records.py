@@ -51,7 +51,7 @@ class PeerRecords:
 
 
 def read_records(name: str, folder: Path, absences: Iterable[tuple[float, float]] = ()) -> PeerRecords:
-    """Read what a trainer has recorded in its output folder, see tests/support/altered.py and lib/averaging."""
+    """Read what a trainer has recorded in its output folder, see tests/support/altered.py and cotrain/averaging."""
     peer = PeerRecords(name, absences=[*absences])
     if (identity := folder / "identity.key").exists():
         peer.peer_id = str(PeerID.from_identity(identity.read_bytes()))

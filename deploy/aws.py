@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lib.common.errors import UserError, describe
+from cotrain.common.errors import UserError, describe
 
 try:
     import boto3
@@ -354,7 +354,7 @@ class Deployment:
         return next((base64.b64decode(parameter["Value"]) for parameter in reply["Parameters"]), None)
 
     def _make_identity(self) -> None:
-        from lib.peer.invitations import load_identity  # the import takes seconds
+        from cotrain.admission.invitations import load_identity  # the import takes seconds
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "identity.key"

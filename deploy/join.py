@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from lib.common.errors import UserError
-from lib.common.processes import leave_with_parent
+from cotrain.common.errors import UserError
+from cotrain.common.processes import leave_with_parent
 
 # ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations per sample, and needs another 0.2 GiB
 # for the logits of 30 000 tokens. CUDA, weights and gradients take 1 GiB; the rest is for fragmentation.
@@ -69,7 +69,7 @@ def install(project: Path, tunnel: str = "none") -> None:
     packages = re.findall(r"^[^#\s]+", (project / "requirements.txt").read_text(), re.MULTILINE)
     packages = [package for package in packages if not (keep_torch and package.startswith("torch=="))]
     if tunnel == "ngrok":
-        packages.append(re.search(r"ngrok==[\d.]+", (project / "lib" / "peer" / "tunnel.py").read_text())[0])
+        packages.append(re.search(r"ngrok==[\d.]+", (project / "cotrain" / "peer" / "tunnel.py").read_text())[0])
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
     if subprocess.run(pip, timeout=3600).returncode != 0:
         raise UserError("pip could not install the requirements; see its last lines above")

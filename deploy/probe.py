@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 from arguments import BaseTrainingArguments
-from lib.common.cli import parse_arguments
-from lib.common.errors import UserError, run_script
-from lib.common.processes import StopSignal, exit_after, guard_children
+from cotrain.common.cli import parse_arguments
+from cotrain.common.errors import UserError, run_script
+from cotrain.common.processes import StopSignal, exit_after, guard_children
 
 
 def main() -> None:
@@ -25,8 +25,8 @@ def main() -> None:
 
 
 def probe(args: BaseTrainingArguments, stop: StopSignal) -> None:
-    from lib.common.logs import setup_logging
-    from lib.peer.peer import start_peer
+    from cotrain.common.logs import setup_logging
+    from cotrain.peer.peer import start_peer
     from utils import LocalMetrics, get_dictionary
 
     setup_logging(args.debug)

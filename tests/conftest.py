@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from lib.common.processes import guard_children, keep_memory_shared
+from cotrain.common.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.peers import Scripts, prepare_data
 
@@ -111,7 +111,7 @@ def unchanged_environment() -> Iterator[None]:
 @pytest.fixture
 def patches() -> None:
     """What `start_peer` does first; for tests of what hivemind finds only when it is replaced."""
-    from lib.averaging.patches import apply_patches  # it imports a lot
+    from cotrain.averaging.patches import apply_patches  # it imports a lot
 
     apply_patches()
 
@@ -134,7 +134,7 @@ def data(tmp_path_factory) -> Path:
 @pytest.fixture
 def dataset_url(data, tmp_path) -> Iterator[str]:
     """Serve the archive of `data` on this machine."""
-    from lib.data.archive import DATASET, TOKENIZER, write_archive  # it imports a lot
+    from cotrain.data.archive import DATASET, TOKENIZER, write_archive  # it imports a lot
 
     (tmp_path / "www").mkdir()
     write_archive(tmp_path / "www" / "data.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})

@@ -5,8 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from lib.averaging.base import SafeAverager
-from lib.averaging.progress import ProgressTracker
+from cotrain.averaging.base import SafeAverager
+from cotrain.averaging.progress import ProgressTracker
 from tests.support.offline import Donors
 
 
@@ -20,7 +20,7 @@ def offline(monkeypatch) -> None:
 @pytest.fixture
 def donors(monkeypatch) -> Iterator[Donors]:
     """Peers in memory that download each other's state."""
-    monkeypatch.setattr("lib.averaging.state.MPFuture", Future)
+    monkeypatch.setattr("cotrain.averaging.state.MPFuture", Future)
     monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 0.1)
     with ThreadPoolExecutor(16) as pool:
         yield Donors(pool)

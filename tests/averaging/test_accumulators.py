@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
 
 
 def test_gradients_whose_sum_overflows_are_not_sent():

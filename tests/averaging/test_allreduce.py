@@ -20,12 +20,12 @@ from hivemind.compression import (
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
-from lib.averaging import allreduce, reducer
-from lib.averaging.accumulators import clip_norm
-from lib.averaging.allreduce import AllReduce, Block
-from lib.averaging.bounds import MAX_RMS, MIN_WEIGHT, Bounds
-from lib.averaging.compression import COMPRESSIONS
-from lib.averaging.outliers import TOLERANCE
+from cotrain.averaging import allreduce, reducer
+from cotrain.averaging.accumulators import clip_norm
+from cotrain.averaging.allreduce import AllReduce, Block
+from cotrain.averaging.bounds import MAX_RMS, MIN_WEIGHT, Bounds
+from cotrain.averaging.compression import COMPRESSIONS
+from cotrain.averaging.outliers import TOLERANCE
 
 OWN = torch.full((100,), 0.1)  # norm 1
 BOUNDS = Bounds(weight=256.0, gradient_norm=1.0, parameter_step=0.01)

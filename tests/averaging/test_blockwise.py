@@ -11,8 +11,8 @@ from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT
 from hypothesis import example, given, settings
 
-from lib.averaging.blockwise import FORMATS, Blockwise4Bit, Blockwise8Bit, BlockwiseCompression
-from lib.averaging.wire import TensorSpec, check_tensor
+from cotrain.averaging.blockwise import FORMATS, Blockwise4Bit, Blockwise8Bit, BlockwiseCompression
+from cotrain.averaging.wire import TensorSpec, check_tensor
 
 pytestmark = pytest.mark.usefixtures("patches")
 formats = pytest.mark.parametrize("compression", [Blockwise8Bit(), Blockwise4Bit()], ids=["8 bits", "4 bits"])

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from hivemind.averaging.control import AveragingStage
 
-from lib.averaging import coordinator as coordinator_module
-from lib.averaging.coordinator import Outcome, RoundCoordinator
-from lib.averaging.round_log import RoundLog
+from cotrain.averaging import coordinator as coordinator_module
+from cotrain.averaging.coordinator import Outcome, RoundCoordinator
+from cotrain.averaging.round_log import RoundLog
 from tests.support.peers import wait_until
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hivemind.utils.tensor_descr import _safe_check_pinned
 
-from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

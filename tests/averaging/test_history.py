@@ -4,7 +4,16 @@ import itertools
 
 import pytest
 
-from lib.averaging.history import MARK_BYTES, NUM_MARKS, Marks, Position, add_mark, outranks, parse_marks, read_marks
+from cotrain.averaging.history import (
+    MARK_BYTES,
+    NUM_MARKS,
+    Marks,
+    Position,
+    add_mark,
+    outranks,
+    parse_marks,
+    read_marks,
+)
 
 
 def marks(history: str, steps: range = range(8, 72, 8)) -> Marks:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lib.averaging.local_updates import INNER_WARMUP_STEPS
-from lib.training.model import build_model
-from lib.training.optimizer import build_local_optimizer, build_param_groups
+from cotrain.averaging.local_updates import INNER_WARMUP_STEPS
+from cotrain.models.model import build_model
+from cotrain.training.optimizer import build_local_optimizer, build_param_groups
 from tests.support.state import CONFIG, arguments, flat
 from tests.support.swarm import Contribution, Swarm, parameters_of, set_parameters
 

@@ -16,8 +16,8 @@ from hivemind.p2p import P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
-from lib.averaging import matchmaking
-from lib.averaging.matchmaking import Claims, RosterEntry, StepMatchmaking, group_key, parse_group_key, rank
+from cotrain.averaging import matchmaking
+from cotrain.averaging.matchmaking import Claims, RosterEntry, StepMatchmaking, group_key, parse_group_key, rank
 
 PATIENCE = 0.6  # min_matchmaking_time in seconds
 CLAIMS = Claims(100.0, AveragingMode.NODE).pack()

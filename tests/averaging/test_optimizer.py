@@ -10,10 +10,10 @@ import pytest
 import torch
 from hivemind.p2p import PeerID
 
-from lib.averaging.coordinator import Outcome
-from lib.averaging.local_updates import INNER_WARMUP_STEPS
-from lib.averaging.matchmaking import MAX_DISTANCE
-from lib.averaging.optimizer import MAX_FAILURES, MAX_MISSED_UPDATES, CollaborativeOptimizer
+from cotrain.averaging.coordinator import Outcome
+from cotrain.averaging.local_updates import INNER_WARMUP_STEPS
+from cotrain.averaging.matchmaking import MAX_DISTANCE
+from cotrain.averaging.optimizer import MAX_FAILURES, MAX_MISSED_UPDATES, CollaborativeOptimizer
 from tests.support.offline import PEER, offline_optimizer
 from tests.support.peers import wait_until
 

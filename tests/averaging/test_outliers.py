@@ -2,7 +2,7 @@
 
 import pytest
 
-from lib.averaging.outliers import TOLERANCE, OutlierFilter
+from cotrain.averaging.outliers import TOLERANCE, OutlierFilter
 
 EQUAL = dict.fromkeys(range(4), 10.0)
 

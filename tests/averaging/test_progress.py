@@ -14,9 +14,9 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import ProgressTrackerArguments
-from lib.averaging import progress as progress_module
-from lib.averaging.progress import (
+from cotrain.arguments import ProgressTrackerArguments
+from cotrain.averaging import progress as progress_module
+from cotrain.averaging.progress import (
     ALIVE_SECONDS,
     DHT_TIMEOUT,
     HEARTBEAT_SECONDS,
@@ -25,9 +25,9 @@ from lib.averaging.progress import (
     ProgressTracker,
     parse_progress,
 )
-from lib.averaging.records import ReadableValidator, signer_of
-from lib.averaging.rounds import PROTOCOL
-from lib.common.clock import run_time
+from cotrain.averaging.rounds import PROTOCOL
+from cotrain.dht.clock import run_time
+from cotrain.dht.records import ReadableValidator, signer_of
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from hivemind.proto.averaging_pb2 import AVERAGED_PART, BAD_GROUP_ID, AveragingD
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter
 
-from lib.averaging.base import SafeAverager
-from lib.averaging.rounds import RoundAverager
+from cotrain.averaging.base import SafeAverager
+from cotrain.averaging.rounds import RoundAverager
 from tests.support.peers import wait_until
 from tests.support.swarm import Replay
 
@@ -279,7 +279,7 @@ async def test_part_for_a_round_that_has_ended_is_refused_at_once(group_id, redu
 
 
 async def test_number_of_waiting_parts_is_bounded(monkeypatch):
-    monkeypatch.setattr("lib.averaging.rounds.MAX_WAITING_STREAMS", 0)
+    monkeypatch.setattr("cotrain.averaging.rounds.MAX_WAITING_STREAMS", 0)
     async with asyncio.timeout(0.4):
         assert (await LateAverager().first_answer(b"unknown")).code == BAD_GROUP_ID
 

@@ -3,8 +3,8 @@
 import pytest
 from hivemind.averaging.allreduce import AveragingMode
 
-from lib.averaging.matchmaking import Claims
-from lib.averaging.standing import Standing
+from cotrain.averaging.matchmaking import Claims
+from cotrain.averaging.standing import Standing
 
 NODE, CLIENT, AUXILIARY = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 

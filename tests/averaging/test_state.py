@@ -10,11 +10,11 @@ import pytest
 import torch
 from hivemind.compression import deserialize_torch_tensor
 
-from arguments import HyperparameterArguments
-from lib.averaging.state import StateLoadError, TrainingStateAverager, all_finite, set_schedule
-from lib.averaging.wire import check_tensor
-from lib.training.model import build_model
-from lib.training.optimizer import (
+from cotrain.arguments import HyperparameterArguments
+from cotrain.averaging.state import StateLoadError, TrainingStateAverager, all_finite, set_schedule
+from cotrain.averaging.wire import check_tensor
+from cotrain.models.model import build_model
+from cotrain.training.optimizer import (
     build_local_optimizer,
     build_param_groups,
     build_scheduler,

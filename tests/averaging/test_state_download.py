@@ -15,10 +15,10 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from lib.averaging import wire
-from lib.averaging.download import StateDownload, rank_donors
-from lib.averaging.records import signer_of
-from lib.averaging.state import StateLoadError, TrainingStateAverager
+from cotrain.averaging import wire
+from cotrain.averaging.download import StateDownload, rank_donors
+from cotrain.averaging.state import StateLoadError, TrainingStateAverager
+from cotrain.dht.records import signer_of
 from tests.support.peers import wait_until
 from tests.support.state import arguments, fill_gradients, fill_parameters, flat, learning_rates, offer
 

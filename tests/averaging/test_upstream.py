@@ -14,10 +14,10 @@ from hivemind.averaging import averager
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.dht.validation import RecordValidatorBase
 
-import lib.averaging
-import lib.peer
-from lib.averaging import patches, upstream
-from lib.averaging.matchmaking import StepMatchmaking
+import cotrain.averaging
+import cotrain.peer
+from cotrain.averaging import patches, upstream
+from cotrain.averaging.matchmaking import StepMatchmaking
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = ROOT / "docs" / "upgrading-hivemind.md"
@@ -31,7 +31,7 @@ def catalogue_rows() -> dict[str, str]:
 
 def overridden_modules() -> Iterator[tuple[str, str]]:
     """Yield the modules of hivemind with overridden methods, as in `upstream.TESTED`, and our class."""
-    for package in (lib.averaging, lib.peer):
+    for package in (cotrain.averaging, cotrain.peer):
         for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
             for cls in vars(importlib.import_module(module.name)).values():
                 if inspect.isclass(cls) and cls.__module__ == module.name:
@@ -54,7 +54,7 @@ def test_hivemind_is_the_tested_version():
     ]
     assert not changed, (
         "hivemind has changed where this code replaces it. Follow docs/upgrading-hivemind.md for the rows that name "
-        "these files, then put these lines into lib/averaging/upstream.py:\n" + "\n".join(changed)
+        "these files, then put these lines into cotrain/averaging/upstream.py:\n" + "\n".join(changed)
     )
     assert hivemind.__version__ == upstream.TESTED_VERSION
     assert f"hivemind=={upstream.TESTED_VERSION}\n" in REQUIREMENTS.read_text()

@@ -7,8 +7,8 @@ from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT, NONE
 from hivemind.utils.streaming import split_for_streaming
 
-from lib.averaging.compression import COMPRESSIONS
-from lib.averaging.wire import SCALAR, TensorAssembler, TensorSpec, check_tensor
+from cotrain.averaging.compression import COMPRESSIONS
+from cotrain.averaging.wire import SCALAR, TensorAssembler, TensorSpec, check_tensor
 
 
 def serialize(tensor: torch.Tensor, compression: str = "none") -> runtime_pb2.Tensor:

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from hivemind.utils import MPFuture
 
-from lib.averaging.matchmaking import RoundControl
-from lib.averaging.optimizer import CollaborativeOptimizer
-from lib.common.logs import TracebackFilter
-from utils import get_dictionary
+from cotrain.averaging.matchmaking import RoundControl
+from cotrain.averaging.optimizer import CollaborativeOptimizer
+from cotrain.common.logs import TracebackFilter
+from cotrain.dht.run_records import get_dictionary
 
 
 def test_scaler_of_hivemind_is_refused():

@@ -8,11 +8,11 @@ import pytest
 
 import run_evaluator
 import run_training_monitor
-from arguments import TRAINER_ARGUMENTS
+from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.common.argument_parser import endpoint_to_maddrs
+from cotrain.common.checks import ArgumentsError
+from cotrain.common.cli import parse_arguments
 from invite import InvitationArguments, RevocationArguments
-from lib.common.argument_parser import endpoint_to_maddrs
-from lib.common.checks import ArgumentsError
-from lib.common.cli import parse_arguments
 from run_local_demo import DemoArguments
 from tests.support.peers import ROOT
 from tokenize_wikitext103 import TokenizationArguments

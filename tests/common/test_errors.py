@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from lib.common.errors import describe, first_line
+from cotrain.common.errors import describe, first_line
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from lib.common import diagnosis
-from lib.common.diagnosis import HINT, diagnose, next_hint, read_diagnoses
-from lib.common.errors import TEMPORARY, TemporaryError, UserError, describe, run_script
-from lib.common.logs import HintHandler
+from cotrain.common import diagnosis
+from cotrain.common.diagnosis import HINT, diagnose, next_hint, read_diagnoses
+from cotrain.common.errors import TEMPORARY, TemporaryError, UserError, describe, run_script
+from cotrain.common.logs import HintHandler
 from tests.support.messages import read_templates
 from tests.support.peers import ROOT
 
@@ -90,10 +90,10 @@ def test_hint_follows_an_error_without_a_remedy(monkeypatch, capsys, error, code
 def test_a_peer_of_this_project_and_hivemind_are_hinted():
     """`setup_logging` changes the logging of the whole process: it runs in another one."""
     program = (
-        "from lib.common.logs import setup_logging\n"
+        "from cotrain.common.logs import setup_logging\n"
         "from hivemind.utils import get_logger\n"
         "setup_logging()\n"
-        f"get_logger('lib.averaging.optimizer').warning({NO_GROUP!r})\n"
+        f"get_logger('cotrain.averaging.optimizer').warning({NO_GROUP!r})\n"
         f"get_logger('hivemind.dht.protocol').warning({FIREWALL!r})\n"
     )
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from lib.common import json_file
-from lib.common.json_file import JsonFile
+from cotrain.common import json_file
+from cotrain.common.json_file import JsonFile
 
 
 def parse(content: dict) -> int:

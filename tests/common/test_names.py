@@ -2,7 +2,7 @@
 
 import re
 
-from lib.common.names import derive_name
+from cotrain.common.names import derive_name
 
 
 def test_name_is_the_same_on_every_machine_and_after_every_restart():

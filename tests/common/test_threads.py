@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.common import processes
-from lib.common.errors import TEMPORARY, TemporaryError, UserError
-from lib.common.processes import Watchdog
-from lib.common.threads import PeriodicThread
-from lib.peer import lifecycle
+from cotrain.common import processes
+from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
+from cotrain.common.processes import Watchdog
+from cotrain.common.threads import PeriodicThread
+from cotrain.peer import lifecycle
 
 
 class Counting(PeriodicThread):

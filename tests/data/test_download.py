@@ -20,13 +20,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from arguments import DatasetArguments
-from lib.common.errors import UserError, describe
-from lib.common.hosts import is_on_internet
-from lib.data import archive
-from lib.data import download as fetch
-from lib.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
-from lib.data.download import fetch_data
+from cotrain.arguments import DatasetArguments
+from cotrain.common.errors import UserError, describe
+from cotrain.common.hosts import is_on_internet
+from cotrain.data import archive
+from cotrain.data import download as fetch
+from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
+from cotrain.data.download import fetch_data
 from tests.support.peers import wait_until
 from tokenize_wikitext103 import TokenizationArguments
 
@@ -346,7 +346,7 @@ def test_missing_checksum_is_reported(args, host, folders, packed, caplog, answe
 
 
 def test_credentials_are_not_logged(args, host, folders, caplog):
-    caplog.set_level(logging.DEBUG, "lib.data.download")
+    caplog.set_level(logging.DEBUG, "cotrain.data.download")
     caplog.set_level(logging.WARNING, "urllib3")  # as setup_logging does, with --debug too
     host.script = [Answer.break_off, partial(Answer.serve, num_bytes=1000), partial(Answer.reply, status=500)]
     args.dataset_url = host.url.replace("//", f"//user:{SECRET}@") + f"?token={SECRET}#{SECRET}"
@@ -515,7 +515,7 @@ def test_insufficient_disk_space_is_detected_in_advance(args, host, monkeypatch,
 
 
 def test_two_at_once(args, host, folders, caplog):
-    caplog.set_level(logging.INFO, "lib.data.download")
+    caplog.set_level(logging.INFO, "cotrain.data.download")
     host.script = [Answer.stall]
     with ThreadPoolExecutor(2) as pool:
         downloads = [pool.submit(fetch_data, args)]

@@ -5,10 +5,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from lib.data import encoding
-from lib.data.corpus import open_sample, split_documents
-from lib.data.encoding import TextEncoder
-from lib.data.tokenizer_training import train_tokenizer
+from cotrain.data import encoding
+from cotrain.data.corpus import open_sample, split_documents
+from cotrain.data.encoding import TextEncoder
+from cotrain.data.tokenizer_training import train_tokenizer
 
 # Pieces that break encoders: white space of all kinds, special tokens, accents with and without a letter, characters
 # of no width, ligatures that are several words, scripts without spaces, emoji of several characters.

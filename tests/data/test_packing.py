@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.data import corpus
-from lib.data.corpus import hold_out, open_sample, split_documents
-from lib.data.encoding import TextEncoder
-from lib.data.packing import (
+from cotrain.data import corpus
+from cotrain.data.corpus import hold_out, open_sample, split_documents
+from cotrain.data.encoding import TextEncoder
+from cotrain.data.packing import (
     SCHEMAS,
     PackingConfig,
     build_samples,
@@ -22,7 +22,7 @@ from lib.data.packing import (
     pack_pairs,
     split_sentences,
 )
-from lib.data.tokenizer_training import train_tokenizer
+from cotrain.data.tokenizer_training import train_tokenizer
 
 CLS, SEP = 2, 3
 

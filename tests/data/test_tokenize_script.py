@@ -17,16 +17,16 @@ from tokenizers import Tokenizer, models
 from transformers import AlbertConfig, AutoTokenizer, GPT2Config, RobertaConfig
 
 import tokenize_wikitext103
-from arguments import DatasetArguments, LocalTrainingArguments
-from lib.common.atomic_files import new_file, new_folder, temporary_folder
-from lib.common.errors import UserError, describe
-from lib.data import corpus, preparation
-from lib.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
-from lib.data.corpus import split_documents
-from lib.data.loading import build_collator, load_datasets, load_training_data, max_tokens
-from lib.data.manifest import FORMAT_VERSION, Manifest, tokenizer_sha256
-from lib.data.packing import SCHEMAS, group_documents
-from lib.data.tokenizer_training import train_tokenizer
+from cotrain.arguments import DatasetArguments, LocalTrainingArguments
+from cotrain.common.atomic_files import new_file, new_folder, temporary_folder
+from cotrain.common.errors import UserError, describe
+from cotrain.data import corpus, preparation
+from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
+from cotrain.data.corpus import split_documents
+from cotrain.data.loading import build_collator, load_datasets, load_training_data, max_tokens
+from cotrain.data.manifest import FORMAT_VERSION, Manifest, tokenizer_sha256
+from cotrain.data.packing import SCHEMAS, group_documents
+from cotrain.data.tokenizer_training import train_tokenizer
 from tests.support.peers import ROOT
 from tokenize_wikitext103 import TokenizationArguments
 

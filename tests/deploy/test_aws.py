@@ -7,8 +7,8 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 from cfnlint.api import ManualArgs, lint
 
+from cotrain.common.errors import UserError
 from deploy.aws import Deployment, readable_errors
-from lib.common.errors import UserError
 from tests.support.aws import ids, make_settings, read_user_data
 
 NAME = "/collaborative-training/test/identity"

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import run_training_monitor
-from arguments import TRAINER_ARGUMENTS
+from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.common.cli import parse_arguments
+from cotrain.data.archive import file_sha256
 from deploy.aws import Deployment
-from lib.common.cli import parse_arguments
-from lib.data.archive import file_sha256
 from tests.deploy.test_notebooks import make_repository, write_program
 from tests.support.aws import make_settings, read_user_data
 

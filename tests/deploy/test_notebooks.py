@@ -18,12 +18,12 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from arguments import TRAINER_ARGUMENTS
+from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.common.cli import parse_arguments
+from cotrain.common.errors import UserError
 from deploy import join
 from deploy.aws import Deployment
 from deploy.join import Gpu, choose_batch_size, find_gpus, trainer_command
-from lib.common.cli import parse_arguments
-from lib.common.errors import UserError
 from tests.support.aws import DATA, IMAGE, make_settings
 from tests.support.peers import LOCAL, ROOT, wait_until
 from tests.support.tunnels import FakeNgrok
@@ -135,7 +135,7 @@ def test_the_trainer_understands_its_command():
 )
 def test_install(monkeypatch, tmp_path, torch_works, exit_code, installed):
     (tmp_path / "requirements.txt").write_text("# pins\nnumpy==2.3.5\ntorch==2.13.0\ntorch-optimizer==0.3.0\n")
-    (tmp_path / "lib").symlink_to(ROOT / "lib")
+    (tmp_path / "cotrain").symlink_to(ROOT / "cotrain")
     results, answers = [], iter(torch_works)
     monkeypatch.setattr(join, "torch_works", lambda: next(answers))
     run = lambda command, **_: results.append(command) or subprocess.CompletedProcess(command, exit_code)  # noqa: E731
@@ -204,8 +204,10 @@ def repository(tmp_path, site) -> Path:
 
 
 def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
-    shutil.copytree(ROOT / "lib" / "common", folder / "lib" / "common", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("lib/__init__.py", "lib/peer/tunnel.py", "deploy/join.py", "deploy/trainer.service"):
+    shutil.copytree(
+        ROOT / "cotrain" / "common", folder / "cotrain" / "common", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in ("cotrain/__init__.py", "cotrain/peer/tunnel.py", "deploy/join.py", "deploy/trainer.service"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "run_trainer.py").write_text(trainer)

@@ -9,8 +9,8 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.common.metrics_schema import HISTORY_LENGTH
-from lib.monitoring.aggregation import MAX_JUMP, MAX_PENDING_STEPS, MAX_STEPS_PER_SECOND, MetricsAggregator
+from cotrain.dht.metrics_schema import HISTORY_LENGTH
+from cotrain.monitoring.aggregation import MAX_JUMP, MAX_PENDING_STEPS, MAX_STEPS_PER_SECOND, MetricsAggregator
 from tests.support.dht_records import entries, heartbeat, metric, steps_of
 
 START = 1_700_000_000.0  # some DHT time

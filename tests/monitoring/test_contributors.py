@@ -2,10 +2,10 @@
 
 import pytest
 
-from lib.monitoring import contributors
-from lib.monitoring.aggregation import StepReport
-from lib.monitoring.contributors import Contributors, clean_name, format_leaderboard
-from lib.monitoring.parsing import PeerStep
+from cotrain.monitoring import contributors
+from cotrain.monitoring.aggregation import StepReport
+from cotrain.monitoring.contributors import Contributors, clean_name, format_leaderboard
+from cotrain.monitoring.parsing import PeerStep
 
 
 def make_report(step: int, **samples: int) -> StepReport:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import utils
-from arguments import DatasetArguments
-from lib.common.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
-from lib.data.loading import load_validation_data
-from lib.data.tokenizers import load_tokenizer
-from lib.monitoring.evaluation import EvaluationLoop, Evaluator, MetricSum, _add, _summarize
-from lib.training.model import build_model, load_config
+from cotrain.arguments import DatasetArguments
+from cotrain.data.loading import load_validation_data
+from cotrain.data.tokenizers import load_tokenizer
+from cotrain.dht import run_records
+from cotrain.models.model import build_model, load_config
+from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
+from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator, MetricSum, _add, _summarize
 from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch
@@ -113,7 +113,7 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
 )
 def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypatch):
     records = {b"%d" % number: None if epoch is None else heartbeat(1.0, epoch) for number, epoch in enumerate(epochs)}
-    monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key: {"run_training_progress": records}[key])
+    monkeypatch.setattr(run_records, "get_dictionary", lambda _dht, key: {"run_training_progress": records}[key])
     args = EvaluatorArguments(**options)
     loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, args)
     loop._evaluate, loop.evaluated_step = Mock(), evaluated

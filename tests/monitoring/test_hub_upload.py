@@ -13,16 +13,16 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
 
-from lib.common.errors import UserError
-from lib.monitoring import hub_upload as upload
-from lib.monitoring.aggregation import StepReport
-from lib.monitoring.contributors import Contributors
-from lib.monitoring.hub_upload import HubUploader, check_repo, require_token
-from lib.monitoring.model_card import CardMetadata
-from lib.monitoring.parsing import PeerStep
-from lib.training import checkpoints
-from lib.training.checkpoints import TrainingState
-from lib.training.model import build_model
+from cotrain.common.errors import UserError
+from cotrain.models.model import build_model
+from cotrain.monitoring import hub_upload as upload
+from cotrain.monitoring.aggregation import StepReport
+from cotrain.monitoring.contributors import Contributors
+from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
+from cotrain.monitoring.model_card import CardMetadata
+from cotrain.monitoring.parsing import PeerStep
+from cotrain.training import checkpoints
+from cotrain.training.checkpoints import TrainingState
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.support.peers import TINY_ALBERT, wait_until

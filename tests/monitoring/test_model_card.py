@@ -10,13 +10,13 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import AutoConfig, AutoTokenizer
 
-from arguments import TRAINER_ARGUMENTS
-from lib.common.cli import parse_arguments
-from lib.monitoring.aggregation import StepReport
-from lib.monitoring.contributors import Contributors
-from lib.monitoring.model_card import CardMetadata, build_card, read_curve
-from lib.monitoring.parsing import PeerStep
-from lib.training.model import build_model
+from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.common.cli import parse_arguments
+from cotrain.models.model import build_model
+from cotrain.monitoring.aggregation import StepReport
+from cotrain.monitoring.contributors import Contributors
+from cotrain.monitoring.model_card import CardMetadata, build_card, read_curve
+from cotrain.monitoring.parsing import PeerStep
 from tests.support.peers import TINY_CONFIGS
 
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"

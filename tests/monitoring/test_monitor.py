@@ -8,12 +8,12 @@ import pytest
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-import utils
-from lib.monitoring.aggregation import MetricsAggregator
-from lib.monitoring.contributors import Contributors
-from lib.monitoring.monitor import TrainingMonitor
-from lib.monitoring.parsing import parse_shares
-from lib.monitoring.reporters import Reporters
+from cotrain.dht import run_records
+from cotrain.monitoring.aggregation import MetricsAggregator
+from cotrain.monitoring.contributors import Contributors
+from cotrain.monitoring.monitor import TrainingMonitor
+from cotrain.monitoring.parsing import parse_shares
+from cotrain.monitoring.reporters import Reporters
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.dht_records import metric
 from tests.support.fakes import make_session
@@ -28,8 +28,8 @@ def stored(monkeypatch) -> dict:
     def store(_dht, key, public_key, value, lifetime) -> None:
         records.setdefault(key, {})[public_key] = ValueWithExpiration(value, get_dht_time() + lifetime)
 
-    monkeypatch.setattr(utils, "store_record", store)
-    monkeypatch.setattr(utils, "get_dictionary", lambda _dht, key, timeout=10.0: records.get(key, {}))
+    monkeypatch.setattr(run_records, "store_record", store)
+    monkeypatch.setattr(run_records, "get_dictionary", lambda _dht, key, timeout=10.0: records.get(key, {}))
     return records
 
 

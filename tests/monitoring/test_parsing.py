@@ -1,11 +1,11 @@
-"""Parsing of the records in the DHT. What its validators refuse is tested in tests/peer/test_utils.py."""
+"""Parsing of the records in the DHT. What its validators refuse is tested in tests/dht/test_run_records.py."""
 
 import math
 
 import pytest
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from lib.monitoring.parsing import (
+from cotrain.monitoring.parsing import (
     Heartbeat,
     PeerStep,
     parse_history,

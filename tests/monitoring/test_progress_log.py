@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from lib.monitoring.aggregation import MetricsAggregator
-from lib.monitoring.progress_log import ProgressLog
+from cotrain.monitoring.aggregation import MetricsAggregator
+from cotrain.monitoring.progress_log import ProgressLog
 from tests.support.dht_records import heartbeat, metric
 
 START = 1_700_000_000.0

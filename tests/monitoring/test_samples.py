@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import fill_mask
-from lib.common.errors import UserError, run_script
-from lib.monitoring.samples import build_pipeline, check_text, complete, fill_masks, report_samples
-from lib.training.model import build_model
+from cotrain.common.errors import UserError, run_script
+from cotrain.models.model import build_model
+from cotrain.monitoring.samples import build_pipeline, check_text, complete, fill_masks, report_samples
 from tests.support.peers import TINY_CONFIGS
 
 WORDS = [

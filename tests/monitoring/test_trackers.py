@@ -23,15 +23,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.common.errors import ORGANISER_MODULES
-from lib.monitoring import reporters as reporting
-from lib.monitoring import trackers
-from lib.monitoring.aggregation import StepReport
-from lib.monitoring.reporters import JsonLinesFile, Reporters
-from lib.monitoring.trackers import Dashboard
+from cotrain.common.errors import ORGANISER_MODULES
+from cotrain.dht.run_records import Evaluation
+from cotrain.monitoring import reporters as reporting
+from cotrain.monitoring import trackers
+from cotrain.monitoring.aggregation import StepReport
+from cotrain.monitoring.reporters import JsonLinesFile, Reporters
+from cotrain.monitoring.trackers import Dashboard
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.peers import read_jsonl, wait_until
-from utils import Evaluation
 
 REPOSITORY = Path(__file__).parents[2]
 # Reports steps FIRST to LAST to the dashboard in a separate process, then prints what it left behind.
@@ -40,8 +40,9 @@ import json, logging, os, sys, threading, time
 from pathlib import Path
 import psutil
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
-from lib.monitoring import reporters as reporting, trackers
-from lib.monitoring.aggregation import StepReport
+from cotrain.monitoring import reporters as reporting
+from cotrain.monitoring import trackers
+from cotrain.monitoring.aggregation import StepReport
 dashboard, folder, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 if dashboard == "wandb":
     import wandb  # takes seconds, which are not to count

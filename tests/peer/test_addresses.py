@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.peer.addresses import count_connections
+from cotrain.peer.addresses import count_connections
 
 NEAR, FAR, BOTH, STRANGER = "QmNear", "QmFar", "QmBoth", "QmStranger"
 RELAY = "/ip4/1.2.3.1/tcp/31337/p2p/QmRelay"

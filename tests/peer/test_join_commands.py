@@ -10,16 +10,16 @@ import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 from transformers import AutoConfig
 
-from arguments import TRAINER_ARGUMENTS
+from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.common.argument_parser import ArgumentParser, CommandLine
+from cotrain.common.errors import UserError
+from cotrain.models.model import read_config
+from cotrain.monitoring.contributors import Contributors
+from cotrain.monitoring.model_card import CardMetadata, build_card
+from cotrain.peer import run_config
+from cotrain.peer.run_config import SETTINGS, RunConfig, adopt_run_config
 from deploy import join
 from deploy.aws import Deployment
-from lib.common.argument_parser import ArgumentParser, CommandLine
-from lib.common.errors import UserError
-from lib.monitoring.contributors import Contributors
-from lib.monitoring.model_card import CardMetadata, build_card
-from lib.peer import run_config
-from lib.peer.run_config import SETTINGS, RunConfig, adopt_run_config
-from lib.training.model import read_config
 from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.scripts.test_readme import ADDRESS, PEER_ID, read_script_calls

@@ -7,8 +7,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from lib.training.checkpoints import list_checkpoints
-from lib.training.status import read_status
+from cotrain.status.status import read_status
+from cotrain.training.checkpoints import list_checkpoints
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import Script, Scripts, steps_of, wait_until
 

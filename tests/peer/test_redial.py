@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.common import clock
-from lib.common.clock import correct_clock, run_time
-from lib.peer import redial
-from lib.peer.redial import BootstrapRedialer, set_run_clock
+from cotrain.dht import clock
+from cotrain.dht.clock import correct_clock, run_time
+from cotrain.dht.run_records import get_dictionary, store_record
+from cotrain.peer import redial
+from cotrain.peer.redial import BootstrapRedialer, set_run_clock
 from tests.support.peers import local_peer, wait_until
-from utils import get_dictionary, store_record
 
 
 class Answers:

@@ -13,7 +13,8 @@ import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
-from arguments import (
+from cotrain.admission.invitations import peer_id_of
+from cotrain.arguments import (
     TRAINER_ARGUMENTS,
     BaseTrainingArguments,
     DataSourceArguments,
@@ -22,15 +23,14 @@ from arguments import (
     OptimizerArguments,
     SampleArguments,
 )
-from lib.averaging.rounds import PROTOCOL
-from lib.common.argument_parser import ArgumentParser
-from lib.common.errors import UserError
-from lib.common.flags import find_settings
-from lib.common.processes import StopSignal
-from lib.peer import run_config
-from lib.peer.invitations import peer_id_of
-from lib.peer.run_config import RunConfig, adopt_run_config, check_safe, choose, refuse_differences
-from lib.training.model import check_size, read_config
+from cotrain.averaging.rounds import PROTOCOL
+from cotrain.common.argument_parser import ArgumentParser
+from cotrain.common.errors import UserError
+from cotrain.common.flags import find_settings
+from cotrain.common.processes import StopSignal
+from cotrain.models.model import check_size, read_config
+from cotrain.peer import run_config
+from cotrain.peer.run_config import RunConfig, adopt_run_config, check_safe, choose, refuse_differences
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
 

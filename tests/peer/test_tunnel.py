@@ -14,11 +14,11 @@ from pathlib import Path
 import ngrok
 import pytest
 
-from arguments import BaseTrainingArguments
-from lib.common.errors import UserError
-from lib.peer import tunnel
-from lib.peer.addresses import get_free_port
-from lib.peer.tunnel import (
+from cotrain.arguments import BaseTrainingArguments
+from cotrain.common.errors import UserError
+from cotrain.peer import tunnel
+from cotrain.peer.addresses import get_free_port
+from cotrain.peer.tunnel import (
     NGROK_INSTALL,
     TunnelWatch,
     find_local_endpoint,
@@ -165,7 +165,7 @@ def test_tunnel_that_breaks_is_reported_once_and_so_is_its_return(monkeypatch, c
     peer_fault = "refused"
     for _ in range(2):
         watch.work()
-    levels = [record.levelno for record in caplog.records if record.name == "lib.peer.tunnel"]
+    levels = [record.levelno for record in caplog.records if record.name == "cotrain.peer.tunnel"]
     assert levels == [logging.WARNING, logging.INFO]
     assert "Nobody can join through the tunnel tunnel (down)" in caplog.text
 

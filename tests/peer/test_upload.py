@@ -6,9 +6,9 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from lib.common.names import derive_name
-from lib.peer import upload as upload_module
-from lib.peer.upload import (
+from cotrain.common.names import derive_name
+from cotrain.peer import upload as upload_module
+from cotrain.peer.upload import (
     BUSY,
     CHUNK_BYTES,
     MAX_BANDWIDTH,

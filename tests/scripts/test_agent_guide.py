@@ -23,7 +23,7 @@ def test_lines_are_printed():
 
 
 def test_files_and_fields_are_those_of_the_code():
-    code = "\n".join(path.read_text() for path in (ROOT / "lib").rglob("*.py"))
+    code = "\n".join(path.read_text() for path in (ROOT / "cotrain").rglob("*.py"))
     files = [re.sub(r"\d+", "", name) for name in read_table(GUIDE, "file")]
     fields = [f'"{name}":' for name in read_table(GUIDE, "field")]
     assert files and fields

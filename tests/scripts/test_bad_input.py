@@ -15,7 +15,7 @@ import pytest
 import run_evaluator
 import run_trainer
 import run_training_monitor
-from lib.common.errors import TEMPORARY, run_script
+from cotrain.common.errors import TEMPORARY, run_script
 from tests.support.peers import LOCAL, TINY_ALBERT, local_peer
 
 UNKNOWN_PEERS = (
@@ -28,7 +28,7 @@ UNKNOWN_PEERS = (
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path, data):
     """Run the main function of a script in this process; return its one-line error. The exit code is 1 by default."""
-    monkeypatch.setattr("lib.common.logs.setup_logging", lambda debug=False: None)  # keep the logging of the tests
+    monkeypatch.setattr("cotrain.common.logs.setup_logging", lambda debug=False: None)  # keep the logging of the tests
 
     def run(script, *args: object, code: int = 1) -> str:
         monkeypatch.chdir(tmp_path)

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AlbertForPreTraining, AutoTokenizer
 
-from lib.monitoring.samples import build_pipeline, fill_masks
-from lib.training.checkpoints import list_checkpoints
-from lib.training.pretrained import find_checkpoint, load_checkpoint
-from lib.training.status import read_status
+from cotrain.monitoring.samples import build_pipeline, fill_masks
+from cotrain.status.status import read_status
+from cotrain.training.checkpoints import list_checkpoints
+from cotrain.training.pretrained import find_checkpoint, load_checkpoint
 from tests.support.peers import LONG_STEPS, join_together, wait_until
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import run_local_demo
-from lib.common.errors import UserError
+from cotrain.common.errors import UserError
 from run_local_demo import Workers, count_rounds, new_demo_folder, read_jsonl, summarize
 from tests.support.peers import ROOT, Script, hold_until_all_begin, wait_until
 

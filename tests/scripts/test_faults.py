@@ -9,9 +9,9 @@ import psutil
 import pytest
 from transformers import AutoModelForPreTraining
 
-from lib.common.errors import TEMPORARY
-from lib.data.corpus import open_sample
-from lib.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
+from cotrain.common.errors import TEMPORARY
+from cotrain.data.corpus import open_sample
+from cotrain.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
 from tests.support.altered import IN_THE_MIDDLE
 from tests.support.peers import LONG_STEPS, steps_of, wait_until
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lib.training.checkpoints import list_checkpoints
+from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import join_together, read_jsonl, steps_of, wait_until
 
 

@@ -31,7 +31,7 @@ PLACEHOLDERS = [
 FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir", "--project"}  # of other programs
 # Files of the repository, not files that the scripts write.
 FILE = re.compile(
-    r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(lib|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
+    r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(cotrain|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
 )
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lib.common.errors import ORGANISER_MODULES, UserError
+from cotrain.common.errors import ORGANISER_MODULES, UserError
 from tests.support.peers import ROOT
 
 

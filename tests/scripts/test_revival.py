@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lib.training.checkpoints import list_checkpoints
+from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import read_jsonl, wait_until
 
 

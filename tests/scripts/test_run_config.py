@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
-from lib.common.model_config import CONFIGS
+from cotrain.models.config import CONFIGS
 from tests.support.peers import ALTERED, LOCAL, Script, invite, reserve_maddr
 
 

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import run_custom_trainer
 import run_trainer
-from lib.common import atomic_files
-from lib.common.errors import run_script
-from lib.common.processes import StopSignal
+from cotrain.common import atomic_files
+from cotrain.common.errors import run_script
+from cotrain.common.processes import StopSignal
 
 IN_THE_MIDDLE = "Half a checkpoint is written"
 DHT_REQUESTS = ("call_ping", "call_store", "call_find")
@@ -46,7 +46,7 @@ class Recorder:
 
 def set_pace(seconds: float) -> None:
     """Let a local step take at least `seconds`. The time lost with a late one is not made up for."""
-    from lib.training.session import TrainingSession
+    from cotrain.training.session import TrainingSession
 
     after_local_step, due = TrainingSession.after_local_step, time.monotonic()
 
@@ -68,8 +68,8 @@ def record(recorder: Recorder) -> None:
     """
     from hivemind.dht.protocol import DHTProtocol
 
-    from lib.averaging.optimizer import CollaborativeOptimizer
-    from lib.averaging.progress import ProgressTracker
+    from cotrain.averaging.optimizer import CollaborativeOptimizer
+    from cotrain.averaging.progress import ProgressTracker
 
     take_step, finish_fetch = CollaborativeOptimizer.step, ProgressTracker._finish_fetch
 
@@ -110,7 +110,7 @@ def record(recorder: Recorder) -> None:
 
 def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
     """Add seconds to each download of the training state, and record it."""
-    from lib.averaging.state import TrainingStateAverager
+    from cotrain.averaging.state import TrainingStateAverager
 
     download = TrainingStateAverager.download_state
 
@@ -128,10 +128,10 @@ def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
 
 
 def send_nan() -> None:
-    from lib.averaging import optimizer
-    from lib.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-    from lib.averaging.bounds import Bounds
-    from lib.training import session
+    from cotrain.averaging import optimizer
+    from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+    from cotrain.averaging.bounds import Bounds
+    from cotrain.training import session
 
     def load_nan(self, max_norm: float) -> int:
         num_samples, self.num_samples = self.num_samples, 0

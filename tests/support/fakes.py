@@ -10,15 +10,15 @@ from types import SimpleNamespace
 
 import torch
 
-from arguments import (
+from cotrain.arguments import (
     CollaborationArguments,
     DatasetArguments,
     LocalTrainingArguments,
     ProgressTrackerArguments,
     TrainerArguments,
 )
-from lib.training.checkpoints import TrainingState
-from lib.training.session import TrainingSession
+from cotrain.training.checkpoints import TrainingState
+from cotrain.training.session import TrainingSession
 
 
 def make_batch(vocab_size: int = 1000, size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:

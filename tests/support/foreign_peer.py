@@ -13,7 +13,7 @@ import hivemind
 import torch
 from hivemind.dht.crypto import RSASignatureValidator
 
-from lib.training.model import build_model
+from cotrain.models.model import build_model
 from tests.support.fakes import make_batch
 from tests.support.peers import LOCAL
 from tests.support.state import CONFIG

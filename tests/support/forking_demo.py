@@ -16,7 +16,7 @@ from typing import IO
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import run_local_demo
-from lib.common.errors import ORGANISER_MODULES, run_script
+from cotrain.common.errors import ORGANISER_MODULES, run_script
 from tests.support.launcher import run_forked
 
 

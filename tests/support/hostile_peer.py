@@ -23,9 +23,9 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from lib.averaging.records import signer_of
-from lib.averaging.rounds import PROTOCOL
-from lib.common.processes import guard_children
+from cotrain.averaging.rounds import PROTOCOL
+from cotrain.common.processes import guard_children
+from cotrain.dht.records import signer_of
 
 # The claimed steps are far above those of the tests' runs, so that tests can tell them from the trainers' reports.
 GOOD = {"step": 30_000, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}

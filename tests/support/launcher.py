@@ -24,13 +24,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from lib.common.errors import ORGANISER_MODULES
-from lib.common.processes import keep_memory_shared, signal_at_end_of_parent
+from cotrain.common.errors import ORGANISER_MODULES
+from cotrain.common.processes import keep_memory_shared, signal_at_end_of_parent
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
-    "lib.data.download", "lib.data.loading", "lib.monitoring.auxiliary_peer", "lib.monitoring.evaluation",
-    "lib.monitoring.hub_upload", "lib.monitoring.monitor", "lib.training.hf_trainer", "lib.training.session",
+    "cotrain.data.download", "cotrain.data.loading", "cotrain.monitoring.auxiliary_peer",
+    "cotrain.monitoring.evaluation", "cotrain.monitoring.hub_upload", "cotrain.monitoring.monitor",
+    "cotrain.training.hf_trainer", "cotrain.training.session",
     "run_custom_trainer", "run_evaluator", "run_trainer", "run_training_monitor",
 )  # fmt: skip
 PYTHON = (sys.executable, "-u", "-W", "ignore")

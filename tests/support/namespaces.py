@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from contextlib import ExitStack
 
-from lib.common.processes import leave_with_parent
+from cotrain.common.processes import leave_with_parent
 from tests.support.peers import namespace_prefix, wait_until
 
 # libp2p treats the address ranges for documentation as private and does not use them for relays. These are public

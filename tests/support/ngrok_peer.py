@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import ngrok
 
 import run_training_monitor
-from lib.common.errors import run_script
+from cotrain.common.errors import run_script
 
 SDK = ngrok.SessionBuilder
 

@@ -13,14 +13,19 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments, TrainerArguments
-from lib.averaging.coordinator import Outcome
-from lib.averaging.optimizer import CollaborativeOptimizer
-from lib.averaging.records import signer_of
-from lib.averaging.rounds import RoundResult
-from lib.averaging.state import TrainingStateAverager
-from lib.training.model import build_model
-from lib.training.optimizer import build_optimizer
+from cotrain.arguments import (
+    CollaborationArguments,
+    LocalTrainingArguments,
+    ProgressTrackerArguments,
+    TrainerArguments,
+)
+from cotrain.averaging.coordinator import Outcome
+from cotrain.averaging.optimizer import CollaborativeOptimizer
+from cotrain.averaging.rounds import RoundResult
+from cotrain.averaging.state import TrainingStateAverager
+from cotrain.dht.records import signer_of
+from cotrain.models.model import build_model
+from cotrain.training.optimizer import build_optimizer
 from tests.support.state import CONFIG, build_averager
 
 SUBKEY = RSASignatureValidator(RSAPrivateKey()).local_public_key

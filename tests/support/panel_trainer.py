@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hivemind.utils import get_logger
 
-from arguments import CollaborationArguments
-from lib.common.logs import setup_logging
-from lib.training.console import open_panel
-from lib.training.loss_meter import LossMeter
-from lib.training.status_keeper import StatusKeeper
+from cotrain.arguments import CollaborationArguments
+from cotrain.common.logs import setup_logging
+from cotrain.status.console import open_panel
+from cotrain.status.loss_meter import LossMeter
+from cotrain.status.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker
 
 logger = get_logger(__name__)

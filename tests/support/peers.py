@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from arguments import (
+from cotrain.arguments import (
     BaseTrainingArguments,
     CollaborationArguments,
     HyperparameterArguments,
@@ -352,7 +352,7 @@ class Scripts:
 
 def invite(authority, path: Path, days: float = 1.0) -> str:
     """Write an invitation to a run with this authority, and return its path."""
-    from lib.peer.invitations import make_invitation, save_invitation
+    from cotrain.admission.invitations import make_invitation, save_invitation
 
     save_invitation(make_invitation(authority, "alice", days), path)
     return str(path)
@@ -363,7 +363,7 @@ def local_peer(
     folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options
 ) -> Iterator:
     """Start a DHT peer in the test's process. By default it uses no relays, see `WITHOUT_RELAYS`."""
-    from lib.peer.peer import start_peer
+    from cotrain.peer.peer import start_peer
 
     options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, "use_relay": False, **options}
     args = BaseTrainingArguments(run_id=run_id, initial_peers=list(initial_peers), **options)
@@ -380,7 +380,7 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
 
     :param collaboration: fields of CollaborationArguments and HyperparameterArguments
     """
-    from lib.training.optimizer import build_optimizer
+    from cotrain.training.optimizer import build_optimizer
 
     hyperparameters = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0}
     known = HyperparameterArguments.__dataclass_fields__

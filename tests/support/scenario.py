@@ -12,8 +12,13 @@ from types import SimpleNamespace
 
 import torch
 
-from arguments import CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments, TrainerArguments
-from lib.training.optimizer import build_optimizer
+from cotrain.arguments import (
+    CollaborationArguments,
+    LocalTrainingArguments,
+    ProgressTrackerArguments,
+    TrainerArguments,
+)
+from cotrain.training.optimizer import build_optimizer
 from tests.support.simulated_network import Network, Node
 from tests.support.simulated_time import owner
 
@@ -80,7 +85,7 @@ class Peer(Node):
             self._record()
 
     def _join(self) -> None:
-        """Download a state, as a trainer does at its start (lib/training/session.py)."""
+        """Download a state, as a trainer does at its start (cotrain/training/session.py)."""
         tracker = self.optimizer.tracker
         for _ in range(3):
             tracker.refresh()
@@ -158,11 +163,11 @@ class Scenario(Network):
         return self.nodes
 
     def __enter__(self) -> "Scenario":
-        logging.getLogger("lib").addHandler(self._handler)
+        logging.getLogger("cotrain").addHandler(self._handler)
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
-        logging.getLogger("lib").removeHandler(self._handler)
+        logging.getLogger("cotrain").removeHandler(self._handler)
         super().__exit__(*error)
         for peer in self.peers:
             peer.optimizer.coordinator.call_off()  # or hivemind warns when it is deleted

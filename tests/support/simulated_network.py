@@ -23,9 +23,9 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.crypto import RSAPublicKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from lib.averaging.base import SafeAverager
-from lib.averaging.matchmaking import StepMatchmaking
-from lib.averaging.records import ReadableValidator, signer_of
+from cotrain.averaging.base import SafeAverager
+from cotrain.averaging.matchmaking import StepMatchmaking
+from cotrain.dht.records import ReadableValidator, signer_of
 from tests.support.simulated_time import EPOCH, SimulatedTime, owner
 
 LATENCY, DIAL_SECONDS, DHT_SECONDS = 0.05, 3.0, 0.1  # of a message, a dial in vain, a DHT request

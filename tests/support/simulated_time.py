@@ -1,6 +1,6 @@
 """Simulated time for threads and coroutines of one process: faster than the machine's, and never ahead of their work.
 
-All waits of lib/averaging last as long as in real life, in simulated seconds. The clock ticks only after the event
+All waits of cotrain/averaging last as long as in real life, in simulated seconds. The clock ticks only after the event
 loop has done what was due. On a busy machine, it runs slower: no peer is late because a test is.
 """
 
@@ -155,7 +155,7 @@ class SimulatedTime:
             "threading": _Module(threading, Event=self._event_class(), Timer=self._timer),
         }
         for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(("lib.averaging.", "lib.common.clock", "hivemind.utils.performance_ema")):
+            if module_name.startswith(("cotrain.averaging.", "cotrain.dht.clock", "hivemind.utils.performance_ema")):
                 for name, facade in replaced.items():
                     if vars(module).get(name) in (time, threading):
                         self._patches.setattr(module, name, facade)

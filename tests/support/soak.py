@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import psutil
 import torch
 
-from lib.common.processes import guard_children
-from lib.training.checkpoints import TrainingState, load_training_state
+from cotrain.common.processes import guard_children
+from cotrain.training.checkpoints import TrainingState, load_training_state
 from tests.support.peers import Script, Scripts, prepare_data, read_jsonl, steps_of, wait_until
 
 MAX_SECONDS_A_STEP = 60

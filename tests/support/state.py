@@ -6,9 +6,14 @@ from functools import partial
 import torch
 from transformers import AlbertConfig
 
-from arguments import HyperparameterArguments
-from lib.averaging.state import TrainingStateAverager
-from lib.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler, build_state_compression
+from cotrain.arguments import HyperparameterArguments
+from cotrain.averaging.state import TrainingStateAverager
+from cotrain.training.optimizer import (
+    build_local_optimizer,
+    build_param_groups,
+    build_scheduler,
+    build_state_compression,
+)
 from tests.support.peers import TINY_ALBERT
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})

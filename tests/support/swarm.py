@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import torch
 from hivemind.utils import PerformanceEMA
 
-from arguments import ProgressTrackerArguments
-from lib.averaging.accumulators import clip_norm
-from lib.averaging.matchmaking import RoundControl, rank
-from lib.monitoring.auxiliary_peer import AuxiliaryPeer
-from lib.peer.peer import Peer
-from lib.training.model import build_model
-from lib.training.optimizer import build_auxiliary, build_local_optimizer, build_param_groups, build_scheduler
+from cotrain.arguments import ProgressTrackerArguments
+from cotrain.averaging.accumulators import clip_norm
+from cotrain.averaging.matchmaking import RoundControl, rank
+from cotrain.models.model import build_model
+from cotrain.monitoring.auxiliary_peer import AuxiliaryPeer
+from cotrain.peer.peer import Peer
+from cotrain.training.optimizer import build_auxiliary, build_local_optimizer, build_param_groups, build_scheduler
 from run_training_monitor import RunArguments
 from tests.support.fakes import make_batch
 from tests.support.peers import local_optimizer, local_peer, wait_until

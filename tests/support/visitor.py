@@ -16,9 +16,9 @@ from hivemind.utils.asyncio import as_aiter
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
-from lib.averaging.rounds import RoundAverager
-from lib.averaging.state import TrainingStateAverager
-from lib.peer.invitations import write_private_key
+from cotrain.admission.invitations import write_private_key
+from cotrain.averaging.rounds import RoundAverager
+from cotrain.averaging.state import TrainingStateAverager
 
 EXCHANGE = "collaboration.exchange_invitations.v1"  # spelled out: it is part of the protocol
 AVERAGERS = {"round_averager": RoundAverager, "state_averager": TrainingStateAverager}

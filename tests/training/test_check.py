@@ -11,11 +11,11 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import CollaborationArguments
-from lib.averaging.progress import PeerProgress
-from lib.common.errors import UserError
-from lib.training import check
-from lib.training.check import (
+from cotrain.arguments import CollaborationArguments
+from cotrain.averaging.progress import PeerProgress
+from cotrain.common.errors import UserError
+from cotrain.training import check
+from cotrain.training.check import (
     MIN_OPEN_FILES,
     REQUIREMENTS,
     Finding,

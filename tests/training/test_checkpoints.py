@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AlbertForPreTraining
 
-from lib.common.atomic_files import lock_folder, remove_leftovers
-from lib.common.errors import UserError
-from lib.monitoring.monitor import CheckpointKeeper
-from lib.training import checkpoints
-from lib.training.model import build_model
+from cotrain.common.atomic_files import lock_folder, remove_leftovers
+from cotrain.common.errors import UserError
+from cotrain.models.model import build_model
+from cotrain.monitoring.monitor import CheckpointKeeper
+from cotrain.training import checkpoints
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.fakes import FakeAverager, FakeTokenizer, make_state
 from tests.support.swarm import CONFIG

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
-from arguments import ModelArguments
-from lib.common.errors import UserError
-from lib.data.tokenizers import load_tokenizer
-from lib.training.checkpoints import list_checkpoints
-from lib.training.model import build_model, build_trainer_model, load_config
+from cotrain.arguments import ModelArguments
+from cotrain.common.errors import UserError
+from cotrain.data.tokenizers import load_tokenizer
+from cotrain.models.model import build_model, build_trainer_model, load_config
+from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
 
 # model type -> objective, kind of tokenizer, class that loads its checkpoint

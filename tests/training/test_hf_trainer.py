@@ -13,9 +13,11 @@ from datasets import Dataset
 from torch.optim import SGD
 from transformers import TrainingArguments
 
-from arguments import LocalTrainingArguments
-from lib.common.errors import UserError
-from lib.training.hf_trainer import (
+from cotrain.arguments import LocalTrainingArguments
+from cotrain.common.errors import UserError
+from cotrain.models.model import build_model, enable_gradient_checkpointing
+from cotrain.status.loss_meter import LossMeter
+from cotrain.training.hf_trainer import (
     AutocastDataParallel,
     CollaborativeTrainer,
     NoOpScheduler,
@@ -23,8 +25,6 @@ from lib.training.hf_trainer import (
     autocast_dtype,
     build_training_arguments,
 )
-from lib.training.loss_meter import LossMeter
-from lib.training.model import build_model, enable_gradient_checkpointing
 from tests.support.fakes import collate, make_batch
 from tests.support.swarm import CONFIG
 

@@ -12,14 +12,14 @@ from datasets import Dataset
 
 import run_custom_trainer
 import run_trainer
-from arguments import TrainerArguments
-from lib.common.processes import StopSignal
-from lib.peer import lifecycle
-from lib.training import session, task
-from lib.training.checkpoints import list_checkpoints
-from lib.training.model import build_model
-from lib.training.session import TrainingSession
-from lib.training.status import read_status
+from cotrain.arguments import TrainerArguments
+from cotrain.common.processes import StopSignal
+from cotrain.models.model import build_model
+from cotrain.peer import lifecycle
+from cotrain.status.status import read_status
+from cotrain.training import session, task
+from cotrain.training.checkpoints import list_checkpoints
+from cotrain.training.session import TrainingSession
 from tests.support.fakes import FakeTokenizer, collate, make_arguments, make_batch
 from tests.support.peers import local_peer
 from tests.support.swarm import CONFIG

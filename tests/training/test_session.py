@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import utils
-from lib.common.errors import UserError
-from lib.common.names import derive_name
-from lib.training import session as session_module
-from lib.training.checkpoints import BackupWriter
-from lib.training.console import ClientModeAlarm
-from lib.training.session import TrainingSession
+from cotrain.common.errors import UserError
+from cotrain.common.names import derive_name
+from cotrain.dht import run_records
+from cotrain.status.console import ClientModeAlarm
+from cotrain.training import session as session_module
+from cotrain.training.checkpoints import BackupWriter
+from cotrain.training.session import TrainingSession
 from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session
 
 
@@ -140,7 +140,9 @@ def test_recovery_ends_with_one_line(session, offered, num_recoveries):
 
 def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
     session, stored = make_session(tmp_path, offered=None), []
-    monkeypatch.setattr(utils, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value))
+    monkeypatch.setattr(
+        run_records, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value)
+    )
     session.introduce(leaving=False)
     assert stored[0]["username"] == session.name == derive_name("QmFake")
     session.close()
@@ -218,7 +220,7 @@ def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
                    {"stores_checkpoints": False, "checkpoint_step": -1})  # fmt: skip
         return dict(enumerate(SimpleNamespace(value=value) for value in records))
 
-    monkeypatch.setattr(utils, "get_dictionary", read)
+    monkeypatch.setattr(run_records, "get_dictionary", read)
     session.args.max_global_steps, session.args.leave_timeout = 9, 90.0
     session.leave()
     assert set(reads) == {"run_monitor"}
@@ -238,7 +240,7 @@ def test_run_of_clients_only_is_warned_about_once(caplog, num_peers, num_clients
 def test_trainer_ends_with_the_run_and_waits_for_the_last_checkpoint(session, clock, monkeypatch):
     asked = []
     monkeypatch.setattr(session, "introduce", lambda leaving: asked.append(leaving))
-    monkeypatch.setattr(utils, "get_dictionary", lambda dht, key: asked.append(key) or {})
+    monkeypatch.setattr(run_records, "get_dictionary", lambda dht, key: asked.append(key) or {})
     session.args.ends_at = "2100-01-02T12:30"
     assert session.after_local_step()
     session.leave()

@@ -8,15 +8,15 @@ import pytest
 import torch
 from hivemind.compression import CompressionInfo, TensorRole
 
-from arguments import (
+from cotrain.arguments import (
     CollaborationArguments,
     LocalTrainingArguments,
     ProgressTrackerArguments,
     TrainerArguments,
 )
-from lib.averaging.compression import name_of
-from lib.training import optimizer as builders
-from lib.training.hf_trainer import build_training_arguments
+from cotrain.averaging.compression import name_of
+from cotrain.training import optimizer as builders
+from cotrain.training.hf_trainer import build_training_arguments
 from run_training_monitor import RunArguments
 from tests.support.fakes import FAKE_PEER
 

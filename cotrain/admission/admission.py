@@ -1,0 +1,228 @@
+"""Admission: in an invitation-only run, each service of a peer communicates with invited peers only.
+
+`InvitedP2P` checks the other end of each call, in both directions, below the DHT and the averagers. hivemind's
+authorizer covers the DHT only (https://github.com/learning-at-home/hivemind/issues/253). libp2p has authenticated the
+remote peer ID; the token of the peer is missing, see `cotrain.admission.invitations`. The first call between a
+process and a peer requests the token over the existing connection, which also works with peers in client mode. Later
+calls look the token up.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import Message
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto.auth_pb2 import AccessToken
+from hivemind.proto.p2pd_pb2 import RPCError
+from hivemind.utils import MSGPackSerializer, get_logger
+
+from cotrain.admission.invitations import Invitation, InvitationError, check_token, load_invitation
+from cotrain.admission.revocations import RevocationStore
+from cotrain.common.errors import UserError
+from cotrain.dht.node import RelayedP2P, SafeDHT
+
+logger = get_logger(__name__)
+
+
+class NotAdmittedError(P2PDaemonError):
+    """Raised if the other end of a call has no valid invitation. hivemind treats it as a peer that does not answer."""
+
+
+@dataclass
+class _Admitted:
+    """A peer that has shown a valid token."""
+
+    expiration_time: float
+    asked_at: float  # time.monotonic
+
+
+class Admission:
+    """Record of the peers that have shown a valid invitation. Each process of a peer has a separate copy."""
+
+    PROTOCOL = "collaboration.exchange_invitations.v1"
+    TIMEOUT = 10.0  # seconds for the answer
+    PAUSE = 1.0  # seconds for which calls of a peer are refused at once after the peer has failed to answer
+    REFRESH_PERIOD = 30.0  # seconds after which a peer is asked again, in the background, for its revocation list
+    MAX_REQUEST = 4096  # bytes; a token has some 800
+    MAX_PAUSED = 1000  # peers; bounded because peer IDs cost nothing
+
+    def __init__(self, invitation: Invitation, revocations: RevocationStore):
+        self.invitation, self.revocations = invitation, revocations
+        self._admitted: dict[PeerID, _Admitted] = {}  # bounded by the number of invitations
+        self._paused: dict[PeerID, tuple[float, str]] = {}  # end (time.monotonic), and the reason
+        self._questions: dict[PeerID, asyncio.Task] = {}
+        self._is_dht_process = False
+        self._warned_at = float("-inf")
+
+    async def serve(self, p2p: P2P) -> None:
+        """Answer peers that request this peer's token. The DHT process does so for all processes of the peer."""
+        self._is_dht_process = self.revocations.writes = True
+        self.revocations.refresh()
+        await p2p._client.add_unary_handler(self.PROTOCOL, self._answer)
+
+    async def check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
+        """Raise NotAdmittedError if a caller or (`is_callee`) a peer about to be called has no valid invitation."""
+        if is_callee and self._is_dht_process and self.invitation.expiration_time <= time.time():
+            self._warn("This peer's invitation has expired")
+        if not self._is_admitted(peer_id):
+            until, reason = self._paused.get(peer_id, (float("-inf"), None))
+            if is_callee or time.monotonic() >= until:
+                reason = await asyncio.shield(self._ask(p2p, peer_id, is_callee))
+            if reason is not None:
+                raise NotAdmittedError(reason)
+        elif self._is_dht_process and self._admitted[peer_id].asked_at + self.REFRESH_PERIOD < time.monotonic():
+            self._ask(p2p, peer_id, is_callee)
+        self.revocations.refresh()
+        if peer_id in self.revocations.newest:
+            raise NotAdmittedError(f"the invitation of {peer_id} is revoked")
+
+    def _is_admitted(self, peer_id: PeerID) -> bool:
+        return peer_id in self._admitted and time.time() < self._admitted[peer_id].expiration_time
+
+    def _ask(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> asyncio.Task:
+        """Exchange tokens with a peer, at most once at a time. The task returns a reason not to admit it, or None."""
+        if peer_id not in self._questions:
+            if peer_id in self._admitted:
+                self._admitted[peer_id].asked_at = time.monotonic()
+            task = self._questions[peer_id] = asyncio.create_task(self._exchange(p2p, peer_id, is_callee))
+            task.add_done_callback(lambda _: self._questions.pop(peer_id))
+        return self._questions[peer_id]
+
+    async def _exchange(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> str | None:
+        request = MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), self.revocations.newest.serial])
+        try:
+            call = p2p._client.call_unary_handler(peer_id, self.PROTOCOL, request)
+            token, revocations = self._unpack(await asyncio.wait_for(call, self.TIMEOUT), bytes, bytes)
+            self._admit(token, peer_id, asked_at=time.monotonic())
+        except Exception as error:
+            is_known = is_callee or peer_id in self._admitted  # not an unknown caller
+            if isinstance(error, P2PHandlerError) and is_known and self._is_dht_process:
+                self._warn(f"A peer refused this peer's invitation ({str(error)[:200]!r})")
+            reason = f"{peer_id} did not present a valid invitation: {error!r}"
+            logger.debug(reason)
+            self._pause(peer_id, reason)
+            return reason
+        if revocations:
+            with suppress(InvitationError):  # an invited peer may send an invalid list
+                self.revocations.adopt(revocations)
+        return None
+
+    async def _answer(self, request: bytes, peer_id: PeerID) -> bytes:
+        """Answer a peer that shows its token and requests this peer's token."""
+        if len(request) > self.MAX_REQUEST:
+            raise InvitationError("the request is too long")
+        token, known_serial = self._unpack(request, bytes, int)
+        self.revocations.refresh()
+        if peer_id in self.revocations.newest:
+            raise InvitationError("the invitation is revoked")
+        # The peer may have a newer revocation list: its next call makes this peer ask.
+        asked_at = self._admitted[peer_id].asked_at if peer_id in self._admitted else float("-inf")
+        self._admit(token, peer_id, asked_at)
+        newest = self.revocations.newest.content if self.revocations.newest.serial > known_serial else b""
+        return MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), newest])
+
+    def _admit(self, token: bytes, peer_id: PeerID, asked_at: float) -> None:
+        expiration_time = check_token(AccessToken.FromString(token), self.invitation.authority, peer_id)
+        self._admitted[peer_id] = _Admitted(expiration_time, asked_at)
+
+    def _pause(self, peer_id: PeerID, reason: str) -> None:
+        self._paused.pop(peer_id, None)
+        if len(self._paused) >= self.MAX_PAUSED:
+            self._paused.pop(next(iter(self._paused)))  # the oldest
+        self._paused[peer_id] = (time.monotonic() + self.PAUSE, reason)
+
+    def _warn(self, what: str) -> None:
+        """Warn why other peers do not answer, at most once a minute."""
+        if time.monotonic() >= self._warned_at + 60:
+            self._warned_at = time.monotonic()
+            logger.warning(f"{what}: ask the organiser of the run for another --invitation")
+
+    @staticmethod
+    def _unpack(message: bytes, *types: type) -> list:
+        values = MSGPackSerializer.loads(message)
+        if not isinstance(values, list) or [type(value) for value in values] != list(types):
+            raise InvitationError("malformed message")
+        return values
+
+
+def load_admission(invitation: Path, revocations: Path | None, folder: Path) -> Admission:
+    """Read a peer's invitation and the organiser's revocation list.
+
+    :param revocations: file of the organiser, which need not exist yet
+    :param folder: where the newest list received from other peers is stored
+    :raises UserError: if a file is not valid
+    """
+    loaded = load_invitation(invitation)
+    store = RevocationStore(loaded.authority, folder / "revocations", revocations)
+    if revocations is not None and revocations.exists():
+        try:
+            store.adopt(revocations.read_bytes())
+        except InvitationError as error:
+            raise UserError(f"--revocations: '{revocations}': {error}; ask the organiser for another file") from None
+    return Admission(loaded, store)
+
+
+class InvitedP2P(RelayedP2P):
+    """hivemind's P2P, restricted to calls from and to invited peers."""
+
+    admission: Admission
+
+    @classmethod
+    async def create(cls, *args, admission: Admission | None = None, **kwargs) -> "InvitedP2P":
+        """Start a libp2p daemon, as in hivemind, and show this peer's invitation on request."""
+        p2p = await super().create(*args, **kwargs)
+        if admission is not None:  # the daemon with which hivemind checks an identity has none, and makes no calls
+            p2p.admission = admission
+            await admission.serve(p2p)
+        return p2p
+
+    async def _add_protobuf_unary_handler(
+        self, handle_name: str, handler: Callable[[Message, P2PContext], Awaitable[Message]], *args, **kwargs
+    ) -> None:
+        async def handle(request: Message, context: P2PContext) -> Message:
+            await self.admission.check(self, context.remote_id, is_callee=False)
+            return await handler(request, context)
+
+        await super()._add_protobuf_unary_handler(handle_name, handle, *args, **kwargs)
+
+    async def add_binary_stream_handler(self, name: str, handler: Callable, *args, **kwargs) -> None:
+        """Register a handler, or a protobuf handler that takes or returns a stream."""
+
+        async def handle(info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await self.admission.check(self, info.peer_id, is_callee=False)
+            except NotAdmittedError as error:
+                with closing(writer), suppress(OSError):
+                    await P2P.send_protobuf(RPCError(message=str(error)), writer)
+                return
+            await handler(info, reader, writer)
+
+        await super().add_binary_stream_handler(name, handle, *args, **kwargs)
+
+    async def _call_unary_protobuf_handler(self, peer_id: PeerID, *args) -> Message:
+        await self.admission.check(self, peer_id, is_callee=True)
+        return await super()._call_unary_protobuf_handler(peer_id, *args)
+
+    async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str):
+        """Call a handler, or a protobuf handler that takes or returns a stream."""
+        await self.admission.check(self, peer_id, is_callee=True)
+        return await super().call_binary_stream_handler(peer_id, handler_name)
+
+
+class InvitedDHT(SafeDHT):
+    """DHT peer whose P2P, with its replicas in other processes, communicates with invited peers only."""
+
+    p2p_class = InvitedP2P
+
+    def __init__(self, *args, admission: Admission, **kwargs):
+        self.admission = admission
+        super().__init__(*args, admission=admission, **kwargs)  # passed on to InvitedP2P.create
+
+    async def replicate_p2p(self) -> InvitedP2P:
+        p2p = await super().replicate_p2p()
+        p2p.admission = self.admission
+        return p2p

@@ -1,0 +1,137 @@
+"""Invitations: signed access tokens for a closed run.
+
+An invitation is a file with a key pair, which becomes the peer's identity, and a token: the organiser's signature
+under the public key, a name, and an expiration time. libp2p derives the peer ID from the public key, and both ends of
+a connection prove that they have their private key. A token therefore admits one peer ID and is not secret.
+"""
+
+import base64
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+from hivemind.proto.auth_pb2 import AccessToken
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+
+from cotrain.common.atomic_files import new_file
+from cotrain.common.errors import UserError
+from cotrain.dht.records import peer_id_of
+
+
+class InvitationError(Exception):
+    """Raised for an invalid token or revocation list. The message is the reason."""
+
+
+@dataclass
+class Invitation:
+    authority: RSAPublicKey  # the organiser's
+    private_key: RSAPrivateKey  # the invited peer's
+    token: AccessToken
+
+    @property
+    def peer_id(self) -> PeerID:
+        return peer_id_of(self.private_key.get_public_key())
+
+    @property
+    def expiration_time(self) -> float:
+        return float(self.token.expiration_time)
+
+
+def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
+    """Read a peer's private key, in libp2p's format, or create it if there is none.
+
+    The key determines the peer ID and signs the peer's records, so that a restarted peer keeps its identity.
+
+    :raises UserError: if the file is not a private key; the message names `flag`
+    """
+    if not path.exists():
+        write_private_key(RSAPrivateKey(), path)
+    content = path.read_bytes()
+    try:
+        return _to_private_key(crypto_pb2.PrivateKey.FromString(content).data)
+    except Exception:  # protobuf and cryptography raise various exceptions
+        raise UserError(
+            f"{flag}: '{path}' is not a peer's private key; remove the file (a new key is written) or pass another"
+        ) from None
+
+
+def _to_private_key(der: bytes) -> RSAPrivateKey:
+    key = RSAPrivateKey.__new__(RSAPrivateKey)
+    key._private_key = serialization.load_der_private_key(der, password=None)
+    key.get_public_key().to_bytes()  # raises for other kinds of keys
+    return key
+
+
+def write_private_key(key: RSAPrivateKey, path: Path) -> None:
+    """Write a private key in libp2p's format, readable only by the owner of the file."""
+    content = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=key.to_bytes()).SerializeToString()
+    write_secret(path, content)
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    with new_file(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(content)
+
+
+def make_invitation(authority: RSAPrivateKey, username: str, days: float) -> Invitation:
+    private_key = RSAPrivateKey()
+    token = AccessToken(
+        username=username,
+        public_key=private_key.get_public_key().to_bytes(),
+        expiration_time=str(time.time() + days * 86_400.0),
+    )
+    token.signature = authority.sign(_signed_part(token))
+    return Invitation(authority.get_public_key(), private_key, token)
+
+
+def _signed_part(token: AccessToken) -> bytes:
+    return json.dumps([token.username, token.public_key.hex(), token.expiration_time]).encode()
+
+
+def check_token(token: AccessToken, authority: RSAPublicKey, peer_id: PeerID) -> float:
+    """Check that the authority has signed a token for a peer, and return when it expires (`time.time`).
+
+    :raises InvitationError: if the token is not valid
+    """
+    try:
+        expiration_time = float(token.expiration_time)
+        is_own = peer_id_of(RSAPublicKey.from_bytes(token.public_key)) == peer_id
+    except Exception:  # cryptography raises various exceptions for untrusted bytes
+        raise InvitationError("the invitation is malformed") from None
+    if not authority.verify(_signed_part(token), token.signature):
+        raise InvitationError("the invitation is not from the organiser of this run")
+    if not expiration_time > time.time():  # also refuses NaN
+        raise InvitationError("the invitation has expired")
+    if not is_own:
+        raise InvitationError("the invitation is another peer's")
+    return expiration_time
+
+
+def save_invitation(invitation: Invitation, path: Path) -> None:
+    content = {
+        "authority": invitation.authority.to_bytes().decode(),
+        "private_key": base64.b64encode(invitation.private_key.to_bytes()).decode(),
+        "token": base64.b64encode(invitation.token.SerializeToString()).decode(),
+    }
+    write_secret(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def load_invitation(path: Path) -> Invitation:
+    """Read an invitation; raise UserError if it is missing, not valid, or has expired."""
+    try:
+        content = json.loads(path.read_text())
+        invitation = Invitation(
+            RSAPublicKey.from_bytes(content["authority"].encode()),
+            _to_private_key(base64.b64decode(content["private_key"])),
+            AccessToken.FromString(base64.b64decode(content["token"])),
+        )
+        check_token(invitation.token, invitation.authority, invitation.peer_id)
+        return invitation
+    except Exception as error:
+        reason = error if isinstance(error, InvitationError | OSError) else "this is not an invitation"
+        raise UserError(f"--invitation: '{path}': {reason}; ask the organiser of the run for another") from None

@@ -1,0 +1,533 @@
+"""Flags that scripts share: one dataclass per topic, with help at the flag and checks in `__post_init__`.
+
+The flags of a single script are in that script. Names and defaults are those of hivemind's ALBERT example; names of
+older examples are translated in cotrain/common/argument_parser.py.
+"""
+
+import re
+import time
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from cotrain.common.checks import (
+    check_endpoint,
+    check_maddr,
+    check_page,
+    check_peer,
+    check_web_address,
+    parse_end,
+    require,
+    require_apart,
+    require_not_negative,
+    require_positive,
+)
+from cotrain.common.flags import flag
+
+Compression = Literal["none", "float16", "scaled_float16"]
+GradientCompression = Literal[Compression, "blockwise8", "blockwise4"]
+
+
+@dataclass
+class BaseTrainingArguments:
+    """How a peer finds the others and is found by them."""
+
+    _argument_group_name = "Peer"
+
+    run_id: str = flag(
+        "albert",
+        "Name of the training run, the same for all of its peers. It seeds the initial weights. Must not contain '.'",
+        setting=True,
+    )
+    initial_peers: list[str] = flag(
+        list,
+        "Multiaddresses of one or more running peers to join through, separated by spaces. Example: "
+        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY",
+    )
+    use_ipfs: bool = flag(
+        False,
+        "Find initial_peers by the /p2p/XXXX part of their addresses, through IPFS. Takes longer than full addresses",
+    )
+    host_maddrs: list[str] = flag(
+        lambda: ["/ip4/0.0.0.0/tcp/0"],
+        "Multiaddresses to listen on. Set a port to keep the address across restarts, e.g. /ip4/0.0.0.0/tcp/31337",
+    )
+    announce_maddrs: list[str] = flag(
+        list,
+        "Multiaddresses at which other peers reach this one, if they differ from those it listens on (a "
+        "forwarded port, a tunnel). Example: /dns4/0.tcp.ngrok.io/tcp/12345",
+    )
+    tunnel: Literal["none", "ngrok"] = flag(
+        "none",
+        "Open a tunnel and announce its address, so that others can join through a peer behind a firewall or NAT. "
+        "ngrok needs its SDK and an account; the authtoken is read from NGROK_AUTHTOKEN or ngrok.yml",
+    )
+    announce_tunnel: str | None = flag(
+        None,
+        "HOST:PORT of a tunnel or forwarded port that you have set up, announced in addition to the "
+        "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337",
+    )
+    use_relay: bool = flag(True, "Reach peers behind NAT or firewalls through relays, and relay for others")
+    use_auto_relay: bool = flag(
+        False,
+        "Become reachable through relays, about 20 seconds after joining, if this peer is behind NAT or "
+        "a firewall. Needs two public peers",
+    )
+    trusted_relays: list[str] = flag(
+        list,
+        "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer ID. Default: "
+        "initial_peers. Traffic to peers behind NAT passes through one of them, unless there are four and the routers "
+        "allow direct connections",
+    )
+    identity_path: str | None = flag(
+        None,
+        "File with this peer's private key, created if it does not exist. With the same file a peer keeps its peer "
+        "ID, address and contribution across restarts. Default: identity.key in --output_dir",
+    )
+    invitation: str | None = flag(
+        None,
+        "Invitation file from the organiser, see invite.py; it contains this peer's identity",
+    )
+    revocations: str | None = flag(
+        None,
+        "File with the organiser's list of revoked invitations, written by invite.py revoke, for all peers. It may be "
+        "created later and is read again when it changes",
+    )
+    bootstrap_timeout: float = flag(60.0, "Give up joining after this many seconds if none of initial_peers answers")
+    page: str | None = flag(
+        None,
+        "Address of a web page with the run's curves, which trainers print. Default of the monitor: the page of "
+        "--space_id or --report_to wandb",
+        setting=True,
+        optional=True,
+    )
+    ends_at: str | None = flag(
+        None,
+        "End of the run in UTC, such as 2027-04-28T23:59: trainers and the monitor save a last checkpoint and exit",
+        setting=True,
+    )
+    debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
+
+    def __post_init__(self):
+        require(bool(self.run_id.strip()), "--run_id must not be empty")
+        require("." not in self.run_id, f"--run_id '{self.run_id}' must not contain '.'; write '-' instead")
+        for name in ("initial_peers", "trusted_relays"):
+            peers = [peer for value in getattr(self, name) for peer in value.split(",") if peer]
+            setattr(self, name, peers)
+            for peer in peers:
+                check_peer(f"--{name}", peer)
+        require(
+            self.invitation is None or self.identity_path is None,
+            "--invitation contains an identity: drop --identity_path",
+        )
+        require(self.revocations is None or self.invitation is not None, "--revocations also needs --invitation")
+        require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
+                 "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
+        require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays also needs --use_auto_relay")
+        require(self.use_relay or not self.use_auto_relay, "--use_auto_relay needs relays: drop --no_use_relay")
+        if self.use_auto_relay and not self.use_ipfs:
+            self.trusted_relays = self.trusted_relays or self.initial_peers
+        for maddr in self.announce_maddrs:
+            protocols = check_maddr("--announce_maddrs", maddr)
+            port = protocols.get("tcp", protocols.get("udp"))
+            require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
+        require(
+            self.tunnel == "none" or self.announce_tunnel is None,
+            "--tunnel opens a tunnel, --announce_tunnel announces an existing one: pass one of the two",
+        )
+        tcp_ports = {check_maddr("--host_maddrs", maddr).get("tcp") for maddr in self.host_maddrs} - {None}
+        require(
+            self.tunnel == "none" or bool(tcp_ports),
+            "--tunnel needs a TCP port: add /ip4/0.0.0.0/tcp/0 to --host_maddrs",
+        )
+        if self.announce_tunnel is not None:
+            self.announce_tunnel = self.announce_tunnel.removeprefix("tcp://")  # as ngrok and others print it
+            check_endpoint("--announce_tunnel", self.announce_tunnel)
+            require(
+                bool(tcp_ports - {"0"}),
+                "--announce_tunnel needs a fixed local port: pass --host_maddrs /ip4/0.0.0.0/tcp/PORT with the "
+                "port that the tunnel leads to",
+            )
+        check_page("--page", self.page)
+        require(self.end_time > time.time(), f"--ends_at: the run has ended at {self.ends_at}")
+        require_positive(self, "bootstrap_timeout")
+
+    @property
+    def end_time(self) -> float:
+        """End of the run (`time.time`); infinity if there is none."""
+        return parse_end("--ends_at", self.ends_at)
+
+
+@dataclass
+class ProgressTrackerArguments:
+    """How often a trainer asks the others for their progress."""
+
+    _argument_group_name = "Progress"
+
+    min_refresh_period: float = flag(0.5, "Minimum seconds between two reads of the other peers' progress")
+    max_refresh_period: float = flag(30, "Maximum seconds between two reads of the other peers' progress")
+    default_refresh_period: float = flag(
+        3, "Seconds between two reads of the progress while no other peer reports any or a read has failed"
+    )
+    expected_drift_peers: float = flag(
+        3, "Number of peers that are assumed to join during one global step. Raise it if many peers join at once"
+    )
+    expected_drift_rate: float = flag(
+        0.2, "Fraction of the current number of peers that is assumed to join during one global step"
+    )
+    performance_ema_alpha: float = flag(
+        0.1, "Weight of the newest measurement in the moving average of samples per second, above 0 and at most 1"
+    )
+    metadata_expiration: float = flag(
+        120, "A peer's progress report expires after this many seconds without a new one"
+    )
+
+    def __post_init__(self):
+        require_positive(self, "min_refresh_period", "max_refresh_period", "default_refresh_period",
+                          "metadata_expiration")  # fmt: skip
+        require_not_negative(self, "expected_drift_peers", "expected_drift_rate")
+        require(0 < self.performance_ema_alpha <= 1, "--performance_ema_alpha must be above 0 and at most 1")
+        require(
+            self.min_refresh_period <= self.max_refresh_period,
+            f"--min_refresh_period {self.min_refresh_period} exceeds --max_refresh_period {self.max_refresh_period}",
+        )
+
+
+@dataclass
+class OptimizerArguments:
+    """How the collaboration takes its steps."""
+
+    _argument_group_name = "Collaboration"
+
+    target_batch_size: int = flag(
+        4096, "Perform an optimizer step after all peers together accumulate this many samples", setting=True
+    )
+    client_mode: bool = flag(
+        False,
+        "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
+    )
+    batch_size_lead: int = flag(0, "Begin looking for a group in advance, this many samples before target_batch_size")
+    bandwidth: float | None = flag(
+        None,
+        "Network bandwidth of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: the "
+        "upload that a trainer measures when it starts, at most 100",
+    )
+    target_group_size: int = flag(
+        256, "Maximum number of peers in one group. A full group starts its round immediately", setting=True
+    )
+    averaging_timeout: float = flag(
+        60.0,
+        "End an averaging round after this many seconds, with what has arrived. Set it to about twice the "
+        "time of a round",
+        setting=True,
+        optional=True,
+    )
+    matchmaking_time: float = flag(
+        5.0,
+        "Search for a group this many seconds before a step is due, and wait at most this long for a late peer. "
+        "Raise it if latency is high; hivemind needs more than 3",
+        setting=True,
+        optional=True,
+    )
+    average_state_every: int = flag(
+        8, "Average parameters every this many global steps (gradients: every step)", setting=True
+    )
+    gradient_compression: GradientCompression = flag(
+        "float16",
+        "How peers compress gradients or pseudo-gradients while they average them; the number is that of the bits",
+        setting=True,
+    )
+    state_compression: Compression = flag(
+        "float16", "How peers compress parameters while they average them", setting=True
+    )
+    load_state_compression: Compression = flag(
+        "float16", "How this peer compresses its state for peers that download it"
+    )
+    load_state_timeout: float = flag(600.0, "Give up on downloading the state from others after this many seconds")
+    delay_grad_averaging: bool = flag(True, "Average gradients in the background while computing the next ones")
+    delay_optimizer_step: bool = flag(
+        True, "Run the optimizer step in the background; its result is used one local step late"
+    )
+
+    def __post_init__(self):
+        require_positive(self, "target_batch_size", "bandwidth", "averaging_timeout", "load_state_timeout",
+                          "average_state_every")  # fmt: skip
+        require_not_negative(self, "batch_size_lead")
+        require(self.target_group_size >= 2, f"--target_group_size must be 2 or more, got {self.target_group_size}")
+        require(
+            self.batch_size_lead < self.target_batch_size,
+            f"--batch_size_lead {self.batch_size_lead} must be smaller than "
+            f"--target_batch_size {self.target_batch_size}",
+        )
+        require(
+            self.matchmaking_time > 3,
+            f"--matchmaking_time must be above 3 seconds (hivemind's request timeout), got {self.matchmaking_time}",
+        )
+        require(
+            self.delay_optimizer_step or not self.delay_grad_averaging,
+            "--no_delay_optimizer_step also needs --no_delay_grad_averaging",
+        )
+
+
+@dataclass
+class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
+    """What a trainer needs to know of the collaboration."""
+
+    _argument_group_name = "Collaboration"
+
+    statistics_expiration: float = flag(600, "Reported metrics expire after this many seconds without an update")
+    backup_every_steps: int = flag(
+        10,
+        "Back up the training state every this many global steps, for a rollback if the parameters become NaN or Inf",
+    )
+    max_global_steps: int | None = flag(
+        None, "Leave once the run has reached this global step. Default: train until stopped"
+    )
+    leave_timeout: float = flag(
+        90.0, "After max_global_steps, wait at most this many seconds until a monitor has saved the last checkpoint"
+    )
+    username: str = flag(
+        "",
+        "Name in the public list of contributors, at most 64 characters. Default: one derived from the peer ID",
+    )
+
+    def __post_init__(self):
+        BaseTrainingArguments.__post_init__(self)
+        OptimizerArguments.__post_init__(self)
+        is_reachable = self.use_auto_relay or self.tunnel != "none" or self.announce_tunnel is not None
+        require(
+            not (self.client_mode and is_reachable),
+            "--client_mode accepts no connections, and --use_auto_relay, --tunnel and --announce_tunnel are for them",
+        )
+        require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
+        require_not_negative(self, "leave_timeout")
+        require(len(self.username) <= 64, "--username must have at most 64 characters")
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds without a local step after which a trainer hangs: longer than any of its waits."""
+        return self.load_state_timeout + self.averaging_timeout + 600.0
+
+
+@dataclass
+class ModelArguments:
+    """What is trained. Trainer, monitor and evaluator must agree on it."""
+
+    _argument_group_name = "Model"
+
+    model_name_or_path: str = flag(
+        "albert-large-v2",
+        "ALBERT, BERT, RoBERTa, DistilBERT or GPT-2: a config.json, a folder that has one, or a name on the Hugging "
+        "Face Hub. Built in: albert-large-v2, albert-tiny, bert-base-uncased, roberta-base, distilbert-base-uncased, "
+        "gpt2",
+        setting=True,
+        aliases=["--config_path"],
+    )
+    from_pretrained: bool = flag(
+        False,
+        "Start from the weights at --model_name_or_path, a folder or a name on the Hub, on every trainer of the run",
+        setting=True,
+    )
+    tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
+    cache_dir: str | None = flag("data/cache", "Folder for downloads from the Hub")
+
+
+@dataclass
+class DataSourceArguments:
+    """Where the prepared data comes from."""
+
+    _argument_group_name = "Data"
+
+    dataset_url: str | None = flag(
+        None,
+        "http(s) address of an archive written by tokenize_wikitext103.py --archive. It is unpacked to dataset_path "
+        "and tokenizer_path if one of them is missing",
+        setting=True,
+    )
+    dataset_sha256: str | None = flag(
+        None,
+        "SHA-256 of the archive at --dataset_url. Default: read from the .sha256 file next to the archive",
+        setting=True,
+    )
+
+    def __post_init__(self):
+        if self.dataset_url is not None:
+            check_web_address("--dataset_url", self.dataset_url)
+        if self.dataset_sha256 is not None:
+            require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
+            self.dataset_sha256 = self.dataset_sha256.lower()
+            require(
+                bool(re.fullmatch("[0-9a-f]{64}", self.dataset_sha256)),
+                "--dataset_sha256 must be 64 hexadecimal digits, as in the .sha256 file beside the archive",
+            )
+
+
+@dataclass
+class DatasetArguments(ModelArguments, DataSourceArguments):
+    """What it is trained on."""
+
+    _argument_group_name = "Model and data"
+
+    dataset_path: str = flag(
+        "data/albert_tokenized_wikitext", "Folder with the tokenized dataset, written by tokenize_wikitext103.py"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dataset_url is not None:
+            require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
+
+
+@dataclass
+class HyperparameterArguments:
+    """The hyper-parameters of the run, which are for target_batch_size."""
+
+    _argument_group_name = "Hyper-parameters"
+
+    optimizer: Literal["lamb", "adamw"] = flag(
+        "lamb",
+        "LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) and --adam_epsilon 1e-8",
+        setting=True,
+    )
+    total_steps: int = flag(
+        125_000, "Global steps of the learning-rate schedule; training may continue after its end", setting=True
+    )
+    warmup_steps: int = flag(5000, "Linear warm-up in global steps", setting=True)
+    learning_rate: float = flag(0.00176, "Peak learning rate, for target_batch_size", setting=True)
+    adam_beta1: float = flag(0.9, "Decay of the first moment", setting=True)
+    adam_beta2: float = flag(0.999, "Decay of the second moment", setting=True)
+    adam_epsilon: float = flag(1e-6, "Added to the root of the second moment", setting=True)
+    weight_decay: float = flag(0.01, "Weight decay; biases and norms have none", setting=True)
+    clamp_value: float = flag(10000.0, "LAMB: weight norms are clamped to this value", setting=True)
+    max_grad_norm: float = flag(
+        1.0,
+        "Bound on the norm of a peer's gradient in a global step, or with --local_updates in a local step; 0: none",
+        setting=True,
+    )
+    local_updates: bool = flag(
+        False,
+        "DiLoCo, for slow connections: each local step is an optimizer step, and peers average their changes once per "
+        "global step. Choose a --target_batch_size of 30 to 500 local steps of each peer, and a --learning_rate for "
+        "the batch of one local step, see docs/tuning.md",
+        setting=True,
+    )
+    outer_learning_rate: float = flag(0.7, "With --local_updates: learning rate of the global step", setting=True)
+    outer_momentum: float = flag(
+        0.5,
+        "With --local_updates: Nesterov momentum of the global step, in long published runs 0.9; see docs/tuning.md",
+        setting=True,
+    )
+    max_update_norm: float = flag(
+        1.0,
+        "With --local_updates: bound on the norm of a peer's change, relative to that of the parameters; 0: none",
+        setting=True,
+    )
+
+    def __post_init__(self):
+        require_positive(self, "total_steps", "learning_rate", "adam_epsilon", "clamp_value", "outer_learning_rate")
+        require_not_negative(self, "warmup_steps", "weight_decay", "max_grad_norm", "max_update_norm")
+        require(0 < self.outer_momentum < 1, f"--outer_momentum must be between 0 and 1: {self.outer_momentum}")
+        require(
+            self.warmup_steps <= self.total_steps,
+            f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
+        )
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(self, name) < 1, f"--{name} must be at least 0 and below 1: {getattr(self, name)}")
+
+
+@dataclass
+class SampleArguments:
+    """What a sample is."""
+
+    _argument_group_name = "Samples"
+
+    seq_length: int | None = flag(None, "Sequence length in tokens. Default: that of the prepared data", setting=True)
+    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM", setting=True)
+
+    def __post_init__(self):
+        require_positive(self, "seq_length")
+        require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
+
+
+@dataclass
+class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
+    """How this peer computes gradients. `hf_trainer.build_training_arguments` hands the flags to transformers."""
+
+    _argument_group_name = "Local training"
+
+    per_device_train_batch_size: int = flag(
+        4, "Samples per micro-batch and device. Choose it so that a micro-batch takes 0.5 to 1 seconds"
+    )
+    gradient_accumulation_steps: int = flag(
+        2, "Micro-batches per local step. The trainer reports its progress after each local step"
+    )
+    fp16: bool = flag(False, "Mixed precision with float16 (GPU only)")
+    bf16: bool = flag(False, "Mixed precision with bfloat16")
+    fp32: bool = flag(
+        False, "Do not use mixed precision. Default: bf16 on GPUs that support it, else fp16; on CPU fp32"
+    )
+    gradient_checkpointing: bool = flag(False, "Recompute activations: about a third slower, much less GPU memory")
+    use_cpu: bool = flag(False, "Do not use a GPU")
+    dataloader_num_workers: int = flag(2, "Processes that prepare batches; 0: the main process prepares them")
+    seed: int = flag(
+        42, "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout"
+    )
+    output_dir: str = flag("outputs", "Folder for this peer's checkpoints, backups and identity")
+    save_steps: int = flag(500, "Save a checkpoint every this many local steps")
+    save_total_limit: int = flag(2, "Keep this many checkpoints")
+    logging_steps: int = flag(100, "Log the local loss every this many local steps")
+    logging_first_step: bool = flag(True, "Log the first local step too")
+    disable_tqdm: bool = flag(False, "Show no progress bar and no status panel on the terminal")
+    status: bool = flag(
+        False,
+        "Print the status of the trainer of this --output_dir, and exit: with code 0 if it runs, otherwise with 1",
+    )
+    check: bool = flag(
+        False,
+        "Try everything that this trainer needs, print what is wrong and what to do, and exit, with code 0 or 1",
+    )
+
+    def __post_init__(self):
+        HyperparameterArguments.__post_init__(self)
+        SampleArguments.__post_init__(self)
+        require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "save_steps",
+                          "save_total_limit", "logging_steps")  # fmt: skip
+        require_not_negative(self, "dataloader_num_workers", "seed")
+        require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
+
+    def batch_size_per_step(self, num_devices: int) -> int:
+        """Samples that this peer adds between two reports: micro-batch x devices x accumulation."""
+        return self.per_device_train_batch_size * max(1, num_devices) * self.gradient_accumulation_steps
+
+
+class TrainerArguments(NamedTuple):
+    """The flags of run_trainer.py and run_custom_trainer.py."""
+
+    training: LocalTrainingArguments
+    dataset: DatasetArguments
+    collaboration: CollaborationArguments
+    tracker: ProgressTrackerArguments
+
+
+TRAINER_ARGUMENTS = tuple(TrainerArguments.__annotations__.values())
+
+
+@dataclass
+class ReportingArguments:
+    """Where curves are drawn."""
+
+    _argument_group_name = "Reporting"
+
+    report_to: Literal["none", "wandb", "trackio", "tensorboard"] = flag(
+        "none",
+        "Dashboard for the training curves, in addition to metrics.jsonl: wandb (records offline "
+        "without an account), trackio (local, no account), or tensorboard (install the package first)",
+    )
+    wandb_project: str | None = flag(None, "Name of the Weights & Biases project; implies --report_to wandb")
+
+    def __post_init__(self):
+        if self.wandb_project is not None:
+            require(
+                self.report_to in ("none", "wandb"),
+                f"--wandb_project needs --report_to wandb: drop it or drop --report_to {self.report_to}",
+            )
+            self.report_to = "wandb"

@@ -1,0 +1,345 @@
+"""All-reduce of gradients and parameters in a group whose members may be slow, malicious, fail or leave.
+
+As in hivemind/averaging/allreduce.py, each member reduces some parts of the tensors. All members send it their values
+of these parts and receive the averages. The wire format is hivemind's, the rules are not:
+
+- A round ends on time with what has arrived, see reducer.py and `AllReduce.run`.
+- The average of a gradient is compressed once. All members, the reducer included, use the same bytes.
+- Gradients and parameters have separate weights and compressions.
+- Everything that is received is checked, before it is deserialized and against bounds.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import numpy as np
+import torch
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.partition import AllreduceException, TensorPartContainer
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils import get_logger
+from hivemind.utils.asyncio import achain, amap_in_executor, as_aiter
+
+from cotrain.averaging.bounds import MIN_WEIGHT, NORM_TOLERANCE, Bounds
+from cotrain.averaging.reducer import Part, Reducer, ViolationError
+from cotrain.averaging.wire import check_tensor
+
+logger = get_logger(__name__)
+
+# What an answer is, in its field `weight`
+VALUES, DIFFERENCE = 0.0, 1.0
+# Fraction of the time of a round after which a reducer closes its parts. The rest is for sending the averages.
+REDUCE_FRACTION = 0.9
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tensors of one role that are cut into shares, each reduced by one member.
+
+    :param tensors, outputs: this peer's, and tensors that receive the averages
+    :param shares: of the members, of any sum; 0: the member reduces nothing
+    :param takers: None, or the only members that receive something: each reducer gives them its own values, and nobody
+      sends any
+    """
+
+    tensors: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    infos: Sequence[CompressionInfo]
+    shares: Sequence[float]
+    takers: Collection[PeerID] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    def cut(self, compression: CompressionBase, part_size_bytes: int) -> list[list[Part]]:
+        """Cut the tensors into the parts that each member reduces, in the order of the members."""
+        ends = np.rint(np.cumsum(self.shares) / np.sum(self.shares) * self.num_elements).astype(np.int64)
+        sizes = np.diff(ends, prepend=0).tolist()
+        containers = [  # a container that is deleted clears its parts
+            TensorPartContainer(
+                tensors, sizes, compression=compression, part_size_bytes=part_size_bytes, tensor_infos=self.infos
+            )
+            for tensors in (self.tensors, self.outputs)
+        ]
+        return [
+            [
+                Part(own, output, info, compression.choose_compression(info), self.takers is not None)
+                for (own, info), (output, _) in zip(inputs, results, strict=True)
+            ]
+            for inputs, results in zip(*(container._input_parts_by_peer for container in containers), strict=True)
+        ]
+
+
+class AllReduce:
+    """One round of all-reduce at one member.
+
+    :param blocks: the gradients, and the parameters if they are averaged or given in this round
+    :param modes: of the members. Auxiliary peers send no values and receive no averages
+    :param weight, parameter_weight: averaging weights of this peer's gradients, which is its samples, and parameters
+    :param compression: a compression for each role
+    :param sender_timeout: seconds between two messages of a sender, and before its first one
+    :param reducer_timeout: seconds between two answers of a reducer
+    :param timeout: seconds for the whole round
+    :param upload: bytes per second at which this peer sends its values, if its link is slow. They would fill the send
+      buffers otherwise, for seconds, and what this peer receives waits for its acknowledgements in the same queue
+    """
+
+    def __init__(
+        self,
+        *,
+        p2p: P2P,
+        servicer_type: type[ServicerBase],
+        prefix: str,
+        group_id: bytes,
+        peer_ids: Sequence[PeerID],
+        modes: Sequence[AveragingMode],
+        blocks: Sequence[Block],
+        weight: float,
+        parameter_weight: float,
+        bounds: Bounds,
+        compression: CompressionBase,
+        part_size_bytes: int,
+        sender_timeout: float,
+        reducer_timeout: float,
+        timeout: float,
+        upload: float = math.inf,
+    ):
+        self._upload, self._may_send_at = upload, 0.0
+        self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
+        self.peer_id, self.group_id, self.peer_ids = p2p.peer_id, group_id, peer_ids
+        self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
+        self._weight, self._parameter_weight = max(weight, MIN_WEIGHT), max(parameter_weight, MIN_WEIGHT)
+        self._answer_bounds = replace(bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm)
+        cuts = [block.cut(compression, part_size_bytes) for block in blocks]
+        parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
+        self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
+        self._parts = parts  # of each reducer; those that are given come last
+        # The parts whose averages this peer receives from each reducer
+        self._answers = {
+            peer_id: [part for _, part in self._answers_for(self.peer_id, parts[peer_id])] for peer_id in peer_ids
+        }
+        senders = [peer_id for peer_id, mode in zip(peer_ids, modes, strict=True) if mode != AveragingMode.AUX]
+        self.is_sender = self.peer_id in senders
+        self._other_senders = [sender for sender in senders if sender != self.peer_id]
+        self.reducer = Reducer(
+            parts[self.peer_id],
+            self._other_senders,
+            self._weight_of if self.is_sender else None,
+            bounds,
+            sender_timeout,
+            REDUCE_FRACTION * timeout,
+        )
+        self._violations: dict[PeerID, str] = {}
+        self._num_answered = dict.fromkeys(peer_ids, 0)  # averages of a reducer that have arrived
+        self._totals: Counter[TensorRole] = Counter()  # elements that this peer receives
+        for block in blocks:
+            if self.is_sender and (block.takers is None or self.peer_id in block.takers):
+                self._totals[block.infos[0].role] += block.num_elements
+            for info, own, output in zip(block.infos, block.tensors, block.outputs, strict=True):
+                # Without an average, a gradient is 0 and parameters stay.
+                output.zero_() if info.role == TensorRole.GRADIENT else output.copy_(own)
+        self._received: Counter[TensorRole] = Counter()
+
+    def _answers_for(self, peer_id: PeerID, parts: Sequence[Part]) -> list[tuple[int, Part]]:
+        """Return those of a reducer's parts whose averages a member receives, with their numbers, in this order.
+
+        What is given goes first: a member that lacks updates needs it more than the gradients. It begins at another
+        part in each round, for a member that does not receive all of it in time.
+        """
+        awaited = [(number, part) for number, part in enumerate(parts) if not part.is_given]
+        given = [(number, part) for number, part in enumerate(parts) if part.is_given and peer_id in self._takers]
+        begin = int.from_bytes(self.group_id, "big") % max(1, len(given))
+        return given[begin:] + given[:begin] + awaited
+
+    def _weight_of(self, part: Part) -> float:
+        return self._weight if part.is_gradient else self._parameter_weight
+
+    def received_fraction(self, role: TensorRole) -> float | None:
+        """Return the fraction of the elements whose average has arrived; None if this peer receives none."""
+        return self._received[role] / self._totals[role] if self._totals[role] else None
+
+    def weights(self) -> dict[PeerID, float]:
+        """Return the gradient weights of the senders, known only if this peer reduces a gradient part."""
+        reduces_gradients = any(part.is_gradient for part in self.reducer.parts)
+        own = {self.peer_id: self._weight} if self.is_sender and reduces_gradients else {}
+        return own | self.reducer.weights
+
+    def violations(self) -> dict[PeerID, str]:
+        return self.reducer.outliers() | self._violations
+
+    async def run(self) -> None:
+        """Average. Returns once all averages have arrived and this reducer has closed its parts, or at the timeout."""
+        others = [peer_id for peer_id in self.peer_ids if peer_id != self.peer_id and self._answers[peer_id]]
+        exchanges = [self._exchange(peer_id) for peer_id in others] if self.is_sender else []
+        tasks = [asyncio.create_task(work) for work in (self._reduce(), *exchanges)]
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.timeout):
+                    await asyncio.gather(*tasks)
+        finally:
+            self.stop()
+            for task in tasks:  # if one has failed, the others run
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def stop(self) -> None:
+        self.reducer.stop()
+
+    async def _reduce(self) -> None:
+        await self.reducer.run()
+        if self.is_sender:
+            for part in self._answers[self.peer_id]:
+                self._received[part.info.role] += part.own.numel()
+
+    # With the other reducers
+
+    async def _exchange(self, peer_id: PeerID) -> None:
+        """Send this peer's values to a member that reduces them, and receive the averages."""
+        try:
+            stub = self._servicer_type.get_stub(self._p2p, peer_id, namespace=self._prefix)
+            async with asyncio.timeout(self.reducer_timeout):
+                stream = await stub.rpc_aggregate_part(self._outgoing(peer_id))
+            async with aclosing(stream):  # see SafeAverager._keep_stream_open
+                for part in self._answers[peer_id]:
+                    async with asyncio.timeout(self.reducer_timeout):
+                        message = await anext(stream)
+                    if message.code == averaging_pb2.BAD_GROUP_ID:
+                        self.drop_unstarted_sender(peer_id)
+                    if message.code != averaging_pb2.AVERAGED_PART:
+                        raise AllreduceException(averaging_pb2.MessageCode.Name(message.code))
+                    await self._accept(peer_id, part, message)
+        except Exception as error:
+            logger.debug(f"{peer_id} did not send all averages: {error!r}")
+
+    async def _outgoing(self, peer_id: PeerID) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Compress this peer's values for a reducer. The number of a part is in the field `chunks`."""
+        parts = self._parts[peer_id]
+
+        def compress(index: int) -> averaging_pb2.AveragingData:
+            tensor = parts[index].compress(parts[index].own)
+            tensor.chunks = index
+            return averaging_pb2.AveragingData(
+                code=averaging_pb2.PART_FOR_AVERAGING,
+                group_id=self.group_id,
+                tensor_part=tensor,
+                weight=self._weight_of(parts[index]),
+            )
+
+        async for message in amap_in_executor(compress, self._open_parts(peer_id)):
+            yield message
+            now = time.monotonic()
+            self._may_send_at = max(now, self._may_send_at) + len(message.tensor_part.buffer) / self._upload
+            await asyncio.sleep(self._may_send_at - now)
+
+    async def _open_parts(self, peer_id: PeerID) -> AsyncIterator[int]:
+        """Iterate over the parts that a reducer has not closed.
+
+        After a part that was closed without it, this peer continues with one that it can deliver in time: halfway.
+        """
+        index, number = 0, sum(not part.is_given for part in self._parts[peer_id])
+        while index < number:
+            yield index
+            index, answered = index + 1, self._num_answered[peer_id]
+            if index < answered:
+                index = (answered + number) // 2
+
+    async def _accept(self, peer_id: PeerID, part: Part, message: averaging_pb2.AveragingData) -> None:
+        """Accept the average of a part.
+
+        :raises ValueError: if it is malformed, or exceeds what honest senders can produce
+        """
+        try:
+            check_tensor(message.tensor_part, part.spec)
+            loop = asyncio.get_running_loop()
+            average = await loop.run_in_executor(None, deserialize_torch_tensor, message.tensor_part)
+            if message.weight == DIFFERENCE:
+                average = part.own + average
+            violation = self._answer_bounds.find_violation(part.info, average, part.own, weight=1.0)
+            if violation is not None:
+                raise ViolationError(violation)
+        except ValueError as error:
+            self._violations[peer_id] = str(error)
+            raise
+        part.output.copy_(average)
+        self._received[part.info.role] += part.own.numel()
+        self._num_answered[peer_id] += not part.is_given
+
+    # As a reducer
+
+    def drop_unstarted_sender(self, peer_id: PeerID) -> None:
+        """Do not wait for a sender that has not started: its round has ended or was cancelled."""
+        if peer_id in self._other_senders and not self.reducer.has_started(peer_id):
+            self.reducer.leave(peer_id)
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Receive a member's values, and answer with the averages."""
+        sender, request = context.remote_id, await anext(stream)
+        if sender not in self._other_senders or self.reducer.has_started(sender):
+            yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        self.reducer.start(sender)
+        loop, parts = asyncio.get_running_loop(), self.reducer.parts
+        arrived: dict[int, runtime_pb2.Tensor] = {}  # parts of parameters
+        reader = asyncio.create_task(self._read(sender, achain(as_aiter(request), stream), arrived))
+        try:
+            for index, part in self._answers_for(sender, parts):
+                average = await asyncio.shield(self.reducer.averages[index])
+                answer, kind = average.message, VALUES
+                if average.values is not None:
+                    values, message = average.values, arrived.pop(index, None)
+                    if message is not None:
+                        values = values - await loop.run_in_executor(None, deserialize_torch_tensor, message)
+                        kind = DIFFERENCE
+                    answer = await loop.run_in_executor(None, part.compress, values)
+                if answer is None:
+                    return
+                yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=answer, weight=kind)
+        finally:
+            reader.cancel()
+
+    async def _read(
+        self,
+        sender: PeerID,
+        stream: AsyncIterator[averaging_pb2.AveragingData],
+        arrived: dict[int, runtime_pb2.Tensor],
+    ) -> None:
+        """Read a sender's values.
+
+        :param arrived: receives the messages of the parts of parameters
+        """
+        parts, loop = self.reducer.parts, asyncio.get_running_loop()
+        pending: asyncio.Future = loop.create_future()
+        try:
+            while self.reducer.awaits(sender):
+                pending = asyncio.ensure_future(anext(stream))
+                await asyncio.wait({pending}, timeout=self.sender_timeout)
+                if not pending.done():
+                    self.reducer.mark_late(sender)
+                message = await pending
+                tensor = message.tensor_part
+                if not 0 <= tensor.chunks < self.reducer.num_awaited:
+                    raise ViolationError("more parts than expected")
+                check_tensor(tensor, parts[tensor.chunks].spec)
+                values = await loop.run_in_executor(None, deserialize_torch_tensor, tensor)
+                self.reducer.add(sender, tensor.chunks, values, message.weight)
+                if not (parts[tensor.chunks].is_gradient or self.reducer.averages[tensor.chunks].done()):
+                    arrived[tensor.chunks] = tensor
+        except ValueError as error:
+            self._violations[sender] = str(error)
+        except Exception as error:
+            logger.debug(f"{sender} did not send all parts: {error!r}")
+        finally:
+            pending.cancel()
+            self.reducer.leave(sender)

@@ -1,0 +1,33 @@
+"""Assignments to hivemind's modules and classes. hivemind looks these names up itself, so a subclass has no effect.
+
+`SafeDHT.run` in cotrain/dht/node.py makes one more assignment, in the DHT process only.
+"""
+
+import functools
+import sys
+import time
+
+from hivemind.averaging import averager
+from hivemind.compression import serialization
+from hivemind.dht import dht
+from hivemind.utils import MSGPackSerializer
+
+from cotrain.averaging.base import switch_to_safe_loop
+from cotrain.averaging.blockwise import Blockwise8Bit
+from cotrain.averaging.matchmaking import StepMatchmaking
+from cotrain.averaging.upstream import warn_of_changes
+from cotrain.dht.clock import run_time
+from cotrain.dht.records import BoundedExtensions
+
+
+@functools.cache
+def apply_patches() -> None:
+    """Replace parts of hivemind in this process and in all processes forked later. `start_peer` calls it."""
+    warn_of_changes()
+    for name, module in list(sys.modules.items()):  # some twenty modules have the function under its name
+        if name.startswith("hivemind.") and vars(module).get("get_dht_time") is time.time:
+            module.get_dht_time = run_time
+    averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
+    averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
+    serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores both blockwise formats
+    MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))

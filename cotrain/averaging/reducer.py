@@ -1,0 +1,248 @@
+"""What a member of a round reduces: its parts of the tensors, averaged over all members, on time.
+
+A part is closed once each sender has delivered it or is too late. All members then receive its average, also one whose
+values came too late. A member on a slow link thereby delays nobody for long, and still receives what it can.
+"""
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.p2p import PeerID
+from hivemind.proto import runtime_pb2
+
+from cotrain.averaging.bounds import MIN_WEIGHT, Bounds, norm_of
+from cotrain.averaging.outliers import TOLERANCE, OutlierFilter
+from cotrain.averaging.wire import TensorSpec
+
+# A sender is late for a part after LATE_FACTOR times the median time of the senders, plus LATE_SECONDS. Later parts do
+# not wait for it: if each one did, a round would take more than twice as long as without that sender.
+LATE_FACTOR, LATE_SECONDS = 2.0, 3.0
+
+
+class ViolationError(ValueError):
+    """Raised if a sender sends what no honest peer sends."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of this peer's tensor, shape (elements,), and of the output, which receives the average.
+
+    :param is_given: whether the reducer's own values are the answer, and nobody sends any
+    """
+
+    own: torch.Tensor
+    output: torch.Tensor
+    info: CompressionInfo
+    compression: CompressionBase
+    is_given: bool = False
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.info.role == TensorRole.GRADIENT
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(tuple(self.own.shape), compressions={self.compression.compression_type})
+
+    def compress(self, tensor: torch.Tensor) -> runtime_pb2.Tensor:
+        return self.compression.compress(tensor, self.info)
+
+
+@dataclass
+class _Sender:
+    """Another member that sends its values."""
+
+    started: float | None = None  # when its first message has arrived (`time.monotonic`)
+    next: float = 0  # number of the next part that it may deliver; infinite if it has left
+    is_late: bool = False  # a part was closed without it; no other part waits for it then
+
+
+@dataclass
+class Average:
+    """Average of a part: `message` of a gradient, `values` of parameters, or nothing if nobody has delivered it.
+
+    A gradient's is sent to all members in the same bytes. Of parameters a member receives the difference from its
+    values, which is more accurate, unless these are late.
+    """
+
+    message: runtime_pb2.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+@dataclass
+class _Sum:
+    """Weighted sum of a part that is not closed yet.
+
+    :param held: sender -> values and weight, where they must be compared before they are added; None: this peer's
+    :param times: seconds from the first message of a sender to its part
+    """
+
+    total: torch.Tensor | None = None
+    weight: float = 0.0
+    held: dict[PeerID | None, tuple[torch.Tensor, float]] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)
+
+    def add(self, values: torch.Tensor, weight: float) -> None:
+        self.total = torch.zeros_like(values) if self.total is None else self.total
+        self.total.add_(values, alpha=weight)
+        self.weight += weight
+
+
+class Reducer:
+    """Averages this peer's parts over all senders of a round.
+
+    :param senders: the other members that send their values
+    :param own_weight: returns the weight of this peer's values in a part; None if it has none (auxiliary peer)
+    :param sender_timeout: seconds for the first message of a sender
+    :param timeout: seconds after which all parts are closed with what has arrived
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        senders: Sequence[PeerID],
+        own_weight: Callable[[Part], float] | None,
+        bounds: Bounds,
+        sender_timeout: float,
+        timeout: float,
+    ):
+        self.parts, self.bounds, self._own_weight = parts, bounds, own_weight
+        self.num_awaited = sum(not part.is_given for part in parts)  # those that are given are the last ones
+        self.averages: list[asyncio.Future[Average]] = [asyncio.get_running_loop().create_future() for _ in parts]
+        self.weights: dict[PeerID, float] = {}  # sender -> weight of its gradients
+        self._senders = {sender: _Sender() for sender in senders}
+        self._sums: dict[int, _Sum] = defaultdict(_Sum)
+        self._outliers = OutlierFilter()
+        self._changed = asyncio.Event()
+        self._begun = time.monotonic()
+        self._first_message_by, self._deadline = self._begun + sender_timeout, self._begun + timeout
+
+    # What arrives
+
+    def has_started(self, sender: PeerID) -> bool:
+        return self._senders[sender].started is not None
+
+    def start(self, sender: PeerID) -> None:
+        self._senders[sender].started = time.monotonic()
+
+    def awaits(self, sender: PeerID) -> bool:
+        """Whether a sender may still deliver a part."""
+        return self._senders[sender].next < self.num_awaited
+
+    def leave(self, sender: PeerID) -> None:
+        """Expect no part of a sender any longer."""
+        if sender in self._senders:
+            self._senders[sender].next = math.inf
+            self._changed.set()
+
+    def mark_late(self, sender: PeerID) -> None:
+        """Do not wait for a sender any longer."""
+        self._senders[sender].is_late = True
+        self._changed.set()
+
+    def add(self, sender: PeerID, index: int, values: torch.Tensor, weight: float) -> None:
+        """Add a sender's values of a part, unless the part is closed.
+
+        :raises ViolationError: if the part is not a later one than the last, or violates the bounds
+        """
+        state, part, sums = self._senders[sender], self.parts[index], self._sums[index]
+        if index < state.next:
+            raise ViolationError("a part again")
+        violation = self.bounds.find_violation(part.info, values, part.own, weight)
+        if violation is not None:
+            raise ViolationError(violation)
+        state.next = index + 1
+        if self.averages[index].done():
+            return
+        sums.times.append(time.monotonic() - state.started)
+        if part.is_gradient:
+            self.weights[sender] = weight
+        if not self._compares(part):
+            sums.add(values, weight)
+        elif weight > MIN_WEIGHT:
+            sums.held[sender] = values, weight  # what has no weight is not compared, and not added
+        self._changed.set()
+
+    def _compares(self, part: Part) -> bool:
+        return self.bounds.compares_norms and part.is_gradient
+
+    # What leaves
+
+    async def run(self) -> None:
+        """Close each part in turn."""
+        for index in range(self.num_awaited, len(self.parts)):
+            self.averages[index].set_result(Average(values=self.parts[index].own))
+        for index in range(self.num_awaited):
+            while (seconds := self._patience(index)) > 0:
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._changed.wait()
+            for sender in self._awaited(index):
+                sender.is_late = True
+            average = await self._average(index)
+            if not self.averages[index].done():  # the round may have ended meanwhile
+                self.averages[index].set_result(average)
+
+    def stop(self) -> None:
+        """Close the other parts without an average."""
+        for average in self.averages:
+            if not average.done():
+                average.set_result(Average())
+
+    def _awaited(self, index: int) -> list[_Sender]:
+        return [sender for sender in self._senders.values() if sender.next <= index and not sender.is_late]
+
+    def _patience(self, index: int) -> float:
+        """Return the seconds for which a part still waits for its senders."""
+        awaited = self._awaited(index)
+        if not awaited:
+            return 0.0
+        times = sorted(self._sums[index].times)
+        middle = (len(awaited) + len(times) - 1) // 2
+        # With a single other sender there is no median: it has all the time.
+        median = times[middle] if middle < len(times) and len(awaited) + len(times) > 1 else math.inf
+        ends = [
+            self._first_message_by if sender.started is None else sender.started + LATE_FACTOR * median + LATE_SECONDS
+            for sender in awaited
+        ]
+        return min(max(ends), self._deadline) - time.monotonic()
+
+    async def _average(self, index: int) -> Average:
+        part, sums, loop = self.parts[index], self._sums.pop(index, _Sum()), asyncio.get_running_loop()
+        if self._own_weight is not None:
+            weight = self._own_weight(part)
+            if self._compares(part) and weight > MIN_WEIGHT:
+                sums.held[None] = part.own, weight
+            else:
+                sums.add(part.own, weight)
+        self._add_held(sums)
+        if sums.total is None:
+            return Average()
+        values = sums.total.div_(sums.weight)
+        if not part.is_gradient:
+            part.output.copy_(values)
+            return Average(values=values)
+        message = await loop.run_in_executor(None, part.compress, values)
+        part.output.copy_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
+        return Average(message)
+
+    def _add_held(self, sums: _Sum) -> None:
+        """Add the values that were held, scaled down where they are too large compared with the others'."""
+        if sums.held:
+            norms = {sender: norm_of(values) for sender, (values, _) in sums.held.items()}
+            factors = self._outliers.clip_factors(norms, {sender: weight for sender, (_, weight) in sums.held.items()})
+            for sender, (values, weight) in sums.held.items():
+                sums.add(values * factors.get(sender, 1.0), weight)
+
+    def outliers(self) -> dict[PeerID, str]:
+        """Return the senders whose gradients are too large, compared with the others', with the violation."""
+        text = f"gradients of more than {TOLERANCE:g} times the norm of the other peers'"
+        return {sender: text for sender in self._outliers.senders if sender is not None}

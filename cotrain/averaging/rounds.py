@@ -1,0 +1,360 @@
+"""The round averager: one all-reduce over gradients and parameters per global step.
+
+A round reads the peer's gradients and parameters and writes the averages to separate tensors. The training state does
+not change before the round has ended and its result was checked.
+"""
+
+import asyncio
+import hashlib
+import math
+import multiprocessing
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import torch
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.control import AveragingStage
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.load_balancing import load_balance_peers
+from hivemind.averaging.partition import AllreduceException
+from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, get_logger
+from hivemind.utils.asyncio import achain, as_aiter
+
+from cotrain.averaging.allreduce import AllReduce, Block
+from cotrain.averaging.base import SafeAverager
+from cotrain.averaging.bounds import Bounds
+from cotrain.averaging.compression import name_of
+from cotrain.averaging.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
+from cotrain.averaging.standing import Standing
+from cotrain.dht.clock import run_time
+
+logger = get_logger(__name__)
+
+PROTOCOL = 7  # version of rounds and progress reports; peers of different versions do not average
+BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; short, since the fault may be transient
+COMPLETE = 0.95  # fraction of the elements after which the members count as equal
+PACED_MBITS = 50.0  # below this --bandwidth a peer sends its values at that rate
+MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
+
+
+@dataclass
+class RoundResult:
+    """Result of a round at this peer."""
+
+    members: Sequence[PeerID]
+    received: float  # fraction of the gradients whose average arrived; 1 for an auxiliary peer, which awaits none
+    weights: dict[PeerID, float]  # samples of the senders, known only if this peer reduces gradients
+    missed: dict[PeerID, str] = field(default_factory=dict)  # peers of the roster outside of the group -> reason
+    violations: dict[PeerID, str] = field(default_factory=dict)  # of the members that were banned for them
+    seconds: dict[str, float] = field(default_factory=dict)  # of the phases: matchmaking, waiting, allreduce
+    received_parameters: float | None = None  # fraction of the parameters that arrived; None: this peer received none
+    distance: float = 0.0  # of this peer's parameters from the group's before the round, in updates
+    group_id: bytes = b""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether enough has arrived for this peer to be equal to the other members."""
+        return min(self.received, 1.0 if self.received_parameters is None else self.received_parameters) >= COMPLETE
+
+
+class RoundAverager(SafeAverager):
+    """Averages this peer's gradients and parameters with its group, in one round per global step.
+
+    Fill `gradients` before a round. The averages are in `averaged_gradients` and `averaged_parameters` after it.
+
+    :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
+    :param max_grad_norm: bound on the norm of each peer's gradient; 0: no bound
+    :param local_updates: whether the gradients are pseudo-gradients, see LocalUpdatesOptimizer. Their bound is
+      relative to the norm of the parameters. A group has peers of one kind only
+    :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
+      gradients only
+    :param gradient_compression, parameter_compression: the same at all peers of a group
+    :param max_weight: bound on the weight of a peer's contribution, in samples
+    :param parameter_step: see Bounds; a multiple of the learning rate
+    """
+
+    reuse_grad_buffers = False  # hivemind.Optimizer.zero_grad reads it
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        max_grad_norm: float,
+        average_parameters_every: int,
+        gradient_compression: CompressionBase,
+        parameter_compression: CompressionBase,
+        max_weight: float,
+        parameter_step: float,
+        local_updates: bool = False,
+        **kwargs,
+    ):
+        self.local_updates, self.max_weight = local_updates, max_weight
+        self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
+        self._bounds = Bounds(weight=max_weight, parameter_step=parameter_step, compares_norms=local_updates)
+        self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
+        self.parameters = [parameter.detach() for parameter in parameters]
+        self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
+        self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
+        self._outputs = [*self.averaged_gradients, *self.averaged_parameters]
+        self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
+        self._finished_groups: deque[bytes] = deque(maxlen=64)
+        self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
+        self._num_waiting = 0
+        # Peer ID -> end of the ban, in the main process. The averager's process sends new bans through the queue.
+        self._banned: dict[bytes, float] = {}
+        self._newly_banned, self._lock_bans = multiprocessing.SimpleQueue(), threading.Lock()
+        self._lock_pipe = threading.Lock()
+        super().__init__(
+            averaged_tensors=[*self.gradients, *self.parameters],
+            tensor_infos=[
+                CompressionInfo.from_tensor(tensor, key=key, role=role)
+                for role, tensors in ((TensorRole.GRADIENT, self.gradients), (TensorRole.PARAMETER, self.parameters))
+                for key, tensor in enumerate(tensors)
+            ],
+            compression=RoleAdaptiveCompression(gradient=gradient_compression, parameter=parameter_compression),
+            allow_state_sharing=False,
+            start=False,
+            **kwargs,
+        )
+        compressions = name_of(gradient_compression), name_of(parameter_compression)
+        settings = (PROTOCOL, average_parameters_every, local_updates, *compressions)
+        self.schema_hash = hashlib.sha256(self.schema_hash + repr(settings).encode()).digest()
+        self.run_in_background(await_ready=True)
+
+    @property
+    def schema_id(self) -> str:
+        """Digits that tell peers with another model, compression or kind of rounds, for the progress reports."""
+        return self.schema_hash.hex()[:16]
+
+    # In the main process: rounds
+
+    def includes_parameters(self, number: int) -> bool:
+        """Whether the round of a step also averages the parameters."""
+        return number % self.average_parameters_every == 0
+
+    def gradient_bound(self) -> float:
+        """Return the bound on the norm of a peer's gradient or pseudo-gradient; 0: no bound."""
+        if not self.local_updates:
+            return self.max_grad_norm
+        if self.mode == AveragingMode.AUX:
+            return 0.0  # it does not know the parameters
+        return self.max_grad_norm * float(torch.nn.utils.get_total_norm(self.parameters))
+
+    def schedule_round(
+        self, number: int, timeout: float, distance: float = 0.0, is_settling: bool = False
+    ) -> RoundControl:
+        """Start the search for the group of a step. It ends after `timeout` seconds, unless the all-reduce is running.
+
+        :param distance, is_settling: of this peer's parameters, see Claims
+        :returns: the handle of the round; set its weight and call `allow_allreduce` once the contribution is loaded
+        """
+        control = RoundControl(
+            number=number,
+            scheduled_time=run_time(),
+            deadline=run_time() + timeout,
+            allow_retries=False,
+            weight=0.0,
+            data_for_gather=Claims(self.bandwidth, self.mode, distance, is_settling).pack(),
+        )
+        attached = MPFuture()
+        self._send("_step", step=control, future_for_init=attached)
+        control.attach(*attached.result(timeout=30.0))
+        return control
+
+    def set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
+        """Set the roster of the next round, and the newest finished step."""
+        self._send("_set_roster", entries=entries, finished_number=finished_number)
+
+    def _send(self, method: str, **kwargs) -> None:
+        with self._lock_pipe:
+            self._outer_pipe.send((method, [], kwargs))
+
+    def banned_peers(self) -> dict[bytes, float]:
+        with self._lock_bans:
+            while not self._newly_banned.empty():
+                peer_id, until = self._newly_banned.get()
+                self._banned[peer_id] = until
+            return {peer_id: until for peer_id, until in self._banned.items() if time.time() < until}
+
+    # In the averager's process
+
+    async def _set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
+        self._matchmaking.set_roster(entries)
+        self._matchmaking.max_group_size = self.matchmaking_kwargs["target_group_size"]
+        self._matchmaking.finish(finished_number)
+
+    async def _step(self, *, step: RoundControl, future_for_init: MPFuture) -> None:
+        trigger, cancel = MPFuture(), MPFuture()
+        step.attach(trigger, cancel)
+        future_for_init.set_result((trigger, cancel))
+        work = asyncio.create_task(self._run_round(step))
+        cancelled = asyncio.create_task(step.wait_for_cancel())
+        timeout = max(0.0, step.deadline - run_time())
+        await asyncio.wait({work, cancelled}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done() and not cancelled.done() and step.stage == AveragingStage.RUNNING_ALLREDUCE:
+            # The all-reduce has a separate timeout.
+            await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        work.cancel()
+        cancelled.cancel()
+        (outcome, *_) = await asyncio.gather(work, cancelled, return_exceptions=True)
+        step.stage = AveragingStage.FINISHED
+        if isinstance(outcome, asyncio.CancelledError):
+            outcome = TimeoutError("no group was found")
+        with suppress(Exception):  # the main process may cancel the round at this moment
+            if isinstance(outcome, BaseException):
+                step.set_exception(AllreduceException(str(outcome) or type(outcome).__name__))
+            else:
+                step.set_result(outcome)
+
+    async def _run_round(self, step: RoundControl) -> RoundResult:
+        started = time.monotonic()
+        step.stage = AveragingStage.LOOKING_FOR_GROUP
+        group = await self._matchmaking.look_for_group(step)
+        missed, found = self._matchmaking.missed, time.monotonic()
+        step.stage = AveragingStage.AWAITING_TRIGGER
+        await step.wait_for_trigger()
+        begun = time.monotonic()
+        step.stage = AveragingStage.RUNNING_ALLREDUCE
+        try:
+            with self._register_allreduce_group(group):
+                result = await self._average_in_group(step, group)
+        finally:
+            self._finished_groups.append(group.group_id)
+        seconds = {"matchmaking": found - started, "waiting": begun - found, "allreduce": time.monotonic() - begun}
+        return replace(result, missed=missed, seconds=seconds)
+
+    async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
+        options = dict(self.allreduce_kwargs)
+        standing = Standing([parse_claims(gathered) for gathered in group.gathered])
+        own = group.peer_ids.index(self.peer_id)
+        bandwidths = [0.0 if c.mode == AveragingMode.CLIENT else c.bandwidth for c in standing.claims]
+        loop = asyncio.get_running_loop()
+        shares = await loop.run_in_executor(
+            None, load_balance_peers, self.total_size, bandwidths, options.pop("min_vector_size")
+        )
+        number = len(self.gradients)
+        blocks = [self._block(slice(None, number), shares)]
+        given = standing.shares_to_give(shares)
+        if self.includes_parameters(step.number) or (any(standing.lacking) and not any(given)):
+            blocks.append(self._block(slice(number, None), shares))
+        elif any(given):
+            takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
+            blocks.append(self._block(slice(number, None), given, takers))
+        bounds = replace(self._bounds, gradient_norm=self.gradient_bound())
+        if not standing.counting[own]:
+            bounds = replace(bounds, parameter_step=None)
+        runner = AllReduce(
+            p2p=self._p2p,
+            servicer_type=type(self),
+            prefix=self.prefix,
+            group_id=group.group_id,
+            peer_ids=group.peer_ids,
+            modes=[claims.mode for claims in standing.claims],
+            blocks=blocks,
+            weight=0.0 if standing.lacking[own] else step.weight,
+            parameter_weight=float(standing.counting[own]),
+            bounds=bounds,
+            timeout=self._allreduce_timeout,
+            upload=self.bandwidth * 125_000 if self.bandwidth < PACED_MBITS else math.inf,
+            **options,
+        )
+        self._running_groups[group.group_id].set_result(runner)
+        self._pending_groups_registered.set()  # wakes the streams that wait in `_will_begin`
+        for group_id, sender in self._refused:
+            if group_id == group.group_id:
+                runner.drop_unstarted_sender(sender)  # a refused sender does not try again
+        try:
+            await runner.run()
+        finally:
+            self._ban_violators(runner)
+        received = runner.received_fraction(TensorRole.GRADIENT)
+        return RoundResult(
+            members=group.peer_ids,
+            received=1.0 if received is None else received,
+            weights=runner.weights(),
+            violations=runner.violations(),
+            received_parameters=runner.received_fraction(TensorRole.PARAMETER),
+            distance=standing.distances[own],
+            group_id=group.group_id,
+        )
+
+    def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:
+        return Block(
+            self._averaged_tensors[tensors], self._outputs[tensors], self.tensor_infos[tensors], shares, takers
+        )
+
+    def _ban_violators(self, runner: AllReduce) -> None:
+        for peer_id, violation in runner.violations().items():
+            logger.warning(f"{peer_id} sent {violation}: not averaging with it for {BAN_SECONDS / 60:.0f} minutes")
+            until = time.time() + BAN_SECONDS
+            self._matchmaking.ban(peer_id, until)
+            self._newly_banned.put((peer_id.to_bytes(), until))
+
+    # Answers to other peers
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        try:
+            async for message in self._keep_stream_open(self._matchmaking.rpc_join_group(request, context)):
+                self.requested_number.value = self._matchmaking.requested_number
+                yield message
+        finally:
+            self.requested_number.value = self._matchmaking.requested_number
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Receive a member's part of the tensors, possibly before this peer's round has begun.
+
+        hivemind waits for any round of this peer to begin or end. A round that ends while the next one is prepared
+        makes it refuse the part, and the whole group then waits for a quarter of the averaging timeout.
+        """
+        async for message in self._keep_stream_open(self._answer_part(stream, context)):
+            yield message
+
+    async def _answer_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        request = await anext(stream)
+        if await self._will_begin(request.group_id):
+            async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
+                yield message
+        else:
+            self._refused.append((request.group_id, context.remote_id))
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+
+    async def _will_begin(self, group_id: bytes) -> bool:
+        """Wait until this peer's round of a group begins; False if it has ended or does not begin in time."""
+        if group_id in self._running_groups:
+            return True
+        if self._num_waiting >= MAX_WAITING_STREAMS:
+            return False
+        started = time.monotonic()
+        self._num_waiting += 1
+        try:
+            while group_id not in self._running_groups:
+                control = self._matchmaking.find_round(group_id)
+                has_ended = group_id in self._finished_groups or (control is not None and control.done())
+                # An unknown group: the leader's announcement may be one answer late. After that time this peer has
+                # left too early to receive it, and the members need not wait. A known group: after `reducer_timeout`
+                # the sender stops waiting, too.
+                patience = self.request_timeout if control is None else self.allreduce_kwargs["reducer_timeout"]
+                if has_ended or time.monotonic() >= started + (patience or 0.0):
+                    return False
+                # Until a round begins or ends, at most 1 s: a round cancelled before its trigger sets no event.
+                self._pending_groups_registered.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._pending_groups_registered.wait()
+            return True
+        finally:
+            self._num_waiting -= 1

@@ -1,0 +1,196 @@
+"""Command-line parser of the scripts: fills their dataclasses and translates the flags of older examples."""
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+from transformers.hf_argparser import HfArgumentParser
+
+from cotrain.common.checks import HOST_PORT, ArgumentsError, parse_ip, require
+from cotrain.common.errors import first_line
+
+# Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) and versions -> their names now.
+_OLD_NAMES = {
+    "--experiment_prefix": "--run_id",
+    "--averaging_expiration": "--matchmaking_time",
+    "--compression": "--gradient_compression",
+    "--averaging_compression": "--gradient_compression",
+    "--model_config_path": "--model_name_or_path",
+    "--store_checkpoins": "--store_checkpoints",
+    "--tokenizer": "--tokenizer_path",
+    "--no_cuda": "--use_cpu",
+    "--repo_url": "--repo_id",
+}
+# Flags that took an endpoint in gRPC's notation, such as '[::]:*' -> the flags that take multiaddresses.
+_OLD_ENDPOINTS = {
+    "--dht_listen_on": "--host_maddrs",
+    "--listen_on": "--host_maddrs",
+    "--endpoint": "--announce_maddrs",
+}
+# Flags without an effect -> the explanation in the warning. Their values are dropped.
+_IGNORED_NAMES = {
+    "--overwrite_output_dir": "training resumes from a checkpoint in --output_dir; choose another folder to start "
+    "from scratch",
+    "--logging_dir": "the monitor draws the training curves, see its --report_to",
+    "--fp16_opt_level": "mixed precision is torch's, see --fp16 and --bf16",
+    "--do_train": "a trainer always trains",
+    "--trainer_uuid": "the identity file identifies a peer, see --identity_path",
+}
+_REFUSED_NAMES = {
+    "--max_steps": "pass --max_global_steps (when to leave) or --total_steps (the learning-rate schedule)",
+    "--num_train_epochs": "peers draw samples in a random order, without epochs: pass --max_global_steps (when to "
+    "leave) or --total_steps (the learning-rate schedule)",
+    "--repo_path": "pass --output_dir (where the checkpoints are kept)",
+}
+# Configurations that transformers hosted before 2020
+_OLD_CONFIG = re.compile(r"https://s3\.amazonaws\.com/models\.huggingface\.co/bert/(.+)-config\.json")
+_OLD_8_BITS = ("UNIFORM_8BIT", "QUANTILE_8BIT", "uniform8", "quantile8")
+_OLD_VALUES = {
+    "--gradient_compression": {
+        "FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
+        **dict.fromkeys(_OLD_8_BITS, "blockwise8"),
+    },
+    "--load_state_compression": dict.fromkeys(_OLD_8_BITS, "float16"),
+}  # fmt: skip
+
+
+def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
+    """Translate gRPC's host:port notation to multiaddresses: '[::]:*' (all interfaces, any port) to /ip4 and /ip6."""
+    match = HOST_PORT.fullmatch(endpoint)
+    require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; pass {_OLD_ENDPOINTS.get(flag, flag)} instead")
+    host, port = match["host"].strip("[]"), match["port"].replace("*", "0")
+    if host == "::":
+        return [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
+    ip = parse_ip(host)
+    return [f"/dns4/{host}/tcp/{port}" if ip is None else f"/ip{ip.version}/{host}/tcp/{port}"]
+
+
+def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[list[str], list[str]]:
+    """Translate the flags of older examples, but for those in `known_flags`, which the script has.
+
+    :returns: the translated command line, and a warning for each flag that was translated or ignored
+    :raises ArgumentsError: if a flag or value has no translation
+    """
+    translated, warnings = [], []
+    queue = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") and "=" in arg else [arg])]
+    while queue:
+        arg = queue.pop(0)
+        values = []
+        while arg.startswith("--") and queue and not queue[0].startswith("--"):
+            values.append(queue.pop(0))
+        if arg not in known_flags:
+            if arg in _REFUSED_NAMES:
+                raise ArgumentsError(f"{arg} is no longer supported: {_REFUSED_NAMES[arg]}")
+            if arg in _IGNORED_NAMES:
+                warnings.append(f"{arg} is ignored: {_IGNORED_NAMES[arg]}")
+                continue
+            if arg in _OLD_ENDPOINTS and _OLD_ENDPOINTS[arg] in known_flags:
+                new_name = _OLD_ENDPOINTS[arg]
+                values = [maddr for value in values for maddr in endpoint_to_maddrs(arg, value)]
+                warnings.append(f"{arg} is now {new_name}: {' '.join(values)}")
+                arg = new_name
+            elif _OLD_NAMES.get(arg) in known_flags:
+                warnings.append(f"{arg} is now {_OLD_NAMES[arg]}")
+                arg = _OLD_NAMES[arg]
+        old_values = _OLD_VALUES.get(arg, {})
+        warnings += [f"{arg} {value} is now {old_values[value]}" for value in values if value in old_values]
+        values = [old_values.get(value, value) for value in values]
+        if arg == "--model_name_or_path":
+            values = [_OLD_CONFIG.sub(r"\1", value) for value in values]
+        translated += [arg, *values]
+    return translated, warnings
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A parsed command line: an instance of each dataclass of the script, and the names of the flags it contains."""
+
+    parser: "ArgumentParser"
+    words: list[str]
+    arguments: tuple
+    stated: frozenset[str]
+
+    def with_settings(self, settings: Mapping[str, object]) -> tuple:
+        """Return the arguments with other values (flag -> value), checked as those of a command line."""
+        self.parser.source = "the settings of the run: "
+        return self.parser.parse([*self.words, *self.parser.to_words(settings)]).arguments
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The flags of the command line, with their values."""
+        return {name: getattr(args, name) for args in self.arguments for name in self.stated if hasattr(args, name)}
+
+
+class ArgumentParser(HfArgumentParser):
+    """transformers' dataclass parser, with translated old flags and one-line usage errors."""
+
+    def __init__(self, dataclass_types, description: str, positional: Mapping[str, str] | None = None):
+        super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
+        self.source = ""  # of the values that an error message is about
+        for name, text in (positional or {}).items():
+            self.add_argument(name, help=text)
+
+    @staticmethod
+    def _parse_dataclass_field(parser, field):
+        # transformers passes all of a field's metadata to argparse, which does not know the marks of settings.
+        field = copy(field)
+        field.metadata = {name: value for name, value in field.metadata.items() if name not in ("setting", "optional")}
+        HfArgumentParser._parse_dataclass_field(parser, field)  # noqa: SLF001
+
+    @property
+    def known_flags(self) -> set[str]:
+        return {option for action in self._actions for option in action.option_strings}
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{Path(sys.argv[0]).name}: error: {self.source}{message} (see --help)", file=sys.stderr)
+        sys.exit(2)
+
+    def to_words(self, settings: Mapping[str, object]) -> list[str]:
+        """Return settings as words of a command line, without those that are None or no flags of the script."""
+        words = []
+        for name, value in settings.items():
+            if f"--{name}" in self.known_flags and value is not None:
+                words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        return words
+
+    def read_file(self, path: str) -> list[str]:
+        """Return the flags in a YAML file as words of a command line."""
+        try:
+            settings = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ArgumentsError(f"--run_config: '{path}' is not a YAML file: {first_line(error)}") from None
+        require(isinstance(settings, dict), f"--run_config: '{path}' must have lines such as 'run_id: my-albert'")
+        for name, value in settings.items():
+            require(f"--{name}" in self.known_flags, f"--run_config: '{path}' has '{name}', which is no flag")
+            is_plain = isinstance(value, str | int | float | list | date) and not str(value).startswith("-")
+            require(is_plain, f"--run_config: '{path}' has no usable value for '{name}'")
+        return self.to_words(settings)
+
+    def parse(self, args: Sequence[str] | None = None) -> CommandLine:
+        """Parse a command line, by default that of the process; exit with one line and code 2 on a usage error.
+
+        The flags in the file of --run_config count as if they stood before the others.
+        """
+        try:
+            words, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
+            if "--run_config" in words[:-1] and "--run_config" in self.known_flags:
+                words = self.read_file(words[words.index("--run_config") + 1]) + words
+            *dataclasses, unknown = self.parse_args_into_dataclasses(
+                words, return_remaining_strings=True, look_for_args_file=False
+            )
+        except ArgumentsError as error:
+            self.error(str(error))
+        if unknown:
+            similar = difflib.get_close_matches(unknown[0].split("=")[0], self.known_flags, n=1)
+            self.error(f"unknown argument '{unknown[0]}'" + (f", did you mean {similar[0]}?" if similar else ""))
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        stated = {action.dest for action in self._actions if not set(words).isdisjoint(action.option_strings)}
+        return CommandLine(self, words, tuple(dataclasses), frozenset(stated))

@@ -1,0 +1,145 @@
+"""Atomic creation of files and folders: a target is complete or absent, even if the process is killed.
+
+A target is made in a hidden folder beside it, synced to disk, and renamed. The process that fills a hidden folder
+holds a lock on it. A hidden folder without a lock was left by a killed process, and is removed by the next one.
+"""
+
+import contextlib
+import glob
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import lock_descriptor
+
+from cotrain.common.errors import UserError
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk (`fsync`)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> None:
+    """Raise UserError, naming the flag of `target`, if no folder or file may be created there.
+
+    :param replaceable: file names; for a folder. An existing folder is replaced only if it contains one of them, so
+        that --overwrite with a mistyped path cannot delete a home directory
+    """
+    if target.is_dir() and replaceable:
+        if not any(target.iterdir()):
+            return
+        if not any((target / name).is_file() for name in replaceable):
+            raise UserError(f"{flag}: the folder '{target}' contains other files; choose another path")
+    elif target.is_dir() or (target.exists() and replaceable):
+        raise UserError(f"{flag}: '{target}' is a {'folder' if target.is_dir() else 'file'}; choose another path")
+    if target.exists() and not overwrite:
+        raise UserError(f"{flag}: '{target}' already exists; pass --overwrite to replace it, or another path")
+
+
+def _hidden_name(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.{suffix}")
+
+
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes left beside targets (a glob pattern), and undo their unfinished replacements."""
+    for path in folder.glob(f".{name}.{'[0-9a-f]' * 12}.old"):
+        target = path.with_name(path.name[1:-17])
+        if target.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(target)
+    for path in folder.glob(f".{name}.{'[0-9a-f]' * 12}.new"):
+        with contextlib.suppress(OSError), _locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder while the block runs, or raise BlockingIOError. The lock ends with the process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not lock_descriptor(descriptor, blocking=False):
+            raise BlockingIOError(f"{folder} is locked by another process")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make_parent(target: Path) -> None:
+    """Create the parent folder of `target`; raise UserError if a part of its path is a file."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"'{target.parent}' is not a folder; choose another path") from None
+
+
+@contextlib.contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty hidden folder beside `target`; remove it at the end unless it has been renamed."""
+    make_parent(target)
+    remove_leftovers(target.parent, glob.escape(target.name))
+    folder = _hidden_name(target, "new")
+    folder.mkdir()
+    try:
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Yield a folder to fill; it appears at `target` when the block ends, and not at all if the block raises.
+
+    An existing folder at `target` stays until then. The arguments and UserError are those of `check_target`.
+    """
+    path = target.resolve()  # a symbolic link is kept; the folder that it points to is replaced
+    remove_leftovers(path.parent, glob.escape(path.name))  # may restore the target
+    check_target(target, flag, overwrite, replaceable)
+    with temporary_folder(path) as folder:
+        yield folder
+        for entry in [*folder.rglob("*"), folder]:
+            _sync(entry)
+        check_target(target, flag, overwrite, replaceable)  # another process may have created the target
+        old = _hidden_name(path, "old")
+        try:
+            if path.exists():
+                path.rename(old)
+            folder.rename(path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                old.rename(path)
+            raise
+        _sync(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """Yield the path of a file to write; it replaces `target` when the block ends, and not if the block raises."""
+    target = target.resolve()
+    with temporary_folder(target) as folder:
+        path = folder / target.name
+        yield path
+        _sync(path)
+        path.replace(target)
+        _sync(target.parent)
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, flag: str) -> Iterator[None]:
+    """Create a folder, and keep other processes from using it while the block runs: they raise UserError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        # Not filelock's FileLock: a forked child would release it, but hivemind's child processes must keep it, since
+        # they use the folder's identity.
+        if not lock_descriptor(file.fileno(), blocking=False):
+            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass a different folder for each peer")
+        yield

@@ -1,0 +1,60 @@
+"""Errors of the scripts: a line that names the flag or file and the remedy, sometimes a hint, and an exit code."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from cotrain.common.diagnosis import next_hint
+
+TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: another start may help
+
+# Modules that are in requirements-organiser.txt, but not in requirements.txt.
+ORGANISER_MODULES = {"boto3", "trackio", "wandb"}
+
+
+class UserError(Exception):
+    """An error that the user can fix. The message is one line: what is wrong, where, and what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows instead of a traceback."""
+        return [f"error: {self}"]
+
+
+class TemporaryError(UserError):
+    """An error that may pass by itself: another peer or a server did not answer. The exit code is TEMPORARY."""
+
+
+def first_line(error: BaseException, limit: int | None = 200) -> str:
+    """Return the first line of an error's message, at most `limit` characters; its class if there is no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:limit]
+
+
+def describe(error: BaseException) -> str:
+    """Return one line for an error, with the remedy where one is known."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name in ORGANISER_MODULES:
+        return f"{error.name} is not installed: pip install -r requirements-organiser.txt"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {first_line(error, limit=None)} (--debug shows where)"
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's `main`; on an exception print one line to stderr, and a hint if one is known, and exit.
+
+    The exit code is 1, TEMPORARY, or 130 after Ctrl-C. --debug also prints the traceback.
+    """
+    try:
+        return main()
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        message, code = describe(error), TEMPORARY if isinstance(error, TemporaryError) else 1
+    print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    if (hint := next_hint(message)) is not None:
+        print(hint, file=sys.stderr)
+    sys.exit(code)

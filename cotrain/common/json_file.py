@@ -1,0 +1,53 @@
+"""A small JSON file that a process keeps across restarts. It is written atomically; an invalid one is set aside."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from cotrain.common.atomic_files import new_file
+from cotrain.common.errors import describe, first_line
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file atomically."""
+    with new_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+class JsonFile:
+    """File for content that the process also holds in memory. It is read once, after a restart."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._has_warned = False
+
+    def load(self, parse: Callable[[object], T]) -> T | None:
+        """Return the parsed content; None without a file. An invalid one is renamed to NAME.old, with a warning.
+
+        :param parse: raises ValueError, KeyError, TypeError or AttributeError if the content is invalid
+        """
+        if not self.path.exists():
+            return None
+        try:
+            return parse(json.loads(self.path.read_text()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            kept = self.path.with_name(f"{self.path.name}.old")
+            self.path.replace(kept)
+            logger.warning(f"Starting without {self.path}, renamed to {kept.name}: {first_line(error)}")
+            return None
+
+    def save(self, content: object) -> None:
+        """Write the file. Log one warning for consecutive failures, such as on a full disk, instead of raising."""
+        try:
+            write_json(self.path, content)
+            self._has_warned = False
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning(f"Cannot write {self.path}: {describe(error)}. Trying again with the next change")
+            self._has_warned = True

@@ -1,0 +1,95 @@
+"""The log on stderr: one format for hivemind's lines and ours, and hints what to do about a warning."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import warnings
+
+from hivemind.utils.logging import use_hivemind_log_handler
+from tqdm import tqdm
+
+from cotrain.common.diagnosis import next_hint
+
+logger = logging.getLogger(__name__)
+
+
+class TerminalLogStream:
+    """Log stream on a terminal: writes above a tqdm progress bar or a live panel of rich, which replaces sys.stderr.
+
+    A forked process knows neither: its parent would draw over its lines. They pass through a pipe to the parent.
+    """
+
+    def __init__(self):
+        self._is_child = False
+        reader, self._writer = os.pipe()
+        os.register_at_fork(after_in_child=self._enter_child)
+        threading.Thread(target=self._forward, args=(reader,), name="ChildLogs", daemon=True).start()
+
+    def write(self, text: str) -> None:
+        if self._is_child:
+            os.write(self._writer, text.encode())
+        else:
+            with tqdm.get_lock():  # before sys.stderr is read: the panel may take its place meanwhile
+                tqdm.write(text, file=sys.stderr, end="")
+
+    def flush(self) -> None:
+        if not self._is_child:
+            sys.stderr.flush()
+
+    def _enter_child(self) -> None:
+        # A thread of the parent may have held the panel's lock during the fork.
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        self._is_child = True
+
+    def _forward(self, reader: int) -> None:
+        with os.fdopen(reader, errors="replace") as lines:
+            for line in lines:
+                self.write(line)
+
+
+class TracebackFilter(logging.Filter):
+    """Turns hivemind's errors with a traceback, such as of a failed round, into warnings of one line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.startswith("hivemind.") and record.exc_info:
+            record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARN"
+            record.msg = " ".join(f"{record.getMessage()}".split()) or "an operation failed"
+            record.args = ()
+        return True
+
+
+class HintHandler(logging.Handler):
+    """Logs what to do about a warning or an error, once for each row of cotrain/common/messages.md."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):  # a failing hint must not break logging
+            if (hint := next_hint(record.getMessage())) is not None:
+                logger.info(hint)
+
+
+def setup_logging(debug: bool = False) -> None:
+    """Set up the log of this process. A second call changes nothing: a trainer logs while it reads its run's settings.
+
+    :param debug: log debug messages, and keep the tracebacks of hivemind's errors
+    """
+    if any(isinstance(handler, HintHandler) for handler in logging.getLogger().handlers):
+        return
+    use_hivemind_log_handler("in_root_logger")
+    logging.getLogger().setLevel(logging.DEBUG if debug else logging.INFO)
+    for noisy in ("httpx", "httpcore", "urllib3", "filelock", "matplotlib", "datasets", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stderr.isatty():
+            handler.setStream(TerminalLogStream())
+    # After loading a state, hivemind steps the schedule without a step of the optimizer.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
+    if not debug:
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # errors of pending tasks while a peer leaves
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(TracebackFilter())
+    logging.getLogger().addHandler(HintHandler())  # after the handler that prints the message

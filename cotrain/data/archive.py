@@ -1,0 +1,137 @@
+"""Archive of the prepared data: one file that the organiser packs and hosts, and each volunteer unpacks.
+
+The same data gives the same archive, byte for byte. `unpack_archive` treats an archive as untrusted.
+"""
+
+import gzip
+import hashlib
+import re
+import shutil
+import tarfile
+import zlib
+from pathlib import Path
+
+from tqdm.auto import tqdm
+from tqdm.utils import CallbackIOWrapper
+
+from cotrain.common.atomic_files import new_file
+from cotrain.common.errors import UserError
+
+DATASET, TOKENIZER = "data/albert_tokenized_wikitext", "data/tokenizer"  # names of the folders in an archive
+_LAYOUT = {
+    DATASET: re.compile(r"(manifest|dataset_dict)\.json|(train|validation)/\w[\w.-]*\.(arrow|json)", re.ASCII),
+    TOKENIZER: re.compile(r"\w[\w.-]*\.(json|model|txt|jinja)", re.ASCII),  # no code
+}
+
+# Bounds against decompression bombs. WikiText-103 compresses to a quarter, repetitive text to less.
+MAX_RATIO = 20
+MIN_LIMIT = 64 * 2**20
+MAX_MEMBERS = 10_000
+MAX_HEADER = 2**16  # bytes of a long name, which tarfile reads into memory
+SPARE_BYTES = 100 * 2**20  # left free on the disk
+
+
+class ArchiveError(UserError):
+    """An archive that `write_archive` did not write, or a damaged one."""
+
+
+def write_archive(path: Path, folders: dict[str, Path]) -> str:
+    """Pack folders (name in the archive -> folder on disk) into a .tar.gz.
+
+    Its SHA-256 is returned, and written to a file beside it, for `sha256sum -c`.
+    """
+    files = sorted(
+        (f"{name}/{file.relative_to(folder).as_posix()}", file)
+        for name, folder in folders.items()
+        for file in folder.rglob("*")
+        if file.is_file()
+    )
+    num_bytes = sum(file.stat().st_size for _, file in files)
+    with (
+        new_file(path) as temporary,
+        # Neither the tar nor gzip's header contains times, owners or names of this machine.
+        open(temporary, "wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as compressed,
+        tarfile.open(mode="w", fileobj=compressed, format=tarfile.PAX_FORMAT) as archive,
+        tqdm(total=num_bytes, desc=f"Packing {path.name}", unit="B", unit_scale=True) as progress,
+    ):
+        for name, file in files:
+            entry = tarfile.TarInfo(name)  # mtime, uid and gid are 0, uname and gname empty, the mode is 0644
+            entry.size = file.stat().st_size
+            with open(file, "rb") as content:
+                archive.addfile(entry, CallbackIOWrapper(progress.update, content))
+    digest = file_sha256(path)
+    with new_file(path.with_name(f"{path.name}.sha256")) as temporary:
+        temporary.write_text(f"{digest}  {path.name}\n")
+    return digest
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise UserError if the disk of `folder` has less than `num_bytes` + SPARE_BYTES bytes free."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes + SPARE_BYTES > free:
+        raise UserError(
+            f"'{folder}': {(num_bytes + SPARE_BYTES) / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free; free "
+            f"some space or choose another folder"
+        )
+
+
+class _Entry(tarfile.TarInfo):
+    """A tar header that is checked as soon as it is read, before tarfile acts on it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Entry":
+        entry = super().frombuf(buf, encoding, errors)
+        if entry.type in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME):  # metadata of the next entry
+            if not 0 <= entry.size <= MAX_HEADER:
+                raise ArchiveError("a header in it has an invalid size")
+        elif entry.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
+            raise ArchiveError(f"{entry.name[:100]!a} in it is neither a file nor a folder")
+        return entry
+
+
+def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
+    """Unpack an archive made by `write_archive`; treat it as untrusted.
+
+    :param folders: as for `write_archive`; entries that belong to none of them are not unpacked
+    :raises ArchiveError: if the archive is damaged, has other names, links or devices, or unpacks to more than
+        MAX_RATIO times its size
+    :raises UserError: if the disk has not enough free space
+    """
+    limit = max(MIN_LIMIT, MAX_RATIO * path.stat().st_size)
+    num_bytes = 0
+    try:
+        with (
+            gzip.open(path) as compressed,
+            tarfile.open(mode="r|", fileobj=compressed, tarinfo=_Entry, errorlevel=1) as archive,
+        ):
+            for number, entry in enumerate(archive):
+                # Check the size first: to reach the next entry, tarfile reads through the content of this one.
+                num_bytes += entry.size
+                if entry.size < 0 or entry.sparse is not None:
+                    raise ArchiveError("an entry in it has an invalid size")
+                if num_bytes > limit or number >= MAX_MEMBERS:
+                    raise ArchiveError(f"it unpacks to more than {limit / 1e6:,.0f} MB or {MAX_MEMBERS:,} files")
+                if entry.isdir():
+                    continue  # folders are created with their first file
+                part, name = _locate(entry.name)
+                if part in folders:
+                    check_space(folders[part], entry.size)
+                    archive.extract(entry.replace(name=name, mode=0o644, deep=False), folders[part], filter="data")
+            compressed.read(MIN_LIMIT)  # the padding; gzip's checksum follows it
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError) as error:
+        raise ArchiveError(f"it is damaged or not a .tar.gz file ({type(error).__name__})") from None
+
+
+def _locate(name: str) -> tuple[str, str]:
+    """Split the name of an archive entry into folder and file name. Only names in _LAYOUT pass: no '..', no root."""
+    name = name.removeprefix("./")
+    for part, names in _LAYOUT.items():
+        if name.startswith(f"{part}/") and names.fullmatch(name[len(part) + 1 :]):
+            return part, name[len(part) + 1 :]
+    raise ArchiveError(f"{name[:100]!a} in it is not part of the prepared data")

@@ -1,0 +1,285 @@
+"""Download of the prepared data from a web server: download, verify, and unpack the archive.
+
+If the archive's SHA-256 is known, an interrupted transfer resumes where it stopped, also after the script was stopped
+or killed. The partial archive is kept under a hidden name beside the dataset until it is unpacked.
+"""
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urljoin, urlsplit
+
+import requests
+import urllib3
+from filelock import AcquireReturnProxy, FileLock, Timeout
+from tqdm.auto import tqdm
+
+from cotrain.arguments import DatasetArguments
+from cotrain.common.atomic_files import check_target, make_parent, new_folder
+from cotrain.common.errors import TemporaryError, UserError
+from cotrain.common.hosts import is_on_internet
+from cotrain.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
+MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
+BLOCK = 2**20
+PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
+MAX_TRIES = 100  # in total, even if each attempt receives some bytes
+TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
+NOT_PUBLISHED = {403, 404, 410}  # S3 answers 403 for a missing file
+
+# The file that marks a folder as complete, and the file with the SHA-256 of the archive that a dataset is from.
+_MARKS = {DATASET: "manifest.json", TOKENIZER: "tokenizer_config.json"}
+RECEIPT = "archive.sha256"
+
+
+class TransientError(Exception):
+    """A transfer failed temporarily and may be retried. The message never contains the whole address."""
+
+
+def fetch_data(args: DatasetArguments, disable_tqdm: bool = False) -> None:
+    """Download the dataset and the tokenizer from --dataset_url unless they exist. Existing folders are not changed.
+
+    :raises UserError: if they are not available
+    """
+    if args.dataset_url is None or not _find_missing(args):
+        return
+    dataset_path = Path(args.dataset_path).resolve()
+    make_parent(dataset_path)
+    lock_path = dataset_path.with_name(f".{dataset_path.name}.lock")
+    try:
+        with _acquire(FileLock(lock_path)):
+            if missing := _find_missing(args):
+                _fetch(args, missing, dataset_path.with_name(f".{dataset_path.name}.download"), disable_tqdm)
+            lock_path.unlink(missing_ok=True)  # later processes find the data
+    except OSError as error:
+        error.filename = error.filename or str(dataset_path.parent)  # a failed write does not say where
+        raise
+
+
+def _find_missing(args: DatasetArguments) -> dict[str, Path]:
+    """Return the folders to unpack: name in the archive -> folder, the dataset first.
+
+    :raises UserError: if a path is occupied by something else, or the existing data is from another archive
+    """
+    folders = {DATASET: ("--dataset_path", args.dataset_path), TOKENIZER: ("--tokenizer_path", args.tokenizer_path)}
+    missing = {}
+    for name, (flag, folder) in folders.items():
+        if not (Path(folder) / _MARKS[name]).is_file():
+            check_target(Path(folder), flag, replaceable=(_MARKS[name],))
+            missing[name] = Path(folder)
+    receipt = Path(args.dataset_path) / RECEIPT
+    if DATASET not in missing and args.dataset_sha256 is not None and receipt.is_file():
+        digest = receipt.read_text().strip()
+        if digest != args.dataset_sha256:
+            raise UserError(
+                f"--dataset_sha256: the data in '{args.dataset_path}' is from another archive ({digest}); remove it "
+                f"and '{args.tokenizer_path}' to download this one, or pass other paths"
+            )
+    return missing
+
+
+def _acquire(lock: FileLock) -> AcquireReturnProxy:
+    """Take the lock that lets one process of this machine download at a time. It ends with its process."""
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("Another process is downloading the data; waiting for it")
+        return lock.acquire(poll_interval=0.5)
+
+
+def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
+    """Download the archive to `path`, verify it, and unpack the missing folders."""
+    address = public_address(args.dataset_url)
+    with requests.Session() as session:
+        session.max_redirects = 10
+        session.hooks["response"].append(partial(_check_redirect, session))
+        expected = args.dataset_sha256 or _retry(args.dataset_url, partial(_fetch_checksum, session, args.dataset_url))
+        digest = _download(session, args.dataset_url, path, expected, disable_tqdm)
+    if expected is None:
+        logger.warning(
+            f"Could not verify the archive: there is no .sha256 file next to {address}. Compare its SHA-256 "
+            f"with the organiser's and pass it as --dataset_sha256: {digest}"
+        )
+    try:
+        _unpack(path, missing, digest)
+    except ArchiveError as error:
+        path.unlink()
+        raise UserError(
+            f"--dataset_url: {address} is not an archive from tokenize_wikitext103.py --archive: {error}; "
+            "ask the organiser for the address of that archive"
+        ) from None
+    path.unlink()
+    logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
+
+
+def _unpack(path: Path, missing: dict[str, Path], digest: str) -> None:
+    logger.info("Unpacking")
+    with contextlib.ExitStack() as stack:
+        # The first folder entered is completed last: a complete dataset always has its tokenizer.
+        folders = {
+            name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(_MARKS[name],)))
+            for name, folder in missing.items()
+        }
+        unpack_archive(path, folders)
+        for name, folder in folders.items():
+            if not (folder / _MARKS[name]).is_file():
+                raise ArchiveError(f"it lacks {name}/{_MARKS[name]}")
+        if DATASET in folders:
+            (folders[DATASET] / RECEIPT).write_text(f"{digest}\n")
+
+
+def public_address(url: str) -> str:
+    """Return an address without query, user name and password, which may be credentials."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def _fetch_checksum(session: requests.Session, url: str) -> str | None:
+    """Return the checksum in the .sha256 file (of `sha256sum`) beside the archive; None if there is none."""
+    parts = urlsplit(url)
+    url = parts._replace(path=f"{parts.path}.sha256", fragment="").geturl()
+    with _get(session, url, expected={200, *NOT_PUBLISHED}) as response:
+        text = response.raw.read(1000, decode_content=True).decode(errors="replace")
+        match = re.match(r"([0-9a-fA-F]{64})\b", text)  # some hosts answer any request with a web page
+        return match[1].lower() if match else None
+
+
+def _check_redirect(session: requests.Session, response: requests.Response, **_) -> None:
+    """Refuse a redirect from the internet into this machine or its network.
+
+    A stranger may have chosen the address of the data. Called for each response, before a redirect is followed.
+    """
+    if (target := session.get_redirect_target(response)) is None:
+        return
+    host = urlsplit(urljoin(response.url, target)).hostname or ""
+    if is_on_internet(urlsplit(response.url).hostname) and not is_on_internet(host):
+        raise UserError(
+            f"--dataset_url: {public_address(response.url)} redirects to {host}, which is not on the internet: refused"
+        )
+
+
+@contextlib.contextmanager
+def _get(session: requests.Session, url: str, expected: set[int], start: int = 0) -> Iterator[requests.Response]:
+    """Send a GET request and yield the response, whose body is not read yet.
+
+    The messages of requests and urllib3 quote the whole address, so no error message contains them.
+
+    :param start: number of bytes that are there already
+    :raises TransientError: for network errors, also in the body of the `with` statement, and temporary status codes
+    :raises UserError: if the request is invalid, or for other status codes than those in `expected`
+    """
+    # No content encoding: offsets and checksum refer to the bytes of the file on the server.
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    try:
+        with session.get(url, headers=headers, stream=True, timeout=(CONNECT_TIMEOUT, READ_TIMEOUT)) as response:
+            if response.status_code in TEMPORARY_TROUBLE:
+                raise TransientError(f"the server answers with status {response.status_code}")
+            if response.status_code not in expected:
+                raise UserError(
+                    f"--dataset_url: {public_address(url)} answers with status {response.status_code}; check the "
+                    "address and that it is public"
+                )
+            yield response
+    except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
+        cause = error
+        while deeper := cause.__cause__ or cause.__context__:
+            cause = deeper
+        raise TransientError(getattr(cause, "strerror", None) or type(cause).__name__) from None
+    except requests.RequestException as error:
+        raise UserError(
+            f"--dataset_url: {public_address(url)} cannot be requested ({type(error).__name__}); check the address"
+        ) from None
+
+
+def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lambda: 0) -> T:
+    """Call `attempt` until it raises no `TransientError`, with growing pauses.
+
+    :param received: returns the number of bytes received so far; an attempt that adds bytes resets the pause
+    :raises TemporaryError: after too many attempts
+    """
+    failures = most = 0
+    for _ in range(MAX_TRIES):
+        try:
+            return attempt()
+        except TransientError as transient:
+            error = transient
+        if (size := received()) > most:  # no reset if each attempt fails at the same offset
+            failures, most = 0, size
+        if failures == len(PAUSES):
+            break
+        logger.warning(f"{public_address(url)}: {error}; trying again in {PAUSES[failures]} s")
+        time.sleep(PAUSES[failures])
+        failures += 1
+    raise TemporaryError(f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later")
+
+
+def _download(session: requests.Session, url: str, path: Path, expected: str | None, disable_tqdm: bool) -> str:
+    """Download the archive, and resume a partial file at `path` if the SHA-256 is known.
+
+    :param expected: SHA-256; None: any
+    :returns: SHA-256 of the archive
+    """
+
+    def count() -> int:
+        return path.stat().st_size if path.exists() else 0
+
+    def receive() -> bool:
+        """Try once to receive the remaining bytes; return whether a partial file was resumed."""
+        start = count() if expected is not None else 0
+        with _get(session, url, {200, 206, 416} if start else {200}, start) as response:
+            if response.status_code == 416:
+                return True  # nothing is missing, or it is another file: the SHA-256 shows which
+            start = start if response.status_code == 206 else 0
+            _write(response.raw, path, start, url, disable_tqdm)
+            return start > 0
+
+    for _ in range(2):
+        is_resumed = _retry(url, receive, received=count)
+        digest = file_sha256(path)
+        if expected in (None, digest):
+            return digest
+        path.unlink()
+        if not is_resumed:
+            break
+        logger.warning("The resumed download does not match the SHA-256")
+    raise UserError(
+        f"--dataset_url: {public_address(url)} has SHA-256 {digest}, but --dataset_sha256 or the .sha256 "
+        f"file beside it says {expected}; ask the organiser which is right"
+    )
+
+
+def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, url: str, disable_tqdm: bool) -> None:
+    """Write the body of a response to a file, after the first `start` bytes."""
+    missing = body.length_remaining
+    size = None if missing is None else start + missing
+    verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
+    logger.info(f"{verb} {public_address(url)}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
+    check_space(path.parent, missing or 0)
+    with (
+        open(path, "ab" if start else "wb") as file,
+        tqdm(
+            desc="Downloading the data", initial=start, total=size, unit="B", unit_scale=True,
+            disable=disable_tqdm or None,  # None: disabled unless the output is a terminal
+        ) as progress,
+    ):  # fmt: skip
+        since, received = time.monotonic(), 0
+        # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
+        while block := body.read1(BLOCK, decode_content=False):
+            file.write(block)
+            progress.update(len(block))
+            received += len(block)
+            if (now := time.monotonic()) - since > SPEED_WINDOW:
+                if received < MIN_SPEED * SPEED_WINDOW:
+                    raise TransientError(f"fewer than {MIN_SPEED:,} bytes a second")
+                if progress.disable:
+                    logger.info(f"Downloaded {file.tell() / 1e6:,.0f} MB")
+                since, received = now, 0

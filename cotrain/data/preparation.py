@@ -1,0 +1,119 @@
+"""Preparation of the data: tokenize and pack documents in several processes, and write the dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, fields
+from functools import lru_cache, partial
+from pathlib import Path
+
+import pyarrow as pa
+from tqdm.auto import tqdm
+
+from cotrain.common.errors import UserError
+from cotrain.common.processes import leave_with_parent
+from cotrain.data.corpus import Documents
+from cotrain.data.encoding import TextEncoder
+from cotrain.data.manifest import Manifest
+from cotrain.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples, group_documents
+
+
+def tokenize_split(
+    split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, map_tasks: Callable, path: Path
+) -> PackingStats:
+    """Tokenize and pack the documents of a split into an Arrow file."""
+    num_chars = int(documents.lengths.sum())
+    tasks = [(start, documents.select(slice(start, stop))) for start, stop in group_documents(documents.lengths)]
+    results = map_tasks(partial(tokenize_group, split, str(tokenizer_folder), config), tasks)
+    import datasets  # noqa: F401  takes a second, during which the workers start
+
+    stats = PackingStats()
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
+        tqdm(desc=f"Tokenizing {split}", total=num_chars, unit=" chars", unit_scale=True) as progress,
+    ):
+        for (_, group), (samples, group_stats) in zip(tasks, results, strict=True):
+            writer.write_table(samples)
+            stats += group_stats
+            progress.update(int(group.lengths.sum()))
+    if not stats.instances:
+        raise UserError(
+            f"the {split} text ({stats.documents} documents) is too short for one sample; pass a longer text"
+        )
+    return stats
+
+
+def tokenize_group(
+    split: str, tokenizer_folder: str, config: PackingConfig, task: tuple[int, Documents]
+) -> tuple[pa.Table, PackingStats]:
+    """Tokenize and pack the documents of a group, whose first has the number `start` within the split."""
+    start, documents = task
+    numbers = range(start, start + len(documents))
+    return build_samples(documents.read(), numbers, split, open_encoder(tokenizer_folder), config)
+
+
+@lru_cache(maxsize=1)
+def open_encoder(folder: str) -> TextEncoder:
+    from cotrain.data.tokenizers import load_tokenizer  # takes seconds; unreadable text is reported before
+
+    return TextEncoder(load_tokenizer(folder))
+
+
+@contextlib.contextmanager
+def open_workers(num_proc: int) -> Iterator[Callable]:
+    """Yield a function like `map` that computes in several processes."""
+    if num_proc == 1:
+        yield map
+        return
+    pool = ProcessPoolExecutor(num_proc, initializer=begin_worker)
+    try:
+        yield pool.map
+    except BrokenProcessPool:
+        raise UserError("a worker process has died (out of memory?); pass a lower --num_proc") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def begin_worker() -> None:
+    """In a worker: leave Ctrl-C to the parent process, and end when it ends, even if it is killed."""
+    leave_with_parent()
+    gc.disable()  # a tenth of the time; a task leaves no reference cycles
+
+
+def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path) -> None:
+    """Write a DatasetDict and its manifest, byte for byte the same for the same samples."""
+    from datasets import Dataset, DatasetDict
+    from datasets.table import MemoryMappedTable
+
+    # By default `datasets` names them after the time at which the files were written.
+    fingerprint = hashlib.sha256(json.dumps(asdict(manifest)).encode()).hexdigest()[:12]
+    splits = {
+        split: Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=f"{fingerprint}-{split}")
+        for split, path in arrow_files.items()
+    }
+    DatasetDict(splits).save_to_disk(str(folder))
+    manifest.save(folder)
+
+
+def summarize(manifest: Manifest) -> str:
+    rows = [
+        (field.name.replace("_", " "), [f"{numbers[field.name]:,}" for numbers in manifest.splits.values()])
+        for field in fields(PackingStats)
+    ]
+    fills = [
+        numbers["tokens"] / (manifest.max_seq_length * numbers["instances"]) for numbers in manifest.splits.values()
+    ]
+    rows = [("", list(manifest.splits)), *rows, ("mean fill", [f"{fill:.1%}" for fill in fills])]
+    lines = [f"{name:<20}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows]
+    if fills[0] < 0.8:
+        lines.append(
+            "Warning: most documents are short. If blank lines separate paragraphs rather than documents, remove them"
+        )
+    return "\n".join(lines)

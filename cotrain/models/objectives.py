@@ -1,0 +1,77 @@
+"""Training objectives, and the settings that depend on the objective.
+
+To add a model family to an objective, add it to `model_types`. A new objective also needs packing of its samples
+(cotrain/data/packing.py) and evaluation (cotrain/monitoring/evaluation.py), which the properties below select.
+"""
+
+from dataclasses import dataclass
+
+SPLITS = ("train", "validation")  # of the prepared data
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A training objective.
+
+    :param description: text for the model card and --help
+    :param columns: columns of the prepared data, in this order; their types are in cotrain/data/packing.py
+    :param model_types: transformers' model types that are trained with this objective
+    :param model_class: transformers' class that trains these models and loads their checkpoints
+    :param required_tokens: special tokens that the tokenizer must have: its attributes without the suffix "_token"
+    :param tokenizer_type: default type of tokenizer for --train_tokenizer
+    :param pipeline_tag: name of the task on the Hugging Face Hub
+    :param is_causal: whether the model predicts each next token, instead of masked tokens
+    :param has_sentence_order: whether the model also predicts if two segments are swapped
+    """
+
+    name: str
+    description: str
+    columns: tuple[str, ...]
+    model_types: tuple[str, ...]
+    model_class: str
+    required_tokens: tuple[str, ...]
+    tokenizer_type: str
+    pipeline_tag: str
+    is_causal: bool = False
+    has_sentence_order: bool = False
+
+
+_ALL = (
+    Objective(
+        name="mlm_sop",
+        description="masked language modelling and sentence order",
+        columns=("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask", "sentence_order_label"),
+        model_types=("albert",),
+        model_class="AlbertForPreTraining",
+        required_tokens=("cls", "sep", "pad", "mask"),
+        tokenizer_type="sentencepiece",
+        pipeline_tag="fill-mask",
+        has_sentence_order=True,
+    ),
+    Objective(
+        name="mlm",
+        description="masked language modelling",
+        columns=("input_ids", "attention_mask", "special_tokens_mask"),
+        model_types=("bert", "roberta", "distilbert"),
+        model_class="AutoModelForMaskedLM",
+        required_tokens=("cls", "sep", "pad", "mask"),
+        tokenizer_type="wordpiece",
+        pipeline_tag="fill-mask",
+    ),
+    Objective(
+        name="clm",
+        description="causal language modelling",
+        columns=("input_ids", "attention_mask"),
+        model_types=("gpt2",),
+        model_class="AutoModelForCausalLM",
+        required_tokens=("eos",),
+        tokenizer_type="bpe",
+        pipeline_tag="text-generation",
+        is_causal=True,
+    ),
+)
+
+OBJECTIVES = {objective.name: objective for objective in _ALL}
+DEFAULT_OBJECTIVE = "mlm_sop"
+# Model type -> name of the objective that the data must be prepared for
+OBJECTIVE_OF_MODEL = {model_type: objective.name for objective in _ALL for model_type in objective.model_types}

@@ -1,0 +1,304 @@
+"""Aggregate the records that trainers publish on the DHT into one report per global step.
+
+Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; the DHT's validators bound their values, and
+`parsing` reads them. A peer is a key.
+
+**Live peers.** A peer is alive if its heartbeat (its progress report) or, without heartbeats, its metrics changed
+within `alive_timeout` on the monitor's clock, unless it announced its departure. It takes part while its heartbeat is
+fresh (`MAX_SILENCE`): a killed trainer is not waited for.
+
+**Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
+later one, and the others have done so, too, or had `settle_time` to follow. Steps more than `MAX_SPREAD` ahead of the
+slower half wait: one peer, however far ahead, neither advances the run nor holds it back. A peer that left after an
+unreported step still counts: the slowest peer, alone at the end of a run, may never take that step.
+
+**Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
+with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
+the aggregator goes back and reports their steps from their first one on, so that a repeated step has two reports. If
+newcomers are only in the majority, it does so after `settle_time`. So a lie of the first peer costs no steps: nobody
+contradicts it at first, but the honest peers that follow are newcomers.
+
+**Limits.** A vote costs no more than a key pair. Byzantine peers that outnumber the honest ones (two against one)
+decide the global step, and the steps that they skip are lost. One against one, a Byzantine peer is believed up to
+`MAX_SPREAD` steps ahead. A jump of more than `MAX_JUMP` steps must be visible for `settle_time`, and the global step
+grows by at most `MAX_STEPS_PER_SECOND`. The loss and the speed of a peer are self-reported: their weight is bounded,
+see `StepReport`, their values are not.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cotrain.dht.metrics_schema import HISTORY_LENGTH, LocalMetrics, Metric, describe_metrics
+from cotrain.monitoring.parsing import Heartbeat, PeerStep, parse_history, parse_metrics, parse_progress
+
+MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
+MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
+MAX_SPREAD = 3  # steps between peers of the same run; peers that average together are hardly ever apart
+MAX_SILENCE = 20.0  # seconds; trainers publish a heartbeat every 5
+MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
+# In target batches. Peers keep computing until they notice that the target is reached, and during matchmaking. No peer
+# was seen to reach four targets that way, except where a single local step exceeds the target.
+MAX_OVERSHOOT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Aggregated metrics of one global step.
+
+    `loss`: mean over the micro-batches of each peer that took exactly this step, weighted by the peers' samples, which
+    are bounded by `MAX_OVERSHOOT` target batches. `metrics`: those besides the five of hivemind's record, by the names
+    of their curves. A value that no peer reported is None.
+    """
+
+    step: int
+    loss: float | None
+    alive_peers: int
+    samples: int
+    performance: float  # samples per second of all live peers
+    contributors: int  # peers with samples in this step
+    mini_steps: int
+    time: float  # seconds; when the aggregator found the step complete
+    contributions: tuple[PeerStep, ...] = ()
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TrackedPeer:
+    """State of one public key. Times are on the monitor's clock."""
+
+    key: bytes
+    present: float = -math.inf  # when it was last found in the DHT
+    last_alive: float = -math.inf
+    has_left: bool = False  # by a goodbye
+    heartbeat: Heartbeat | None = None
+    newest: PeerStep | None = None
+    pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that no report contains
+    done: int = -1  # its steps up to this one are in a report, or are not to be reported
+    is_newcomer: bool = True  # until it contributes to a report; again once its step goes back
+
+    @property
+    def reported_step(self) -> int:
+        return self.newest.step if self.newest else -1
+
+    @property
+    def step(self) -> int:
+        """The newest step of this peer. Its heartbeat may arrive before its metrics."""
+        return max(self.reported_step, self.heartbeat.epoch if self.heartbeat else -1)
+
+
+class MetricsAggregator:
+    """Converts successive snapshots of the DHT into one StepReport per global step. See the module docstring.
+
+    :param last_reported_step: newest step reported before a restart, -1 if none
+    :param alive_timeout: seconds without a sign of life after which a peer counts as gone
+    :param settle_time: seconds to wait for stragglers
+    :param target_batch_size: samples per global step, which bound the weight of one peer
+    """
+
+    def __init__(
+        self,
+        last_reported_step: int = -1,
+        alive_timeout: float = 120.0,
+        settle_time: float = 30.0,
+        target_batch_size: int = 4096,
+        schema: type[LocalMetrics] = LocalMetrics,
+    ):
+        self.last_reported_step = last_reported_step
+        self.alive_timeout, self.settle_time = alive_timeout, settle_time
+        self.target_batch_size, self.schema = target_batch_size, schema
+        self.refused: Counter = Counter()  # heartbeats refused in the newest update, by reason
+        self.live_peers: list[TrackedPeer] = []  # in the newest update
+        self._peers: dict[bytes, TrackedPeer] = {}
+        self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
+        self._now = -math.inf
+        self._last_report_time = -math.inf
+        self._is_doubtful = False  # the newest step was a jump that a single peer reported
+        self._outvoted_since: float | None = None  # when the newcomers were first found in the majority
+
+    def update(
+        self, now: float, metrics: Mapping, history: Mapping | None = None, progress: Mapping | None = None
+    ) -> list[StepReport]:
+        """Process a snapshot of the DHT and return the newly completed steps, in ascending order.
+
+        :param now: hivemind's DHT time in seconds; the first heartbeat of a peer is compared with it
+        :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it
+        :param history: that under `{run_id}_history`
+        :param progress: that under `{run_id}_training_progress`
+        """
+        self._now = max(now, self._now)
+        self._read(metrics, history, progress)
+        self.live_peers = [peer for peer in self._peers.values() if self._is_alive(peer)]
+        self._go_back_if_outvoted()
+        reports = self._take_complete()
+        oldest = self._now - 2 * self.alive_timeout
+        kept = [peer for peer in self._peers.values() if self._is_alive(peer) or peer.present >= oldest]
+        self._peers = {peer.key: peer for peer in kept}
+        return reports
+
+    # Records
+
+    def _read(self, metrics: Mapping, history: Mapping | None, progress: Mapping | None) -> None:
+        heartbeats, self.refused = parse_progress(progress)
+        newest = parse_metrics(metrics, self.schema)
+        for record in (*heartbeats, *newest):
+            self._peers.setdefault(record.peer, TrackedPeer(record.peer)).present = self._now
+        for heartbeat in heartbeats:
+            self._record_heartbeat(self._peers[heartbeat.peer], heartbeat)
+        for record in newest:
+            # Metrics stay in the DHT for minutes after their peer has died: where heartbeats are available, metrics
+            # are a sign of life only when they change.
+            self._record_newest(self._peers[record.peer], record, is_life_sign=not heartbeats)
+        for record in (*parse_history(history, self._is_known, self.schema), *newest):
+            if not self._is_known(record.peer, record.step):
+                pending = self._peers[record.peer].pending
+                pending[record.step] = record
+                if len(pending) > MAX_PENDING_STEPS:
+                    del pending[min(pending)]
+
+    def _is_known(self, key: bytes, step: int) -> bool:
+        peer = self._peers.get(key)
+        return peer is None or step <= peer.done or step in peer.pending
+
+    def _record_heartbeat(self, peer: TrackedPeer, heartbeat: Heartbeat) -> None:
+        if heartbeat.goodbye:
+            peer.has_left = True
+            return
+        if peer.heartbeat and heartbeat.reported_at <= peer.heartbeat.reported_at:
+            return  # nothing new, or an outdated copy in the DHT
+        # Without a previous heartbeat this one may be that of a peer that has died.
+        peer.last_alive = max(peer.last_alive, self._now if peer.heartbeat else min(heartbeat.reported_at, self._now))
+        peer.heartbeat, peer.has_left = heartbeat, False
+
+    def _record_newest(self, peer: TrackedPeer, record: PeerStep, is_life_sign: bool) -> None:
+        if peer.newest and (record == peer.newest or record.expires < peer.newest.expires):
+            return  # nothing new, or an outdated copy in the DHT
+        if record.step <= peer.reported_step:  # it restarted from an earlier state: it has another record of this step
+            peer.is_newcomer, peer.done = True, -1
+            peer.pending.clear()
+        if peer.newest or is_life_sign:
+            peer.last_alive = self._now
+        if self._last_report_time == -math.inf and peer.newest is None:
+            # After a restart of the monitor: the steps before are in reports, unless the run goes back from now on.
+            peer.done = min(record.step - 1, self.last_reported_step)
+            peer.is_newcomer = record.step < self.last_reported_step
+        peer.newest = record
+
+    # Live peers and votes
+
+    def _is_alive(self, peer: TrackedPeer) -> bool:
+        return not peer.has_left and self._now - peer.last_alive <= self.alive_timeout
+
+    def _takes_part(self, peer: TrackedPeer) -> bool:
+        return self._is_alive(peer) and (peer.heartbeat is None or self._now - peer.last_alive <= MAX_SILENCE)
+
+    def _go_back_if_outvoted(self) -> None:
+        """Go back to the first step of the newcomers if they outnumber the others; see the module docstring."""
+        voters = [peer for peer in self.live_peers if peer.newest and self._takes_part(peer)]
+        first_steps = [
+            min(peer.pending)
+            for peer in voters
+            if peer.is_newcomer and peer.pending and min(peer.pending) <= self.last_reported_step
+        ]
+        if not first_steps or 2 * len(first_steps) < len(voters) + (0 if self._is_doubtful else 1):
+            self._outvoted_since = None
+            return
+        if self._outvoted_since is None:
+            self._outvoted_since = self._now
+        has_ended = len(first_steps) == len(voters) and self._last_report_time > -math.inf
+        if not has_ended and self._now - self._outvoted_since < self.settle_time:
+            return
+        self.last_reported_step = statistics.median_low(first_steps) - 1
+        self._outvoted_since, self._is_doubtful = None, False
+        for peer in self._peers.values():
+            if peer not in voters:  # its unreported steps are not of this run
+                peer.pending, peer.done = {}, peer.reported_step
+
+    # Complete steps
+
+    def _take_complete(self) -> list[StepReport]:
+        nearby = self.last_reported_step - MAX_SPREAD
+        taking_part = [peer for peer in self.live_peers if peer.step >= nearby and self._takes_part(peer)]
+        # Those that left after a step that is not reported yet vote, too.
+        gone = [peer for peer in self._peers.values() if not self._takes_part(peer)]
+        voters = [peer for peer in taking_part if peer.reported_step >= nearby]
+        voters += [peer for peer in gone if max(peer.pending, default=-1) > self.last_reported_step]
+        levels = sorted(peer.reported_step for peer in voters)
+        if not levels:
+            return []
+        agreed, half = levels[(len(levels) - 1) // 2], levels[len(levels) // 2]
+        seconds = self._now - self._last_report_time
+        possible = self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * seconds
+        reached = min(half, agreed + MAX_SPREAD, possible)
+        steps = {step for peer in self._peers.values() for step in peer.pending}
+        pending = sorted(step for step in steps if self.last_reported_step < step <= reached)
+        all_there = min((peer.reported_step for peer in taking_part), default=math.inf)
+        self._reached = {step: self._reached.get(step, self._now) for step in pending}
+        complete = self.last_reported_step
+        for step in pending:
+            near = step <= complete + (MAX_JUMP if complete >= 0 else MAX_SPREAD)  # a run begins at step 0 or 1
+            settled = self._now - self._reached[step] >= self.settle_time
+            if settled or (near and step <= all_there):
+                complete = step
+        reports = [self._report(step) for step in pending if step <= complete]
+        for peer in self._peers.values():
+            if reports and not peer.is_newcomer:
+                peer.done = max(peer.done, complete)
+                peer.pending = {step: record for step, record in peer.pending.items() if step > complete}
+        return reports
+
+    def _report(self, step: int) -> StepReport:
+        contributors = [peer for peer in self._peers.values() if step in peer.pending]
+        if len(contributors) > 1:
+            self._is_doubtful = False
+        elif step > self.last_reported_step + MAX_JUMP:
+            self._is_doubtful = True
+        self.last_reported_step, self._last_report_time = step, self._now
+        contributions, bound = [], MAX_OVERSHOOT * self.target_batch_size
+        for peer in contributors:
+            peer.is_newcomer, own = False, peer.pending[step]
+            contributions.append(own._replace(samples_accumulated=min(own.samples_accumulated, bound)))
+        values = {
+            metric.name: _combine(metric, contributions, self.live_peers)
+            for metric in describe_metrics(self.schema)
+            if metric.combine is not None
+        }
+        return StepReport(
+            step=step,
+            loss=values.pop("loss"),
+            alive_peers=len(self.live_peers),
+            samples=values.pop("samples_accumulated"),
+            performance=values.pop("samples_per_second"),
+            contributors=sum(peer_step.samples_accumulated > 0 for peer_step in contributions),
+            mini_steps=values.pop("mini_steps"),
+            time=self._now,
+            contributions=tuple(contributions),
+            metrics={name.replace("_", " "): value for name, value in values.items()},
+        )
+
+
+def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequence[TrackedPeer]) -> float | None:
+    """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
+    if metric.combine == "live sum":
+        # The heartbeat is used until the first metrics arrive.
+        return math.fsum(getattr(peer.newest or peer.heartbeat, metric.name, None) or 0.0 for peer in live_peers)
+    if metric.combine == "mean":
+        return _weighted_mean(metric, peer_steps)
+    values = [value for peer_step in peer_steps if (value := getattr(peer_step, metric.name)) is not None]
+    add = sum if metric.is_whole else math.fsum
+    return (max if metric.combine == "maximum" else add)(values) if values else None
+
+
+def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
+    """Return the mean weighted by samples, over peers whose value of `metric.per`, if any, is above zero."""
+    values, weights = [], []
+    for peer_step in peer_steps:
+        value, samples = getattr(peer_step, metric.name), peer_step.samples_accumulated
+        divisor = 1 if metric.per is None else getattr(peer_step, metric.per)
+        if value is not None and divisor and samples > 0:
+            values.append(value / divisor)
+            weights.append(samples)
+    # Rounding errors must not leave the range.
+    return min(max(statistics.fmean(values, weights), min(values)), max(values)) if weights else None

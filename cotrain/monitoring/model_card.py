@@ -1,0 +1,134 @@
+"""Model card of an uploaded checkpoint: description, usage, loss curve, contributors, how to join.
+
+Names and numbers come from untrusted peers and are escaped: they appear as plain text on the page.
+"""
+
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import PretrainedConfig
+
+from cotrain.models.model import get_model_class, get_objective
+from cotrain.models.objectives import OBJECTIVES
+from cotrain.monitoring.contributors import Contributors, build_table
+from cotrain.monitoring.reporters import read_records
+from cotrain.status.status import plural
+
+CURVE_ROWS = 12
+
+
+@dataclass(frozen=True)
+class CardMetadata:
+    """What a run's model cards have in common."""
+
+    repo_id: str
+    run_id: str
+    config: PretrainedConfig
+    license: str | None = None
+    language: str | None = None
+
+
+def build_card_data(metadata: CardMetadata) -> ModelCardData:
+    """Build the metadata of the card, which the Hub's search uses."""
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag=OBJECTIVES[get_objective(metadata.config)].pipeline_tag,
+        language=metadata.language,
+        license=metadata.license,
+        tags=["hivemind", "collaborative-training", metadata.config.model_type],
+    )
+
+
+def build_card(
+    metadata: CardMetadata,
+    step: int,
+    curve: Sequence[tuple[int, int, float]],
+    contributors: Contributors,
+    initial_peers: Sequence[str],
+    page: str | None = None,
+) -> ModelCard:
+    """Build the model card.
+
+    :param curve: see `read_curve`
+    :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
+    :param page: address of the run's curves, see `is_page`
+    """
+    objective, model_class = OBJECTIVES[get_objective(metadata.config)], get_model_class(metadata.config).__name__
+    introduction = (
+        "Trained by volunteers on their own machines, together, over the internet, with "
+        f"[hivemind](https://github.com/learning-at-home/hivemind). This is step {step:,} of the run "
+        f"<b>{escape_markdown(metadata.run_id)}</b>: a model of type {metadata.config.model_type}, trained for "
+        f"{objective.description}."
+    )
+    usage = f"""## How to load it
+
+```python
+from transformers import {model_class}, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")
+model = {model_class}.from_pretrained("{metadata.repo_id}")
+```
+
+Each upload has a tag: `revision="step-{step}"` is this one, whatever comes after it."""
+    join = f"""## How to join
+
+With the software of this run, any GPU, and the prepared data if the run does not publish its address:
+
+```bash
+{shlex.join(["./run_trainer.py", "--initial_peers", *initial_peers])}
+```
+
+Add `--username YOUR_NAME` to be listed above under that name."""
+    sections = [
+        f"---\n{build_card_data(metadata).to_yaml()}\n---",
+        f"# {escape_markdown(metadata.repo_id.split('/')[-1])}",
+        introduction,
+        f"The [curves of the run]({page}) are public." if page is not None else "",
+        usage,
+        _curve_table(curve),
+        _contributor_table(contributors),
+        join if initial_peers else "",
+    ]
+    return ModelCard("\n\n".join(filter(None, sections)) + "\n")
+
+
+def escape_markdown(text: str) -> str:
+    """Escape text for Markdown and HTML: every character but letters, digits and spaces becomes an entity.
+
+    Backslashes are not sufficient: they prevent neither HTML nor automatic links.
+    """
+    return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
+
+
+def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[tuple[int, int, float]]:
+    """Read the losses up to `last_step` from metrics.jsonl, as means over at most `rows` ranges of steps.
+
+    :returns: first step, last step and mean loss of each range
+    """
+    records = [record for record in read_records(path) if record["step"] <= last_step]
+    losses = {record["step"]: record["loss"] for record in records if isinstance(record.get("loss"), float)}
+    groups = [group.tolist() for group in np.array_split(sorted(losses), rows) if len(group)]
+    return [(group[0], group[-1], statistics.fmean(map(losses.get, group))) for group in groups]
+
+
+def _curve_table(curve: Sequence[tuple[int, int, float]]) -> str:
+    rows = [f"| {first:,} to {last:,} | {loss:.4f} |" for first, last, loss in curve]
+    return "\n".join(["## Loss\n", "| steps | mean loss |", "|---|---|", *rows]) if rows else ""
+
+
+def _contributor_table(contributors: Contributors) -> str:
+    rows = build_table(contributors)
+    if not rows:
+        return ""
+    samples = sum(leader.samples for leader in contributors.top(len(contributors)))
+    shown = "" if len(rows) == len(contributors) else f"; the first {len(rows)} are"
+    lines = [f"## Contributors\n\n{samples:,} samples came from {plural(len(contributors), 'contributor')}{shown}:\n"]
+    lines += ["| | name | key | samples | steps |", "|---|---|---|---|---|"]
+    for place, name, key, samples, steps in rows:
+        lines.append(f"| {place} | {escape_markdown(name)} | {escape_markdown(key)} | {samples:,} | {steps:,} |")
+    return "\n".join(lines)

@@ -1,0 +1,222 @@
+"""Training monitor: aggregates the trainers' records into one report per global step, and keeps checkpoints."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from hivemind.utils import get_logger
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.averaging.state import TrainingStateAverager
+from cotrain.common.backoff import Backoff
+from cotrain.dht import run_records
+from cotrain.dht.clock import run_time
+from cotrain.dht.run_records import Evaluation, MonitorStatus
+from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
+from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
+from cotrain.monitoring.hub_upload import HubUploader
+from cotrain.monitoring.parsing import parse_shares, parse_usernames
+from cotrain.monitoring.progress_log import ProgressLog
+from cotrain.monitoring.reporters import Reporters
+from cotrain.peer.peer import Peer
+from cotrain.status.console import ClientModeAlarm
+from cotrain.training import checkpoints
+from cotrain.training.checkpoints import TrainingState
+
+logger = get_logger(__name__)
+
+MAX_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
+# Steps that a downloaded state may be ahead of the reports, which lag by a refresh period and a download. The monitor
+# offers a saved checkpoint permanently: all trainers would adopt the state of a fabricated step.
+MAX_LEAD = MAX_JUMP
+
+
+class CheckpointKeeper:
+    """Downloads the training state from trainers, writes checkpoints, and offers the newest one to joining trainers.
+
+    Trainers download the state of the highest step offered: the checkpoint if all trainers were killed or cannot be
+    reached. So a run survives a night without trainers and loses only the steps since the checkpoint.
+
+    :param args: TrainingMonitorArguments of run_training_monitor.py
+    """
+
+    def __init__(
+        self,
+        averager: TrainingStateAverager,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        run_id: str,
+        args,
+    ):
+        self.averager, self.model, self.tokenizer, self.run_id, self.args = averager, model, tokenizer, run_id, args
+        self.folder = Path(args.output_dir)
+        self.saved_step = self._reported_step = -1
+        averager.credible_epoch = lambda: self._reported_step if self._reported_step >= 0 else None
+        # A fabricated step has no state, and each attempt costs the trainers bandwidth.
+        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
+        # Called in the thread with the step of each saved checkpoint, while the model has its parameters
+        self.on_saved: Callable[[int], None] | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
+        self._pending: Future | None = None
+
+    def restore(self) -> None:
+        """Load the newest readable checkpoint and offer it."""
+        state = checkpoints.restore_newest(self.folder, self.run_id, self.averager)
+        if state is not None:
+            self._offer(state.step)
+            logger.info(f"Offering the checkpoint of step #{state.step} to trainers that join")
+
+    def _offer(self, step: int) -> None:
+        self.saved_step = step
+        # The priority of a donor is its step. At the same step peers ask a trainer first: its connection is faster.
+        self.averager.offer(priority=step - 0.5)
+
+    def update(self, step: int, trainers_are_leaving: bool) -> None:
+        """Start a download in a thread if a checkpoint is due.
+
+        :param step: the newest reported global step, -1 if there is none
+        """
+        self._reported_step = step
+        interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
+        next_step = max(self.saved_step, 0) + interval
+        is_idle = self._pending is None or self._pending.done()
+        if step >= next_step and is_idle and self._backoff.is_over:
+            # The minimum is not `step`: reported steps are untrusted, and a revived run is behind the reported step.
+            self._pending = self._executor.submit(self._save, next_step, step + MAX_LEAD)
+
+    def _save(self, min_step: int, max_step: int) -> None:
+        try:
+            downloaded = self.averager.download_state(min_epoch=min_step)
+            if downloaded is None:
+                self._backoff.fail()
+                logger.warning(f"No trainer offers the state of step #{min_step} or later yet; trying again")
+                return
+            donor, metadata, tensors = downloaded
+            if metadata["epoch"] > max_step:
+                self._backoff.fail()
+                step = metadata["epoch"]
+                logger.warning(f"Refused the state of {donor}: step #{step}, which no trainer has reported")
+                return
+            self.averager.restore(metadata, tensors)
+            state = TrainingState(self.run_id, *self.averager.snapshot())
+            info = {"time": time.time(), "donor": donor}
+            path = checkpoints.save_checkpoint(self.folder, self.model, self.tokenizer, state, info)
+            self._offer(state.step)
+            logger.info(f"Saved {path}")
+            checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)
+            self._backoff.reset()
+            if self.on_saved is not None:
+                self.on_saved(state.step)
+        except Exception as error:
+            self._backoff.fail()
+            logger.error(f"Could not save a checkpoint of step #{min_step} or later ({error}); trying again later")
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class TrainingMonitor:
+    """Monitors a run: one report for each global step.
+
+    :param keeper: keeps checkpoints, None to keep none
+    :param uploader: uploads them, None to keep them here
+    :param args: TrainingMonitorArguments of run_training_monitor.py
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        run_id: str,
+        aggregator: MetricsAggregator,
+        reporter: Reporters,
+        contributors: Contributors,
+        keeper: CheckpointKeeper | None,
+        uploader: HubUploader | None,
+        args,
+    ):
+        self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
+        self.contributors, self.keeper, self.uploader, self.args = contributors, keeper, uploader, args
+        self._refused_logged_at = float("-inf")
+        self._client_mode_alarm = ClientModeAlarm()
+        self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
+        self._newest_step = aggregator.last_reported_step
+        self._evaluated: dict[bytes, int] = {}  # an evaluator's public key -> its newest step that was reported
+        self._leaders_shown_at = contributors.step
+
+    @property
+    def checkpoint_step(self) -> int:
+        return -1 if self.keeper is None else self.keeper.saved_step
+
+    def refresh(self, page: str | None = None) -> None:
+        """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status."""
+        views = [self._read(name) for name in ("metrics", "history", "training_progress")]
+        peers = self._read("peers")
+        self.contributors.record_names(parse_usernames(peers))
+        reports = self.aggregator.update(run_time(), *views)
+        trainers = self.aggregator.live_peers
+        self._progress_log.update(time.monotonic(), trainers, bool(reports), self.checkpoint_step)
+        self._report(reports)
+        self._log_refused()
+        num_clients = sum(trainer.heartbeat is not None and trainer.heartbeat.client_mode for trainer in trainers)
+        self._client_mode_alarm.check(len(trainers), num_clients)
+        self._report_evaluations()
+        leaving = [info.value["leaving"] for info in peers.values()]
+        if self.keeper is not None:
+            self.keeper.update(self.aggregator.last_reported_step, any(leaving))
+        if self.uploader is not None:
+            self.uploader.update(page, run_is_over=bool(leaving) and all(leaving))
+        status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=self.checkpoint_step)
+        lifetime = 4 * self.args.refresh_period + 60
+        run_records.store_record(
+            self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime
+        )
+
+    def _read(self, name: str) -> dict:
+        return run_records.get_dictionary(self.peer.dht, f"{self.run_id}_{name}")
+
+    def _report(self, reports: list[StepReport]) -> None:
+        shares = parse_shares(self._read("rounds")) if reports else {}
+        rounds = {name: round(share, 4) for name, share in shares.items()}
+        for report in reports:
+            if report.step <= self._newest_step:
+                logger.warning(
+                    f"The trainers continue from an earlier state: reporting from step #{report.step} again"
+                )
+                self._leaders_shown_at = min(self._leaders_shown_at, report.step)
+            self._newest_step = report.step
+            loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
+            logger.info(
+                f"Step #{report.step}\tloss = {loss}\talive peers = {report.alive_peers}\t"
+                f"samples = {report.samples}\tperformance = {report.performance:.2f} samples/s"
+            )
+            self.contributors.add(report)
+            self.reporter.report(report, rounds | self._leaderboard(report.step))
+        if reports:
+            self.contributors.save()
+
+    def _leaderboard(self, step: int) -> dict[str, int]:
+        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves."""
+        if step < self._leaders_shown_at + self.args.save_checkpoint_step_interval or not len(self.contributors):
+            return {}
+        self._leaders_shown_at = step
+        logger.info(format_leaderboard(self.contributors))
+        self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)
+        return build_curves(self.contributors)
+
+    def _report_evaluations(self) -> None:
+        """Report evaluations published since the last refresh. Those of steps not reported yet are postponed."""
+        records = {owner: Evaluation(**record.value) for owner, record in self._read("evaluation").items()}
+        for owner, evaluation in records.items():
+            if self._evaluated.get(owner, -1) < evaluation.step <= self.aggregator.last_reported_step:
+                self.reporter.report_evaluation(evaluation)
+                self._evaluated[owner] = evaluation.step
+        self._evaluated = {owner: step for owner, step in self._evaluated.items() if owner in records}
+
+    def _log_refused(self) -> None:
+        """Log the refused records, at most once a minute: any peer can write to the DHT."""
+        now = time.monotonic()
+        if self.aggregator.refused and now >= self._refused_logged_at + 60:
+            self._refused_logged_at = now
+            reasons = ", ".join(f"{number} x {reason}" for reason, number in self.aggregator.refused.most_common(5))
+            logger.warning(f"Refused records: {reasons}")

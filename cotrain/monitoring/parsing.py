@@ -1,0 +1,117 @@
+"""Parse the records that trainers publish on the DHT: metrics, histories, heartbeats, rounds and names.
+
+Pure logic: no DHT, no clock, no torch. Untrusted peers write all records. The DHT's validators bound their number and
+size, and check them against `run_records.MetricSchema`; heartbeats, which it leaves to the reader, are checked here.
+"""
+
+import math
+import re
+import statistics
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+
+import pydantic.v1 as pydantic
+
+from cotrain.dht.metrics_schema import MAX_ROUNDS, Count, LocalMetrics, Rate, Step, describe_metrics, read_row
+
+MAX_TIME = 1e12  # seconds; a heartbeat with a clock that far off is invalid
+FIELDS = ("epoch", "samples_accumulated", "samples_per_second", "reported_at", "client_mode")  # of a heartbeat
+
+_OWNER = re.compile(rb"\[owner:(.+?)\]")  # the tag of the signer's public key, see hivemind's RSASignatureValidator
+
+
+@cache
+def peer_step_class(schema: type[LocalMetrics]) -> type:
+    """Build the class of one peer's report of a global step.
+
+    Its fields are `peer` (public key), the metrics of `schema`, and when its record in the DHT expires, if known.
+    """
+    metrics = describe_metrics(schema)
+    names = ["peer", *(metric.name for metric in metrics), "expires"]
+    return namedtuple("PeerStep", names, defaults=[*(None for metric in metrics if metric.is_optional), math.inf])
+
+
+PeerStep = peer_step_class(LocalMetrics)
+
+
+class Heartbeat(pydantic.BaseModel):
+    """Progress report of a peer. With `goodbye`, it has left and all other fields are empty."""
+
+    peer: bytes  # public key
+    epoch: Step = 0
+    samples_accumulated: Count = 0
+    samples_per_second: Rate = 0.0
+    reported_at: pydantic.confloat(ge=0.0, le=MAX_TIME) = 0.0  # seconds on the peer's own clock
+    client_mode: pydantic.StrictBool = False
+    goodbye: bool = False
+
+
+def _records(raw: Mapping | None) -> Iterator[tuple[bytes, object, float]]:
+    """Yield public key, value and expiration time of each record that `dht.get` returned, which may lack the times."""
+    for subkey, record in (raw or {}).items():
+        tagged = _OWNER.search(subkey)
+        owner = tagged[1] if tagged else subkey
+        yield owner, getattr(record, "value", record), getattr(record, "expiration_time", math.inf)
+
+
+def parse_metrics(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics) -> list[PeerStep]:
+    """Parse the records under `{run_id}_metrics`: subkey -> value, as `dht.get` returned them."""
+    peer_step, names = peer_step_class(schema), [metric.name for metric in describe_metrics(schema)]
+    return [peer_step(peer, *map(value.get, names), expires) for peer, value, expires in _records(raw)]
+
+
+def parse_history(
+    raw: Mapping | None,
+    is_known: Callable[[bytes, int], bool] = lambda peer, step: False,
+    schema: type[LocalMetrics] = LocalMetrics,
+) -> list[PeerStep]:
+    """Parse the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
+
+    :param is_known: called with public key and step; known entries, most of a history, are skipped unread
+    """
+    return [
+        peer_step_class(schema)(peer, *read_row(entry, schema))
+        for peer, entries, _ in _records(raw)
+        for entry in entries
+        if not is_known(peer, entry[0])
+    ]
+
+
+def parse_progress(raw: Mapping | None) -> tuple[list[Heartbeat], Counter]:
+    """Parse the heartbeats of trainers under `{run_id}_training_progress`.
+
+    :returns: the valid ones, and the number of invalid ones by reason
+    """
+    heartbeats, refused = [], Counter()
+    for peer, value, _ in _records(raw):
+        try:
+            if value is None:
+                heartbeats.append(Heartbeat(peer=peer, goodbye=True))
+            elif value.get("auxiliary") is not True:
+                fields = {name: value.get(name) for name in FIELDS}
+                heartbeats.append(Heartbeat(peer=peer, **fields))
+        except pydantic.ValidationError as refusal:
+            refused[f"wrong {refusal.errors()[0]['loc'][0]}"] += 1
+    return heartbeats, refused
+
+
+def parse_shares(raw: Mapping | None) -> dict[str, float]:
+    """Parse the records under `{run_id}_rounds` into shares over all trainers, by curve name.
+
+    "complete rounds": complete rounds / rounds. "applied share": applied samples / computed samples. A claim of many
+    samples is not believed: no trainer has more weight than the median one. Without any, a share is missing.
+    """
+    shares = {}
+    for name, part, whole in (("complete rounds", "complete", "rounds"), ("applied share", "applied", "computed")):
+        counts = [(value[whole], value.get(part) or 0) for _, value, _ in _records(raw) if value.get(whole)]
+        if counts:
+            bound = max(MAX_ROUNDS, statistics.median_low(number for number, _ in counts))
+            weights = [min(number, bound) for number, _ in counts]
+            shares[name] = statistics.fmean((min(partial / number, 1.0) for number, partial in counts), weights)
+    return shares
+
+
+def parse_usernames(raw: Mapping | None) -> dict[bytes, str]:
+    """Parse the names under `{run_id}_peers`: public key -> name, an arbitrary string that the peer chose."""
+    return {peer: value["username"] for peer, value, _ in _records(raw)}

@@ -1,0 +1,154 @@
+"""Output of the monitor: steps go to metrics.jsonl, evaluations to evaluations.jsonl, both optionally to a dashboard.
+
+metrics.jsonl is the durable record: no step is lost from it, and a restarted monitor reads the last step from it. A
+dashboard (trackers.py) is for display only.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cotrain.common.errors import describe
+from cotrain.dht.run_records import Evaluation
+from cotrain.monitoring.aggregation import StepReport
+
+logger = logging.getLogger(__name__)
+
+# A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
+TABLE_GROWTH = 1.05
+
+
+class Reporters:
+    """The files and at most one dashboard. Steps arrive in ascending order, an evaluation after its step.
+
+    :param report_to: the dashboard, see `trackers.build_tracker`, to which `options` are passed
+    :raises OSError: if the output folder or a file there is not writable
+    """
+
+    def __init__(self, output_dir: Path, run_id: str, report_to: str = "none", **options: str | None):
+        self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
+        self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
+        self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
+        self.dashboard = None
+        if report_to != "none":
+            from cotrain.monitoring.trackers import Dashboard, build_tracker  # a second
+
+            self.dashboard = Dashboard(build_tracker(report_to, output_dir, run_id, **options))
+
+    @property
+    def page(self) -> str | None:
+        """See `Dashboard.page`."""
+        return None if self.dashboard is None else self.dashboard.page
+
+    def last_step(self) -> int:
+        """Return the newest step in metrics.jsonl, -1 if there is none."""
+        return next((record["step"] for record in reversed(read_records(self.metrics_file.path))), -1)
+
+    def report(self, report: StepReport, extra: dict | None = None) -> None:
+        """:param extra: more values of this step by name"""
+        record = to_record(report) | (extra or {})
+        more = {"contributors": report.contributors, "mini_steps": report.mini_steps, "time": round(report.time, 3)}
+        self.metrics_file.write(record | more)
+        self._log({name: value for name, value in record.items() if value is not None and name != "step"}, report.step)
+
+    def report_evaluation(self, evaluation: Evaluation, remark: str = "") -> None:
+        """:param remark: added to the line in the log"""
+        values = {
+            "validation loss": evaluation.loss,
+            "perplexity": evaluation.perplexity,
+            "mlm accuracy": evaluation.mlm_accuracy,
+            "sop accuracy": evaluation.sop_accuracy,
+        }
+        values = {name: value for name, value in values.items() if value is not None}
+        described = "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
+        logger.info(f"Step #{evaluation.step}\t{described}{remark}")
+        self.evaluations_file.write({"step": evaluation.step, **values, "time": round(time.time(), 3)})
+        self._log(values, evaluation.step)
+
+    def _log(self, values: dict, step: int) -> None:
+        if self.dashboard is not None:
+            self.dashboard.log(values, step)
+
+    def report_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Give a table of a step to the dashboard, if there is one that draws tables. May be called from any thread.
+
+        The dashboard gets a table again once the step has grown by `TABLE_GROWTH` or has gone back.
+        """
+        last = self._table_steps.get(name, 0)
+        if self.dashboard is not None and not last <= step < last * TABLE_GROWTH:
+            self._table_steps[name] = step
+            self.dashboard.log_table(name, columns, rows, step)
+
+    def close(self) -> None:
+        self.metrics_file.close()
+        self.evaluations_file.close()
+        if self.dashboard is not None:
+            self.dashboard.close()
+
+
+def to_record(report: StepReport) -> dict:
+    """Return the values of a step, named as in hivemind's example."""
+    return {
+        "step": report.step,
+        "loss": report.loss,
+        "alive peers": report.alive_peers,
+        "samples": report.samples,
+        "performance": report.performance,
+        **report.metrics,
+    }
+
+
+def read_records(path: Path) -> list[dict]:
+    """Return the records of a JSON Lines file that have a step. Damaged lines are skipped."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # also raised for invalid UTF-8
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and type(record.get("step")) is int]
+
+
+class JsonLinesFile:
+    """A file with one JSON object per line, which is on disk (fsync) when `write` returns.
+
+    If a write fails (a full disk), lines are kept in memory and written first at the next one. The lines of the
+    125 000 steps of a run are 25 MB.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._waiting: list[bytes] = []
+        content = path.read_bytes() if path.exists() else b""
+        end = content.rfind(b"\n") + 1
+        if end < len(content):  # a process died in a write; the next line would follow the incomplete one
+            logger.warning(f"{path} ends with an incomplete line: removed its {len(content) - end} bytes")
+            os.truncate(path, end)
+
+    def write(self, record: dict) -> None:
+        self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._write_waiting()
+
+    def close(self) -> None:
+        if self._waiting:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        try:
+            # Opened for each write: a file that was moved or a disk that was remounted needs no special handling.
+            with open(self.path, "ab", buffering=0) as file:
+                size, data = file.tell(), b"".join(self._waiting)
+                try:
+                    if file.write(data) < len(data):  # a disk that fills up accepts a part first
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(size)
+                    raise
+            self._waiting.clear()
+        except OSError as error:
+            logger.warning(f"Cannot write {self.path}: {describe(error)}. {len(self._waiting)} steps wait in memory")

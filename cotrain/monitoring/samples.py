@@ -1,0 +1,108 @@
+"""Completion of texts by a model: the most likely words for each mask, or the continuation by a causal model."""
+
+from collections.abc import Sequence
+
+from hivemind.utils import get_logger
+from transformers import (
+    AlbertForMaskedLM,
+    AlbertForPreTraining,
+    Pipeline,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    pipeline,
+)
+
+from cotrain.common.errors import UserError, describe
+from cotrain.data.loading import max_tokens
+from cotrain.models.model import get_objective
+from cotrain.models.objectives import OBJECTIVES
+from cotrain.monitoring.contributors import one_line
+from cotrain.monitoring.reporters import Reporters
+
+logger = get_logger(__name__)
+
+MASK = "[MASK]"  # accepted whatever the tokenizer calls its mask token
+MAX_NEW_TOKENS = 20
+
+
+def is_causal(config: PretrainedConfig) -> bool:
+    """Whether a model continues a text instead of filling its masks."""
+    return OBJECTIVES[get_objective(config)].is_causal
+
+
+def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str) -> None:
+    """Check that a model can complete a text.
+
+    :param flag: the argument that the text comes from
+    :raises UserError: if the text is empty, too long, or lacks the mask that the model is to fill
+    """
+    if not text.strip():
+        raise UserError(f"{flag}: the sentence is empty; pass some words")
+    limit = max_tokens(config)
+    if is_causal(config):
+        limit -= MAX_NEW_TOKENS
+    elif tokenizer.mask_token is None:
+        raise UserError(f"{flag}: the tokenizer has no mask token to fill; use the tokenizer of the model")
+    else:
+        text = text.replace(MASK, tokenizer.mask_token)
+        if tokenizer.mask_token not in text:
+            raise UserError(f"{flag}: there is no mask in '{text}'; put {MASK} in the place of a word")
+    # Without the tokenizer's warning about the length, which is an error here.
+    num_tokens = len(tokenizer(text, verbose=False)["input_ids"])
+    if num_tokens > limit:
+        raise UserError(f"{flag}: the sentence has {num_tokens} tokens, the model takes {limit}; pass a shorter one")
+
+
+def build_pipeline(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Pipeline:
+    """Build transformers' pipeline that completes texts. It sees later changes of the model's parameters."""
+    if isinstance(model, AlbertForPreTraining):  # which the pipeline does not support
+        pretrained, model = model, AlbertForMaskedLM(model.config)
+        model.albert, model.predictions = pretrained.albert, pretrained.predictions
+    task = "text-generation" if is_causal(model.config) else "fill-mask"
+    return pipeline(task, model.eval(), tokenizer=tokenizer, device="cpu")
+
+
+def fill_masks(completer: Pipeline, text: str, number: int = 5) -> list[list[tuple[str, float]]]:
+    """Return the `number` most likely tokens for each mask in a text with their probabilities, most likely first.
+
+    Each mask is filled as if the others stayed masks.
+    """
+    tokenizer = completer.tokenizer
+    fillings = completer(text.replace(MASK, tokenizer.mask_token), top_k=number)
+    masks = fillings if isinstance(fillings[0], list) else [fillings]
+    return [[(_name(filling, tokenizer), filling["score"]) for filling in mask] for mask in masks]
+
+
+def continue_text(completer: Pipeline, text: str) -> str:
+    """Return the text that follows by greedy decoding, at most `MAX_NEW_TOKENS` tokens."""
+    (output,) = completer(text, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, return_full_text=False)
+    return one_line(output["generated_text"])
+
+
+def complete(completer: Pipeline, text: str) -> str:
+    """Return the completion of a text in one line."""
+    if completer.task == "text-generation":
+        return continue_text(completer, text)
+    masks = fill_masks(completer, text)
+    return "; ".join(", ".join(f"{token} {probability:.1%}" for token, probability in mask) for mask in masks)
+
+
+def report_samples(completer: Pipeline, texts: Sequence[str], reporter: Reporters, step: int) -> None:
+    """Report the completions of texts: one line each in the log, and a table in the dashboard.
+
+    A failure is a warning.
+    """
+    try:
+        rows = [(text, complete(completer, text)) for text in texts]
+    except Exception as error:
+        logger.warning(f"Could not complete the texts of --sample_text at step #{step}: {describe(error)}")
+        return
+    for text, completion in rows:
+        logger.info(f"Step #{step}\t{text} -> {completion}")
+    reporter.report_table("samples", ("text", "completion"), rows, step)
+
+
+def _name(filling: dict, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a token, or its name in the vocabulary if the text is blank: SentencePiece has "▁"."""
+    return one_line(filling["token_str"]) or one_line(tokenizer.convert_ids_to_tokens(filling["token"]))

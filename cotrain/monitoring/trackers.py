@@ -1,0 +1,202 @@
+"""Dashboards for --report_to: accelerate's trackers, each in a thread.
+
+A tracker that hangs or fails causes one warning and neither delays nor ends the caller. The x-axis is the global step,
+and a restarted monitor continues the same curves. Files are written to the output folder, unless the environment
+variables of the dashboard name another place.
+
+Not supported are accelerate's trackers for Comet, ClearML and SwanLab, which also record the monitor's code, packages
+or host, and for Aim: with the pinned packages, values tracked by aim 3.29 could not be read back.
+"""
+
+import logging
+import os
+import queue
+import secrets
+import shlex
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from accelerate.state import PartialState
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+from cotrain.common.checks import is_page
+from cotrain.common.errors import describe
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
+FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
+CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
+
+
+class Dashboard:
+    """Starts one of accelerate's trackers in a thread. Steps are queued until then.
+
+    Create it after the DHT: the start of the DHT forks this process, which the trackers do not support.
+    """
+
+    def __init__(self, tracker: GeneralTracker):
+        PartialState(cpu=True)  # without it, the trackers' log messages raise
+        tracker.main_process_only = False  # the monitor has a single process
+        self.tracker = tracker
+        self._calls = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
+        self._calls.put(tracker.start)
+        self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
+        self._thread.start()
+
+    @property
+    def page(self) -> str | None:
+        """Public address of the curves; None if there is none, or the tracker has not started."""
+        page = getattr(self.tracker, "page", None)
+        return page if is_page(page) else None
+
+    def log(self, values: dict, step: int) -> None:
+        """Queue the values of a step by curve name, and return at once. Steps may come in any order."""
+        self._calls.put(partial(self.tracker.log, values, step=step))
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
+        """Queue a table of numbers and plain text, which only wandb and trackio draw."""
+        if hasattr(self.tracker, "log_table"):
+            data = list(map(list, rows))
+            self._calls.put(partial(self.tracker.log_table, name, list(columns), data=data, step=step))
+
+    def close(self) -> None:
+        """Finish the upload within CLOSE_TIMEOUT seconds."""
+        self._calls.put(self.tracker.finish)
+        self._calls.put(None)
+        self._thread.join(CLOSE_TIMEOUT)
+        if self._thread.is_alive():
+            self._warn(f"did not finish in {CLOSE_TIMEOUT:.0f} s; values may be missing there")
+
+    def _run(self) -> None:
+        has_warned = False
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                if not has_warned:  # after a failed start, all calls fail
+                    self._warn(f"failed: {describe(error)}")
+                    logger.debug("The dashboard's error", exc_info=error)
+                has_warned = True
+
+    def _warn(self, problem: str) -> None:
+        logger.warning(f"{self.tracker.name} {problem}; see metrics.jsonl instead")
+
+
+def build_tracker(
+    name: str, output_dir: Path, run_id: str, wandb_project: str | None = None, space_id: str | None = None
+) -> GeneralTracker:
+    """Build the tracker for a value of --report_to."""
+    output_dir = output_dir.resolve()
+    if name == "wandb":
+        return OfflineCapableWandbTracker(output_dir, wandb_project or run_id, run_id)
+    if name == "trackio":
+        return ProjectTrackioTracker(output_dir / name, run_id, space_id)
+    # Each start adds an event file; TensorBoard merges them.
+    logger.info(f"Curves: tensorboard --logdir {shlex.quote(str(output_dir / name))}")
+    return TensorBoardTracker(run_id, output_dir / name)
+
+
+class OfflineCapableWandbTracker(WandBTracker):
+    """Weights & Biases: online after `wandb login`, otherwise recorded in the output folder for a later upload.
+
+    `start` raises wandb's exception if wandb can record neither online nor offline.
+    """
+
+    page: str | None = None
+
+    def __init__(self, output_dir: Path, project: str, run_name: str):
+        super().__init__(project, name=run_name, resume="allow", dir=str(output_dir))
+        self._id_path = output_dir / "wandb_run_id"
+
+    def start(self) -> None:
+        # wandb's error reporting needs a network, and its threads outlive the run.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        if not self._id_path.exists():
+            self._id_path.write_text(f"{secrets.token_hex(4)}\n")
+        self.init_kwargs["id"] = self._id_path.read_text().strip()
+        self.init_kwargs["settings"] = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=CONNECT_TIMEOUT,
+            finish_timeout=FINISH_TIMEOUT,
+            # Do not upload the monitor's host name, command line, code and load.
+            save_code=False,
+            disable_git=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+        )
+        mode = wandb.setup(wandb.Settings(silent=True)).settings.mode  # WANDB_MODE or a file; default: "online"
+        reason = f"mode {mode}"
+        if mode == "online":
+            try:
+                if wandb.login(prompt=False, verify=False):
+                    super().start()
+                else:
+                    mode, reason = "offline", "no login found"
+            except Exception as error:
+                wandb.teardown()  # otherwise wandb's service considers the run that failed to start as in use
+                mode, reason = "offline", " ".join(str(error).split())[:200]
+        if mode != "online":
+            self.init_kwargs["mode"] = mode
+            super().start()
+        self.run.define_metric("*", step_metric="step")
+        if mode == "online":
+            self.page = self.run.url
+            logger.info(f"Curves: {self.page}")
+        elif mode != "disabled":
+            folder = shlex.quote(str(Path(self.run.dir).parent))
+            logger.info(f"wandb records offline ({reason}). To upload: wandb login, then wandb sync {folder}")
+
+    def log(self, values: dict, step: int | None = None, **kwargs) -> None:
+        # wandb drops values whose `step=` is below the last one, as for evaluations and after a rollback.
+        super().log({"step": step, **values}, **kwargs)
+
+    def finish(self) -> None:
+        import wandb
+
+        try:
+            super().finish()
+        finally:
+            wandb.teardown()  # ends wandb's service process
+
+
+class ProjectTrackioTracker(TrackioTracker):
+    """trackio, in a local folder without an account and a server, or in a Hugging Face Space.
+
+    If a token is present, trackio requests the user's name from the Hugging Face Hub, without a timeout. While a Space
+    cannot be reached, trackio keeps the values in the folder and sends them later.
+    """
+
+    page: str | None = None
+
+    def __init__(self, folder: Path, project: str, space_id: str | None = None):
+        self.space_id = space_id or os.environ.get("TRACKIO_SPACE_ID")
+        options = {"space_id": self.space_id, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        super().__init__(project, name="monitor", resume="allow", **options)
+        # trackio reads it on import. A value that is already set is the user's folder for dashboards.
+        os.environ.setdefault("TRACKIO_DIR", str(folder))
+
+    def start(self) -> None:
+        import trackio
+
+        if self.space_id is None:
+            folder = shlex.quote(str(trackio.TRACKIO_DIR))
+            logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(self.run_name)}")
+            # Suppresses trackio's own hint for a new project, which lacks the folder.
+            trackio.context_vars.current_project.set(self.run_name)
+        super().start()
+        if self.space_id is not None:
+            self.page = f"https://huggingface.co/spaces/{self.space_id}"
+            logger.info(f"Curves: {self.page}")
+
+    def log_table(self, table_name: str, columns: list[str], data: list[list], step: int) -> None:
+        """Log a table, as accelerate's tracker for wandb does. trackio shows its cells as plain text."""
+        import trackio
+
+        self.log({table_name: trackio.Table(columns=columns, data=data)}, step=step)

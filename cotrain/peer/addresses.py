@@ -1,0 +1,128 @@
+"""Addresses of a peer: which to announce, which to give to other peers, and those of its connections."""
+
+import re
+import socket
+from collections.abc import Collection, Sequence
+from ipaddress import ip_address
+
+import requests
+from hivemind.dht import DHT
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import PeerID
+from hivemind.utils import get_logger
+from hivemind.utils.logging import TextStyle
+from hivemind.utils.multiaddr import Multiaddr
+
+from cotrain.arguments import BaseTrainingArguments
+from cotrain.common.checks import check_maddr
+from cotrain.common.errors import TemporaryError, first_line
+
+logger = get_logger(__name__)
+
+
+def get_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
+    """Replace port 0 (any) by one that is free now, and can be announced; return the addresses and the port."""
+    ports = {int(Multiaddr(maddr)["tcp"]) for maddr in host_maddrs if "/tcp/" in maddr} - {0}
+    port = min(ports) if ports else get_free_port()
+    return [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in host_maddrs], port
+
+
+def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
+    """Announce this machine's public IP address with the port that the peer listens on.
+
+    :param service: URL that returns the address of the caller as text
+    """
+    try:
+        response = requests.get(service, timeout=10.0)
+        response.raise_for_status()
+        address = ip_address(response.text.strip())
+    except (requests.RequestException, ValueError) as error:
+        raise TemporaryError(
+            f"--use_google_dns: {service} did not return an address ({first_line(error, limit=120)}). Pass it: "
+            "--host_maddrs /ip4/0.0.0.0/tcp/PORT --announce_maddrs /ip4/YOUR_IP/tcp/PORT"
+        ) from None
+    args.host_maddrs, port = fix_tcp_port(args.host_maddrs)
+    args.announce_maddrs = [*args.announce_maddrs, f"/ip{address.version}/{address}/tcp/{port}"]
+    logger.info(f"Public IP address of this machine: {address}, port {port}")
+
+
+def _address_scope(maddr: Multiaddr) -> int:
+    """Return the scope of an address: 3 internet, 2 local network, 1 this machine."""
+    protocols = {protocol.name for protocol in maddr.protocols()}
+    if protocols & {"dns", "dns4", "dns6", "dnsaddr"}:
+        return 3
+    address = next((ip_address(maddr[name]) for name in ("ip4", "ip6") if name in protocols), None)
+    if address is None or address.is_loopback or address.is_link_local:
+        return 1
+    return 3 if address.is_global else 2
+
+
+def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
+    """Return the addresses to give to other peers: those of the widest scope, or only the peer ID for IPFS."""
+    if only_p2p:
+        return sorted({f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs})
+    widest = max((_address_scope(maddr) for maddr in visible_maddrs), default=0)
+    return list(dict.fromkeys(str(maddr) for maddr in visible_maddrs if _address_scope(maddr) == widest))
+
+
+def choose_internet_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
+    """Return the addresses to publish on the internet; none if all are of this machine or the local network."""
+    is_reachable = only_p2p or any(_address_scope(maddr) == 3 for maddr in visible_maddrs)
+    return choose_maddrs(visible_maddrs, only_p2p) if is_reachable else []
+
+
+def find_tcp_endpoint(maddr: Multiaddr | str) -> tuple[str, int] | None:
+    """Return host and port of an address such as /ip4/192.0.2.1/tcp/31337/...; None for other addresses."""
+    match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)", str(maddr))
+    return (match[1], int(match[2])) if match else None
+
+
+def peer_id_in(initial_peer: str) -> PeerID:
+    """Return the peer ID of an address in --initial_peers."""
+    protocols = check_maddr("--initial_peers", initial_peer)
+    return PeerID.from_base58(protocols.get("p2p") or protocols["ipfs"])
+
+
+def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
+    """Log how other peers join through this peer."""
+    scopes = [_address_scope(maddr) for maddr in visible_maddrs]
+    scope = 3 if only_p2p else max(scopes, default=0)
+    where = {3: "over the Internet", 2: "in this network"}.get(scope, "on this machine")
+    logger.info(
+        f"Running a DHT peer. To connect other peers to this one {where}, use {TextStyle.BOLD}{TextStyle.BLUE}"
+        f"--initial_peers {' '.join(choose_maddrs(visible_maddrs, only_p2p))}{TextStyle.RESET}"
+    )
+    if scope == 3 and not only_p2p and min(scopes) < 3:
+        nearer = choose_maddrs([maddr for maddr in visible_maddrs if _address_scope(maddr) < 3])
+        logger.info(f"Peers in the same network may also use --initial_peers {' '.join(nearer)}")
+    logger.info(f"Full list of visible multiaddresses: {' '.join(map(str, visible_maddrs))}")
+    if scope == 2:
+        logger.info("Peers outside this network need a public address: see --tunnel and --announce_tunnel")
+
+
+def count_connections(dht: DHT, peers: Collection[str], timeout: float = 3.0) -> tuple[int, int] | None:
+    """Return how many peers are connected directly, and how many only through a relay; None if that is not known.
+
+    :param peers: peer IDs in base58. Peers of other runs and, with --use_ipfs, strangers are connected, too
+    """
+    try:
+        addresses = dht.run_coroutine(_list_addresses, return_future=True).result(timeout=timeout)
+    except Exception as error:
+        logger.debug(f"Could not list the connections: {error!r}")
+        return None
+    # libp2p's daemon gives a relayed connection this address at both ends:
+    # /ip4/…/tcp/…/p2p/RELAY/p2p-circuit/p2p/PEER. libp2p prefers a direct one.
+    connected = {address.rpartition("/")[2] for address in addresses} & set(peers)
+    direct = {address.rpartition("/")[2] for address in addresses if "/p2p-circuit" not in address} & connected
+    return len(direct), len(connected - direct)
+
+
+async def _list_addresses(_dht: DHT, node: DHTNode) -> list[str]:
+    """Return the address of each connection, which ends in the peer ID. Runs in the DHT process."""
+    return [f"{maddr}/p2p/{peer.peer_id}" for peer in await node.p2p.list_peers() for maddr in peer.addrs]

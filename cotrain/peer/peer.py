@@ -1,0 +1,150 @@
+"""Start of a DHT peer: identity, validators, and connection to the other peers."""
+
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hivemind.dht import DHT
+from hivemind.p2p import P2PDaemonError
+from hivemind.utils import MPFuture, get_logger
+from hivemind.utils.crypto import RSAPrivateKey
+
+from cotrain.admission.admission import InvitedDHT, load_admission
+from cotrain.admission.invitations import load_identity, write_private_key
+from cotrain.arguments import BaseTrainingArguments
+from cotrain.averaging.patches import apply_patches
+from cotrain.common.errors import TemporaryError, UserError
+from cotrain.common.processes import keep_memory_shared, start_shared_memory_manager
+from cotrain.dht.node import SafeDHT, use_own_socket_folder
+from cotrain.dht.run_records import make_validators
+from cotrain.peer.redial import set_run_clock
+from cotrain.peer.upload import serve_uploads
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Peer:
+    """A running DHT peer and its identity."""
+
+    dht: DHT
+    private_key: RSAPrivateKey
+    public_key: bytes  # the subkey of its signed records
+
+
+def start_peer(
+    args: BaseTrainingArguments,
+    identity_path: Path,
+    client_mode: bool,
+    should_stop: threading.Event,
+    may_start_alone: bool = False,
+) -> Peer:
+    """Start a DHT peer and join the other peers, with retries for `args.bootstrap_timeout` seconds.
+
+    :param should_stop: ends the retries, with SystemExit
+    :param may_start_alone: start without the other peers if none of them answers in this time
+    :raises TemporaryError: if no initial peer can be reached
+    :raises UserError: if an address cannot be listened on
+    """
+    apply_patches()
+    start_shared_memory_manager()
+    keep_memory_shared()
+    use_own_socket_folder()
+    build_dht = SafeDHT
+    has_new_identity = args.invitation is None and not identity_path.exists()
+    if args.invitation is not None:
+        revocations = None if args.revocations is None else Path(args.revocations)
+        admission = load_admission(Path(args.invitation), revocations, identity_path.parent)
+        identity_path = identity_path.with_name("invited.key")
+        write_private_key(admission.invitation.private_key, identity_path)
+        build_dht = partial(InvitedDHT, admission=admission)
+    private_key = load_identity(identity_path)
+    validators, public_key = make_validators(args.run_id, private_key)
+    if args.initial_peers:
+        logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
+    deadline = time.monotonic() + args.bootstrap_timeout
+    has_warned, initial_peers = False, args.initial_peers
+    while True:
+        dht = build_dht(
+            initial_peers=initial_peers,
+            host_maddrs=args.host_maddrs,
+            announce_maddrs=args.announce_maddrs or None,
+            use_ipfs=args.use_ipfs,
+            use_relay=args.use_relay,
+            use_auto_relay=args.use_auto_relay,
+            trusted_relays=args.trusted_relays or None,
+            identity_path=str(identity_path),
+            check_if_identity_free=not has_new_identity,  # which takes a second and another p2pd
+            client_mode=client_mode,
+            record_validators=validators,
+            startup_timeout=args.bootstrap_timeout,
+            shutdown_timeout=5,
+            start=True,
+            await_ready=False,
+        )
+        try:
+            _wait_until_ready(dht, deadline, should_stop)
+            set_run_clock(dht, initial_peers)
+            if not client_mode:
+                serve_uploads(dht)
+            return Peer(dht, private_key, public_key)
+        except Exception as error:
+            _end(dht)
+            if should_stop.is_set():
+                raise SystemExit(0) from None
+            fault = _explain(error, args)
+            is_over = time.monotonic() + 3 > deadline
+            if not isinstance(fault, TemporaryError) or (is_over and not (initial_peers and may_start_alone)):
+                raise fault from None
+            if is_over:
+                logger.warning(f"{fault}. Starting without them, and dialing them again periodically")
+                initial_peers, deadline = [], time.monotonic() + args.bootstrap_timeout
+                continue
+            if not has_warned:
+                logger.warning(f"{fault}. Trying for {args.bootstrap_timeout:.0f} seconds")
+                has_warned = True
+            should_stop.wait(3)
+
+
+def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:
+    """Wait for the DHT process; raise TimeoutError at the deadline or if `should_stop` is set."""
+    while True:
+        try:
+            return dht.wait_until_ready(timeout=0.5)
+        except TimeoutError:
+            if should_stop.is_set() or time.monotonic() > deadline:
+                raise
+            if not dht.is_alive():
+                raise RuntimeError("the DHT process ended before it was ready") from None
+
+
+def _end(dht: DHT) -> None:
+    """End a DHT process that did not become ready, so that another one can start."""
+    dht.join(2)  # after an error the process ends without a kill
+    if dht.is_alive():
+        dht.kill()
+        dht.join(5)
+        # The dead process may still hold hivemind's global MPFuture lock; without a reset the next DHT deadlocks.
+        MPFuture.reset_backend()
+
+
+def _explain(error: Exception, args: BaseTrainingArguments) -> UserError:
+    """Return the error of a failed start: a TemporaryError if a retry may succeed."""
+    text = " ".join(str(error).split())
+    if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
+        return UserError(
+            f"cannot listen on --host_maddrs {' '.join(args.host_maddrs)}: port in use or not this machine's address"
+        )
+    if "already taken" in text:
+        return TemporaryError(text)
+    if isinstance(error, P2PDaemonError) and "bootstrap" not in text:
+        return UserError(f"the p2p daemon did not start: {text}")
+    if not args.initial_peers:
+        return TemporaryError(f"no peer was ready after --bootstrap_timeout {args.bootstrap_timeout:.0f}; raise it")
+    return TemporaryError(
+        f"none of --initial_peers answers: {' '.join(args.initial_peers)}. Check that they run, that the address and "
+        f"peer ID are the ones they print now, that no firewall is in between, and that you pass the --invitation of "
+        f"the run if it needs one"
+    )

@@ -1,0 +1,273 @@
+"""The settings of a run, stated once by the organiser and adopted by all peers.
+
+The monitor signs what its flags or its --run_config file state, and publishes it in the DHT under a key that names no
+run. Every trainer publishes the signed text again, so that the run does not need its organiser. A newcomer reads all
+of these texts. It trusts a configuration signed by one of its --initial_peers; otherwise one that an initial peer
+relays. Settings are data: they become flags, which are parsed and checked like those of a command line.
+"""
+
+import ipaddress
+import json
+import shlex
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hivemind.dht import DHT
+from hivemind.p2p import PeerID
+from hivemind.utils import get_logger
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+
+from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments
+from cotrain.averaging.rounds import PROTOCOL
+from cotrain.common.argument_parser import CommandLine
+from cotrain.common.checks import check_maddr, check_web_address
+from cotrain.common.errors import TemporaryError, UserError
+from cotrain.common.flags import find_settings
+from cotrain.common.hosts import Address, find_addresses
+from cotrain.common.json_file import JsonFile, write_json
+from cotrain.common.logs import setup_logging
+from cotrain.common.processes import StopSignal
+from cotrain.dht.records import peer_id_of, signer_of
+from cotrain.dht.run_records import get_dictionary, store_record
+from cotrain.models.config import is_inline, is_published_name, to_published_model
+from cotrain.peer.addresses import peer_id_in
+from cotrain.peer.peer import Peer, start_peer
+
+logger = get_logger(__name__)
+
+KEY = "run_config"
+ORGANISER_FILE = "organiser.json"  # in the output folder: peer ID of the organiser whose settings were taken
+MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see ReadableValidator
+SETTINGS = find_settings(TRAINER_ARGUMENTS)
+OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
+
+Setting = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Settings that an organiser has signed. A model of None means pretrained weights in a folder of the organiser."""
+
+    settings: dict[str, Setting]
+    protocol: int  # of rounds and progress reports
+    organiser: PeerID  # the signer
+    publisher: PeerID
+    signed_at: float  # time.time
+    record: dict[str, object]
+
+    @classmethod
+    def sign(cls, stated: dict[str, object], private_key: RSAPrivateKey) -> "RunConfig":
+        """Sign the settings of a run; other flags in `stated` are left out.
+
+        :raises UserError: if they are too long, or the model's configuration cannot be read
+        """
+        settings = {name: stated[name] for name in sorted(SETTINGS & stated.keys())}
+        if (model := settings.get("model_name_or_path")) is not None:
+            is_folder = settings.get("from_pretrained", False) and not is_published_name(model)
+            settings["model_name_or_path"] = None if is_folder else to_published_model(model)
+        text = json.dumps({"protocol": PROTOCOL, "time": time.time(), "settings": settings}, separators=(",", ":"))
+        if len(text) > MAX_CHARACTERS:
+            raise UserError(f"the settings of the run have {len(text)} characters, the limit is {MAX_CHARACTERS}")
+        public_key = private_key.get_public_key()
+        record = {"text": text, "public_key": public_key.to_bytes(), "signature": private_key.sign(text.encode())}
+        return cls.parse(record, publisher=peer_id_of(public_key))
+
+    @classmethod
+    def parse(cls, record: object, publisher: PeerID) -> "RunConfig":
+        """Check the signature, size, names and types of a record; raise ValueError if something is wrong."""
+        try:
+            text, key, signature = record["text"], record["public_key"], record["signature"]
+            public_key = RSAPublicKey.from_bytes(key)
+            if len(text) > MAX_CHARACTERS or len(key) > 1024 or len(signature) > 1024:
+                raise ValueError("too long")
+            if not public_key.verify(text.encode(), signature):
+                raise ValueError("the signature is wrong")
+            content = json.loads(text)
+            settings, protocol = dict(content["settings"]), content["protocol"]
+            wrong = [name for name, value in settings.items() if name not in SETTINGS or not _is_plain(value)]
+            if wrong or "run_id" not in settings or type(protocol) is not int:
+                raise ValueError(f"wrong or missing settings: {wrong}")
+            return cls(settings, protocol, peer_id_of(public_key), publisher, float(content["time"]), dict(record))
+        except Exception as error:
+            raise ValueError(f"not a run configuration: {error!r:.100}") from None
+
+
+def check_safe(settings: Mapping[str, Setting], initial_peers: Iterable[str]) -> None:
+    """Check what a stranger could misuse: the name of the model and the address of the data.
+
+    The data may be in this machine or in a private network only if one of the initial peers is there.
+
+    :raises UserError: if a value is not safe
+    """
+    model, url = settings.get("model_name_or_path"), settings.get("dataset_url")
+    if model is not None and not (is_inline(str(model)) or is_published_name(str(model))):
+        raise UserError(f"this run's --model_name_or_path '{model!s:.80}' is not a name: refused")
+    if url is None:
+        return
+    check_web_address("this run's --dataset_url", str(url))
+    peers = [check_maddr("--initial_peers", maddr) for maddr in initial_peers]
+    near = [ipaddress.ip_address(peer[name]) for peer in peers for name in ("ip4", "ip6") if name in peer]
+    for address in find_addresses(urlsplit(str(url)).hostname):
+        if not (address.is_global or _is_near(address, near)):
+            raise UserError(
+                f"this run's --dataset_url leads to {address}, which is not on the internet: refused; if you trust "
+                f"it, pass --dataset_url {url} yourself"
+            )
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value can stand on a command line."""
+    if isinstance(value, str):
+        return value.isprintable() and not value.startswith("-") and len(value) <= 1000
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _is_near(address: Address, peers: Iterable[Address]) -> bool:
+    """Whether one of some peers is in this machine, or in a private network as `address` is."""
+    if address.is_loopback:
+        return any(peer.is_loopback for peer in peers)
+    return address.is_private and not address.is_link_local and any(peer.is_private for peer in peers)
+
+
+def choose(
+    records: Mapping[bytes, object], trusted: Collection[PeerID], run_id: str | None = None
+) -> RunConfig | None:
+    """Return the configuration to believe.
+
+    :param records: subkey of the publisher -> record
+    :param trusted: the newest configuration signed by one of these peers is believed, otherwise the newest one that
+        one of them publishes
+    :param run_id: prefer configurations of this run
+    """
+    believed = []
+    for subkey, record in records.items():
+        try:
+            config = RunConfig.parse(record, signer_of(subkey))
+        except ValueError as error:
+            logger.debug(f"Ignoring a run configuration: {error}")
+            continue
+        if config.organiser in trusted or config.publisher in trusted:
+            believed.append(config)
+    return max(
+        believed,
+        key=lambda config: (config.settings["run_id"] == run_id, config.organiser in trusted, config.signed_at),
+        default=None,
+    )
+
+
+def _find(dht: DHT, initial_peers: Iterable[str], organiser: PeerID | None, run_id: str | None) -> RunConfig | None:
+    """Return the configuration in the DHT to believe, see `choose`."""
+    records = {subkey: record.value for subkey, record in get_dictionary(dht, KEY).items()}
+    return choose(records, {organiser, *map(peer_id_in, initial_peers)}, run_id)
+
+
+def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
+    """Return the arguments of a script, with the settings of the run that --initial_peers lead to, if there are any.
+
+    The organiser is remembered in the output folder: after a restart, other peers than the initial ones may relay the
+    settings.
+
+    :raises UserError: if a flag of the command line differs from the settings, or these are not safe
+    """
+    (peer_args,) = [args for args in command_line.arguments if isinstance(args, BaseTrainingArguments)]
+    if not peer_args.initial_peers:
+        return command_line.arguments
+    setup_logging(peer_args.debug)
+    path, organiser = _remembered_organiser(command_line.arguments)
+    config = _visit(peer_args, organiser, command_line.values.get("run_id"), stop)
+    if config is None and organiser is not None:
+        raise TemporaryError(f"no peer has the settings that organiser {organiser} stated; is a trainer running?")
+    if config is None:
+        logger.info("The initial peers publish no settings of a run: using the command line's settings")
+        return command_line.arguments
+    if config.protocol != PROTOCOL:
+        raise UserError(
+            f"the run has protocol {config.protocol}, this checkout {PROTOCOL}: use the organiser's version"
+        )
+    adopted = {name: value for name, value in config.settings.items() if name not in command_line.stated}
+    check_safe(adopted, peer_args.initial_peers)
+    if adopted.get("model_name_or_path", "") is None:
+        raise UserError(
+            "this run starts from weights in a folder of the organiser: ask for it, and pass --model_name_or_path"
+        )
+    arguments = command_line.with_settings(adopted)
+    refuse_differences(config, arguments)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, config.organiser.to_base58())
+    vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
+    logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
+    return arguments
+
+
+def _remembered_organiser(arguments: Iterable[object]) -> tuple[Path, PeerID | None]:
+    """Return the file with the organiser whose settings a script took before, and its content."""
+    (path,) = [Path(args.output_dir, ORGANISER_FILE) for args in arguments if hasattr(args, "output_dir")]
+    return path, JsonFile(path).load(PeerID.from_base58)
+
+
+def _visit(
+    args: BaseTrainingArguments, organiser: PeerID | None, run_id: str | None, stop: StopSignal
+) -> RunConfig | None:
+    """Join the run for a moment, with a new identity, and return its configuration."""
+    with tempfile.TemporaryDirectory() as folder, stop.deferred():
+        visitor = replace(
+            args,
+            identity_path=None,
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            announce_maddrs=[],
+            announce_tunnel=None,
+            use_auto_relay=False,  # takes four seconds more
+            trusted_relays=[],
+        )
+        peer = start_peer(visitor, Path(folder) / "identity.key", True, stop.event)
+        try:
+            return _find(peer.dht, args.initial_peers, organiser, run_id)
+        finally:
+            peer.dht.shutdown()
+
+
+def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
+    """Raise UserError if a peer's argument differs from the settings of the run. None differs from no value."""
+    for name, value in config.settings.items():
+        for args in arguments:
+            own = getattr(args, name, None)
+            if own in (None, value) or value is None or name in OPTIONAL_SETTINGS:
+                continue
+            if name != "model_name_or_path" or to_published_model(own) != value:
+                raise UserError(
+                    f"--{name} is {own} here and {value} in run {config.settings['run_id']}: drop the flag, or pass "
+                    f"--{name} {shlex.quote(str(value))}"
+                )
+
+
+@dataclass
+class RunConfigRelay:
+    """Publishes a run's signed settings, so that newcomers find them at any peer."""
+
+    peer: Peer
+    config: RunConfig | None
+    lifetime: float  # seconds until a record expires without the next `publish`
+
+    @classmethod
+    def of_run(cls, peer: Peer, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":
+        """Return the relay of a trainer that has joined a run.
+
+        :raises TemporaryError: if the organiser has published other settings since they were adopted
+        """
+        _, organiser = _remembered_organiser(arguments)
+        config = _find(peer.dht, args.initial_peers, organiser, args.run_id) if args.initial_peers else None
+        try:
+            if config is not None:
+                refuse_differences(config, arguments)
+        except UserError as error:
+            raise TemporaryError(f"the settings of the run have changed, start again: {error}") from None
+        return cls(peer, config, args.statistics_expiration)
+
+    def publish(self) -> None:
+        """Publish the settings, if there are any. Does not wait for the result."""
+        if self.config is not None:
+            store_record(self.peer.dht, KEY, self.peer.public_key, self.config.record, self.lifetime)

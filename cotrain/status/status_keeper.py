@@ -1,0 +1,159 @@
+"""Keeps the status of a trainer, writes it to its output folder, and shows it."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from hivemind.p2p import PeerID
+from hivemind.utils import get_logger
+
+from cotrain.arguments import CollaborationArguments
+from cotrain.averaging.coordinator import Outcome
+from cotrain.averaging.optimizer import CollaborativeOptimizer
+from cotrain.common.json_file import write_json
+from cotrain.common.threads import PeriodicThread
+from cotrain.dht.metrics_schema import MAX_COUNT, MAX_ROUNDS
+from cotrain.peer.addresses import count_connections, peer_id_in
+from cotrain.status.console import StatusPanel
+from cotrain.status.loss_meter import LossMeter
+from cotrain.status.status import FILE_NAME, TrainerStatus, describe_progress
+
+logger = get_logger(__name__)
+
+WRITE_SECONDS, DRAW_SECONDS = 5.0, 1.0  # between two writes of the file, and two updates of the panel
+LOG_SECONDS = 30.0  # between two reads of the connections and, without a panel, two lines about the progress
+MAX_SECONDS_TO_STEP = 30 * 86400.0  # longer estimates are those of trainers without a known speed
+MAX_REASON = 100  # characters
+REASONS = {
+    Outcome.AVERAGED: "an update before it was missed, too: the gradient was too old",
+    Outcome.FAILED: "no group in time",
+    Outcome.MISSED: "the other trainers averaged without this one",
+}
+
+
+class StatusKeeper(PeriodicThread):
+    """Thread that writes the status, and shows it in a panel or logs the progress. The training thread only counts.
+
+    :param peer_id: in base58
+    :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        optimizer: CollaborativeOptimizer,
+        args: CollaborationArguments,
+        name: str,
+        peer_id: str,
+        loss_meter: LossMeter,
+        should_stop: Callable[[], bool] = bool,
+        panel: StatusPanel | None = None,
+    ):
+        super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
+        self.path, self.optimizer, self.args, self.peer_id = folder / FILE_NAME, optimizer, args, peer_id
+        self.loss_meter, self.should_stop, self.panel = loss_meter, should_stop, panel
+        end_time = None if args.ends_at is None else args.end_time
+        self._status = TrainerStatus(name, args.run_id, optimizer.target_batch_size, args.page, end_time)
+        self._begun_at = 0  # step after which each one is joined or missed
+        self._computed = 0
+        self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
+        self._write_at, self._log_at = float("-inf"), time.monotonic() + LOG_SECONDS  # time.monotonic
+
+    def start(self) -> None:
+        self.write()  # the status of an earlier trainer in this folder is over
+        super().start()
+
+    def begin_at(self, step: int) -> None:
+        """Count the global steps after this one, which the peer has downloaded or gone back to."""
+        self._begun_at = step - self._status.joined
+
+    def record_round(self, entry: dict) -> None:
+        """Count the round of a global step: an entry of the round log."""
+        outcome, samples = Outcome(entry["outcome"]), entry["samples"]
+        own_weight = entry["weights"].get(self.peer_id, samples)
+        if outcome == Outcome.ALONE or (outcome == Outcome.AVERAGED and own_weight >= 1):
+            self._status.joined += 1
+            self._status.applied += samples
+        elif outcome != Outcome.STOPPED:
+            error = " ".join(entry["error"].split())[:MAX_REASON] if outcome == Outcome.FAILED else ""
+            self._status.last_miss = entry["step"], error or REASONS[outcome]
+
+    def record_catch_up(self, step: int) -> None:
+        """Record a global step that this peer has downloaded. It may have an entry in the round log, too."""
+        if self._status.last_miss is None or step > self._status.last_miss[0]:
+            self._status.last_miss = step, "this trainer was too far behind"
+
+    def record_local_step(self) -> bool:
+        """Count a local step unless its gradient was dropped or GradScaler skipped it; return whether it counts."""
+        counts = self.optimizer.num_computed != self._computed
+        if counts:
+            self._computed, self._status.worked_at = self.optimizer.num_computed, time.time()
+        return counts
+
+    def record_loss(self, loss: float) -> None:
+        self._status.loss = loss
+        if self._status.first_loss is None:
+            self._status.first_loss = loss
+
+    def record_samples(self) -> tuple[int, int]:
+        """Add the samples of a global step, and return those computed and applied for the newest MAX_ROUNDS steps."""
+        status = self.update()
+        self._totals.append((status.computed, status.applied))
+        computed, applied = (newest - first for newest, first in zip(self._totals[-1], self._totals[0], strict=True))
+        computed = min(max(0, computed), MAX_COUNT)
+        return computed, min(max(0, applied), computed)  # the two are not counted at the same moment
+
+    def work(self) -> None:
+        now = time.monotonic()
+        if now >= self._log_at:
+            known = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
+            known |= {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
+            self._log_at, self._status.connections = now + LOG_SECONDS, count_connections(self.optimizer.dht, known)
+            if self.panel is None and not self.should_stop():
+                logger.info(describe_progress(self.update(), self.loss_meter.mean()))
+        if self.panel is not None and self.should_stop():
+            self.panel.close()
+            self.panel = None
+            logger.info("Stopping. A second Ctrl-C ends the trainer at once")
+        elif self.panel is not None:
+            try:
+                self.panel.show(self.update())
+            except OSError:  # the terminal is gone
+                self.panel = None
+        if now >= self._write_at:
+            self._write_at = now + WRITE_SECONDS
+            self.write()
+
+    def write(self) -> None:
+        with contextlib.suppress(OSError):  # on a full disk the file grows old, which `--status` says
+            write_json(self.path, asdict(self.update()))
+
+    def update(self) -> TrainerStatus:
+        """Return the status after an update from the tracker. It takes some ten microseconds for each peer."""
+        status, tracker = self._status, self.optimizer.tracker
+        own, others = tracker.local_progress, tracker.alive(tracker.other_trainers)
+        in_round = own.contributed if own.epoch > own.completed else 0
+        rate, seconds = own.samples_per_second, tracker.seconds_to_step
+        status.time = time.time()
+        status.step, status.next_step = own.completed, own.epoch + 1
+        status.seconds_to_next = seconds if seconds < MAX_SECONDS_TO_STEP else None
+        status.own_samples = own.samples_accumulated
+        status.all_samples = tracker.global_progress.samples_accumulated
+        status.computed = max(0, self._computed - own.samples_accumulated - in_round)
+        status.missed = max(0, own.completed - self._begun_at - status.joined)
+        status.num_trainers, status.samples_per_second = 1 + len(others), rate
+        status.rank = 1 + sum(peer.samples_per_second > rate for peer in others) if rate else None
+        return status
+
+    def close(self) -> None:
+        """End the thread and write that the trainer has ended."""
+        self.stop()
+        if self.ident is not None:
+            self.join()
+            if self.panel is not None:
+                self.panel.close()
+            self._status.ended_at = time.time()
+            self.write()

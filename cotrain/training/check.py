@@ -1,0 +1,268 @@
+"""`run_trainer.py --check`: try everything that a trainer needs, once, without training."""
+
+import os
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+from hivemind.dht import DHT
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import PeerID
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+
+from cotrain.arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
+from cotrain.averaging.progress import parse_progress
+from cotrain.common.argument_parser import CommandLine
+from cotrain.common.diagnosis import diagnose
+from cotrain.common.errors import UserError, describe
+from cotrain.common.processes import StopSignal
+from cotrain.dht.run_records import get_dictionary
+from cotrain.peer.addresses import find_tcp_endpoint, peer_id_in
+from cotrain.peer.lifecycle import open_peer
+from cotrain.peer.peer import Peer
+from cotrain.peer.run_config import adopt_run_config
+from cotrain.peer.upload import UploadError, measure_upload
+from cotrain.training.hf_trainer import autocast_dtype
+from cotrain.training.optimizer import open_observer
+from cotrain.training.task import Task, load_task
+
+REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
+MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver
+MIN_OPEN_FILES = 4096
+DIAL_TIMEOUT = 5.0
+DEVICE_SECONDS = 5.0  # for which micro-batches are computed
+# Copies of the parameters in a trainer's processes: model, gradients, offloaded parameters, two moments of the
+# optimizer, what the averager sends and receives, and a download. The rest is what a trainer of a tiny model takes.
+COPIES, SHARED_COPIES, BASE_BYTES = 12, 6, 0.7e9
+# The same on a GPU, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
+# the moments of the inner optimizer, and copies while a round begins or ends
+GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
+# Time of a round, fitted by benchmarks/home_lines.py to ALBERT-large (17.85 M parameters), 2 and 4 peers, 5 to
+# 20 Mbit/s and no latency. Residuals: at most 7 % for 22 of 24 points, 9 and 12 % for two.
+FIXED_SECONDS = 0.2  # of a round, whatever the connection. The search for the group begins before the step is due
+SLOWDOWN = 1.22  # seconds of a round / seconds for its tensors at full rate. Plain TCP has 1.14 in both directions
+# Bits of a number, by compression
+BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "blockwise8": 8.06, "blockwise4": 4.25}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of a check, with advice if something is wrong."""
+
+    subject: str
+    text: str
+    advice: str = ""
+
+    @property
+    def line(self) -> str:
+        mark = "FAILED" if self.advice else "ok"
+        return f"{mark:<7} {self.subject}: {self.text}" + (f". {self.advice}" if self.advice else "")
+
+
+def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
+    """Do what a trainer does until its first local step, print what was found, and return the exit code."""
+    findings = []
+    for finding in check_all(command_line, stop):
+        findings.append(finding)
+        print(finding.line, flush=True)
+    faults = sum(bool(finding.advice) for finding in findings)
+    print(f"{faults} of {len(findings)} checks failed" if faults else "All checks passed: this peer can train")
+    return 1 if faults else 0
+
+
+def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
+    """Yield each finding as soon as it is there."""
+    initial_peers = TrainerArguments(*command_line.arguments).collaboration.initial_peers
+    yield check_versions(REQUIREMENTS.read_text())
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
+    try:
+        args = TrainerArguments(*adopt_run_config(command_line, stop))
+        peer_args = args.collaboration
+        task = load_task(args)
+        size = task.model.num_parameters()
+        text = f"{len(task.dataset):,} samples; model of {size / 1e6:,.1f} million parameters"
+        yield Finding("data and model", text)
+        yield from check_memories(size, task.device, args.training.local_updates)
+        with open_peer(peer_args, Path(args.training.output_dir), peer_args.client_mode, stop) as peer:
+            yield Finding("joining", f"this peer is in run {peer_args.run_id}")
+            for peer_id in map(peer_id_in, initial_peers):
+                yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
+            yield attempt("device", partial(measure_device, task, args.training))
+            yield attempt("state", partial(measure_download, task.model, peer, args))
+            yield check_upload(peer.dht, task.model.num_parameters(only_trainable=True), peer_args)
+    except UserError as error:
+        yield explain("joining", error)
+
+
+def attempt(subject: str, check: Callable[[], str]) -> Finding:
+    """Return the text that a check returns, or the error that it raises."""
+    try:
+        return Finding(subject, check())
+    except Exception as error:
+        return explain(subject, error)
+
+
+def explain(subject: str, error: Exception) -> Finding:
+    """Return an error, and what to do about it."""
+    row = diagnose(text := describe(error))
+    return Finding(subject, text, "See the message" if row is None else f"{row.action[0].upper()}{row.action[1:]}")
+
+
+# On this machine
+
+
+def check_versions(requirements: str) -> Finding:
+    """Compare the installed packages with the pinned ones, in the text of requirements.txt."""
+    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", requirements, re.MULTILINE))
+    found = {name: find_version(name) for name in pinned}
+    wrong = [name for name in pinned if found[name] != pinned[name]]
+    text = ", ".join(f"{name} {found[name]} instead of {pinned[name]}" for name in wrong)
+    is_fault = any(name == MUST_BE_EQUAL or found[name] is None for name in wrong)
+    advice = "Run pip install -r requirements.txt" if is_fault else ""
+    return Finding("versions", text or "those of requirements.txt", advice)
+
+
+def find_version(package: str) -> str | None:
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def check_open_files(limit: int) -> Finding:
+    is_enough = limit >= MIN_OPEN_FILES or limit == resource.RLIM_INFINITY
+    return Finding("open files", f"at most {limit}", "" if is_enough else f"Run ulimit -n {MIN_OPEN_FILES} first")
+
+
+def check_memories(num_parameters: int, device: torch.device, local_updates: bool) -> Iterator[Finding]:
+    """Yield what memory is free and needed: of the GPU if there is one, of the machine, and shared memory."""
+    on_gpu, bytes_per_copy = device.type == "cuda", 4.0 * num_parameters
+    memory = psutil.virtual_memory().available
+    needed = BASE_BYTES + (COPIES - 2 * on_gpu) * bytes_per_copy  # model and gradients are on the GPU
+    rows = [("memory", memory, needed, "End other programs, or choose a machine with more memory")]
+    if on_gpu:
+        needed = (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) * bytes_per_copy
+        advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
+        rows.append(("GPU memory", torch.cuda.mem_get_info(device)[0], needed, advice))
+    if os.path.isdir("/dev/shm"):
+        free = psutil.disk_usage("/dev/shm").free
+        rows.append(("/dev/shm", free, SHARED_COPIES * bytes_per_copy, "Enlarge it, in Docker with --shm-size"))
+    for subject, free, needed, advice in rows:
+        text = f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
+        yield Finding(subject, text, advice if free < needed else "")
+
+
+def measure_device(task: Task, args: LocalTrainingArguments) -> str:
+    """Compute micro-batches for some seconds, after one that is not counted, and return the speed."""
+    device, dtype, model = task.device, autocast_dtype(args), task.model.to(task.device).train()
+    size = args.per_device_train_batch_size
+    for number, batch in enumerate(DataLoader(task.dataset, size, shuffle=True, collate_fn=task.collator)):
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            loss = model(**batch).loss
+        loss.backward()
+        loss.item()  # waits for the GPU
+        if number == 0:
+            started = time.monotonic()
+        elif time.monotonic() > started + DEVICE_SECONDS:
+            break
+    seconds = (time.monotonic() - started) / max(1, number)
+    model.zero_grad()
+    model.cpu()
+    hint = "; raise --per_device_train_batch_size" if device.type == "cuda" and seconds < 0.2 else ""
+    return f"{device}: a micro-batch of {size} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
+
+
+# The other peers
+
+
+def check_address(maddr: str) -> Finding:
+    """Try to open a TCP connection to an address."""
+    try:
+        socket.create_connection(find_tcp_endpoint(maddr), timeout=DIAL_TIMEOUT).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return Finding(maddr, reason, "Ask for the current address; check that no firewall is in between")
+    return Finding(maddr, "the port answers")
+
+
+def check_peer(dht: DHT, peer_id: PeerID, client_mode: bool) -> str:
+    """Ask a peer whether it answers and can dial this peer."""
+    fault = dht.run_coroutine(partial(_ping, peer_id=peer_id), return_future=True).result(timeout=60.0)
+    if fault is not None:
+        raise UserError(fault)
+    return f"it answers, {'this peer dials only (--client_mode)' if client_mode else 'it can dial this peer'}"
+
+
+async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
+    """Return what is wrong with a peer, if anything. Runs in the DHT process."""
+    try:
+        found = await node.protocol.call_ping(peer_id, validate=True)
+    except Exception as error:
+        return str(error)
+    return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
+
+
+def measure_download(model: PreTrainedModel, peer: Peer, args: TrainerArguments) -> str:
+    """Download the state of the trainers, and return the speed."""
+    timeout = args.collaboration.load_state_timeout
+    with open_observer(model, peer, args.collaboration.run_id, args.training, timeout) as averager:
+        received, started = psutil.net_io_counters().bytes_recv, time.monotonic()
+        found = averager.download_state()
+        seconds, received = time.monotonic() - started, psutil.net_io_counters().bytes_recv - received
+    if found is None:
+        return "no peer offers a trained state: this would be the first trainer"
+    _, metadata, _ = found
+    speed = f"{8e-6 * received / seconds:,.0f} Mbit/s"
+    return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed})"
+
+
+def check_upload(dht: DHT, num_parameters: int, args: CollaborationArguments) -> Finding:
+    """Measure the upload to the first initial peer that takes part, and how long a round takes at this speed."""
+    try:
+        speed, name = measure_upload(dht, args.initial_peers)
+    except UploadError as error:
+        return Finding("upload", f"not measured, {error}")
+    bits = BITS[args.gradient_compression] + BITS[args.state_compression]
+    trainers = max(2, min(1 + count_trainers(dht, args.run_id), args.target_group_size))
+    # A trainer in client mode sends each tensor once, as one of two does.
+    seconds = max(1.0, round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, speed))
+    text = f"{speed:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers with the parameters takes "
+    text += f"about {seconds:.0f} s"
+    if seconds <= args.averaging_timeout:
+        return Finding("upload", text)
+    advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
+    return Finding("upload", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)
+
+
+def count_trainers(dht: DHT, run_id: str) -> int:
+    """Return the number of trainers that report their progress in a run."""
+    number = 0
+    for subkey, heartbeat in get_dictionary(dht, f"{run_id}_training_progress").items():
+        with suppress(ValueError):
+            number += not parse_progress(subkey, heartbeat.value).auxiliary
+    return number
+
+
+def round_seconds(elements: int, peers: int, bits: float, upload: float) -> float:
+    """Return the seconds from a due global step to the averages.
+
+    In butterfly all-reduce each of N equal peers reduces one part of the tensors: it sends every other part to the
+    peer that reduces that part, and the average of its part to all other peers: 2 (N-1)/N copies of the tensors.
+
+    :param elements: parameters of the model
+    :param bits: bits for each element: those of its gradient, and in rounds with parameters those of the parameter
+    :param upload: Mbit/s of the slowest peer
+    """
+    return FIXED_SECONDS + SLOWDOWN * 2 * (peers - 1) / peers * elements * bits * 1e-6 / upload

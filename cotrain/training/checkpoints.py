@@ -1,0 +1,149 @@
+"""Checkpoints and backups of the training state on disk, written atomically.
+
+A checkpoint is a folder `checkpoint-STEP` that `from_pretrained` opens (config, model.safetensors, tokenizer). It also
+holds the training state as peers exchange it (parameters and optimizer statistics), in a file that
+`torch.load(weights_only=True)` opens. Readers never see an incomplete checkpoint. A failed write leaves the previous
+checkpoint unchanged.
+"""
+
+import json
+import re
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hivemind.utils import get_logger
+
+from cotrain.averaging.state import StateLoadError, TrainingStateAverager
+from cotrain.common.atomic_files import new_file, new_folder
+from cotrain.common.errors import first_line
+
+logger = get_logger(__name__)
+
+STATE_FILE = "training_state.pt"
+_FORMAT = 1
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass
+class TrainingState:
+    """The training state that peers exchange.
+
+    :param metadata: `epoch` (the global step) and `optimizer_metadata` (plain numbers and indices into `tensors`)
+    :param tensors: the parameters in the order of the param groups, then the optimizer statistics
+    """
+
+    run_id: str
+    metadata: dict
+    tensors: list[torch.Tensor]
+
+    @property
+    def step(self) -> int:
+        return self.metadata["epoch"]
+
+
+def save_training_state(path: Path, state: TrainingState) -> None:
+    content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata, "tensors": state.tensors}
+    with new_file(path) as temporary:
+        torch.save(content, temporary)
+
+
+def load_training_state(path: Path, run_id: str) -> TrainingState:
+    """Load a training state to the CPU.
+
+    :raises ValueError: if the file is truncated, no training state, or of another run; the message says which
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {first_line(error)})") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"{path} is not a training state of this version")
+    if content.get("run_id") != run_id:
+        raise ValueError(f"{path} belongs to the run '{content.get('run_id')}', not to '{run_id}'")
+    return TrainingState(run_id, content["metadata"], content["tensors"])
+
+
+def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: dict) -> Path:
+    """Write `checkpoint-STEP` into a folder: model, tokenizer, training state, and `info` as collaboration.json.
+
+    :raises OSError: if it cannot be written, such as on a full disk
+    """
+    path = folder / f"checkpoint-{state.step}"
+    with new_folder(path, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        save_training_state(temporary / STATE_FILE, state)
+        description = {"run_id": state.run_id, "step": state.step, **info}
+        (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n")
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in a folder, highest step first, by name: modification times are not reliable."""
+    steps = {
+        path: int(match[1])
+        for path in folder.glob("checkpoint-*")
+        if path.is_dir() and (match := _CHECKPOINT_NAME.fullmatch(path.name))
+    }
+    return sorted(steps, key=steps.get, reverse=True)
+
+
+def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> TrainingState | None:
+    """Restore and return the newest checkpoint that is readable and fits the model; warn of each newer one."""
+    for path in list_checkpoints(folder):
+        try:
+            state = load_training_state(path / STATE_FILE, run_id)
+            averager.restore(state.metadata, state.tensors)
+            return state
+        except (ValueError, StateLoadError) as error:
+            logger.warning(f"Skipping {path}: {error}")
+    return None
+
+
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    # Earlier versions of run_trainer.py numbered checkpoints by local step: they would be the newest for ever.
+    complete = [path for path in list_checkpoints(folder) if (path / STATE_FILE).is_file()]
+    for path in complete[keep:]:
+        # Renamed first: a partly removed folder must not look like a checkpoint.
+        hidden = path.with_name(f".{path.name}.removed")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+class BackupWriter:
+    """Saves a trainer's newest finite training state in a background thread, for a rollback after NaN or Inf."""
+
+    def __init__(self, path: Path, run_id: str):
+        self.path, self.run_id = path, run_id
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="BackupWriter")
+        self._pending: Future | None = None
+
+    def write(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
+        """Save a TrainingState in the background; skip it while the previous backup is still being written."""
+        if self._pending is None or self._pending.done():
+            self._pending = self._executor.submit(self._write, TrainingState(self.run_id, metadata, tensors))
+
+    def _write(self, state: TrainingState) -> None:
+        try:
+            save_training_state(self.path, state)
+        except Exception as error:
+            logger.error(f"Could not write the backup {self.path} ({error}); keeping the previous one")
+
+    def read(self) -> TrainingState | None:
+        """Load the newest backup of this run, if there is one, after a pending write has ended."""
+        if self._pending is not None:
+            self._pending.result()
+        if not self.path.exists():
+            return None
+        try:
+            return load_training_state(self.path, self.run_id)
+        except ValueError as error:
+            logger.warning(f"Skipping the backup: {error}")
+            return None
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True)

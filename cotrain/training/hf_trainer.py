@@ -1,0 +1,177 @@
+"""transformers' Trainer for a collaboration, with the workarounds that it needs."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from datasets import Dataset
+from hivemind.utils import get_logger
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from cotrain.arguments import LocalTrainingArguments
+from cotrain.averaging.optimizer import CollaborativeOptimizer
+from cotrain.common.errors import UserError
+from cotrain.models.model import derive_seed
+from cotrain.status.loss_meter import LossMeter
+
+logger = get_logger(__name__)
+
+# Number of local steps: a peer computes gradients until it is stopped or the collaboration ends.
+_ENDLESS = 2**31 - 1
+
+
+class PeerSampler(Sampler):
+    """Samples in a random order that differs between peers.
+
+    The order of a pass depends on the peer ID, the seed, the global step at which the pass begins, and the number of
+    the pass.
+
+    :param length: number of samples in the data
+    :param optimizer: its `local_epoch` is the global step
+    :param batch_size_per_step: samples of a local step. The length of a pass is a multiple of it: a pass omits the
+        last samples of its order or, if the data has fewer samples, repeats some. The Trainer would make a local step
+        of the remainder at the end of a pass, which hivemind's optimizer would count as a full one.
+    """
+
+    def __init__(
+        self, length: int, peer_id: str, seed: int, optimizer: CollaborativeOptimizer, batch_size_per_step: int = 1
+    ):
+        self.length, self.peer_id, self.seed, self.optimizer = length, peer_id, seed, optimizer
+        self.pass_length = max(1, length // batch_size_per_step) * batch_size_per_step
+        self.num_passes = 0
+
+    def __len__(self) -> int:
+        return self.pass_length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator()
+        generator.manual_seed(derive_seed(self.peer_id, self.seed, self.optimizer.local_epoch, self.num_passes))
+        self.num_passes += 1
+        num_permutations = math.ceil(self.pass_length / self.length)
+        permutations = [torch.randperm(self.length, generator=generator) for _ in range(num_permutations)]
+        yield from torch.cat(permutations)[: self.pass_length].tolist()
+
+
+class NoOpScheduler(LRScheduler):
+    """Placeholder for the scheduler that the Trainer requires; it changes no learning rate.
+
+    The real scheduler is inside hivemind's optimizer and counts global steps.
+    """
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        self._last_lr = self.get_lr()
+
+
+class AutocastDataParallel(torch.nn.DataParallel):
+    """DataParallel whose replicas compute under autocast.
+
+    transformers 5.23 enables autocast only for models that it does not wrap in DataParallel. Autocast around the call
+    of DataParallel has another effect: each replica runs in a thread, with the default dtype of autocast, which is
+    float16 on GPUs (torch/nn/parallel/parallel_apply.py).
+    """
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype):
+        super().__init__(module)
+        self.dtype = dtype
+        self.device_type = next(module.parameters()).device.type
+
+    def parallel_apply(self, replicas: Sequence[torch.nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        return super().parallel_apply([partial(self._apply_one, replica) for replica in replicas], inputs, kwargs)
+
+    def _apply_one(self, replica: torch.nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, dtype=self.dtype):
+            return replica(*inputs, **kwargs)
+
+
+class CollaborativeTrainer(Trainer):
+    """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order."""
+
+    def __init__(self, *args, sampler: PeerSampler, loss_meter: LossMeter, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sampler, self.loss_meter = sampler, loss_meter
+        self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
+        return self.sampler
+
+    def _wrap_model(self, model: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
+        wrapped = super()._wrap_model(model, *args, **kwargs)
+        dtype = torch.float16 if self.args.fp16 else torch.bfloat16 if self.args.bf16 else None
+        is_wrapped_now = wrapped is not model  # in DataParallel: the scripts use no other wrapper
+        return AutocastDataParallel(model, dtype) if is_wrapped_now and dtype is not None else wrapped
+
+    def compute_loss(self, model, inputs, return_outputs: bool = False, **kwargs):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        self.loss_meter.add(loss)
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_grad_norm(self, model, grad_norm: float | None = None) -> float | None:
+        """Return the norm that was computed for another purpose. The Trainer would compute it for the log alone."""
+        return grad_norm
+
+
+def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
+    """Return the device to compute on and the number of devices: all GPUs of this machine, or its CPU.
+
+    :raises UserError: if the device does not support the requested precision
+    """
+    autocast_dtype(args)
+    num_gpus = 0 if args.use_cpu else torch.cuda.device_count()
+    return torch.device("cuda:0" if num_gpus else "cpu"), max(1, num_gpus)
+
+
+def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
+    """Return the dtype of mixed precision: the requested one, or on a GPU bf16 if supported and fp16 if not; or None.
+
+    :raises UserError: if the device does not support the requested precision
+    """
+    has_gpu = torch.cuda.is_available() and not args.use_cpu
+    if args.fp16 and not has_gpu:
+        raise UserError(
+            "--fp16 needs a GPU, and none is in use; drop the flag (transformers would silently ignore it)"
+        )
+    has_bf16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if args.bf16 and has_gpu and not has_bf16:
+        raise UserError(
+            f"--bf16: {torch.cuda.get_device_name()} does not support bfloat16; pass --fp16 or no precision flag"
+        )
+    if args.fp32 or not (has_gpu or args.bf16):
+        return None
+    return torch.bfloat16 if args.bf16 or (has_bf16 and not args.fp16) else torch.float16
+
+
+def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> TrainingArguments:
+    """Build transformers' arguments, without schedule, optimizer and clipping: they belong to the global step."""
+    device, _ = choose_devices(args)
+    dtype = autocast_dtype(args)
+    return TrainingArguments(
+        output_dir=args.output_dir,
+        per_device_train_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        max_steps=_ENDLESS,
+        max_grad_norm=0.0,  # clipped once per global step instead, see GradientAccumulator
+        learning_rate=args.learning_rate,
+        fp16=dtype == torch.float16,
+        bf16=dtype == torch.bfloat16,
+        use_cpu=device.type == "cpu",
+        dataloader_num_workers=args.dataloader_num_workers,
+        dataloader_pin_memory=device.type == "cuda",
+        dataloader_drop_last=True,  # each local step reports the same number of samples
+        remove_unused_columns=False,  # the collator needs special_tokens_mask
+        seed=derive_seed(peer_id, args.seed) % 2**32,  # of masks and dropout; numpy takes 32 bits
+        ignore_data_skip=True,  # PeerSampler begins a new order after a restart
+        logging_steps=args.logging_steps,
+        logging_first_step=args.logging_first_step,
+        logging_nan_inf_filter=False,  # the filter would hide a NaN or Inf loss
+        save_strategy="no",  # CollaborativeCallback saves the training state, as run_custom_trainer.py does
+        save_steps=args.save_steps,
+        disable_tqdm=True,
+        report_to="none",
+    )

@@ -1,0 +1,292 @@
+"""Builders of parameter groups, LAMB or AdamW, the learning-rate schedule, and hivemind's optimizer and averagers.
+
+Peers exchange the optimizer state by position, so all of them must use these builders.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from hivemind.compression import (
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    RoleAdaptiveCompression,
+    SizeAdaptiveCompression,
+)
+from torch_optimizer import Lamb
+from transformers import get_linear_schedule_with_warmup
+from transformers.trainer_pt_utils import get_parameter_names
+
+from cotrain.arguments import (
+    CollaborationArguments,
+    HyperparameterArguments,
+    OptimizerArguments,
+    TrainerArguments,
+)
+from cotrain.averaging.compression import COMPRESSIONS
+from cotrain.averaging.local_updates import LocalUpdatesOptimizer
+from cotrain.averaging.optimizer import CollaborativeOptimizer
+from cotrain.averaging.progress import ProgressTracker
+from cotrain.averaging.rounds import RoundAverager
+from cotrain.averaging.state import TrainingStateAverager
+from cotrain.common.errors import UserError
+from cotrain.peer.lifecycle import supervise
+from cotrain.peer.peer import Peer
+from cotrain.peer.upload import MAX_BANDWIDTH, measure_bandwidth
+
+# Bound on the distance between an element of two peers' parameters, in learning rates. LAMB and AdamW move an element
+# by about three learning rates in their first steps.
+PARAMETER_STEPS = 10.0
+# The same with local updates: two peers may differ by the local steps of a round. Some hundred at most.
+LOCAL_PARAMETER_STEPS = 3000.0
+# Bound on the weight of a peer in a round, in target batches
+MAX_TARGET_BATCHES = 4.0
+
+# Norm layers by class and by name: the usual pattern "LayerNorm.weight" misses ALBERT's `full_layer_layer_norm`.
+_NO_DECAY_CLASSES = [torch.nn.LayerNorm]
+_NO_DECAY_NAMES = [r"(^|\.)bias$", r"layer_?norm", r"(^|[._])norm($|\.)"]
+
+
+class PortableSteps:
+    """Mixin for an optimizer of torch: the step count as a Python integer in the state dict.
+
+    torch keeps the count in a float32 tensor, which hivemind compresses like any other tensor of the state: in float16
+    counts above 2048 are rounded and counts above 65519 become infinite. torch's `load_state_dict` accepts integers.
+    """
+
+    def state_dict(self) -> dict:
+        state_dict = super().state_dict()
+        for index, statistics in state_dict["state"].items():
+            state_dict["state"][index] = {**statistics, "step": int(statistics["step"])}
+        return state_dict
+
+
+class PortableAdamW(PortableSteps, torch.optim.AdamW):
+    """torch's AdamW for a run."""
+
+
+def build_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """Build two parameter groups: weights with weight decay, and biases and norms without."""
+    decayed = set(get_parameter_names(model, _NO_DECAY_CLASSES, _NO_DECAY_NAMES))
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for name, p in parameters if name in decayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
+    ]
+
+
+def build_local_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
+    """Build the local optimizer, with statistics of zero.
+
+    Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see
+    `PortableSteps`, and scalar statistics that are finite and not negative.
+
+    LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
+    torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
+    does not. Its updates had 0.32 of the paper's size at the first step and 0.15 at the tenth.
+    """
+    builders = {"lamb": partial(Lamb, clamp_value=args.clamp_value, debias=False), "adamw": PortableAdamW}
+    optimizer = builders[args.optimizer](
+        param_groups,
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+    )
+    initialize_optimizer_state(optimizer)
+    return optimizer
+
+
+def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer statistics without changing a weight. hivemind's own function takes a full step."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = learning_rate
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+        for name in optimizer.state[parameter]:
+            optimizer.state[parameter][name] *= 0  # `step`, and statistics with coupled weight decay
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
+    """Build the learning-rate schedule: linear warm-up and linear decay over global steps."""
+    return get_linear_schedule_with_warmup(
+        optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=args.total_steps
+    )
+
+
+def build_outer_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.SGD:
+    """Build the optimizer of the global steps with local updates: SGD with Nesterov momentum, as in DiLoCo."""
+    groups = [{"params": group["params"]} for group in param_groups]
+    optimizer = torch.optim.SGD(groups, lr=args.outer_learning_rate, momentum=args.outer_momentum, nesterov=True)
+    initialize_optimizer_state(optimizer)
+    return optimizer
+
+
+def _step_optimizer(args: HyperparameterArguments) -> dict:
+    """Return the builders of the optimizer of the global steps and of its schedule."""
+    if args.local_updates:
+        return {"optimizer": partial(build_outer_optimizer, args=args), "scheduler": None}
+    return {"optimizer": partial(build_local_optimizer, args=args), "scheduler": partial(build_scheduler, args=args)}
+
+
+def _round_options(hyperparameter_args: HyperparameterArguments, args: OptimizerArguments, bandwidth: float) -> dict:
+    """Return the options of RoundAverager. The bounds on contributions are the same at all peers of a run."""
+    local_updates = hyperparameter_args.local_updates
+    steps = LOCAL_PARAMETER_STEPS if local_updates else PARAMETER_STEPS
+    return {
+        "local_updates": local_updates,
+        "max_grad_norm": hyperparameter_args.max_update_norm if local_updates else hyperparameter_args.max_grad_norm,
+        "parameter_step": steps * hyperparameter_args.learning_rate,
+        "max_weight": MAX_TARGET_BATCHES * args.target_batch_size,
+        "gradient_compression": COMPRESSIONS[args.gradient_compression](),
+        "parameter_compression": COMPRESSIONS[args.state_compression](),
+        "average_parameters_every": args.average_state_every,
+        "target_group_size": args.target_group_size,
+        "bandwidth": bandwidth,
+        "min_matchmaking_time": args.matchmaking_time,
+        "allreduce_timeout": args.averaging_timeout,
+        # Seconds of silence after which a peer is excluded from a round. hivemind's default is `matchmaking_time`,
+        # which busy machines and slow connections exceed.
+        "next_chunk_timeout": max(args.matchmaking_time, args.averaging_timeout / 4),
+    }
+
+
+def build_optimizer(
+    model: torch.nn.Module, peer: Peer, batch_size_per_step: int, args: TrainerArguments
+) -> CollaborativeOptimizer:
+    """Build the collaborative optimizer around the local one and its schedule. Call this in the main thread.
+
+    :param model: the model, already on its device
+    :raises UserError: if the target batch size is below the samples of one local step
+    """
+    run_args, training_args = args.collaboration, args.training
+    target_batch_size = run_args.target_batch_size - run_args.batch_size_lead
+    if target_batch_size < batch_size_per_step:
+        raise UserError(
+            f"--target_batch_size {run_args.target_batch_size} (less --batch_size_lead) is below "
+            f"{batch_size_per_step}, the samples of one local step (--per_device_train_batch_size x devices x "
+            "--gradient_accumulation_steps)"
+        )
+    params = build_param_groups(model, training_args.weight_decay)
+    optimizer_class = CollaborativeOptimizer
+    if training_args.local_updates:
+        optimizer_class = partial(
+            LocalUpdatesOptimizer,
+            inner_params=params,
+            inner_optimizer=partial(build_local_optimizer, args=training_args),
+            inner_scheduler=partial(build_scheduler, args=training_args),
+            max_local_grad_norm=training_args.max_grad_norm,
+        )
+    return optimizer_class(
+        dht=peer.dht,
+        public_key=peer.public_key,
+        run_id=run_args.run_id,
+        target_batch_size=target_batch_size,
+        batch_size_per_step=batch_size_per_step,
+        params=params,
+        **_step_optimizer(training_args),
+        offload_optimizer=True,
+        delay_grad_averaging=run_args.delay_grad_averaging,
+        delay_optimizer_step=run_args.delay_optimizer_step,
+        client_mode=run_args.client_mode,
+        matchmaking_time=run_args.matchmaking_time,
+        averaging_timeout=run_args.averaging_timeout,
+        load_state_compression=build_state_compression(run_args.load_state_compression),
+        performance_ema_alpha=args.tracker.performance_ema_alpha,
+        tracker_opts={"args": args.tracker},
+        grad_averager_factory=partial(
+            RoundAverager, **_round_options(training_args, run_args, _choose_bandwidth(peer, run_args))
+        ),
+        averager_opts={
+            "initialize_optimizer": False,  # see initialize_optimizer_state
+            "download_timeout": run_args.load_state_timeout,
+            "donor_timeout": run_args.averaging_timeout,
+        },
+        verbose=True,
+    )
+
+
+def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tuple[ProgressTracker, RoundAverager]:
+    """Build the progress tracker and the averager of an auxiliary peer. Call this in the main thread.
+
+    :param model: a model of the run, for the shapes of its parameters; their values are not used
+    :param args: HyperparameterArguments, OptimizerArguments and ProgressTrackerArguments in one
+    """
+    tracker = ProgressTracker(
+        dht=peer.dht,
+        run_id=run_id,
+        target_batch_size=args.target_batch_size - args.batch_size_lead,
+        public_key=peer.public_key,
+        client_mode=False,
+        auxiliary=True,
+        args=args,
+    )
+    groups = build_param_groups(model, args.weight_decay)
+    averager = RoundAverager(
+        [parameter.detach().cpu().float().clone() for group in groups for parameter in group["params"]],
+        dht=peer.dht,
+        prefix=f"{run_id}_round_averager",
+        auxiliary=True,
+        **_round_options(args, args, args.bandwidth or MAX_BANDWIDTH),
+    )
+    tracker.schema = averager.schema_id
+    return tracker, averager
+
+
+def _choose_bandwidth(peer: Peer, args: CollaborationArguments) -> float:
+    if args.client_mode:  # this peer reduces nothing: its bandwidth has no effect
+        return MAX_BANDWIDTH
+    return args.bandwidth or measure_bandwidth(peer.dht, args.initial_peers)
+
+
+def build_state_compression(name: str) -> CompressionBase:
+    """Build the compression of the training state for peers that download it.
+
+    Single numbers are not compressed: hivemind's scaled_float16 cannot compress them. Optimizer statistics are sent in
+    float16 at least: 8 bits, and 16 bits scaled to a tensor's deviation, have no values for small second moments.
+    """
+    compression = COMPRESSIONS[name]()
+    statistics = compression if name == "none" else Float16Compression()
+    by_role = RoleAdaptiveCompression(optimizer=statistics, default=compression)
+    return SizeAdaptiveCompression(threshold=2, less=NoCompression(), greater_equal=by_role)
+
+
+@contextlib.contextmanager
+def open_observer(
+    model: torch.nn.Module, peer: Peer, run_id: str, args: HyperparameterArguments, download_timeout: float
+) -> Iterator[TrainingStateAverager]:
+    """Open an averager that downloads the trainers' state into `model`, for a peer that does not train.
+
+    The averager never joins a group, since its `step` is not called. It offers no state until `allow_state_sharing` is
+    set.
+
+    :param download_timeout: seconds that a download may take; a donor may be silent for half of them
+    """
+    averager = TrainingStateAverager(
+        dht=peer.dht,
+        public_key=peer.public_key,
+        prefix=f"{run_id}_state_averager",
+        params=build_param_groups(model, args.weight_decay),
+        **_step_optimizer(args),
+        initialize_optimizer=False,  # see initialize_optimizer_state
+        offload_optimizer=False,
+        allow_state_sharing=False,
+        download_timeout=download_timeout,
+        donor_timeout=download_timeout / 2,
+        start=True,
+    )
+    try:
+        with supervise({"averager": averager}, seconds=12.0, exit_code=0):
+            yield averager
+    finally:
+        averager.shutdown()

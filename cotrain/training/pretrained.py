@@ -1,0 +1,60 @@
+"""Loading of a finished checkpoint, to use its model.
+
+Checkpoints may come from strangers: weights are read from safetensors only, and code in a checkpoint is never run.
+"""
+
+from pathlib import Path
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from cotrain.common.errors import UserError, first_line
+from cotrain.data.tokenizers import load_tokenizer
+from cotrain.models.config import read_fields
+from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
+from cotrain.training.checkpoints import list_checkpoints
+
+_REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, such as monitor_outputs"
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return a folder if it is a checkpoint, otherwise the newest complete checkpoint in it.
+
+    :raises UserError: if there is none
+    """
+    for path in (folder, *list_checkpoints(folder)):
+        has_files = all((path / name).is_file() for name in ("config.json", "tokenizer_config.json"))
+        if has_files and any(path.glob("model.safetensors*")):
+            return path
+    raise UserError(f"CHECKPOINT: there is no complete checkpoint in '{folder}'; {_REMEDY}")
+
+
+def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model and tokenizer of a checkpoint.
+
+    :raises UserError: if it is no checkpoint of a supported model
+    """
+    fields = read_fields(str(folder), flag="CHECKPOINT")
+    is_causal = OBJECTIVES[OBJECTIVE_OF_MODEL[fields["model_type"]]].is_causal
+    tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
+    auto_class = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+    try:
+        model, info = auto_class.from_pretrained(
+            folder,
+            config=AutoConfig.for_model(**fields),
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        reason = first_line(error)
+        raise UserError(f"CHECKPOINT: the weights of '{folder}' cannot be read ({reason}); {_REMEDY}") from None
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
+        raise UserError(f"CHECKPOINT: '{folder}' lacks weights of a language model ({missing}); {_REMEDY}")
+    return model.float().eval(), tokenizer

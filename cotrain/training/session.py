@@ -1,0 +1,311 @@
+"""A trainer's part in the collaboration, independent of its training loop."""
+
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hivemind.utils import get_logger
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.arguments import TrainerArguments
+from cotrain.averaging.optimizer import CollaborativeOptimizer
+from cotrain.averaging.round_log import RoundLog
+from cotrain.averaging.state import StateLoadError, all_finite
+from cotrain.common.errors import TemporaryError, UserError
+from cotrain.common.names import derive_name
+from cotrain.common.processes import StopSignal, Watchdog
+from cotrain.dht import run_records
+from cotrain.dht.metrics_schema import history_length
+from cotrain.dht.run_records import LocalMetrics, PeerInfo, RoundStatistics
+from cotrain.peer.addresses import log_visible_maddrs
+from cotrain.peer.lifecycle import supervise
+from cotrain.peer.peer import Peer
+from cotrain.peer.run_config import RunConfigRelay
+from cotrain.status.console import ClientModeAlarm, open_panel
+from cotrain.status.loss_meter import LossMeter
+from cotrain.status.status import describe_end, describe_gift
+from cotrain.status.status_keeper import StatusKeeper
+from cotrain.training import checkpoints
+from cotrain.training.checkpoints import BackupWriter, TrainingState
+
+logger = get_logger(__name__)
+
+
+class TrainingSession:
+    """A trainer's part in the collaboration: join, report global steps, recover from NaN and Inf, leave.
+
+    A training loop calls `join` first, `loss_meter.add` with the loss of each micro-batch, `after_local_step` after
+    each local step, and `leave` at the end. `CollaborativeCallback` makes these calls for transformers' Trainer.
+
+    :param should_stop: returns whether training is to end; called after each local step
+    :param watchdog: learns of each local step
+    :param relay: publishes the settings of the run
+    """
+
+    MAX_RECOVERIES = 3  # rollbacks without a global step in between
+    MAX_JOIN_ATTEMPTS = 3  # downloads to try if only one trainer reports a later step
+
+    def __init__(
+        self,
+        peer: Peer,
+        optimizer: CollaborativeOptimizer,
+        model: PreTrainedModel,
+        args: TrainerArguments,
+        should_stop: Callable[[], bool],
+        watchdog: Watchdog | None = None,
+        relay: RunConfigRelay | None = None,
+    ):
+        self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args.collaboration
+        self.folder, self.num_checkpoints = Path(args.training.output_dir), args.training.save_total_limit
+        self.should_stop, self.relay, self.watchdog = should_stop, relay, watchdog or Watchdog({})
+        peer_id = str(peer.dht.peer_id)
+        self.name = self.args.username or derive_name(peer_id)
+        self.loss_meter, panel = LossMeter(), open_panel(args.training.disable_tqdm)
+        self.status = StatusKeeper(
+            self.folder, optimizer, self.args, self.name, peer_id, self.loss_meter, should_stop, panel
+        )
+        optimizer.round_log = RoundLog(self.folder, on_entry=self.status.record_round)
+        self.backup = BackupWriter(self.folder / "backup.pt", self.args.run_id)
+        self.history: deque[LocalMetrics] = deque(maxlen=history_length())
+        self.total_samples_processed = 0
+        self.num_recoveries = 0
+        self.client_mode_alarm = ClientModeAlarm()
+
+    def join(self) -> None:
+        """Start from the newest training state: the other peers', or the resumed checkpoint's if that is newer.
+
+        :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded
+        :raises UserError: if all other trainers average something else
+        """
+        optimizer, own_step = self.optimizer, self.optimizer.local_epoch
+        optimizer.last_step = self.args.max_global_steps
+        self.status.start()
+        logger.info(f"This peer is {self.name}")
+        if self.args.page is not None:
+            logger.info(f"Curves of the run: {self.args.page}")
+        if self.args.ends_at is not None:
+            logger.info(f"The run ends {describe_end(self.args.end_time)}")
+        if own_step > 0:
+            optimizer.begin_at(own_step)
+            optimizer.share_state()
+            logger.info(f"Resumed from a checkpoint at step #{own_step}")
+        if self._load_newest_state():
+            logger.info(f"Joined the collaboration at step #{optimizer.local_epoch}")
+        elif own_step == 0:
+            logger.info("No peer offers a trained state: starting with the initial weights")
+        optimizer.pop_steps()
+        self.status.begin_at(optimizer.local_epoch)
+        self.introduce(leaving=False)
+
+    def _load_newest_state(self) -> bool:
+        """Download the newest state; retry while trainers report a later step than ours.
+
+        A single trainer that reports a later step may be lying. It is not waited for after MAX_JOIN_ATTEMPTS.
+
+        :returns: whether a state was loaded
+        """
+        tracker = self.optimizer.tracker
+        deadline = time.monotonic() + self.args.load_state_timeout
+        for attempt in itertools.count(1):
+            tracker.refresh()
+            if tracker.num_misfits and not tracker.other_trainers:
+                raise UserError(
+                    f"the {tracker.num_misfits} trainers of this run have another model, other flags or another "
+                    "version (see the warning above), and would not average with this one: take theirs, or "
+                    "pass another --run_id for a run of your own"
+                )
+            if self.optimizer.load_state_from_peers():
+                return True
+            ahead = [
+                peer for peer in tracker.alive(tracker.other_trainers) if peer.epoch > self.optimizer.local_epoch + 1
+            ]
+            if not ahead or self.should_stop():
+                return False
+            if len(ahead) == 1 and attempt >= self.MAX_JOIN_ATTEMPTS:
+                logger.warning(
+                    "One trainer reports a later step, but its state cannot be downloaded: starting without it"
+                )
+                return False
+            if time.monotonic() > deadline:
+                step = min(peer.epoch for peer in ahead)
+                raise TemporaryError(
+                    f"{len(ahead)} trainers of this run are at step #{step} or later, but no state could be "
+                    f"downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} seconds. Check that "
+                    "they are reachable from this machine and use the same model and optimizer"
+                )
+            time.sleep(min(5.0, tracker.args.default_refresh_period))
+
+    def after_local_step(self) -> bool:
+        """Check the parameters and report new global steps.
+
+        :returns: whether training continues
+        :raises UserError: if the parameters are NaN or Inf and there is no state to return to
+        """
+        if self.status.record_local_step():
+            self.watchdog.record_work()
+        if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
+            self.recover()
+            return not self.should_stop()
+        self._report_steps()
+        progress = self.optimizer.tracker.global_progress
+        self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
+        if self.should_stop():
+            self.optimizer.say_goodbye()
+            self.optimizer.stop_averaging()  # a round may outlast the shutdown grace period
+            return False
+        return not self._is_over()
+
+    def _is_over(self) -> bool:
+        """Whether the run has reached its last step or its end date."""
+        last_step = self.args.max_global_steps
+        return (last_step is not None and self.optimizer.local_epoch >= last_step) or time.time() >= self.args.end_time
+
+    def _report_steps(self) -> None:
+        for step, samples in self.optimizer.pop_steps():
+            if samples is None:
+                logger.info(f"Caught up with the collaboration at step #{step}")
+                self.status.record_catch_up(step)
+                if self.optimizer.accumulator.num_samples == 0:
+                    self.loss_meter.pop()  # the losses of dropped samples
+            else:
+                self.report(step, samples)
+                self.num_recoveries = 0
+                if step % self.args.backup_every_steps == 0:
+                    self.backup.write(*self.optimizer.state_averager.snapshot())
+
+    def report(self, step: int, samples: int) -> None:
+        """Log a global step and publish this peer's metrics for it.
+
+        If two global steps complete within one local step, the first one has all of the loss.
+
+        :param samples: samples that this peer contributed to the step
+        """
+        self.total_samples_processed += samples
+        loss, mini_steps = self.loss_meter.pop()
+        samples_per_second = float(self.optimizer.local_progress.samples_per_second)
+        logger.info(f"Step #{step}")
+        logger.info(f"Your current contribution: {self.total_samples_processed} samples")
+        logger.info(f"Performance: {samples_per_second:.3f} samples/sec")
+        if mini_steps:
+            logger.info(f"Local loss: {loss / mini_steps:.5f}")
+            self.status.record_loss(loss / mini_steps)
+        if self.optimizer.is_synchronized_with_peers():
+            values = {"samples_accumulated": samples, "loss": loss, "mini_steps": mini_steps}
+            self.publish(LocalMetrics(step=step, samples_per_second=samples_per_second, **values))
+            self.publish_rounds()
+            self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
+
+    def publish(self, metrics: LocalMetrics) -> None:
+        """Publish signed records: the metrics of the newest step, and a history for monitors that missed steps."""
+        self.history.append(metrics)
+        self._store("metrics", metrics.dict())
+        self._store("history", [entry.to_row() for entry in self.history])
+
+    def _store(self, name: str, value: object) -> None:
+        key = f"{self.args.run_id}_{name}"
+        run_records.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
+
+    def publish_rounds(self) -> None:
+        rounds = list(self.optimizer.recent_rounds)
+        computed, applied = self.status.record_samples()
+        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied)
+        self._store("rounds", value.dict())
+
+    def recover(self) -> None:
+        """Roll back NaN or Inf parameters to the peers' state or to the last backup, whichever is newer.
+
+        :raises UserError: if there is neither, or after MAX_RECOVERIES rollbacks without a global step
+        """
+        self.num_recoveries += 1
+        self.loss_meter.pop()
+        logger.error("The parameters are not finite")
+        if self.num_recoveries <= self.MAX_RECOVERIES and self.optimizer.discard_local_updates():
+            logger.info(f"Went back to the parameters of step #{self.optimizer.local_epoch}")
+            return
+        with self.optimizer.frozen_state():
+            backup = self.backup.read()
+            newest = self.optimizer.state_averager.download_state(min_epoch=0 if backup is None else backup.step)
+            if newest is None and backup is not None:
+                newest = self.backup.path, backup.metadata, backup.tensors
+            if newest is None or self.num_recoveries > self.MAX_RECOVERIES:
+                raise UserError(
+                    "the parameters are not finite and there is no valid state to roll back to: lower "
+                    "--learning_rate or --max_grad_norm, remove the checkpoints in --output_dir, and start again"
+                )
+            source, metadata, tensors = newest
+            try:
+                self.optimizer.restore(metadata, tensors)
+            except StateLoadError as error:
+                raise UserError(f"the state from {source} does not fit this model: {error}") from None
+        logger.info(f"Rolled back to the state of step #{self.optimizer.local_epoch} from {source}")
+        self.status.begin_at(self.optimizer.local_epoch)
+
+    def introduce(self, leaving: bool) -> None:
+        """Publish this peer's name, and whether it waits for a monitor to save the last step."""
+        self._store("peers", PeerInfo(username=self.name, leaving=leaving).dict())
+        if self.relay is not None:
+            self.relay.publish()
+
+    def leave(self) -> None:
+        """Report the last steps. After the last one of the run, wait until the monitors have saved it."""
+        self.optimizer.finish_pending_update()
+        self.optimizer.stop_averaging()
+        self._report_steps()
+        logger.info(describe_gift(self.status.update()))
+        step = self.optimizer.local_epoch
+        if not self._is_over():
+            return
+        deadline = time.monotonic() + self.args.leave_timeout
+        self.introduce(leaving=True)
+        while time.monotonic() < deadline and not self.should_stop():
+            self.watchdog.record_work()
+            records = run_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").values()
+            monitors = [record.value for record in records if record.value["stores_checkpoints"]]
+            if all(monitor["checkpoint_step"] >= step for monitor in monitors):
+                return
+            time.sleep(0.5)
+        logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")
+
+    def restore_checkpoint(self) -> None:
+        checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)
+
+    def save_checkpoint(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a checkpoint of the current global step; log an error if that fails."""
+        with self.optimizer.saved_state():
+            state = TrainingState(self.args.run_id, *self.optimizer.state_averager.snapshot())
+            try:
+                checkpoints.save_checkpoint(self.folder, self.model, tokenizer, state, info={"time": time.time()})
+            except OSError as error:
+                logger.error(
+                    f"Could not save a checkpoint: {error.strerror}. Training continues, keeping the previous "
+                    "checkpoint"
+                )
+                return
+        checkpoints.remove_old_checkpoints(self.folder, self.num_checkpoints)
+
+    def close(self) -> None:
+        self.status.close()
+        self.backup.close()
+
+
+@contextlib.contextmanager
+def open_session(
+    peer: Peer, optimizer: CollaborativeOptimizer, model: PreTrainedModel, args: TrainerArguments, stop: StopSignal
+) -> Iterator[TrainingSession]:
+    """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long.
+
+    :raises UserError: if a flag differs from the settings of the run
+    """
+    if not args.collaboration.client_mode:
+        log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=args.collaboration.use_ipfs)
+    relay = RunConfigRelay.of_run(peer, args, args.collaboration)
+    children = {"DHT": peer.dht, **optimizer.processes}
+    with supervise(children, 15.0, exit_code=1, longest_wait=args.collaboration.longest_wait) as watchdog:
+        session = TrainingSession(peer, optimizer, model, args, stop.is_set, watchdog, relay)
+        try:
+            yield session
+        finally:
+            session.close()

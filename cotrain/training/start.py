@@ -1,0 +1,31 @@
+"""Start of a trainer script: its command line, and what it does instead of training."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
+from cotrain.common.cli import parse_command_line
+from cotrain.common.processes import StopSignal, guard_children
+from cotrain.status.status import show_status
+
+
+def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
+    """Parse the command line, and train with the settings of the run, or do what --status or --check asks for."""
+    with StopSignal() as stop:
+        command_line = parse_command_line(TRAINER_ARGUMENTS, description)
+        args = TrainerArguments(*command_line.arguments)
+        if args.training.status:
+            sys.exit(show_status(Path(args.training.output_dir)))
+        guard_children()
+        # These imports take seconds, which --help and usage errors do not need.
+        from cotrain.common.logs import setup_logging
+
+        setup_logging(args.collaboration.debug)
+        if args.training.check:
+            from cotrain.training.check import check_trainer
+
+            sys.exit(check_trainer(command_line, stop))
+        from cotrain.peer.run_config import adopt_run_config
+
+        train(TrainerArguments(*adopt_run_config(command_line, stop)), stop)

@@ -1,0 +1,147 @@
+"""Files of invitations and of the organiser: signer, peer, expiration, and revocations."""
+
+import json
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from hivemind.p2p import PeerID
+from hivemind.proto.auth_pb2 import AccessToken
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+
+import invite as invite_script
+from cotrain.admission.invitations import (
+    InvitationError,
+    check_token,
+    load_invitation,
+    make_invitation,
+    write_private_key,
+)
+from cotrain.admission.revocations import Revocations, RevocationStore
+from cotrain.common.errors import UserError, run_script
+from invite import InvitationArguments, RevocationArguments
+from tests.support.peers import invite
+
+
+@pytest.fixture(scope="module")
+def authority() -> RSAPrivateKey:
+    return RSAPrivateKey()
+
+
+def test_revocation_list_is_the_organisers_and_never_an_older_one(tmp_path, authority):
+    public_key = authority.get_public_key()
+    alice, bob = (make_invitation(authority, name, days=1).peer_id for name in ("alice", "bob"))
+    first = Revocations().extend({str(alice)}, authority)
+    second = first.extend({str(bob)}, authority)
+    store = RevocationStore(public_key, tmp_path / "revocations")
+    store.writes = True
+    store.adopt(second.content)
+    store.adopt(first.content)
+    assert alice in store.newest and bob in store.newest
+    forged = second.extend({}, RSAPrivateKey())
+    for content in (forged.content, first.content.replace(b"revoked", b"Revoked"), b"", b"\n{}"):
+        with pytest.raises(InvitationError):
+            store.adopt(content)
+    assert store.newest == second
+    restarted = RevocationStore(public_key, tmp_path / "revocations")
+    restarted.refresh()
+    assert restarted.newest == second
+    with pytest.raises(InvitationError, match="too long"):
+        first.extend({f"{alice}{number}" for number in range(25_000)}, authority)
+    assert Revocations().extend({}, authority).serial >= int(get_dht_time() - 10), "newer than a list that was lost"
+
+
+def test_token_of_another_authority_peer_or_time_is_not_valid(authority):
+    def check(token: AccessToken, peer: PeerID) -> float:
+        return check_token(token, authority.get_public_key(), peer)
+
+    own, bob = make_invitation(authority, "alice", days=1), make_invitation(authority, "bob", days=1)
+    assert check(bob.token, bob.peer_id) == bob.expiration_time
+    foreign, late = make_invitation(RSAPrivateKey(), "bob", days=1), make_invitation(authority, "bob", days=-1)
+    for token, peer, reason in (
+        (foreign.token, foreign.peer_id, "not from the organiser"),
+        (late.token, late.peer_id, "expired"),
+        (own.token, bob.peer_id, "another peer's"),
+    ):
+        with pytest.raises(InvitationError, match=reason):
+            check(token, peer)
+    for field, value in (("username", "mallory"), ("expiration_time", str(get_dht_time() + 1e9)),
+                         ("expiration_time", "never"), ("public_key", b"another"),
+                         ("public_key", own.token.public_key)):  # fmt: skip
+        token = AccessToken.FromString(bob.token.SerializeToString())
+        setattr(token, field, value)
+        with pytest.raises(InvitationError):
+            check(token, own.peer_id if value == own.token.public_key else bob.peer_id)
+
+
+def test_peer_id_is_the_one_that_libp2p_derives(tmp_path, authority):
+    invitation = make_invitation(authority, "alice", days=1)
+    write_private_key(invitation.private_key, tmp_path / "identity.key")
+    assert invitation.peer_id == PeerID.from_identity((tmp_path / "identity.key").read_bytes())
+
+
+def test_files_that_are_no_invitation(tmp_path, authority):
+    path = tmp_path / "guest.invitation"
+    with pytest.raises(UserError, match="No such file"):
+        load_invitation(path)
+    for content in ("", "{}", "[1]", '{"authority": 1}', "\x00"):
+        path.write_text(content)
+        with pytest.raises(UserError, match="not an invitation"):
+            load_invitation(path)
+    invite(authority, path)
+    other = json.loads((tmp_path / "guest.invitation").read_text())
+    invite(authority, path)
+    path.write_text(json.dumps({**other, "token": json.loads(path.read_text())["token"]}))
+    with pytest.raises(UserError, match="another peer's"):
+        load_invitation(path)
+    invite(authority, path, days=-2)
+    with pytest.raises(UserError, match="the invitation has expired"):
+        load_invitation(path)
+
+
+def test_script(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> str:
+        """Run the script's main function in this process: hivemind's import takes seconds."""
+        monkeypatch.setattr(sys, "argv", ["invite.py", *args])
+        run_script(invite_script.main)
+        return capfd.readouterr().out
+
+    first = run("--username", "alice", "--output", "alice.invitation")
+    assert "Created authority.key" in first and "Invited alice" in first
+    assert "Created" not in run("--username", "bob", "--output", "bob.invitation", "--days", "7")
+    alice, bob = (load_invitation(tmp_path / f"{name}.invitation") for name in ("alice", "bob"))
+    assert check_token(bob.token, alice.authority, bob.peer_id) == bob.expiration_time
+    assert alice.authority.to_bytes() == bob.authority.to_bytes()
+    for name in ("authority.key", "alice.invitation"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+    assert "Revoked 1 invitations: authority.revoked" in run("revoke", "--username", "alice")
+    with pytest.raises(SystemExit, match="1"):
+        run("--username", "alice", "--output", "alice.invitation")
+    assert "already exists" in capfd.readouterr().err
+
+
+def test_invitations_are_revoked_by_name_or_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("alice-1", "alice-2", "bob"):
+        invite_script.invite(InvitationArguments(username=name[:5], output=f"{name}.invitation"))
+    alice_1, alice_2, bob = (load_invitation(Path(f"{name}.invitation")) for name in ("alice-1", "alice-2", "bob"))
+
+    def revoke(**flags: str) -> Revocations:
+        invite_script.revoke(RevocationArguments(**flags))
+        return Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
+
+    first, second = revoke(invitation="alice-1.invitation"), revoke(username="alice")
+    assert first.peers == {str(alice_1.peer_id)} and second.serial > first.serial
+    assert second.peers == {str(alice_1.peer_id), str(alice_2.peer_id)}
+    invite(RSAPrivateKey(), tmp_path / "foreign.invitation")
+    for flags, fault in (
+        ({"username": "mallory"}, "no invitation of 'mallory'"),
+        ({"invitation": "foreign.invitation"}, r"not signed by 'authority\.key'"),
+        ({"username": "alice", "authority": "none.key"}, "there is no file"),
+    ):
+        with pytest.raises(UserError, match=fault):
+            revoke(**flags)

@@ -1,0 +1,370 @@
+"""Records and their validators, identities and addresses."""
+
+import asyncio
+import dataclasses
+import multiprocessing
+import os
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import requests
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from hivemind.utils.multiaddr import Multiaddr
+
+from cotrain.admission.invitations import load_identity
+from cotrain.arguments import BaseTrainingArguments
+from cotrain.common.errors import UserError
+from cotrain.dht.clock import run_time
+from cotrain.dht.records import ReadableValidator, RunValidator, signer_of
+from cotrain.dht.run_records import (
+    HISTORY_LENGTH,
+    PeerInfo,
+    RoundStatistics,
+    SignatureValidator,
+    get_dictionary,
+    make_validators,
+    store_record,
+)
+from cotrain.peer.addresses import (
+    announce_public_ip,
+    choose_maddrs,
+    find_tcp_endpoint,
+    fix_tcp_port,
+    get_free_port,
+)
+from cotrain.peer.redial import _redial
+from tests.support.hostile_peer import RAW, nest
+from tests.support.peers import local_peer
+
+GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
+KEY = RSAPrivateKey()
+FULL_HISTORY = [[2**31 - 1, 123.456789, 10**9, 123.456789, 10**9]] * HISTORY_LENGTH
+
+
+def is_accepted(name: str, value, subkey: bytes | None = None, signer: RSAPrivateKey = KEY, lifetime: float = 60):
+    """Whether a node of the run would store a record signed by `signer`."""
+    validators, own_subkey = make_validators("run", signer)
+    record = make_record(name, own_subkey if subkey is None else subkey, MSGPackSerializer.dumps(value), lifetime)
+    return is_valid(CompositeValidator(validators), record)
+
+
+def make_record(name: str, subkey: bytes, value: bytes, lifetime: float = 60) -> DHTRecord:
+    key = DHTID.generate(f"run_{name}").to_bytes()
+    return DHTRecord(key, MSGPackSerializer.dumps(subkey), value, get_dht_time() + lifetime)
+
+
+def is_valid(validator: RecordValidatorBase, record: DHTRecord) -> bool:
+    """Sign a record and validate it."""
+    return validator.validate(dataclasses.replace(record, value=validator.sign_value(record)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metrics", GOOD),
+        ("metrics", {**GOOD, "mini_steps": 0, "loss": 0.0}),
+        ("metrics", {**GOOD, "metric of a newer peer": 0.5}),
+        ("history", [list(GOOD.values())]),
+        ("history", [[*GOOD.values(), 0.5, None]]),
+        ("history", FULL_HISTORY),
+        ("evaluation", {"step": 3, "samples": 64, "loss": 1.5, "mlm_accuracy": 0.5, "sop_accuracy": None}),
+        ("evaluation", {"step": 3, "samples": 64, "loss": 1.5, "perplexity": 4.5, "of a newer evaluator": 0.5}),
+        ("monitor", {"stores_checkpoints": True, "checkpoint_step": -1}),
+        ("peers", {"username": "", "leaving": False}),
+        ("peers", {"username": "", "leaving": False, "field of another version": 4096}),
+        ("peers", PeerInfo(username="", leaving=True).dict()),
+        ("rounds", RoundStatistics(rounds=64, complete=2).dict()),
+        ("rounds", RoundStatistics(rounds=64, complete=2, computed=10**9, applied=0).dict()),
+        ("training_progress", {"protocol": 2, "epoch": 3}),
+        ("training_progress", None),
+        ("state_averager.all_averagers", 12.0),
+        ("state_averager.all_averagers", 12),
+        ("state_averager.all_averagers", None),
+        ("a key of hivemind's", {"epoch": 3, "peer_id": b"id", "time": 1.5, "client_mode": False}),
+    ],
+)
+def test_good_records_are_accepted(name, value):
+    assert is_accepted(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metrics", {**GOOD, "step": -1}),
+        ("metrics", {**GOOD, "step": 10**18}),
+        ("metrics", {**GOOD, "step": 3.0}),
+        ("metrics", {**GOOD, "step": True}),
+        ("metrics", {**GOOD, "loss": float("nan")}),
+        ("metrics", {**GOOD, "loss": float("inf")}),
+        ("metrics", {**GOOD, "loss": 12}),
+        ("metrics", {**GOOD, "samples_per_second": -1.0}),
+        ("metrics", {**GOOD, "samples_accumulated": 10**12}),
+        ("metrics", {**GOOD, "extra": "text"}),
+        ("metrics", {**GOOD, "extra": float("nan")}),
+        ("metrics", {**GOOD, **{f"extra {number}": 1 for number in range(100)}}),
+        ("metrics", {**GOOD, 7: 1}),
+        ("metrics", {"step": 3}),
+        ("metrics", None),
+        ("history", FULL_HISTORY + FULL_HISTORY[:1]),
+        ("history", [[1, 2, 3]]),
+        ("history", [[*GOOD.values(), "text"]]),
+        ("history", [[*GOOD.values(), *range(100)]]),
+        ("history", [[None, *list(GOOD.values())[1:]]]),
+        ("monitor", {"stores_checkpoints": 1, "checkpoint_step": 3}),
+        ("peers", {"username": "x" * 65, "leaving": False}),
+        ("peers", {"username": b"x", "leaving": False}),
+        ("rounds", {"rounds": 65, "complete": 0}),
+        ("rounds", {"rounds": 3, "complete": -1}),
+        ("rounds", {"rounds": 3}),
+        ("rounds", {"rounds": 3, "complete": 1, "computed": 10**9 + 1, "applied": 0}),
+        ("rounds", {"rounds": 3, "complete": 1, "extra": "text"}),
+        ("training_progress", True),
+        ("training_progress", [1]),
+        ("state_averager.all_averagers", True),
+        ("state_averager.all_averagers", float("inf")),
+        ("state_averager.all_averagers", -1),
+        ("state_averager.all_averagers", [1]),
+    ],
+)
+def test_malformed_records_are_refused(name, value):
+    assert not is_accepted(name, value)
+
+
+def test_records_of_others_are_refused():
+    other = RSASignatureValidator(RSAPrivateKey()).local_public_key
+    assert not is_accepted("metrics", GOOD, subkey=other), "signed by us in the name of another"
+    for name in ("metrics", "state_averager.all_averagers", "anything"):
+        value = {"metrics": GOOD}.get(name, 12)
+        assert not is_accepted(name, value, subkey=b"plain"), "not signed"
+        assert not is_accepted(name, value, subkey=b"[owner:ssh-rsa garbage]"), "no public key"
+        own = RSASignatureValidator(KEY).local_public_key
+        for subkey in (b"2" + own, own + b"2"):
+            assert not is_accepted(name, value, subkey=subkey), "another record of the same signer"
+    with pytest.raises(ValueError, match="usual form"):
+        signer_of(own.replace(b"]", b" comment]"))
+
+
+def test_large_and_long_lived_records_are_refused_under_any_key():
+    assert is_accepted("anything", "x" * 1000)
+    assert not is_accepted("anything", "x" * 9000)
+    for lifetime in (10 * 86400, float("nan"), float("inf")):
+        assert not is_accepted("metrics", GOOD, lifetime=lifetime)
+
+
+def test_largest_dictionary_fits_into_one_answer():
+    limits, signature = ReadableValidator, len(KEY.sign(b"record")) + len(SignatureValidator.SIGNATURE_FORMAT)
+    dictionary = DictionaryDHTValue(maxsize=10_000)
+    for number in range(RunValidator.MAX_SUBKEYS):
+        subkey = MSGPackSerializer.dumps(number.to_bytes(400, "big"))
+        value = b"x" * (limits.MAX_BYTES - len(subkey) + signature)
+        assert dictionary.store(number.to_bytes(400, "big"), value, get_dht_time() + 1000)
+    assert len(MSGPackSerializer.dumps(dictionary)) < DEFAULT_MAX_MSG_SIZE - 10_000
+
+
+def test_more_subkeys_than_a_run_has_peers_are_refused(monkeypatch):
+    now = get_dht_time()
+    monkeypatch.setattr("cotrain.dht.records.run_time", lambda: now)
+    monkeypatch.setattr(RunValidator, "MAX_SUBKEYS", 3)
+    validator = RunValidator([])
+
+    def store(subkey: bytes, lifetime: float = 60.0, key: bytes = b"key") -> bool:
+        return validator.validate(DHTRecord(key, subkey, b"value", now + lifetime))
+
+    assert all(store(subkey) for subkey in (b"1", b"2"))
+    assert store(b"short", lifetime=0.2)
+    assert not store(b"4"), "a fourth"
+    assert store(b"1", lifetime=61.0), "a known one"
+    assert store(b"4", key=b"another key")
+    for number in range(2 * RunValidator.MAX_KEYS):
+        assert store(b"1", key=b"%d" % number) and store(b"1", lifetime=62.0 + number)
+    assert not store(b"4"), "the counts of the keys in use are kept"
+    now += 0.3
+    assert store(b"4"), "there is room once another has expired"
+
+
+def test_refused_records_take_up_no_room(monkeypatch):
+    """1000 of 34 bytes, unsigned or malformed, hid all peers that joined on the same day."""
+    monkeypatch.setattr(RunValidator, "MAX_SUBKEYS", 3)
+    (validator,), own_subkey = make_validators("run", KEY)
+
+    def store(subkey: bytes, value: object) -> bool:
+        return is_valid(validator, make_record("training_progress", subkey, MSGPackSerializer.dumps(value)))
+
+    assert not any(store(b"%d" % number + tail, None) for number in range(9) for tail in (b"", own_subkey))
+    assert not store(own_subkey, "junk") and store(own_subkey, {"protocol": 5})
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics", "training_progress", "round_averager.0b", "state_averager.all_averagers", "anything"]
+)
+@pytest.mark.parametrize(
+    "value",
+    [*RAW, b"\xff" * 100, b"\xdd\xff\xff\xff\xff", b"\xc7\x03\x63abc", nest(9)],
+    ids=lambda value: value[:6].hex(),
+)
+def test_values_that_cannot_be_read_back_are_refused_under_any_key(name, value):
+    validators, own_subkey = make_validators("run", KEY)
+    composite = CompositeValidator(validators)
+    assert not any(is_valid(composite, make_record(name, subkey, value)) for subkey in (own_subkey, b"12D3KooW"))
+
+
+@pytest.mark.parametrize("subkey", [b"", b"\xc0", b"\xc1", b"\x90", b"\x01"], ids=lambda subkey: subkey.hex())
+def test_records_without_a_proper_subkey_are_refused_under_any_key(subkey):
+    """Otherwise hivemind's nodes would refuse all records with a subkey under the same key."""
+    record = dataclasses.replace(make_record("anything", b"", MSGPackSerializer.dumps(1)), subkey=subkey)
+    assert not CompositeValidator(make_validators("run", KEY)[0]).validate(record)
+
+
+def test_record_that_many_nodes_answer_with_is_checked_once(monkeypatch):
+    """With 16 peers, validation took 60 % of the DHT's time."""
+    (validator,), own_subkey = make_validators("run", KEY)
+    checked = []
+    verify = RSAPublicKey.verify
+    monkeypatch.setattr(RSAPublicKey, "verify", lambda *args: checked.append(args) or verify(*args))
+    record = make_record("metrics", own_subkey, MSGPackSerializer.dumps(GOOD))
+    signed = dataclasses.replace(record, value=validator.sign_value(record))
+    assert all(validator.validate(signed) for _ in range(16)) and len(checked) == 1
+    forged = [
+        dataclasses.replace(signed, expiration_time=record.expiration_time + 1),
+        dataclasses.replace(signed, value=signed.value.replace(b"step", b"stop")),
+        dataclasses.replace(signed, key=DHTID.generate("run_peers").to_bytes()),
+    ]
+    assert not any(validator.validate(other) for other in forged for _ in range(2)), "none is remembered as valid"
+    assert len(checked) == 7
+
+
+@pytest.mark.usefixtures("patches")
+def test_extension_types_inside_of_each_other_are_refused_and_do_not_end_the_process():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        MSGPackSerializer.loads(nest(1000, extension=True))
+    assert MSGPackSerializer.loads(nest(8, extension=True)), "the count starts anew"
+    assert MSGPackSerializer.loads(MSGPackSerializer.dumps((1, (2, (3,))))) == (1, (2, (3,)))
+
+
+def test_identity_is_written_once_and_for_its_owner_alone(tmp_path):
+    path = tmp_path / "new" / "identity.key"
+    first = load_identity(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_identity(path).get_public_key().to_bytes() == first.get_public_key().to_bytes()
+    assert [entry.name for entry in path.parent.iterdir()] == ["identity.key"]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x08\x00\x12\x04abcd"])
+def test_file_that_is_no_identity_is_named(tmp_path, content):
+    path = tmp_path / "identity.key"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"identity_path.*identity\.key"):
+        load_identity(path)
+    assert path.read_bytes() == content
+
+
+def test_addresses_that_reach_farthest_are_handed_out():
+    loopback, lan = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "/ip4/192.168.1.5/tcp/1"
+    public, name = "/ip4/8.8.8.8/tcp/1", "/dns4/0.tcp.example.org/tcp/5"
+    assert choose_maddrs([Multiaddr(loopback)]) == [loopback]
+    assert choose_maddrs([Multiaddr(loopback), Multiaddr(lan)]) == [lan]
+    assert choose_maddrs([Multiaddr(a) for a in (loopback, lan, public, name, public)]) == [public, name]
+    assert choose_maddrs([Multiaddr(loopback)], only_p2p=True) == ["/p2p/" + loopback.split("/")[-1]]
+    assert choose_maddrs([]) == []
+
+
+def test_port_is_fixed_before_it_is_announced():
+    maddrs, port = fix_tcp_port(["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"])
+    assert port > 0 and maddrs == [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
+    assert fix_tcp_port(["/ip4/0.0.0.0/tcp/31337"]) == (["/ip4/0.0.0.0/tcp/31337"], 31337)
+
+
+@pytest.mark.parametrize("answer", ["203.0.113.7\n", "<html>busy</html>", None])
+def test_public_address_is_announced_with_the_real_port(monkeypatch, answer):
+    def get(url: str, timeout: float) -> SimpleNamespace:
+        if answer is None:
+            raise requests.ConnectionError("refused")
+        return SimpleNamespace(text=answer, raise_for_status=lambda: None)
+
+    monkeypatch.setattr(requests, "get", get)
+    args, is_address = BaseTrainingArguments(), answer is not None and answer.startswith("203")
+    with nullcontext() if is_address else pytest.raises(UserError, match=r"--use_google_dns.*--announce_maddrs"):
+        announce_public_ip(args, "https://example.org/")
+        port = Multiaddr(args.host_maddrs[0])["tcp"]
+        assert port != "0" and args.announce_maddrs == [f"/ip4/203.0.113.7/tcp/{port}"]
+
+
+@pytest.mark.peers
+def test_full_records_survive_the_pipe_and_the_dht(tmp_path):
+    """The largest record is stored and read hundreds of times; hivemind's control pipe breaks above 16 KiB."""
+    with local_peer(tmp_path, "run") as peer:
+        for _ in range(200):
+            store_record(peer.dht, "run_history", peer.public_key, FULL_HISTORY, 60)
+        found = get_dictionary(peer.dht, "run_history")
+        assert [record.value for record in found.values()] == [FULL_HISTORY]
+        assert get_dictionary(peer.dht, "run_metrics") == {}
+
+
+def call_and_die(dht, number: int) -> None:
+    for _ in range(number):
+        dht.get("key", return_future=True)
+    os._exit(0)
+
+
+@pytest.mark.peers
+def test_dht_goes_on_at_once_after_calls_of_processes_that_have_died(tmp_path):
+    """As averagers do when they are shut down or killed."""
+    with local_peer(tmp_path, "run") as peer:
+        process = psutil.Process(peer.dht.pid)
+        process.suspend()  # so that the callers end before the DHT reads their calls
+        caller = multiprocessing.Process(target=call_and_die, args=(peer.dht, 3))
+        caller.start()
+        caller.join()
+        process.resume()
+        started = time.monotonic()
+        peer.dht.get("key", return_future=True).result(30)
+        assert time.monotonic() - started < 5, "hivemind takes three seconds for each"
+
+
+class FakeNode:
+    """Fake node that records the dialed peers; all of them respond."""
+
+    def __init__(self):
+        self.dialed: list[str] = []
+        self.p2p = self.protocol = self._client = self
+
+    async def connect(self, peer_id, maddrs) -> None:
+        self.dialed.extend(map(str, maddrs))
+
+    async def call_ping(self, peer_id) -> str:
+        return "pong"
+
+    def get_stub(self, peer_id) -> "FakeNode":
+        return self
+
+    async def rpc_ping(self, _request) -> dht_pb2.PingResponse:
+        return dht_pb2.PingResponse(dht_time=run_time() + 6.0)
+
+
+def test_initial_peer_that_is_away_is_not_dialed_through_libp2p():
+    """libp2p would refuse to dial the peer for long after its return."""
+
+    async def redial_while(listens: bool) -> tuple[list[float | None], int]:
+        node, port = FakeNode(), get_free_port()
+        maddr = f"/ip4/127.0.0.1/tcp/{port}/p2p/QmcH4MyH7czQHqJJb4A9y68eHv3yTSUc5uRpf8JXU6H7wu"
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port if listens else 0):
+            return await _redial(None, node, [maddr], 5), len(node.dialed)
+
+    assert asyncio.run(redial_while(listens=False)) == ([None], 0)
+    assert asyncio.run(redial_while(listens=True)) == ([pytest.approx(6.0, abs=0.1)], 1)
+
+
+def test_tcp_endpoint_of_an_address():
+    for host in ("/ip4/192.0.2.1", "/ip6/2001:db8::1", "/dns4/x.example.org"):
+        assert find_tcp_endpoint(f"{host}/tcp/31337/p2p/Qm") == (host.split("/")[2], 31337)
+    assert find_tcp_endpoint("/ip4/192.0.2.1/udp/31337/quic") is find_tcp_endpoint("/p2p/Qm") is None

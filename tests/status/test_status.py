@@ -1,0 +1,258 @@
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hivemind.p2p import PeerID
+
+from cotrain.arguments import CollaborationArguments
+from cotrain.dht.metrics_schema import MAX_ROUNDS
+from cotrain.status import status_keeper
+from cotrain.status.loss_meter import LossMeter
+from cotrain.status.status import (
+    FILE_NAME,
+    TrainerStatus,
+    describe_status,
+    read_status,
+    show_status,
+)
+from cotrain.status.status_keeper import StatusKeeper
+from tests.support.fakes import FakeTracker
+from tests.support.peers import ROOT
+
+PEERS = ("QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
+
+
+def make_status(**fields) -> TrainerStatus:
+    """Build the status of this process as a trainer at step 39, with one missed step."""
+    now = time.time()
+    known = {
+        "time": now, "started_at": now - 7300, "worked_at": now, "step": 39, "next_step": 40, "seconds_to_next": 31.0,
+        "own_samples": 96, "all_samples": 800, "computed": 1000, "applied": 980, "joined": 38, "missed": 1,
+        "last_miss": (12, "no group in time"), "num_trainers": 5, "rank": 2, "samples_per_second": 12.34, "loss": 6.5,
+        "first_loss": 8.25, "connections": (2, 1),
+    }  # fmt: skip
+    return TrainerStatus("quick-otter-3f2a", "run", 4096, **{**known, **fields})
+
+
+def round_entry(step: int, outcome: str, samples: int = 64, error: str = "", **weights: float) -> dict:
+    return {"step": step, "outcome": outcome, "samples": samples, "error": error, "weights": weights}
+
+
+@pytest.fixture
+def keeper(tmp_path) -> StatusKeeper:
+    optimizer = SimpleNamespace(tracker=FakeTracker(), target_batch_size=256, num_computed=0, dht="dht")
+    args = CollaborationArguments(run_id="run")
+    return StatusKeeper(tmp_path, optimizer, args, "quick-otter-3f2a", "me", LossMeter())
+
+
+def record(keeper: StatusKeeper, *entries: dict) -> TrainerStatus:
+    """Record rounds, as the optimizer does, and return the status after the last of them."""
+    keeper.begin_at(entries[0]["step"] - 1)
+    for entry in entries:
+        keeper.record_round(entry)
+        keeper.optimizer.tracker.local_progress.completed = entry["step"]
+    return keeper.update()
+
+
+def compute(keeper: StatusKeeper, num_computed: int) -> None:
+    """Take local steps until a number of samples is computed."""
+    keeper.optimizer.num_computed = num_computed
+    keeper.record_local_step()
+
+
+def test_samples_of_rounds_with_others_and_alone_are_applied(keeper):
+    status = record(keeper, round_entry(5, "averaged", me=64.0, other=192.0), round_entry(6, "alone", samples=256))
+    assert (status.joined, status.missed, status.applied, status.last_miss) == (2, 0, 320, None)
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (round_entry(5, "missed"), "the other trainers averaged without this one"),
+        (round_entry(5, "failed"), "no group in time"),
+        (round_entry(5, "failed", error="first\nsecond " + "x" * 500), "first second " + "x" * 87),
+        (round_entry(5, "averaged", me=1e-6, other=64.0), "the gradient was too old"),
+    ],
+    ids=["missed", "failed", "failed with an error", "without weight"],
+)
+def test_miss_has_a_reason_and_its_samples_are_not_applied(keeper, entry, reason):
+    status = record(keeper, entry)
+    assert (status.joined, status.missed, status.applied) == (0, 1, 0)
+    assert status.last_miss[0] == 5 and status.last_miss[1].endswith(reason)
+
+
+def test_steps_without_a_round_are_missed(keeper):
+    """The round log and the session report the same step in any order."""
+    record(keeper, round_entry(4, "alone"))
+    keeper.record_catch_up(9)
+    assert keeper.update().last_miss == (9, "this trainer was too far behind")
+    keeper.record_round(round_entry(10, "missed"))
+    keeper.record_catch_up(10)
+    keeper.record_round(round_entry(11, "averaged", me=1.0))
+    keeper.optimizer.tracker.local_progress.completed = 11
+    status = keeper.update()
+    assert (status.joined, status.missed) == (2, 6)
+    assert status.last_miss == (10, "the other trainers averaged without this one")
+
+
+def test_steps_before_joining_are_not_missed_nor_those_before_a_rollback(keeper):
+    status = record(keeper, round_entry(1001, "alone"), round_entry(1002, "alone"))
+    assert (status.joined, status.missed) == (2, 0)
+    status = record(keeper, round_entry(1001, "alone"), round_entry(1002, "missed"))
+    assert (status.joined, status.missed) == (3, 1)
+
+
+def test_samples_of_the_newest_steps(keeper):
+    """No more samples are applied than computed, although they are counted at different moments."""
+    for step in range(1, 101):
+        compute(keeper, 16 * step)
+        keeper.record_round(round_entry(step, "alone" if step % 2 else "failed", samples=16))
+        computed, applied = keeper.record_samples()
+    assert (computed, applied) == (16 * MAX_ROUNDS, 8 * MAX_ROUNDS)
+    keeper.record_round(round_entry(101, "alone", samples=10**6))
+    assert keeper.record_samples() == (16 * (MAX_ROUNDS - 1), 16 * (MAX_ROUNDS - 1))
+
+
+def test_keeper_combines_what_tracker_and_rounds_know(keeper):
+    tracker = keeper.optimizer.tracker = FakeTracker(epoch=7, others=[(7, 3.0), (6, 1.0), (7, 0.5)])
+    own, tracker.seconds_to_step, tracker.global_progress.samples_accumulated = tracker.local_progress, 12.0, 100
+    own.samples_per_second, own.samples_accumulated, own.contributed = 2.0, 16, 32
+    record(keeper, round_entry(6, "alone", samples=48))
+    compute(keeper, 128)
+    status = keeper.update()
+    assert (status.step, status.next_step, status.seconds_to_next) == (6, 8, 12.0)
+    assert (status.own_samples, status.all_samples, status.num_trainers, status.rank) == (16, 100, 4, 2)
+    assert status.computed == 128 - 16 - 32, "without those for the running round and the next step"
+    assert status.applied_fraction == 48 / 80
+    worked_at, status.worked_at = status.worked_at, None
+    assert not keeper.record_local_step() and worked_at is not None
+    assert status.worked_at is None, "a local step whose gradient is dropped or skipped is no work"
+    for loss in (8.0, 7.0, 6.0):
+        keeper.record_loss(loss)
+    own.samples_per_second, tracker.seconds_to_step = 0.0, 1e23
+    status = keeper.update()
+    assert (status.rank, status.seconds_to_next, status.loss, status.first_loss) == (None, None, 6.0, 8.0)
+
+
+def test_file_exists_from_the_start_and_says_when_the_trainer_ended(keeper, tmp_path, capsys):
+    keeper.start()
+    assert show_status(tmp_path) == 0
+    keeper.close()
+    assert show_status(tmp_path) == 1 and "ended at" in capsys.readouterr().out
+
+
+def test_connections_to_trainers_and_initial_peers_are_counted(keeper, monkeypatch):
+    initial, trainer = PEERS
+    keeper.args.initial_peers = [f"/ip4/192.0.2.1/tcp/31337/p2p/{initial}"]
+    keeper.optimizer.tracker.others = [SimpleNamespace(peer_id=PeerID.from_base58(trainer).to_bytes())]
+    keeper._log_at, counts = 0.0, {("dht", *PEERS): (1, 1)}
+    monkeypatch.setattr(status_keeper, "count_connections", lambda dht, peers: counts[dht, *sorted(peers)])
+    keeper.work()
+    assert keeper.update().connections == (1, 1)
+
+
+def test_progress_is_logged_without_a_terminal(keeper, caplog):
+    keeper._log_at = 0.0
+    caplog.set_level("INFO")
+    keeper.optimizer.tracker.other_trainers = [SimpleNamespace(samples_per_second=1.0)] * 2
+    keeper.loss_meter.add(torch.tensor(6.5))
+    keeper.work()
+    line = "Accumulated 0 of 256 samples for step #1 from 3 peers, 0 of them yours; ETA unknown; local loss 6.500"
+    assert line in caplog.text
+    keeper.work()
+    assert caplog.text.count("Accumulated") == 1
+
+
+def test_status_is_written_although_the_terminal_is_gone(keeper, tmp_path):
+    def fail(_status):
+        raise OSError("Input/output error")
+
+    keeper.panel = SimpleNamespace(show=fail)
+    keeper.work()
+    assert read_status(tmp_path) is not None and keeper.panel is None
+
+
+# What the user reads
+
+
+def test_description_has_every_answer():
+    assert dict(describe_status(make_status())) == {
+        "Peer": "quick-otter-3f2a in run run, for 2 hours",
+        "State": "training, at step #39",
+        "Next step": "#40 in 31 s: 800 of 4,096 samples, 96 of them (12.0%) yours",
+        "Your samples": "1,000 computed, 98.0% of them applied",
+        "Global steps": "38 joined, 1 missed",
+        "Last miss": "#12: no group in time",
+        "Trainers": "5, rank 2 by speed, 12.3 samples/s",
+        "Connections": "2 direct, 1 by relay",
+        "Local loss": "6.500, 8.250 at first",
+    }
+
+
+def test_description_of_a_trainer_that_joins():
+    status = make_status(
+        worked_at=None, seconds_to_next=None, own_samples=0, all_samples=0, computed=0, applied=0, rank=None,
+        loss=None, first_loss=None, last_miss=None, connections=None, page="https://example.org/curves",
+        end_time=4102576200.0,
+    )  # fmt: skip
+    rows = dict(describe_status(status))
+    assert rows.pop("Curves") == "https://example.org/curves"
+    assert rows.pop("Run ends").startswith("2100-01-02 12:30 UTC, in ")
+    assert rows["State"] == "joining: no local step yet, at step #39" and rows["Last miss"] == "none"
+    assert list(rows) == list(dict(describe_status(make_status()))), "the height of the panel is constant"
+    assert rows["Connections"] == rows["Local loss"] == "not known yet"
+    assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
+
+
+# Whether a trainer runs
+
+
+def show(folder: Path, capsys, **fields) -> tuple[int, str]:
+    """Show a trainer's status; return the exit code and the output."""
+    (folder / FILE_NAME).write_text(json.dumps(dataclasses.asdict(make_status(**fields))))
+    return show_status(folder), capsys.readouterr().out
+
+
+def test_running_trainer_is_shown_and_the_exit_code_is_0(tmp_path, capsys):
+    """A trainer that waits for long runs: if it hangs, it ends itself."""
+    code, output = show(tmp_path, capsys, worked_at=time.time() - 800)
+    assert code == 0 and output.count("\n") == 9 and "no local step for 13 min, at step #39" in output
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"pid": 1}'])
+def test_folder_without_a_status(tmp_path, content, capsys):
+    if content is not None:
+        (tmp_path / FILE_NAME).write_text(content)
+    assert show_status(tmp_path) == 1
+    assert capsys.readouterr().out == f"No trainer has started in '{tmp_path}' yet.\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ended_at": 1_800_000_000.0}, "ended at 20"),
+        ({"pid": 2**22 + 1}, "was killed or lost at about 20"),
+        ({"time": time.time() - 100}, "has not written its status since 20"),
+    ],
+)
+def test_trainer_that_does_not_run(tmp_path, capsys, fields, words):
+    code, output = show(tmp_path, capsys, **fields)
+    assert code == 1 and words in output and output.endswith(".\n") and output.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["run_trainer.py", "run_custom_trainer.py"])
+@pytest.mark.programs
+def test_script_prints_the_status_without_torch(tmp_path, capsys, script):
+    show(tmp_path, capsys)
+    command = [sys.executable, "-X", "importtime", str(ROOT / script), "--status", "--output_dir", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "98.0% of them applied" in result.stdout
+    modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "cotrain.status.status" in modules and not {"torch", "hivemind"} & modules
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
