@@ -10,10 +10,9 @@ sentence instead.
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotrain.common.checks import require_positive
 from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import flag
+from cotrain.common.flags import Flags, flag
 
 POSITIONAL = {
     "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
@@ -22,16 +21,13 @@ POSITIONAL = {
 
 
 @dataclass
-class FillMaskArguments:
+class FillMaskArguments(Flags):
     """Output of the script."""
 
     _argument_group_name = "Output"
 
     number: int = flag(5, "Number of words to print for each mask")
     debug: bool = flag(False, "Show the traceback of a fatal error")
-
-    def __post_init__(self):
-        require_positive(self, "number")
 
 
 def main() -> None:

@@ -16,14 +16,14 @@ import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from cotrain.common.checks import require, require_positive
+from cotrain.common.checks import require
 from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import flag
+from cotrain.common.flags import Flags, flag
 
 
 @dataclass
-class InvitationArguments:
+class InvitationArguments(Flags):
     """Who is invited."""
 
     _argument_group_name = "Invitation"
@@ -35,7 +35,7 @@ class InvitationArguments:
     debug: bool = flag(False, "Show the traceback of a fatal error")
 
     def __post_init__(self):
-        require_positive(self, "days")
+        super().__post_init__()
         require(bool(self.username.strip()) and len(self.username) <= 64, "--username must have 1 to 64 characters")
 
 

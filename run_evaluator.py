@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
-from cotrain.common.checks import require, require_positive
 from cotrain.common.cli import parse_command_line
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import flag
@@ -34,7 +33,9 @@ class EvaluatorArguments(ReportingArguments):
     )
     per_device_eval_batch_size: int = flag(16, "Samples per batch in the evaluation")
     max_eval_samples: int | None = flag(None, "Evaluate this many samples of the split 'validation'. Default: all")
-    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM; the same tokens each time")
+    mlm_probability: float = flag(
+        0.15, "Fraction of tokens to predict in masked LM; the same tokens each time", below=1
+    )
     use_cpu: bool = flag(False, "Do not use a GPU")
     refresh_period: float = flag(10, "Seconds between two reads of the trainers' metrics")
     load_state_timeout: float = flag(600.0, "Give up on downloading the state from trainers after this many seconds")
@@ -42,12 +43,6 @@ class EvaluatorArguments(ReportingArguments):
         None, "Exit once this global step or a later one is evaluated. Default: run until stopped"
     )
     disable_tqdm: bool = flag(False, "Show no progress bar")
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_positive(self, "evaluation_interval", "evaluation_steps", "per_device_eval_batch_size",
-                          "max_eval_samples", "refresh_period", "load_state_timeout", "max_global_steps")  # fmt: skip
-        require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
 
 
 ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, HyperparameterArguments)

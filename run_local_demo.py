@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotrain.common.atomic_files import check_target, lock_folder
-from cotrain.common.checks import require
 from cotrain.common.cli import parse_arguments
 from cotrain.common.diagnosis import HINT
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import flag
+from cotrain.common.flags import Flags, flag
 from cotrain.common.processes import leave_with_parent
 
 SCRIPTS = Path(__file__).parent
@@ -45,7 +44,7 @@ STALL_TIMEOUT = 300.0  # seconds without a new step; with ten other busy process
 
 
 @dataclass
-class DemoArguments:
+class DemoArguments(Flags):
     """A collaboration of several trainers on one machine."""
 
     _argument_group_name = "Demo"
@@ -54,14 +53,10 @@ class DemoArguments:
     vocab_size: int = flag(
         2000, "Vocabulary size of the tokenizer that is trained on the text. Lower it for short texts"
     )
-    trainers: int = flag(2, "Number of trainers. Each keeps one core busy")
-    max_global_steps: int = flag(10, "Stop after this many global steps")
+    trainers: int = flag(2, "Number of trainers. Each keeps one core busy", at_least=2)  # one cannot average
+    max_global_steps: int = flag(10, "Stop after this many global steps", at_least=2)  # one shows no progress
     output_dir: str = flag("demo", "Folder for all output. The output of a previous demo in it is removed")
     debug: bool = flag(False, "Show the traceback of a fatal error")
-
-    def __post_init__(self):
-        for name in ("trainers", "max_global_steps"):  # one trainer cannot average, and one step shows no progress
-            require(getattr(self, name) >= 2, f"--{name} must be 2 or more, got {getattr(self, name)}")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from arguments import (
     ReportingArguments,
     SampleArguments,
 )
-from cotrain.common.checks import check_maddr, parse_repo_id, require, require_not_negative, require_positive
+from cotrain.common.checks import check_maddr, parse_repo_id, require
 from cotrain.common.cli import parse_command_line
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import flag
@@ -72,7 +72,7 @@ class TrainingMonitorArguments(ReportingArguments):
         "Upload the newest checkpoint, with a model card, to this repository on the Hugging Face Hub: "
         "NAME/MODEL. Needs a token that may write: `hf auth login` or HF_TOKEN",
     )
-    upload_interval: float = flag(3600.0, "Seconds between two uploads")
+    upload_interval: float = flag(3600.0, "Seconds between two uploads", at_least=0)
     private_repo: bool = flag(False, "Make the repository private if it has to be created")
     upload_training_state: bool = flag(
         False, "Also upload the optimizer state, to resume the run from the Hub. Triples the size of an upload"
@@ -85,7 +85,6 @@ class TrainingMonitorArguments(ReportingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        require_positive(self, "refresh_period", "save_checkpoint_step_interval", "save_total_limit")
         if self.space_id is not None:
             self.space_id = parse_repo_id("--space_id", self.space_id.replace("/spaces/", "/"))
             require(
@@ -96,7 +95,6 @@ class TrainingMonitorArguments(ReportingArguments):
             self.store_checkpoints or not self.sample_text,
             "--sample_text needs the model of the checkpoints: drop --no_store_checkpoints",
         )
-        require_not_negative(self, "upload_interval")
         for maddr in self.assistant_maddrs:
             check_maddr("--assistant_maddrs", maddr)
         if self.repo_id is not None:
@@ -122,10 +120,6 @@ class RunArguments(
         "YAML file with flags of this script, such as configs/run.yaml. All settings of the run that are "
         "stated there or on the command line are signed and published: trainers need --initial_peers alone",
     )
-
-    def __post_init__(self):
-        for group in RunArguments.__bases__[1:]:  # ModelArguments has nothing to check
-            group.__post_init__(self)
 
 
 ARGUMENTS = (TrainingMonitorArguments, RunArguments, BaseTrainingArguments)

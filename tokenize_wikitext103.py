@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cotrain.common.checks import require, require_apart, require_not_negative, require_positive
+from cotrain.common.checks import require, require_apart
 from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import flag
+from cotrain.common.flags import Flags, flag
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 
 # The rest is imported where it is used: transformers takes seconds, and --help and a text file that cannot be read
@@ -38,7 +38,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 @dataclass
-class TokenizationArguments:
+class TokenizationArguments(Flags):
     """From text to a dataset that every trainer can load."""
 
     _argument_group_name = "Tokenization"
@@ -63,7 +63,7 @@ class TokenizationArguments:
     )
     sample: bool = flag(False, "Use the documentation topics included with Python as the text. Nothing is downloaded")
     validation_fraction: float = flag(
-        0.05, "Fraction of the documents to hold out for validation if the source has no validation split"
+        0.05, "Fraction of the documents to hold out for validation if the source has no validation split", below=1
     )
     tokenizer: str = flag("albert-large-v2", "Tokenizer: a name on the Hugging Face Hub or a local folder")
     train_tokenizer: bool = flag(False, "Train a tokenizer on the text instead of loading one. Nothing is downloaded")
@@ -79,7 +79,7 @@ class TokenizationArguments:
         + ", ".join(f"{x.name} ({x.description}: {', '.join(x.model_types)})" for x in OBJECTIVES.values()),
     )
     language: str = flag("en", "Language of the text, as an ISO 639-1 code; it determines where sentences end")
-    max_seq_length: int = flag(512, "Maximum number of tokens per sample, including special tokens")
+    max_seq_length: int = flag(512, "Maximum number of tokens per sample, including special tokens", at_least=8)
     output_path: str = flag(
         "data/albert_tokenized_wikitext", "Folder for the tokenized dataset", aliases=["--dataset_path"]
     )
@@ -88,22 +88,18 @@ class TokenizationArguments:
     archive: str | None = flag(None, "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting")
     num_proc: int = flag(2, "Number of worker processes. The result does not depend on it; lower it to save memory")
     seed: int = flag(
-        0, "Random seed. It determines where segments are split and swapped, and which documents are held out"
+        0,
+        "Random seed. It determines where segments are split and swapped, and which documents are held out",
+        at_least=0,
     )
     overwrite: bool = flag(False, "Replace an existing dataset")
     debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 
     def __post_init__(self):
+        super().__post_init__()
         if self.tokenizer_type is None:
             self.tokenizer_type = OBJECTIVES[self.objective].tokenizer_type
-        require_positive(self, "vocab_size", "num_proc")
-        require_not_negative(self, "seed")
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
-        require(self.max_seq_length >= 8, f"--max_seq_length must be 8 or more, got {self.max_seq_length}")
-        require(
-            0 < self.validation_fraction < 1,
-            f"--validation_fraction must be between 0 and 1: {self.validation_fraction}",
-        )
         require(not (self.sample and self.train_file), "pass either --sample or --train_file, not both")
         require(
             self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"

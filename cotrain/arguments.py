@@ -18,17 +18,15 @@ from cotrain.common.checks import (
     parse_end,
     require,
     require_apart,
-    require_not_negative,
-    require_positive,
 )
-from cotrain.common.flags import flag
+from cotrain.common.flags import Flags, flag
 
 Compression = Literal["none", "float16", "scaled_float16"]
 GradientCompression = Literal[Compression, "blockwise8", "blockwise4"]
 
 
 @dataclass
-class BaseTrainingArguments:
+class BaseTrainingArguments(Flags):
     """How a peer finds the others and is found by them."""
 
     _argument_group_name = "Peer"
@@ -108,6 +106,7 @@ class BaseTrainingArguments:
     debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 
     def __post_init__(self):
+        super().__post_init__()
         require(bool(self.run_id.strip()), "--run_id must not be empty")
         require("." not in self.run_id, f"--run_id '{self.run_id}' must not contain '.'; write '-' instead")
         for name in ("initial_peers", "trusted_relays"):
@@ -149,7 +148,6 @@ class BaseTrainingArguments:
             )
         check_page("--page", self.page)
         require(self.end_time > time.time(), f"--ends_at: the run has ended at {self.ends_at}")
-        require_positive(self, "bootstrap_timeout")
 
     @property
     def end_time(self) -> float:
@@ -158,7 +156,7 @@ class BaseTrainingArguments:
 
 
 @dataclass
-class ProgressTrackerArguments:
+class ProgressTrackerArguments(Flags):
     """How often a trainer asks the others for their progress."""
 
     _argument_group_name = "Progress"
@@ -169,23 +167,24 @@ class ProgressTrackerArguments:
         3, "Seconds between two reads of the progress while no other peer reports any or a read has failed"
     )
     expected_drift_peers: float = flag(
-        3, "Number of peers that are assumed to join during one global step. Raise it if many peers join at once"
+        3,
+        "Number of peers that are assumed to join during one global step. Raise it if many peers join at once",
+        at_least=0,
     )
     expected_drift_rate: float = flag(
-        0.2, "Fraction of the current number of peers that is assumed to join during one global step"
+        0.2, "Fraction of the current number of peers that is assumed to join during one global step", at_least=0
     )
     performance_ema_alpha: float = flag(
-        0.1, "Weight of the newest measurement in the moving average of samples per second, above 0 and at most 1"
+        0.1,
+        "Weight of the newest measurement in the moving average of samples per second, above 0 and at most 1",
+        at_most=1,
     )
     metadata_expiration: float = flag(
         120, "A peer's progress report expires after this many seconds without a new one"
     )
 
     def __post_init__(self):
-        require_positive(self, "min_refresh_period", "max_refresh_period", "default_refresh_period",
-                          "metadata_expiration")  # fmt: skip
-        require_not_negative(self, "expected_drift_peers", "expected_drift_rate")
-        require(0 < self.performance_ema_alpha <= 1, "--performance_ema_alpha must be above 0 and at most 1")
+        super().__post_init__()
         require(
             self.min_refresh_period <= self.max_refresh_period,
             f"--min_refresh_period {self.min_refresh_period} exceeds --max_refresh_period {self.max_refresh_period}",
@@ -193,7 +192,7 @@ class ProgressTrackerArguments:
 
 
 @dataclass
-class OptimizerArguments:
+class OptimizerArguments(Flags):
     """How the collaboration takes its steps."""
 
     _argument_group_name = "Collaboration"
@@ -205,14 +204,19 @@ class OptimizerArguments:
         False,
         "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
     )
-    batch_size_lead: int = flag(0, "Begin looking for a group in advance, this many samples before target_batch_size")
+    batch_size_lead: int = flag(
+        0, "Begin looking for a group in advance, this many samples before target_batch_size", at_least=0
+    )
     bandwidth: float | None = flag(
         None,
         "Network bandwidth of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: the "
         "upload that a trainer measures when it starts, at most 100",
     )
     target_group_size: int = flag(
-        256, "Maximum number of peers in one group. A full group starts its round immediately", setting=True
+        256,
+        "Maximum number of peers in one group. A full group starts its round immediately",
+        setting=True,
+        at_least=2,
     )
     averaging_timeout: float = flag(
         60.0,
@@ -225,6 +229,7 @@ class OptimizerArguments:
         5.0,
         "Search for a group this many seconds before a step is due, and wait at most this long for a late peer. "
         "Raise it if latency is high; hivemind needs more than 3",
+        above=3,
         setting=True,
         optional=True,
     )
@@ -249,18 +254,11 @@ class OptimizerArguments:
     )
 
     def __post_init__(self):
-        require_positive(self, "target_batch_size", "bandwidth", "averaging_timeout", "load_state_timeout",
-                          "average_state_every")  # fmt: skip
-        require_not_negative(self, "batch_size_lead")
-        require(self.target_group_size >= 2, f"--target_group_size must be 2 or more, got {self.target_group_size}")
+        super().__post_init__()
         require(
             self.batch_size_lead < self.target_batch_size,
             f"--batch_size_lead {self.batch_size_lead} must be smaller than "
             f"--target_batch_size {self.target_batch_size}",
-        )
-        require(
-            self.matchmaking_time > 3,
-            f"--matchmaking_time must be above 3 seconds (hivemind's request timeout), got {self.matchmaking_time}",
         )
         require(
             self.delay_optimizer_step or not self.delay_grad_averaging,
@@ -283,7 +281,9 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         None, "Leave once the run has reached this global step. Default: train until stopped"
     )
     leave_timeout: float = flag(
-        90.0, "After max_global_steps, wait at most this many seconds until a monitor has saved the last checkpoint"
+        90.0,
+        "After max_global_steps, wait at most this many seconds until a monitor has saved the last checkpoint",
+        at_least=0,
     )
     username: str = flag(
         "",
@@ -291,15 +291,12 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     )
 
     def __post_init__(self):
-        BaseTrainingArguments.__post_init__(self)
-        OptimizerArguments.__post_init__(self)
+        super().__post_init__()
         is_reachable = self.use_auto_relay or self.tunnel != "none" or self.announce_tunnel is not None
         require(
             not (self.client_mode and is_reachable),
             "--client_mode accepts no connections, and --use_auto_relay, --tunnel and --announce_tunnel are for them",
         )
-        require_positive(self, "statistics_expiration", "backup_every_steps", "max_global_steps")
-        require_not_negative(self, "leave_timeout")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
 
     @property
@@ -309,7 +306,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(Flags):
     """What is trained. Trainer, monitor and evaluator must agree on it."""
 
     _argument_group_name = "Model"
@@ -332,7 +329,7 @@ class ModelArguments:
 
 
 @dataclass
-class DataSourceArguments:
+class DataSourceArguments(Flags):
     """Where the prepared data comes from."""
 
     _argument_group_name = "Data"
@@ -350,6 +347,7 @@ class DataSourceArguments:
     )
 
     def __post_init__(self):
+        super().__post_init__()
         if self.dataset_url is not None:
             check_web_address("--dataset_url", self.dataset_url)
         if self.dataset_sha256 is not None:
@@ -378,7 +376,7 @@ class DatasetArguments(ModelArguments, DataSourceArguments):
 
 
 @dataclass
-class HyperparameterArguments:
+class HyperparameterArguments(Flags):
     """The hyper-parameters of the run, which are for target_batch_size."""
 
     _argument_group_name = "Hyper-parameters"
@@ -391,17 +389,18 @@ class HyperparameterArguments:
     total_steps: int = flag(
         125_000, "Global steps of the learning-rate schedule; training may continue after its end", setting=True
     )
-    warmup_steps: int = flag(5000, "Linear warm-up in global steps", setting=True)
+    warmup_steps: int = flag(5000, "Linear warm-up in global steps", setting=True, at_least=0)
     learning_rate: float = flag(0.00176, "Peak learning rate, for target_batch_size", setting=True)
-    adam_beta1: float = flag(0.9, "Decay of the first moment", setting=True)
-    adam_beta2: float = flag(0.999, "Decay of the second moment", setting=True)
+    adam_beta1: float = flag(0.9, "Decay of the first moment", setting=True, at_least=0, below=1)
+    adam_beta2: float = flag(0.999, "Decay of the second moment", setting=True, at_least=0, below=1)
     adam_epsilon: float = flag(1e-6, "Added to the root of the second moment", setting=True)
-    weight_decay: float = flag(0.01, "Weight decay; biases and norms have none", setting=True)
+    weight_decay: float = flag(0.01, "Weight decay; biases and norms have none", setting=True, at_least=0)
     clamp_value: float = flag(10000.0, "LAMB: weight norms are clamped to this value", setting=True)
     max_grad_norm: float = flag(
         1.0,
         "Bound on the norm of a peer's gradient in a global step, or with --local_updates in a local step; 0: none",
         setting=True,
+        at_least=0,
     )
     local_updates: bool = flag(
         False,
@@ -415,37 +414,31 @@ class HyperparameterArguments:
         0.5,
         "With --local_updates: Nesterov momentum of the global step, in long published runs 0.9; see docs/tuning.md",
         setting=True,
+        below=1,
     )
     max_update_norm: float = flag(
         1.0,
         "With --local_updates: bound on the norm of a peer's change, relative to that of the parameters; 0: none",
         setting=True,
+        at_least=0,
     )
 
     def __post_init__(self):
-        require_positive(self, "total_steps", "learning_rate", "adam_epsilon", "clamp_value", "outer_learning_rate")
-        require_not_negative(self, "warmup_steps", "weight_decay", "max_grad_norm", "max_update_norm")
-        require(0 < self.outer_momentum < 1, f"--outer_momentum must be between 0 and 1: {self.outer_momentum}")
+        super().__post_init__()
         require(
             self.warmup_steps <= self.total_steps,
             f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
         )
-        for name in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(self, name) < 1, f"--{name} must be at least 0 and below 1: {getattr(self, name)}")
 
 
 @dataclass
-class SampleArguments:
+class SampleArguments(Flags):
     """What a sample is."""
 
     _argument_group_name = "Samples"
 
     seq_length: int | None = flag(None, "Sequence length in tokens. Default: that of the prepared data", setting=True)
-    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM", setting=True)
-
-    def __post_init__(self):
-        require_positive(self, "seq_length")
-        require(0 < self.mlm_probability < 1, f"--mlm_probability must be between 0 and 1: {self.mlm_probability}")
+    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM", setting=True, below=1)
 
 
 @dataclass
@@ -467,9 +460,11 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
     )
     gradient_checkpointing: bool = flag(False, "Recompute activations: about a third slower, much less GPU memory")
     use_cpu: bool = flag(False, "Do not use a GPU")
-    dataloader_num_workers: int = flag(2, "Processes that prepare batches; 0: the main process prepares them")
+    dataloader_num_workers: int = flag(
+        2, "Processes that prepare batches; 0: the main process prepares them", at_least=0
+    )
     seed: int = flag(
-        42, "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout"
+        42, "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout", at_least=0
     )
     output_dir: str = flag("outputs", "Folder for this peer's checkpoints, backups and identity")
     save_steps: int = flag(500, "Save a checkpoint every this many local steps")
@@ -487,11 +482,7 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
     )
 
     def __post_init__(self):
-        HyperparameterArguments.__post_init__(self)
-        SampleArguments.__post_init__(self)
-        require_positive(self, "per_device_train_batch_size", "gradient_accumulation_steps", "save_steps",
-                          "save_total_limit", "logging_steps")  # fmt: skip
-        require_not_negative(self, "dataloader_num_workers", "seed")
+        super().__post_init__()
         require(self.fp16 + self.bf16 + self.fp32 <= 1, "choose one of --fp16, --bf16 and --fp32")
 
     def batch_size_per_step(self, num_devices: int) -> int:
@@ -512,7 +503,7 @@ TRAINER_ARGUMENTS = tuple(TrainerArguments.__annotations__.values())
 
 
 @dataclass
-class ReportingArguments:
+class ReportingArguments(Flags):
     """Where curves are drawn."""
 
     _argument_group_name = "Reporting"
@@ -525,6 +516,7 @@ class ReportingArguments:
     wandb_project: str | None = flag(None, "Name of the Weights & Biases project; implies --report_to wandb")
 
     def __post_init__(self):
+        super().__post_init__()
         if self.wandb_project is not None:
             require(
                 self.report_to in ("none", "wandb"),

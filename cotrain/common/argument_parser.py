@@ -15,6 +15,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from cotrain.common.checks import HOST_PORT, ArgumentsError, parse_ip, require
 from cotrain.common.errors import first_line
+from cotrain.common.flags import MARKS
 
 # Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) and versions -> their names now.
 _OLD_NAMES = {
@@ -139,9 +140,9 @@ class ArgumentParser(HfArgumentParser):
 
     @staticmethod
     def _parse_dataclass_field(parser, field):
-        # transformers passes all of a field's metadata to argparse, which does not know the marks of settings.
+        # transformers passes all of a field's metadata to argparse, which does not know all of it.
         field = copy(field)
-        field.metadata = {name: value for name, value in field.metadata.items() if name not in ("setting", "optional")}
+        field.metadata = {name: value for name, value in field.metadata.items() if name not in MARKS}
         HfArgumentParser._parse_dataclass_field(parser, field)  # noqa: SLF001
 
     @property

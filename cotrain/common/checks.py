@@ -17,18 +17,6 @@ def require(condition: bool, message: str) -> None:
         raise ArgumentsError(message)
 
 
-def require_positive(arguments: object, *names: str) -> None:
-    for name in names:
-        value = getattr(arguments, name)
-        require(value is None or value > 0, f"--{name} must be above zero, got {value}")
-
-
-def require_not_negative(arguments: object, *names: str) -> None:
-    for name in names:
-        value = getattr(arguments, name)
-        require(value is None or value >= 0, f"--{name} must not be negative, got {value}")
-
-
 def require_apart(name: str, path: str, other_name: str, other_path: str) -> None:
     """Check that neither of two folders, which are written at the same time, is inside the other."""
     resolved, other = Path(path).resolve(), Path(other_path).resolve()
