@@ -28,13 +28,11 @@ _OLD_NAMES = {
     "--tokenizer": "--tokenizer_path",
     "--no_cuda": "--use_cpu",
     "--repo_url": "--repo_id",
-}
-# Flags that took an endpoint in gRPC's notation, such as '[::]:*' -> the flags that take multiaddresses.
-_OLD_ENDPOINTS = {
     "--dht_listen_on": "--host_maddrs",
     "--listen_on": "--host_maddrs",
     "--endpoint": "--announce_maddrs",
 }
+_OLD_ENDPOINTS = {"--dht_listen_on", "--listen_on", "--endpoint"}  # in gRPC's notation, such as '[::]:*'
 # Flags without an effect -> the explanation in the warning. Their values are dropped.
 _IGNORED_NAMES = {
     "--overwrite_output_dir": "training resumes from a checkpoint in --output_dir; choose another folder to start "
@@ -65,7 +63,7 @@ _OLD_VALUES = {
 def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
     """Translate gRPC's host:port notation to multiaddresses: '[::]:*' (all interfaces, any port) to /ip4 and /ip6."""
     match = HOST_PORT.fullmatch(endpoint)
-    require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; pass {_OLD_ENDPOINTS.get(flag, flag)} instead")
+    require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; pass {_OLD_NAMES.get(flag, flag)} instead")
     host, port = match["host"].strip("[]"), match["port"].replace("*", "0")
     if host == "::":
         return [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
@@ -80,7 +78,7 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
     :raises ArgumentsError: if a flag or value has no translation
     """
     translated, warnings = [], []
-    queue = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") and "=" in arg else [arg])]
+    queue = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     while queue:
         arg = queue.pop(0)
         values = []
@@ -92,14 +90,12 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
             if arg in _IGNORED_NAMES:
                 warnings.append(f"{arg} is ignored: {_IGNORED_NAMES[arg]}")
                 continue
-            if arg in _OLD_ENDPOINTS and _OLD_ENDPOINTS[arg] in known_flags:
-                new_name = _OLD_ENDPOINTS[arg]
-                values = [maddr for value in values for maddr in endpoint_to_maddrs(arg, value)]
-                warnings.append(f"{arg} is now {new_name}: {' '.join(values)}")
+            if (new_name := _OLD_NAMES.get(arg)) in known_flags:
+                is_endpoint = arg in _OLD_ENDPOINTS
+                if is_endpoint:
+                    values = [maddr for value in values for maddr in endpoint_to_maddrs(arg, value)]
+                warnings.append(f"{arg} is now {new_name}" + (f": {' '.join(values)}" if is_endpoint else ""))
                 arg = new_name
-            elif _OLD_NAMES.get(arg) in known_flags:
-                warnings.append(f"{arg} is now {_OLD_NAMES[arg]}")
-                arg = _OLD_NAMES[arg]
         old_values = _OLD_VALUES.get(arg, {})
         warnings += [f"{arg} {value} is now {old_values[value]}" for value in values if value in old_values]
         values = [old_values.get(value, value) for value in values]
