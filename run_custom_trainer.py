@@ -26,7 +26,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from torch.utils.data import DataLoader
 
     from cotrain.models.model import derive_seed
-    from cotrain.peer.lifecycle import open_peer
+    from cotrain.peer.peer import open_peer
     from cotrain.training.hf_trainer import PeerSampler, autocast_dtype
     from cotrain.training.optimizer import build_optimizer
     from cotrain.training.session import open_session

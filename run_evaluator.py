@@ -74,7 +74,7 @@ def evaluate(
     from cotrain.models.model import build_model, load_config
     from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
     from cotrain.monitoring.reporters import Reporters
-    from cotrain.peer.lifecycle import open_peer, supervise
+    from cotrain.peer.peer import open_peer, supervise
     from cotrain.training.optimizer import open_observer
 
     setup_logging(peer_args.debug)

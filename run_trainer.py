@@ -20,7 +20,7 @@ from cotrain.training.start import start_trainer
 def train(args: TrainerArguments, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from callback import CollaborativeCallback
-    from cotrain.peer.lifecycle import open_peer
+    from cotrain.peer.peer import open_peer
     from cotrain.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, build_training_arguments
     from cotrain.training.optimizer import build_optimizer
     from cotrain.training.session import open_session

@@ -154,7 +154,7 @@ def monitor(
     from cotrain.monitoring.reporters import Reporters
     from cotrain.monitoring.samples import build_pipeline, check_text, report_samples
     from cotrain.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
-    from cotrain.peer.lifecycle import open_peer, supervise
+    from cotrain.peer.peer import open_peer, supervise
     from cotrain.peer.run_config import RunConfig, RunConfigRelay
     from cotrain.training.optimizer import open_observer
 

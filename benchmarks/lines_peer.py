@@ -64,7 +64,7 @@ def train(
     from cotrain.common.logs import setup_logging
     from cotrain.models.model import build_model, read_config
     from cotrain.peer.addresses import log_visible_maddrs
-    from cotrain.peer.lifecycle import open_peer, supervise
+    from cotrain.peer.peer import open_peer, supervise
     from cotrain.training.optimizer import build_optimizer
 
     setup_logging(collaboration_args.debug)

@@ -21,8 +21,7 @@ from cotrain.averaging.rounds import RoundAverager
 from cotrain.common.processes import StopSignal
 from cotrain.common.threads import PeriodicThread
 from cotrain.peer.addresses import announce_public_ip
-from cotrain.peer.lifecycle import supervise
-from cotrain.peer.peer import start_peer
+from cotrain.peer.peer import start_peer, supervise
 from cotrain.training.optimizer import build_auxiliary
 
 logger = get_logger(__name__)

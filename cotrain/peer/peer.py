@@ -1,7 +1,11 @@
-"""Start of a DHT peer: identity, validators, and connection to the other peers."""
+"""Life cycle of a DHT peer: started in order, supervised, and shut down in reverse order on every path."""
 
+import contextlib
+import math
+import multiprocessing
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +19,19 @@ from cotrain.admission.admission import InvitedDHT, load_admission
 from cotrain.admission.invitations import load_identity, write_private_key
 from cotrain.arguments import BaseTrainingArguments
 from cotrain.averaging.patches import apply_patches
-from cotrain.common.errors import TemporaryError, UserError
-from cotrain.common.processes import keep_memory_shared, start_shared_memory_manager
+from cotrain.common.atomic_files import lock_folder, remove_leftovers
+from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
+from cotrain.common.processes import (
+    StopSignal,
+    Watchdog,
+    exit_after,
+    keep_memory_shared,
+    start_shared_memory_manager,
+)
 from cotrain.dht.node import SafeDHT, use_own_socket_folder
 from cotrain.dht.run_records import make_validators
-from cotrain.peer.redial import set_run_clock
+from cotrain.peer.redial import BootstrapRedialer, set_run_clock
+from cotrain.peer.tunnel import open_tunnel
 from cotrain.peer.upload import serve_uploads
 
 logger = get_logger(__name__)
@@ -32,6 +44,54 @@ class Peer:
     dht: DHT
     private_key: RSAPrivateKey
     public_key: bytes  # the subkey of its signed records
+
+
+@contextlib.contextmanager
+def open_peer(
+    args: BaseTrainingArguments, output_dir: Path, client_mode: bool, stop: StopSignal, may_start_alone: bool = False
+) -> Iterator[Peer]:
+    """Run a DHT peer that has joined the other peers and stays connected to them. See `start_peer`.
+
+    :param output_dir: folder of the peer, locked against a second peer
+    :raises UserError: if another peer uses the folder, or no peer can be reached
+    """
+    with lock_folder(output_dir, "--output_dir"), open_tunnel(args):
+        remove_leftovers(output_dir)
+        stop.defer()
+        identity_path = Path(args.identity_path or output_dir / "identity.key")
+        peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone)
+        redialer = BootstrapRedialer(peer.dht, args.initial_peers)
+        redialer.start()
+        try:
+            yield peer
+        finally:
+            redialer.stop()
+            peer.dht.shutdown()
+
+
+@contextlib.contextmanager
+def supervise(
+    children: dict[str, multiprocessing.Process], seconds: float, exit_code: int, longest_wait: float = math.inf
+) -> Iterator[Watchdog]:
+    """End this process if a child dies, if it hangs, or if the shutdown afterwards takes longer than `seconds`.
+
+    :param longest_wait: see Watchdog
+    :raises TemporaryError: instead of an error that follows from the death of a child
+    """
+    watchdog = Watchdog(children, longest_wait)
+    watchdog.start()
+    try:
+        yield watchdog
+    except Exception as error:
+        fault = watchdog.find_fault()
+        if fault is not None or isinstance(error, TemporaryError):
+            exit_code = TEMPORARY
+        if fault is not None and not isinstance(error, UserError):
+            raise TemporaryError(fault) from error
+        raise
+    finally:
+        watchdog.stop()
+        exit_after(seconds, exit_code, "hivemind did not shut down in time")
 
 
 def start_peer(

@@ -28,8 +28,7 @@ from cotrain.common.errors import UserError, describe
 from cotrain.common.processes import StopSignal
 from cotrain.dht.run_records import get_dictionary
 from cotrain.peer.addresses import find_tcp_endpoint, peer_id_in
-from cotrain.peer.lifecycle import open_peer
-from cotrain.peer.peer import Peer
+from cotrain.peer.peer import Peer, open_peer
 from cotrain.peer.run_config import adopt_run_config
 from cotrain.peer.upload import UploadError, measure_upload
 from cotrain.training.hf_trainer import autocast_dtype

@@ -32,8 +32,7 @@ from cotrain.averaging.progress import ProgressTracker
 from cotrain.averaging.rounds import RoundAverager
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.errors import UserError
-from cotrain.peer.lifecycle import supervise
-from cotrain.peer.peer import Peer
+from cotrain.peer.peer import Peer, supervise
 from cotrain.peer.upload import MAX_BANDWIDTH, measure_bandwidth
 
 # Bound on the distance between an element of two peers' parameters, in learning rates. LAMB and AdamW move an element

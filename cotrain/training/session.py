@@ -21,8 +21,7 @@ from cotrain.dht import run_records
 from cotrain.dht.metrics_schema import history_length
 from cotrain.dht.run_records import LocalMetrics, PeerInfo, RoundStatistics
 from cotrain.peer.addresses import log_visible_maddrs
-from cotrain.peer.lifecycle import supervise
-from cotrain.peer.peer import Peer
+from cotrain.peer.peer import Peer, supervise
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.console import ClientModeAlarm, open_panel
 from cotrain.status.loss_meter import LossMeter

@@ -11,7 +11,7 @@ from cotrain.common import processes
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
 from cotrain.common.processes import Watchdog
 from cotrain.common.threads import PeriodicThread
-from cotrain.peer import lifecycle
+from cotrain.peer.peer import supervise
 
 
 class Counting(PeriodicThread):
@@ -94,10 +94,10 @@ def test_hang_ends_the_process(ended, caplog, monkeypatch):
 def test_error_that_follows_from_a_death_may_pass(monkeypatch, lives, error, raised, code):
     """The exit code is also that of a process whose shutdown takes too long."""
     codes = []
-    monkeypatch.setattr(lifecycle, "exit_after", lambda _seconds, code, _why: codes.append(code))
+    monkeypatch.setattr("cotrain.peer.peer.exit_after", lambda _seconds, code, _why: codes.append(code))
     monkeypatch.setattr(Watchdog, "start", lambda self: None)
     child = Child()
-    with pytest.raises(raised), lifecycle.supervise({"DHT": child}, seconds=1.0, exit_code=1):
+    with pytest.raises(raised), supervise({"DHT": child}, seconds=1.0, exit_code=1):
         child.lives = lives
         raise error
     assert codes == [code]

@@ -15,7 +15,6 @@ import run_trainer
 from cotrain.arguments import TrainerArguments
 from cotrain.common.processes import StopSignal
 from cotrain.models.model import build_model
-from cotrain.peer import lifecycle
 from cotrain.status.status import read_status
 from cotrain.training import session, task
 from cotrain.training.checkpoints import list_checkpoints
@@ -67,8 +66,8 @@ def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerArguments, size: i
     device = torch.device("cpu" if args.training.use_cpu else "cuda")
     loaded = task.Task(FakeTokenizer(), dataset, collate, build_model(CONFIG, "run"), device, num_devices)
     patch.setattr(task, "load_task", lambda _args: loaded)
-    patch.setattr(lifecycle, "open_peer", lambda *_args: contextlib.nullcontext(peer))
-    patch.setattr(lifecycle, "exit_after", lambda *_args: None)
+    patch.setattr("cotrain.peer.peer.open_peer", lambda *_args: contextlib.nullcontext(peer))
+    patch.setattr("cotrain.peer.peer.exit_after", lambda *_args: None)
     with StopSignal() as stop:
         script.train(args, stop)
 
