@@ -21,6 +21,7 @@ from cotrain.common.checks import require, require_apart
 from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import run_script
 from cotrain.common.flags import Flags, flag
+from cotrain.data.manifest import Manifest, tokenizer_sha256
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 
 # The rest is imported where it is used: transformers takes seconds, and --help and a text file that cannot be read
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from cotrain.data.corpus import Documents
-    from cotrain.data.manifest import Manifest
     from cotrain.data.packing import PackingConfig
 
 # A folder is only replaced if it has one of these files.
@@ -210,8 +210,6 @@ def build_tokenizer(
 def build_manifest(
     args: TokenizationArguments, source: str, config: PackingConfig, tokenizer: PreTrainedTokenizerBase, splits: dict
 ) -> Manifest:
-    from cotrain.data.manifest import Manifest, tokenizer_sha256
-
     # The manifest is published: no local path.
     name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
     return Manifest(

@@ -82,8 +82,7 @@ class BaseTrainingArguments(Flags):
         "ID, address and contribution across restarts. Default: identity.key in --output_dir",
     )
     invitation: str | None = flag(
-        None,
-        "Invitation file from the organiser, see invite.py; it contains this peer's identity",
+        None, "Invitation file from the organiser, see invite.py; it contains this peer's identity"
     )
     revocations: str | None = flag(
         None,
@@ -286,8 +285,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         at_least=0,
     )
     username: str = flag(
-        "",
-        "Name in the public list of contributors, at most 64 characters. Default: one derived from the peer ID",
+        "", "Name in the public list of contributors, at most 64 characters. Default: one derived from the peer ID"
     )
 
     def __post_init__(self):
@@ -477,8 +475,7 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
         "Print the status of the trainer of this --output_dir, and exit: with code 0 if it runs, otherwise with 1",
     )
     check: bool = flag(
-        False,
-        "Try everything that this trainer needs, print what is wrong and what to do, and exit, with code 0 or 1",
+        False, "Try everything that this trainer needs, print what is wrong and what to do, and exit, with code 0 or 1"
     )
 
     def __post_init__(self):

@@ -19,7 +19,6 @@ class Diagnosis:
     """
 
     message: str
-    meaning: str
     action: str
 
     def matches(self, text: str) -> bool:
@@ -32,7 +31,7 @@ class Diagnosis:
 def read_diagnoses() -> tuple[Diagnosis, ...]:
     """Return the rows of the table, in their order."""
     text = re.sub(r"\[([^]]*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", TABLE.read_text(encoding="utf-8"))  # links
-    rows = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `(.*)` \| .* \| (.*) \|$", text, re.MULTILINE)
     return tuple(Diagnosis(*row) for row in rows)
 
 

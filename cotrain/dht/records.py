@@ -1,7 +1,6 @@
 """DHT records of any kind: who has signed them, validators, and a bound for hivemind's serializer.
 
-They concern the DHT, but are in this package because `utils.py`, which defines the record schemas and combines the
-validators, may not import `cotrain.peer`. docs/upgrading-hivemind.md lists what they replace.
+docs/upgrading-hivemind.md lists what they replace.
 """
 
 import functools

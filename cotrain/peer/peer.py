@@ -21,13 +21,7 @@ from cotrain.arguments import BaseTrainingArguments
 from cotrain.averaging.patches import apply_patches
 from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
-from cotrain.common.processes import (
-    StopSignal,
-    Watchdog,
-    exit_after,
-    keep_memory_shared,
-    start_shared_memory_manager,
-)
+from cotrain.common.processes import StopSignal, Watchdog, exit_after, keep_memory_shared, start_shared_memory_manager
 from cotrain.dht.node import SafeDHT, use_own_socket_folder
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.redial import BootstrapRedialer, set_run_clock
