@@ -82,8 +82,8 @@ def keep_memory_shared() -> None:
     gc.freeze()
 
 
-def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
-    """End this process and its children after `seconds`, even if the main thread is blocked. Return the timer."""
+def exit_after(seconds: float, code: int, why: str) -> None:
+    """End this process and its children after `seconds`, even if the main thread is blocked."""
 
     def end() -> None:
         logger.warning(f"{why}: ending now")
@@ -92,7 +92,6 @@ def exit_after(seconds: float, code: int, why: str) -> threading.Timer:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
-    return timer
 
 
 class StopSignal:
