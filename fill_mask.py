@@ -10,9 +10,8 @@ sentence instead.
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import Flags, flag
+from cotrain.common.flags import Flags, flag, parse_arguments
 
 POSITIONAL = {
     "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",

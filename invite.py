@@ -16,10 +16,8 @@ import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from cotrain.common.checks import require
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import Flags, flag
+from cotrain.common.flags import Flags, flag, parse_arguments, require
 
 
 @dataclass

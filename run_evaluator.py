@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
-from cotrain.common.cli import parse_command_line
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import flag
+from cotrain.common.flags import flag, parse_command_line
 from cotrain.common.processes import StopSignal, guard_children
 
 

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotrain.common.atomic_files import check_target, lock_folder
-from cotrain.common.cli import parse_arguments
 from cotrain.common.diagnosis import HINT
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import Flags, flag
+from cotrain.common.flags import Flags, flag, parse_arguments
 from cotrain.common.processes import leave_with_parent
 
 SCRIPTS = Path(__file__).parent

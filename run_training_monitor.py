@@ -25,10 +25,8 @@ from arguments import (
     ReportingArguments,
     SampleArguments,
 )
-from cotrain.common.checks import check_maddr, parse_repo_id, require
-from cotrain.common.cli import parse_command_line
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import flag
+from cotrain.common.flags import check_maddr, flag, parse_command_line, parse_repo_id, require
 from cotrain.common.json_file import write_json
 from cotrain.common.processes import StopSignal, guard_children
 

@@ -17,10 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cotrain.common.checks import require, require_apart
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import Flags, flag
+from cotrain.common.flags import Flags, flag, parse_arguments, require, require_apart
 from cotrain.data.manifest import Manifest, tokenizer_sha256
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 

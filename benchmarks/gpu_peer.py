@@ -28,8 +28,8 @@ from transformers import PretrainedConfig, Trainer, TrainerCallback
 import run_trainer
 from cotrain.arguments import TRAINER_ARGUMENTS, DatasetArguments, LocalTrainingArguments
 from cotrain.averaging.accumulators import GradientAccumulator
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import run_script
+from cotrain.common.flags import parse_arguments
 from cotrain.data import download, loading, tokenizers
 from cotrain.models import model as models
 from cotrain.training import hf_trainer

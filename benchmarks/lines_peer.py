@@ -22,9 +22,8 @@ from cotrain.arguments import (
     ProgressTrackerArguments,
     TrainerArguments,
 )
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import flag
+from cotrain.common.flags import flag, parse_arguments
 from cotrain.common.processes import StopSignal, guard_children
 from tests.support.altered import Recorder
 

@@ -22,8 +22,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from cotrain.arguments import TRAINER_ARGUMENTS
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import run_script
+from cotrain.common.flags import parse_arguments
 from cotrain.data.loading import load_training_data, load_validation_data
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_trainer_model, load_config

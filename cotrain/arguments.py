@@ -9,17 +9,18 @@ import time
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from cotrain.common.checks import (
+from cotrain.common.flags import (
+    Flags,
     check_endpoint,
     check_maddr,
     check_page,
     check_peer,
     check_web_address,
+    flag,
     parse_end,
     require,
     require_apart,
 )
-from cotrain.common.flags import Flags, flag
 
 Compression = Literal["none", "float16", "scaled_float16"]
 GradientCompression = Literal[Compression, "blockwise8", "blockwise4"]

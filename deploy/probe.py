@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from arguments import BaseTrainingArguments
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import UserError, run_script
+from cotrain.common.flags import parse_arguments
 from cotrain.common.processes import StopSignal, exit_after, guard_children
 
 

@@ -13,9 +13,8 @@ from typing import NoReturn
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from cotrain.common.checks import HOST_PORT, ArgumentsError, parse_ip, require
 from cotrain.common.errors import first_line
-from cotrain.common.flags import MARKS
+from cotrain.common.flags import HOST_PORT, MARKS, ArgumentsError, parse_ip, require
 
 # Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) and versions -> their names now.
 _OLD_NAMES = {

@@ -1,10 +1,33 @@
-"""Declaration of the scripts' flags."""
+"""The flags of a script: their declaration, checks of their values, and the command line.
 
+The parser is imported when it is needed: transformers takes a second.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
 import operator
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from cotrain.common.checks import require
+if TYPE_CHECKING:
+    from cotrain.common.argument_parser import CommandLine
+
+
+class ArgumentsError(ValueError):
+    """An invalid flag value. The message names the flag, what is wrong with it, and what to pass instead."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ArgumentsError(message)
+
 
 _BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 MARKS = {"setting", "optional", *_BOUNDS}  # metadata that are not for argparse
@@ -42,3 +65,149 @@ def find_settings(dataclass_types: list[type], *, optional_only: bool = False) -
     mark = "optional" if optional_only else "setting"
     found = (option for dataclass_type in dataclass_types for option in fields(dataclass_type))
     return frozenset(option.name for option in found if option.metadata.get(mark))
+
+
+def parse_command_line(
+    dataclass_types: Sequence[type],
+    description: str,
+    args: Sequence[str] | None = None,
+    positional: Mapping[str, str] | None = None,
+) -> CommandLine:
+    """Parse the command line into one instance of each dataclass; exit with code 2 on a usage error.
+
+    :param description: the script's docstring, whose first line --help shows
+    :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
+    """
+    from cotrain.common.argument_parser import ArgumentParser
+
+    return ArgumentParser(dataclass_types, description, positional).parse(args)
+
+
+def parse_arguments(dataclass_types: Sequence[type], description: str, *options, **named) -> tuple:
+    """Return the instances alone; arguments as for `parse_command_line`."""
+    return parse_command_line(dataclass_types, description, *options, **named).arguments
+
+
+# --- checks of values ------------------------------------------------------------------------------------------------
+
+
+def require_apart(name: str, path: str, other_name: str, other_path: str) -> None:
+    """Check that neither of two folders, which are written at the same time, is inside the other."""
+    resolved, other = Path(path).resolve(), Path(other_path).resolve()
+    require(
+        not (resolved.is_relative_to(other) or other.is_relative_to(resolved)),
+        f"--{name} '{path}' and --{other_name} '{other_path}' must not be inside each other",
+    )
+
+
+def check_web_address(flag: str, url: str) -> None:
+    """Check that a value is an HTTP or HTTPS URL. The message omits the URL, which may contain a password."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    require(valid, f"{flag} must be an http(s) address like https://example.org/data.tar.gz; FTP is not supported")
+
+
+_PAGE = re.compile(r"https?://[\w.-]+(:\d{1,5})?(/[\w./?&=%~#+:,@-]*)?", re.ASCII)
+_MAX_PAGE_LENGTH = 200
+
+
+def is_page(url: object) -> bool:
+    """Return whether a value is an HTTP or HTTPS URL that can be printed and published: short, and without secrets."""
+    return isinstance(url, str) and len(url) <= _MAX_PAGE_LENGTH and _PAGE.fullmatch(url) is not None
+
+
+def check_page(flag: str, url: str | None) -> None:
+    require(
+        url is None or is_page(url),
+        f"{flag} must be an address like https://huggingface.co/spaces/NAME/SPACE, without a password, of at most "
+        f"{_MAX_PAGE_LENGTH} letters, digits and ./?&=%~#+:,@-",
+    )
+
+
+def parse_end(flag: str, value: str | None) -> float:
+    """Return the time (`time.time`) of a date in ISO 8601, by default in UTC; infinity without a date."""
+    if value is None:
+        return math.inf
+    try:
+        end = datetime.fromisoformat(value)
+    except ValueError:
+        raise ArgumentsError(f"{flag}: '{value}' is not a date; pass one like 2027-04-28T23:59") from None
+    return (end if end.tzinfo else end.replace(tzinfo=UTC)).timestamp()
+
+
+# A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.
+_PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
+HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")
+_VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-circuit", "http", "https", "webtransport"}
+_PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", "udp", "p2p", "ipfs", "certhash"}
+
+
+def parse_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an IP address; None if the text is none."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def is_port(text: str) -> bool:
+    return text.isdigit() and int(text) <= 65535
+
+
+def check_maddr(flag: str, maddr: str) -> dict[str, str]:
+    """Check a multiaddress and return its protocols with their values ("" for a protocol without a value)."""
+    example = "it looks like /ip4/203.0.113.1/tcp/31337"
+    require(maddr.startswith("/"), f"{flag}: '{maddr}' is not a multiaddress; {example}")
+    parts = iter(maddr.strip("/").split("/"))
+    protocols = {}
+    for name in parts:
+        protocols[name] = value = "" if name in _VALUELESS_PROTOCOLS else next(parts, None)
+        if name in _PROTOCOLS_WITH_VALUE:
+            require(value is not None, f"{flag}: '{maddr}' ends after '{name}', its value is missing; {example}")
+        else:
+            require(name in _VALUELESS_PROTOCOLS, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
+        if name in ("ip4", "ip6"):
+            is_address = (ip := parse_ip(value)) is not None and ip.version == int(name[-1])
+            require(is_address, f"{flag}: '{value}' in '{maddr}' is not an IPv{name[-1]} address")
+        if name in ("tcp", "udp"):
+            require(is_port(value), f"{flag}: '{value}' in '{maddr}' is not a port")
+    return protocols
+
+
+def check_endpoint(flag: str, endpoint: str) -> None:
+    """Check that a value is HOST:PORT, with a host that peers can dial and a port from 1 to 65535."""
+    match = HOST_PORT.fullmatch(endpoint)
+    require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; it looks like bore.pub:31337")
+    host, port = match["host"].strip("[]"), match["port"]
+    has_port = is_port(port) and port != "0"
+    require(has_port, f"{flag}: '{endpoint}' needs the port of the tunnel's public end, from 1 to 65535")
+    if ":" in host or re.fullmatch(r"[\d.]+", host):
+        valid = (ip := parse_ip(host)) is not None and not ip.is_unspecified
+    else:
+        valid = re.fullmatch(r"[\w.-]+", host, re.ASCII) is not None
+    require(valid, f"{flag}: '{host}' is not a host that other peers can reach")
+
+
+def check_peer(flag: str, maddr: str) -> None:
+    copy = "Copy the whole address that the peer prints"
+    endpoint = HOST_PORT.fullmatch(maddr)  # the notation of older examples
+    protocols = {} if endpoint else check_maddr(flag, maddr)
+    peer_id = protocols.get("p2p", protocols.get("ipfs"))
+    address = f"/ip4/{endpoint['host']}/tcp/{endpoint['port']}" if endpoint else maddr.rstrip("/")
+    require(peer_id is not None, f"{flag}: '{maddr}' lacks the peer ID. {copy}: {address}/p2p/PEER_ID")
+    require(bool(_PEER_ID.fullmatch(peer_id)), f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. {copy}")
+
+
+_HUB_ADDRESS = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/"
+_REPO_ID = re.compile(rf"(?:{_HUB_ADDRESS})?(?P<repo_id>\w[\w.-]*/\w[\w.-]{{0,95}}?)(?:\.git)?/?", re.ASCII)
+
+
+def parse_repo_id(flag: str, value: str) -> str:
+    """Return NAME/MODEL of a repository on the Hugging Face Hub, from that or from its URL."""
+    match = _REPO_ID.fullmatch(value)
+    is_valid = match is not None and not re.search(r"--|\.\.|[.-](/|$)", match["repo_id"])
+    require(is_valid, f"{flag}: '{value}' is not a repository on the Hugging Face Hub; pass NAME/MODEL")
+    return match["repo_id"]

@@ -21,8 +21,8 @@ from pathlib import Path
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from cotrain.common.checks import is_page
 from cotrain.common.errors import describe
+from cotrain.common.flags import is_page
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from hivemind.utils.logging import TextStyle
 from hivemind.utils.multiaddr import Multiaddr
 
 from cotrain.arguments import BaseTrainingArguments
-from cotrain.common.checks import check_maddr
 from cotrain.common.errors import TemporaryError, first_line
+from cotrain.common.flags import check_maddr
 
 logger = get_logger(__name__)
 

@@ -24,9 +24,8 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
-from cotrain.common.checks import check_maddr, check_web_address
 from cotrain.common.errors import TemporaryError, UserError
-from cotrain.common.flags import find_settings
+from cotrain.common.flags import check_maddr, check_web_address, find_settings
 from cotrain.common.hosts import Address, find_addresses
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
-from cotrain.common.cli import parse_command_line
+from cotrain.common.flags import parse_command_line
 from cotrain.common.processes import StopSignal, guard_children
 from cotrain.status.status import show_status
 

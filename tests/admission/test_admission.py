@@ -15,8 +15,8 @@ import run_training_monitor
 from cotrain.admission.admission import Admission, NotAdmittedError, load_admission
 from cotrain.admission.invitations import InvitationError, load_invitation, make_invitation, write_private_key
 from cotrain.admission.revocations import Revocations, revoke_invitations
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import UserError
+from cotrain.common.flags import parse_arguments
 from tests.support.peers import (
     invite,
     local_optimizer,

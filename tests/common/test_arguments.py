@@ -10,8 +10,7 @@ import run_evaluator
 import run_training_monitor
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import endpoint_to_maddrs
-from cotrain.common.checks import ArgumentsError
-from cotrain.common.cli import parse_arguments
+from cotrain.common.flags import ArgumentsError, parse_arguments
 from invite import InvitationArguments, RevocationArguments
 from run_local_demo import DemoArguments
 from tests.support.peers import ROOT

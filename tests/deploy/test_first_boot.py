@@ -13,7 +13,7 @@ import pytest
 
 import run_training_monitor
 from cotrain.arguments import TRAINER_ARGUMENTS
-from cotrain.common.cli import parse_arguments
+from cotrain.common.flags import parse_arguments
 from cotrain.data.archive import file_sha256
 from deploy.aws import Deployment
 from tests.deploy.test_notebooks import make_repository, write_program

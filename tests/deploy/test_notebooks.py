@@ -19,8 +19,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from cotrain.arguments import TRAINER_ARGUMENTS
-from cotrain.common.cli import parse_arguments
 from cotrain.common.errors import UserError
+from cotrain.common.flags import parse_arguments
 from deploy import join
 from deploy.aws import Deployment
 from deploy.join import Gpu, choose_batch_size, find_gpus, trainer_command

@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 from transformers import AutoConfig, AutoTokenizer
 
 from cotrain.arguments import TRAINER_ARGUMENTS
-from cotrain.common.cli import parse_arguments
+from cotrain.common.flags import parse_arguments
 from cotrain.models.model import build_model
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
