@@ -476,13 +476,11 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         self.coordinator.call_off()
         with self._step_lock, self.tracker.pause_updates():
-            rival = self.tracker.rival
-            query = (
-                {}
-                if rival is None
-                else {"min_epoch": max(0, rival.completed - 1), "credible_epoch": rival.epoch, "marks": rival.marks}
-            )
-            averager = self.state_averager
+            rival, averager, query = self.tracker.rival, self.state_averager, {}
+            if rival is not None:
+                # Offers lag by a step, but a state of this peer's own step is not what it lacks.
+                least = max(0, rival.completed - (rival.completed != self.local_epoch + 1))
+                query = {"min_epoch": least, "credible_epoch": rival.epoch, "marks": rival.marks}
             if rival and self.local_epoch > 0 and averager.download_state(only_metadata=True, **query) is None:
                 return self._ignore_unbacked_claim(rival)
             self.tracker.set_away(True)

@@ -233,9 +233,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def load_state_from_peers(self, **query) -> bool:
         """Download the newest state that a peer offers and that fits, and apply it; False if there is none.
 
-        :param query: of `download_state`; default: a state of this peer's step or later
+        :param query: of `download_state`; default: a state of a later step than this peer's
         """
-        downloaded = self.download_state(**{"min_epoch": self.local_epoch, **query})
+        downloaded = self.download_state(**{"min_epoch": self.local_epoch + 1, **query})
         if downloaded is None:
             return False
         donor, metadata, tensors = downloaded

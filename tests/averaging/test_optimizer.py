@@ -241,6 +241,20 @@ def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed,
     assert optimizer.accumulator.num_samples == 0 and optimizer.pop_steps() == [(10 + missed, None)]
 
 
+@pytest.mark.parametrize(("completed", "least"), [(8, 7), (10, 9), (11, 11), (12, 11)])
+def test_only_a_state_of_another_step_is_downloaded(completed, least, monkeypatch):
+    optimizer = build()
+    optimizer.state_averager.local_epoch = 10
+    rival = replace(optimizer.tracker.local_progress, epoch=12, completed=completed)
+    monkeypatch.setattr(type(optimizer.tracker), "rival", rival)
+    monkeypatch.setattr(optimizer._stopped, "wait", bool)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    queries = []
+    monkeypatch.setattr(optimizer.state_averager, "download_state", lambda **query: queries.append(query))
+    optimizer.load_state_from_peers()
+    assert queries[0]["min_epoch"] == least
+
+
 def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
     optimizer = build()
     compute(optimizer, 0.2)

@@ -94,6 +94,16 @@ def test_silent_donor_is_passed_over_and_without_any_ours_stays(donors):
     assert newcomer.local_epoch == 1
 
 
+def test_trainer_does_not_download_a_state_of_its_own_step(donors):
+    """Trainers that resumed from older checkpoints offer the state that they have just received from this one."""
+    donor, resumed = donors.add(), donors.add()
+    offer(donor, step=16)
+    resumed.sync_with_main_parameters(16)
+    assert not resumed.load_state_from_peers()
+    offer(donor, step=17)
+    assert resumed.load_state_from_peers() and resumed.local_epoch == 17
+
+
 async def trickle(messages: AsyncIterator) -> AsyncIterator:
     async for message in messages:
         yield message
