@@ -117,7 +117,7 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
 
     def _carry_over(self, step: int, samples: int) -> int:
         logger.info(f"Missed the round of step #{step}: {samples} samples count in the next one")
-        return self.accumulator.take_back(samples)
+        return self._take_back(samples)
 
     # Joining and catching up
 

@@ -372,7 +372,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._num_failures = self._num_stuck = 0
         else:
             logger.warning(f"No group for step #{step} in time: keeping its samples for another try")
-        return self.accumulator.take_back(samples)
+        return self._take_back(samples)
+
+    def _take_back(self, samples: int) -> int:
+        """Return the samples for the next step, with those of the contribution unless a round may have used it."""
+        if not self.coordinator.has_sent:
+            return self.accumulator.take_back(samples)
+        self.accumulator.confirm()
+        return self.accumulator.num_samples
 
     def _carry_over(self, step: int, samples: int) -> int:
         """Count the contribution to a missed step in the next one, unless it is too old. Return its samples."""
@@ -380,7 +387,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
             return self.accumulator.num_samples
         logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
-        return self.accumulator.take_back(samples)
+        return self._take_back(samples)
 
     def _bound_gradients(self) -> None:
         """Scale the averaged gradient down if its norm exceeds what honest peers send."""

@@ -140,6 +140,23 @@ def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too
     assert report.away and report.distance == 3 and optimizer.local_epoch == 3
 
 
+@pytest.mark.parametrize("outcome", [Outcome.MISSED, Outcome.FAILED, Outcome.AVERAGED])
+@pytest.mark.parametrize("local", [False, True])
+def test_samples_that_other_members_may_have_used_are_not_sent_again(outcome, local):
+    """The member was cut off after it had sent all its parts: no average has arrived."""
+    optimizer = build_local() if local else build()
+    compute(optimizer, 0.2, samples=12)
+    take(optimizer, outcome, has_sent=outcome != Outcome.AVERAGED, received=0.0)
+    assert optimizer.accumulator.num_samples == optimizer.tracker.local_progress.samples_accumulated == 0
+    (parameter,) = optimizer.state_averager.main_parameters
+    before = parameter[0, 0].item()
+    compute(optimizer, 0.0, samples=4)
+    moved = before - parameter[0, 0].item()  # by the inner optimizer's momentum
+    take(optimizer)
+    assert optimizer.coordinator.weights == [12.0, 4.0]
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(moved, abs=1e-6)
+
+
 def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_others():
     optimizer = build(average_state_every=1)
     ignored = []

@@ -51,7 +51,7 @@ class Rounds:
     other members lack no updates; `is_given` says that this peer receives parameters on demand.
     """
 
-    num_attempts, last_error, has_group, is_called_off, other = 1, "", False, False, None
+    num_attempts, last_error, has_group, is_called_off, has_sent, other = 1, "", False, False, False, None
 
     def __init__(self, optimizer: CollaborativeOptimizer):
         self.averager = optimizer.grad_averager
