@@ -139,8 +139,10 @@ class AllReduce:
             sender_timeout,
             REDUCE_FRACTION * timeout,
         )
+        self.was_late = False  # whether a reducer has closed a part without this peer's values
         self._violations: dict[PeerID, str] = {}
-        self._num_answered = dict.fromkeys(peer_ids, 0)  # averages of a reducer that have arrived
+        # Parts of a reducer of which this peer has compressed its values, and those whose averages have arrived
+        self._num_opened, self._num_answered = dict.fromkeys(peer_ids, 0), dict.fromkeys(peer_ids, 0)
         self._totals: Counter[TensorRole] = Counter()  # elements that this peer receives
         for block in blocks:
             if self.is_sender and (block.takers is None or self.peer_id in block.takers):
@@ -248,6 +250,7 @@ class AllReduce:
         """
         index, number = 0, sum(not part.is_given for part in self._parts[peer_id])
         while index < number:
+            self._num_opened[peer_id] = index + 1
             yield index
             index, answered = index + 1, self._num_answered[peer_id]
             if index < answered:
@@ -273,6 +276,7 @@ class AllReduce:
         part.output.copy_(average)
         self._received[part.info.role] += part.own.numel()
         self._num_answered[peer_id] += not part.is_given
+        self.was_late |= self._num_answered[peer_id] > self._num_opened[peer_id]
 
     # As a reducer
 

@@ -25,7 +25,7 @@ from lib.averaging.bounds import NORM_TOLERANCE
 from lib.averaging.coordinator import Outcome, RoundCoordinator
 from lib.averaging.history import add_mark, different_marks, read_marks
 from lib.averaging.matchmaking import MAX_DISTANCE
-from lib.averaging.progress import PeerProgress, ProgressTracker
+from lib.averaging.progress import WARN_SECONDS, PeerProgress, ProgressTracker
 from lib.averaging.round_log import RoundLog, describe_round
 from lib.averaging.rounds import RoundAverager, RoundResult
 from lib.averaging.standing import EQUAL, LACKING
@@ -76,7 +76,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._num_failures = 0  # consecutive rounds that this peer has failed to take part in
         self._num_stuck = 0  # those since another trainer, or this peer, has taken a step
         self._num_alone = 0  # consecutive marks of steps that this peer took alone
-        self._retry_at = 0.0  # `time.monotonic`
+        self._retry_at = self._warn_at = 0.0  # `time.monotonic`
         self.last_step: int | None = None  # no step beyond this one is taken
         self.round_log: RoundLog | None = None
         # Of the newest rounds with other trainers: whether they averaged everything with every trainer of the step
@@ -344,6 +344,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             logger.info(f"Averaged gradients with {len(result.members)} peers")
             if result.received < 1:
                 logger.warning(f"The round of step #{step} was partial: received {result.received:.1%} of it")
+            if result.was_late and time.monotonic() >= self._warn_at:
+                self._warn_at = time.monotonic() + WARN_SECONDS
+                logger.warning(
+                    f"Some gradients of this peer came too late for step #{step}. If its link is slower than the "
+                    "others', let all peers pass --gradient_compression blockwise8, or also --local_updates"
+                )
         else:
             for averaged, own in zip(self.grad_averager.averaged_gradients, self.grad_averager.gradients, strict=True):
                 averaged.copy_(own)

@@ -20,7 +20,6 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import AveragingStage
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
 from hivemind.p2p import P2PContext, PeerID
@@ -33,7 +32,7 @@ from lib.averaging.base import SafeAverager
 from lib.averaging.bounds import Bounds
 from lib.averaging.compression import name_of
 from lib.averaging.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
-from lib.averaging.standing import Standing
+from lib.averaging.standing import Standing, divide
 from lib.common.clock import run_time
 
 logger = get_logger(__name__)
@@ -58,6 +57,7 @@ class RoundResult:
     received_parameters: float | None = None  # fraction of the parameters that arrived; None: this peer received none
     distance: float = 0.0  # of this peer's parameters from the group's before the round, in updates
     group_id: bytes = b""
+    was_late: bool = False  # whether a reducer closed a part without this peer's values
 
     @property
     def is_complete(self) -> bool:
@@ -232,14 +232,10 @@ class RoundAverager(SafeAverager):
         return replace(result, missed=missed, seconds=seconds)
 
     async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
-        options = dict(self.allreduce_kwargs)
+        options = {name: value for name, value in self.allreduce_kwargs.items() if name != "min_vector_size"}
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
         own = group.peer_ids.index(self.peer_id)
-        bandwidths = [0.0 if c.mode == AveragingMode.CLIENT else c.bandwidth for c in standing.claims]
-        loop = asyncio.get_running_loop()
-        shares = await loop.run_in_executor(
-            None, load_balance_peers, self.total_size, bandwidths, options.pop("min_vector_size")
-        )
+        shares = divide([0.0 if c.mode == AveragingMode.CLIENT else c.bandwidth for c in standing.claims])
         number = len(self.gradients)
         blocks = [self._block(slice(None, number), shares)]
         given = standing.shares_to_give(shares)
@@ -284,6 +280,7 @@ class RoundAverager(SafeAverager):
             received_parameters=runner.received_fraction(TensorRole.PARAMETER),
             distance=standing.distances[own],
             group_id=group.group_id,
+            was_late=runner.was_late,
         )
 
     def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:

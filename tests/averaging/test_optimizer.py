@@ -140,6 +140,14 @@ def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too
     assert report.away and report.distance == 3 and optimizer.local_epoch == 3
 
 
+def test_peer_on_a_slow_link_is_told_what_to_do(caplog):
+    optimizer = build()
+    for was_late in (False, True, True):
+        take(optimizer, was_late=was_late)
+    (record,) = [record for record in caplog.records if "too late" in record.message]
+    assert "step #2" in record.message and "--local_updates" in record.message
+
+
 @pytest.mark.parametrize("outcome", [Outcome.MISSED, Outcome.FAILED, Outcome.AVERAGED])
 @pytest.mark.parametrize("local", [False, True])
 def test_samples_that_other_members_may_have_used_are_not_sent_again(outcome, local):

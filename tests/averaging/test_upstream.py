@@ -9,9 +9,7 @@ from pathlib import Path
 
 import hivemind
 import pytest
-import scipy
 from hivemind.averaging import averager
-from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.dht.validation import RecordValidatorBase
 
 import lib.averaging
@@ -62,13 +60,6 @@ def test_hivemind_is_the_tested_version():
 
 def test_overridden_modules_have_digests():
     assert not {name: ours for name, ours in overridden_modules() if name not in upstream.TESTED}
-
-
-def test_solver_that_hivemind_calls_is_pinned():
-    """scipy is about to remove it. A fresh installation would then fail in each round."""
-    assert f"scipy=={scipy.__version__}\n" in REQUIREMENTS.read_text()
-    with pytest.warns(DeprecationWarning, match="interior-point"):
-        assert load_balance_peers(1000, [100.0, 100.0, 0.0]) == (500, 500, 0)
 
 
 def test_files_in_the_catalogue_have_digests():
