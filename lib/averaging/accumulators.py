@@ -16,7 +16,7 @@ class GradientAccumulator:
     def __init__(self, main_parameters: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor]):
         self.main_parameters, self.contribution = tuple(main_parameters), tuple(contribution)
         self.num_samples = 0  # since the last round
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._sums = [torch.zeros_like(parameter) for parameter in self.main_parameters]
 
     @torch.no_grad()
@@ -41,11 +41,10 @@ class GradientAccumulator:
             num_samples = self.num_samples
             for total, mean in zip(self._sums, self.contribution, strict=True):
                 mean.copy_(total).mul_(1.0 / max(1, num_samples))
-            self._reset()
+            self.drop()
         if math.isfinite(clip_norm(self.contribution, max_norm)):
             return num_samples
-        for mean in self.contribution:
-            mean.zero_()
+        torch._foreach_zero_(self.contribution)
         return 0
 
     @torch.no_grad()
@@ -64,12 +63,8 @@ class GradientAccumulator:
     def drop(self) -> None:
         """Start a new sum."""
         with self.lock:
-            self._reset()
-
-    def _reset(self) -> None:
-        self.num_samples = 0
-        for total in self._sums:
-            total.zero_()
+            self.num_samples = 0
+            torch._foreach_zero_(self._sums)
 
 
 class UpdateAccumulator:

@@ -22,7 +22,7 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 import numpy as np
 import torch
 from hivemind.averaging.allreduce import AveragingMode
-from hivemind.averaging.partition import AllreduceException, TensorPartContainer
+from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2, runtime_pb2
@@ -63,21 +63,19 @@ class Block:
 
     def cut(self, compression: CompressionBase, part_size_bytes: int) -> list[list[Part]]:
         """Cut the tensors into the parts that each member reduces, in the order of the members."""
-        ends = np.rint(np.cumsum(self.shares) / np.sum(self.shares) * self.num_elements).astype(np.int64)
-        sizes = np.diff(ends, prepend=0).tolist()
-        containers = [  # a container that is deleted clears its parts
-            TensorPartContainer(
-                tensors, sizes, compression=compression, part_size_bytes=part_size_bytes, tensor_infos=self.infos
-            )
-            for tensors in (self.tensors, self.outputs)
-        ]
-        return [
-            [
-                Part(own, output, info, compression.choose_compression(info), self.takers is not None)
-                for (own, info), (output, _) in zip(inputs, results, strict=True)
-            ]
-            for inputs, results in zip(*(container._input_parts_by_peer for container in containers), strict=True)
-        ]
+        ends = np.cumsum(self.shares) / np.sum(self.shares) * self.num_elements
+        parts: list[list[Part]] = [[] for _ in self.shares]
+        begin = 0
+        for tensor, output, info in zip(self.tensors, self.outputs, self.infos, strict=True):
+            chosen = compression.choose_compression(info)
+            size = int(part_size_bytes / tensor.element_size() / chosen.estimate_compression_ratio(info))
+            pairs = zip(tensor.detach().view(-1).split(size), output.view(-1).split(size), strict=True)
+            for number, (own, result) in enumerate(pairs):
+                reducer = np.searchsorted(ends, begin + len(own) / 2)  # whose share has its middle
+                part_info = info.get_part(number, size)
+                parts[reducer].append(Part(own, result, part_info, chosen, self.takers is not None))
+                begin += len(own)
+        return parts
 
 
 class AllReduce:

@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from hivemind.utils import get_logger
 from torch.optim.lr_scheduler import LambdaLR
 
 from lib.averaging.accumulators import UpdateAccumulator
 from lib.averaging.optimizer import CollaborativeOptimizer
 from lib.averaging.rounds import RoundAverager
 from lib.averaging.state import all_finite, set_schedule
-
-logger = get_logger(__name__)
 
 # Local steps over which the learning rate of an inner optimizer without statistics rises to its value
 INNER_WARMUP_STEPS = 20
@@ -114,10 +111,6 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
 
     def _may_begin_step(self) -> bool:
         return True
-
-    def _carry_over(self, step: int, samples: int) -> int:
-        logger.info(f"Missed the round of step #{step}: {samples} samples count in the next one")
-        return self._take_back(samples)
 
     # Joining and catching up
 

@@ -22,7 +22,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
-import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
@@ -46,17 +45,16 @@ MAX_CLAIM_BYTES = 64
 class RoundControl(StepControl):
     """StepControl that also carries the number of its global step."""
 
-    _NUMBER = slice(18, 26)  # after hivemind's fields in the shared buffer
-
     def __init__(self, *args, number: int, **kwargs):
         super().__init__(*args, **kwargs)
-        more = torch.zeros([8], dtype=torch.uint8)
-        self._shared_buffer = torch.cat([self._shared_buffer, more]).share_memory_()
-        struct.pack_into("q", self._shared_buffer[self._NUMBER].numpy().data, 0, number)
+        self.number = number
 
-    @property
-    def number(self) -> int:
-        return struct.unpack("q", self._shared_buffer[self._NUMBER].numpy().data)[0]
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "number": self.number}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.number = state["number"]
 
     @property
     def has_group(self) -> bool:
@@ -148,13 +146,6 @@ def parse_claims(gathered: bytes) -> Claims:
         return claims
     except Exception as error:  # the bytes are another peer's
         raise ValueError(f"malformed claims: {error!r:.100}") from None
-
-
-def _is_well_formed(gathered: bytes) -> bool:
-    with suppress(ValueError):
-        parse_claims(gathered)
-        return True
-    return False
 
 
 class StepMatchmaking(Matchmaking):
@@ -411,9 +402,11 @@ class StepMatchmaking(Matchmaking):
         peer_ids = tuple(PeerID(peer_id) for peer_id in message.ordered_peer_ids)
         if self.peer_id not in peer_ids or not len(set(peer_ids)) == len(peer_ids) == len(message.gathered):
             return None
-        if not all(map(_is_well_formed, message.gathered)):
-            return None
-        return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
+        with suppress(ValueError):
+            for gathered in message.gathered:
+                parse_claims(gathered)
+            return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
+        return None
 
     # Answers to other peers
 
@@ -432,7 +425,9 @@ class StepMatchmaking(Matchmaking):
             return averaging_pb2.BAD_SCHEMA_HASH
         if self.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
-        if not _is_well_formed(request.gather):
+        try:
+            parse_claims(request.gather)
+        except ValueError:
             return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
         if number <= self.finished_number:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP

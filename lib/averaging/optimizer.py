@@ -351,8 +351,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     "others', let all peers pass --gradient_compression blockwise8, or also --local_updates"
                 )
         else:
-            for averaged, own in zip(self.grad_averager.averaged_gradients, self.grad_averager.gradients, strict=True):
-                averaged.copy_(own)
+            torch._foreach_copy_(self.grad_averager.averaged_gradients, self.grad_averager.gradients)
             counts, self.distance, self.coordinator.is_settling = True, 0.0, False
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)
@@ -388,8 +387,11 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return self.accumulator.num_samples
 
     def _carry_over(self, step: int, samples: int) -> int:
-        """Count the contribution to a missed step in the next one, unless it is too old. Return its samples."""
-        if self.distance > LACKING:
+        """Count the contribution to a missed step in the next one. Return its samples.
+
+        Gradients of parameters that lack more updates are too old. Local updates are kept.
+        """
+        if self.distance > LACKING and not self.grad_averager.local_updates:
             logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
             return self.accumulator.num_samples
         logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
@@ -494,8 +496,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 # Offers lag by a step, but a state of this peer's own step is not what it lacks.
                 least = max(0, rival.completed - (rival.completed != self.local_epoch + 1))
                 query = {"min_epoch": least, "credible_epoch": rival.epoch, "marks": rival.marks}
-            if rival and self.local_epoch > 0 and averager.download_state(only_metadata=True, **query) is None:
-                return self._ignore_unbacked_claim(rival)
             self.tracker.set_away(True)
             with self._update_lock:
                 loaded = averager.load_state_from_peers(**query)

@@ -197,17 +197,11 @@ class RoundAverager(SafeAverager):
         future_for_init.set_result((trigger, cancel))
         work = asyncio.create_task(self._run_round(step))
         cancelled = asyncio.create_task(step.wait_for_cancel())
-        timeout = max(0.0, step.deadline - run_time())
-        await asyncio.wait({work, cancelled}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done() and not cancelled.done() and step.stage == AveragingStage.RUNNING_ALLREDUCE:
-            # The all-reduce has a separate timeout.
-            await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
         work.cancel()
         cancelled.cancel()
         (outcome, *_) = await asyncio.gather(work, cancelled, return_exceptions=True)
         step.stage = AveragingStage.FINISHED
-        if isinstance(outcome, asyncio.CancelledError):
-            outcome = TimeoutError("no group was found")
         with suppress(Exception):  # the main process may cancel the round at this moment
             if isinstance(outcome, BaseException):
                 step.set_exception(AllreduceException(str(outcome) or type(outcome).__name__))
@@ -217,10 +211,14 @@ class RoundAverager(SafeAverager):
     async def _run_round(self, step: RoundControl) -> RoundResult:
         started = time.monotonic()
         step.stage = AveragingStage.LOOKING_FOR_GROUP
-        group = await self._matchmaking.look_for_group(step)
-        missed, found = self._matchmaking.missed, time.monotonic()
-        step.stage = AveragingStage.AWAITING_TRIGGER
-        await step.wait_for_trigger()
+        try:
+            async with asyncio.timeout(step.deadline - run_time()):  # the all-reduce has a separate one
+                group = await self._matchmaking.look_for_group(step)
+                missed, found = self._matchmaking.missed, time.monotonic()
+                step.stage = AveragingStage.AWAITING_TRIGGER
+                await step.wait_for_trigger()
+        except TimeoutError:
+            raise TimeoutError("no group was found") from None
         begun = time.monotonic()
         step.stage = AveragingStage.RUNNING_ALLREDUCE
         try:

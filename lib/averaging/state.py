@@ -22,8 +22,6 @@ from lib.averaging.history import Marks, read_marks
 from lib.averaging.wire import SCALAR, TensorSpec
 from lib.common.clock import run_time
 
-__all__ = ["StateLoadError", "TrainingStateAverager", "all_finite", "set_schedule"]
-
 logger = get_logger(__name__)
 
 OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
@@ -100,8 +98,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             try:
                 if parameters is not None:
                     with torch.no_grad():
-                        for own_parameter, parameter in zip(self._optimized_parameters(), parameters, strict=True):
-                            own_parameter.copy_(parameter)
+                        torch._foreach_copy_(self._optimized_parameters(), parameters)
                 self._set_schedule(epoch - 1)
                 self.optimizer.step()
                 self._set_applied_epoch(epoch)
@@ -117,8 +114,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         optimizer_state = copy.deepcopy(self.check_state(metadata, tensors))
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             self.optimizer.load_state_dict(optimizer_state)
-            for own_tensor, tensor in zip(self._parameters_and_extras(), tensors, strict=False):
-                own_tensor.copy_(tensor)
+            own = self._optimized_parameters()
+            torch._foreach_copy_(own, tensors[: len(own)])
             self.local_epoch, self.marks = metadata["epoch"], read_marks(metadata)
             self._set_applied_epoch(metadata["epoch"])
             self.mark_changed()
@@ -131,9 +128,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         The copy of an offloaded optimizer would overwrite them at the next step.
         """
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
-            for main_parameter, parameter in zip(self.main_parameters, self._optimized_parameters(), strict=True):
-                if main_parameter is not parameter:
-                    parameter.copy_(main_parameter)
+            torch._foreach_copy_(self._optimized_parameters(), self.main_parameters)
             self.local_epoch = epoch
             self._set_applied_epoch(epoch)
             self.mark_changed()
@@ -183,7 +178,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def _make_copy(self) -> tuple[dict, list[torch.Tensor]]:
         optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
-        tensors = [*self._parameters_and_extras(), *statistics]
+        tensors = [*self._optimized_parameters(), *statistics]
         copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         marks = [list(mark) for mark in self.marks]
         return {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, copies
@@ -201,7 +196,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         with self.lock_optimizer, self.lock_averaged_tensors:
             if self._copy is None:
                 metadata, tensors = self._make_copy()
-                first = len(self._parameters_and_extras())
+                first = len(self._optimized_parameters())
                 roots = [index for index in range(first, len(tensors)) if _has_root(tensors[index])]
                 for index in roots:
                     tensors[index].sqrt_()
@@ -212,12 +207,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 self._copy_timer.daemon = True
                 self._copy_timer.start()
             metadata, tensors = self._copy
-        roles = [TensorRole.PARAMETER] * len(self._optimized_parameters())
-        roles += [TensorRole.UNSPECIFIED] * len(self.extra_tensors)
-        roles += [TensorRole.OPTIMIZER] * (len(tensors) - len(roles))
+        num_parameters = len(self._optimized_parameters())
         infos = [
-            CompressionInfo.from_tensor(tensor, key=index, role=role)
-            for index, (tensor, role) in enumerate(zip(tensors, roles, strict=True))
+            CompressionInfo.from_tensor(
+                tensor, index, role=TensorRole.OPTIMIZER if index >= num_parameters else TensorRole.PARAMETER
+            )
+            for index, tensor in enumerate(tensors)
         ]
         return metadata, tensors, infos
 
@@ -244,24 +239,21 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return True
 
     def download_state(
-        self, min_epoch: int = 0, only_metadata: bool = False, credible_epoch: int | None = None, marks: Marks = ()
+        self, min_epoch: int = 0, credible_epoch: int | None = None, marks: Marks = ()
     ) -> tuple[str, dict, list[torch.Tensor]] | None:
         """Ask donors in turn for a state of step `min_epoch` or later that fits.
 
         :param credible_epoch: newest step that the run is known to be at; default: as `__init__` says
         :param marks: of the history that the state must be of
-        :param only_metadata: request neither the tensors nor the check that the state fits; one attempt, which takes
-          at most `donor_timeout` seconds
         :returns: the donor's peer ID, metadata and tensors, all checked; None without a state in `download_timeout`
         """
-        timeout = self.donor_timeout if only_metadata else self.download_timeout
         if credible_epoch is None and self.credible_epoch is not None:
             credible_epoch = self.credible_epoch()
         future = MPFuture()
-        query = [min_epoch, credible_epoch, only_metadata, timeout, marks]
+        query = [min_epoch, credible_epoch, self.download_timeout, marks]
         self._outer_pipe.send(("_download_state", [future, *query], {}))
         try:
-            return future.result(timeout=timeout + self.donor_timeout)
+            return future.result(timeout=self.download_timeout + self.donor_timeout)
         except Exception as error:
             logger.warning(f"Could not download the state from peers: {error!r}")
             return None
@@ -294,7 +286,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         Their number may differ from that of this peer's: LAMB has numbers instead of tensors where a norm was zero.
         """
-        specs = [_spec_of(tensor) for tensor in self._parameters_and_extras()]
+        specs = [_spec_of(tensor) for tensor in self._optimized_parameters()]
         num_parameters = len(specs)
         own_values = nested_flatten(self.optimizer.state_dict())
         for entry, own_value in zip(self._check_entries(metadata), own_values, strict=True):
@@ -312,7 +304,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         :raises StateLoadError: if the state does not fit
         """
         check_epoch(metadata)
-        own = self._parameters_and_extras()
+        own = self._optimized_parameters()
         if [t.shape for t in tensors[: len(own)]] != [t.shape for t in own]:
             raise StateLoadError("its parameters have other shapes (another model, or an incomplete state)")
         if not all_finite(tensors[: len(own)]):
@@ -321,7 +313,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def unpack_state(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         """Square the statistics of a received state whose roots the donor sends, in place."""
-        roots, first = metadata.pop("roots", None), len(self._parameters_and_extras())
+        roots, first = metadata.pop("roots", None), len(self._optimized_parameters())
         if not isinstance(roots, list) or not all(type(i) is int and first <= i < len(tensors) for i in roots):
             raise StateLoadError("the donor has another version; update the older peer")
         for index in set(roots):
@@ -358,9 +350,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def _optimized_parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def _parameters_and_extras(self) -> list[torch.Tensor]:
-        return [*self._optimized_parameters(), *self.extra_tensors]
 
 
 def _has_root(tensor: torch.Tensor) -> bool:
