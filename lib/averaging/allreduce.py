@@ -141,14 +141,12 @@ class AllReduce:
         self._violations: dict[PeerID, str] = {}
         # Parts of a reducer of which this peer has compressed its values, and those whose averages have arrived
         self._num_opened, self._num_answered = dict.fromkeys(peer_ids, 0), dict.fromkeys(peer_ids, 0)
-        self._totals: Counter[TensorRole] = Counter()  # elements that this peer receives
-        for block in blocks:
-            if self.is_sender and (block.takers is None or self.peer_id in block.takers):
-                self._totals[block.infos[0].role] += block.num_elements
-            for info, own, output in zip(block.infos, block.tensors, block.outputs, strict=True):
-                # Without an average, a gradient is 0 and parameters stay.
-                output.zero_() if info.role == TensorRole.GRADIENT else output.copy_(own)
-        self._received: Counter[TensorRole] = Counter()
+        # Elements that this peer receives, and those that it has received
+        self._totals, self._received = Counter[TensorRole](), Counter[TensorRole]()
+        for part in chain(*self._answers.values()) if self.is_sender else ():
+            self._totals[part.info.role] += part.own.numel()
+        for part in chain(*parts.values()):  # without an average, a gradient is 0 and parameters stay
+            part.output.zero_() if part.is_gradient else part.output.copy_(part.own)
 
     def _answers_for(self, peer_id: PeerID, parts: Sequence[Part]) -> list[tuple[int, Part]]:
         """Return those of a reducer's parts whose averages a member receives, with their numbers, in this order.
@@ -187,13 +185,10 @@ class AllReduce:
                 async with asyncio.timeout(self.timeout):
                     await asyncio.gather(*tasks)
         finally:
-            self.stop()
+            self.reducer.stop()
             for task in tasks:  # if one has failed, the others run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def stop(self) -> None:
-        self.reducer.stop()
 
     async def _reduce(self) -> None:
         await self.reducer.run()

@@ -78,4 +78,4 @@ class SafeAverager(DecentralizedAverager):
             await self.remove_p2p_handlers(self._p2p, namespace=self.prefix)
         for running_round in self._running_groups.values():
             if running_round.done() and not running_round.cancelled():
-                running_round.result().stop()
+                running_round.result().reducer.stop()

@@ -51,10 +51,9 @@ class StateDownload:
     sent metadata with a credible step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports
     lag), plus one per second since the query: no run takes more than one step per second.
 
-    Time: all donors are dialed in advance, MAX_DIALS at a time, so that offers of nonexistent peers cost little. While
-    other reachable donors are left, a donor may be silent for a quarter of the remaining time. The donor is abandoned
-    as soon as it would need, at its mean rate, more than three quarters of the time that was left when it began. The
-    last donor gets all of the remaining time.
+    Time: all donors are dialed in advance, MAX_DIALS at a time. While other reachable donors are left, a donor may be
+    silent for a quarter of the remaining time, and is abandoned once it would need, at its mean rate, more than three
+    quarters of the time that was left when it began.
 
     :param min_epoch: oldest acceptable step
     :param credible_epoch: newest step that the run is known to be at; None if unknown

@@ -107,11 +107,6 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
             finally:
                 self.accumulator.rebase(changes)
 
-    # Global steps, in the step thread
-
-    def _may_begin_step(self) -> bool:
-        return True
-
     # Joining and catching up
 
     def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:

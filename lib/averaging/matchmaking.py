@@ -5,9 +5,8 @@ the next one only if the first cannot be reached. Each step has a separate key, 
 A peer that is asked before it has reached the step holds the request until then. The leader begins when the step is
 due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due.
 
-hivemind's matchmaking (hivemind/averaging/matchmaking.py) knows neither the step nor the peers. It waits for the whole
-`min_matchmaking_time` in each round unless the group is full, forms several groups under one key when peers are late,
-and accepts peers of any step.
+hivemind's matchmaking (hivemind/averaging/matchmaking.py) knows neither the step nor the peers. It always waits for
+the whole `min_matchmaking_time`, forms several groups when peers are late, and accepts peers of any step.
 """
 
 import asyncio
@@ -130,10 +129,8 @@ def group_key(prefix: str, number: int) -> str:
 
 def parse_group_key(prefix: str, key: str) -> int | None:
     """Return the global step of a matchmaking key; None if the key does not belong to this run."""
-    head, separator, bits = key.partition(".0b")
-    if head != prefix or not separator or not 0 < len(bits) <= 62 or set(bits) - {"0", "1"}:
-        return None
-    return int(bits, 2)
+    head, _, bits = key.partition(".0b")
+    return int(bits, 2) if head == prefix and 0 < len(bits) <= 62 and not set(bits) - {"0", "1"} else None
 
 
 def parse_claims(gathered: bytes) -> Claims:
@@ -154,7 +151,6 @@ class StepMatchmaking(Matchmaking):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.roster: dict[PeerID, RosterEntry] = {}
-        self.max_group_size: int | None = None
         self.finished_number = -1  # newest step for which this peer searches no group any more
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
@@ -230,13 +226,9 @@ class StepMatchmaking(Matchmaking):
         while len(self._found) >= 16:
             del self._found[next(iter(self._found))]
         self._found[group.group_id] = search.control
-        self.missed = {
-            peer_id: self._why_missed(peer_id, search)
-            for peer_id in self.roster
-            if peer_id not in group.peer_ids and peer_id != self.peer_id
-        }
-        for peer_id in self.missed:
-            self._absences[peer_id] += 1
+        missed = self.roster.keys() - {*group.peer_ids, self.peer_id}
+        self.missed = {peer_id: self._why_missed(peer_id, search) for peer_id in missed}
+        self._absences.update(missed)
         for peer_id in group.peer_ids:
             self._absences.pop(peer_id, None)
 
@@ -312,14 +304,14 @@ class StepMatchmaking(Matchmaking):
         }
 
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
-        """Form groups of equal size, of at most `max_group_size` peers, and return this peer's."""
+        """Form groups of equal size, of at most `target_group_size` peers, and return this peer's."""
         number = search.control.number
         gathered = {peer_id: request.gather for peer_id, request in joined.items()}
         gathered[self.peer_id] = search.control.data_for_gather
         peer_ids = sorted(gathered, key=lambda peer_id: rank(number, peer_id))
         clients = [peer_id for peer_id in peer_ids if peer_id in joined and joined[peer_id].is_client]
         nodes = [peer_id for peer_id in peer_ids if peer_id not in clients]
-        num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.max_group_size or len(peer_ids))))
+        num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.target_group_size or len(peer_ids))))
         dealt = [*nodes, *clients]  # each group has a peer that accepts connections
         groups, nonce = [], DHTID.generate().to_bytes()[:-2]  # the IDs begin alike: one mark of the step's history
         for index in range(num_groups):

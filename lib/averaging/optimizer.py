@@ -100,8 +100,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     # Builders that hivemind.Optimizer calls
 
     def _make_progress_tracker(self, *args, performance_ema_alpha: float, **kwargs) -> ProgressTracker:
-        mode = {"client_mode": self.dht.client_mode, "auxiliary": False}
-        return ProgressTracker(self.dht, self.run_id, *args, public_key=self._public_key, **mode, **kwargs)
+        return ProgressTracker(
+            self.dht, self.run_id, *args, public_key=self._public_key, client_mode=self.dht.client_mode, **kwargs
+        )
 
     def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
         return TrainingStateAverager(
@@ -137,7 +138,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return GradientAccumulator(self.state_averager.main_parameters, averager.gradients)
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.state_averager.optimizer.param_groups for p in group["params"]]
+        return self.state_averager._optimized_parameters()
 
     @property
     def processes(self) -> dict[str, multiprocessing.Process]:
@@ -217,8 +218,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return self._stopped.is_set() or self._is_broken or self._is_out_of_sync()
 
     def _may_begin_step(self) -> bool:
-        """Whether the contribution may be loaded now: without delays, only between two local steps."""
-        return self.delay_grad_averaging or self._waits_for_step
+        """Whether the contribution may be loaded now: without delays, gradients only between two local steps."""
+        return self.delay_grad_averaging or self._waits_for_step or self.grad_averager.local_updates
 
     def _apply_update(self) -> None:
         """Copy the offloaded parameters to the model, if they are newer."""
@@ -232,8 +233,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def finish_pending_update(self) -> None:
         """Wait for the running step, if there is one, and copy its parameters to the model."""
-        with self._step_lock:
-            self._apply_update()
+        with self.frozen_state():
+            pass
 
     @contextmanager
     def frozen_state(self) -> Iterator[None]:

@@ -133,7 +133,7 @@ class ProgressTracker(threading.Thread):
         *,
         public_key: bytes,
         client_mode: bool,
-        auxiliary: bool,
+        auxiliary: bool = False,
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
@@ -385,11 +385,10 @@ class ProgressTracker(threading.Thread):
         step = self.next_step
         others = self.counting
         is_outdated = self._num_fetches == self._num_fetches_before_step
-        if others and is_outdated and time.monotonic() < self._completed_at + DHT_TIMEOUT:
-            # The known reports are of the previous step: a fast peer would take this step alone.
-            return max(self.args.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
         num_behind = sum(progress.epoch < step - 1 for progress in others)
-        if num_behind * 2 > len(others) and time.monotonic() < self._completed_at + HOLD_SECONDS:
+        # With known reports of the previous step only, a fast peer would take this step alone.
+        hold = HOLD_SECONDS if num_behind * 2 > len(others) else DHT_TIMEOUT if others and is_outdated else 0.0
+        if time.monotonic() < self._completed_at + hold:
             return max(self.args.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
         have_begun = sum(progress.epoch >= step for progress in others)
         if others and have_begun * 2 >= len(others):

@@ -188,7 +188,6 @@ class RoundAverager(SafeAverager):
 
     async def _set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
         self._matchmaking.set_roster(entries)
-        self._matchmaking.max_group_size = self.matchmaking_kwargs["target_group_size"]
         self._matchmaking.finish(finished_number)
 
     async def _step(self, *, step: RoundControl, future_for_init: MPFuture) -> None:

@@ -61,8 +61,8 @@ class Standing:
 def divide(bandwidths: Sequence[float]) -> list[int]:
     """Return the shares of the tensors that members reduce, in millionths. They depend on nothing else.
 
-    A member sends its values of what the others reduce, and the averages of its share to all of them. Shares make
-    this take all of them the same time; who would need longer without any share has none.
+    A member sends its values of what the others reduce, and the averages of its share to all. That takes all members
+    the same time; those that need longer without a share have none.
 
     :param bandwidths: what each member claims; 0: a client
     """

@@ -47,8 +47,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     It averages nothing. The class name is part of the protocol: hivemind addresses the averager of another peer by
     class name (hivemind/p2p/servicer.py).
 
-    `local_epoch` is the global step of this peer. `applied_epoch` is the step whose update the parameters have. It
-    lags while an update runs in the background. Offers and snapshots carry it.
+    `local_epoch` is the global step of this peer. Offers and snapshots carry `applied_epoch`, the step whose update
+    the parameters have. It lags while an update runs in the background.
 
     `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
     `lock_averaged_tensors`, so that no reader sees a partial change. Other code that writes into the parameters or the
@@ -56,10 +56,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
     :param download_timeout, donor_timeout: seconds for a whole download, and that a donor may be silent
-    :param credible_epoch: returns the newest global step that the run is known to be at, from the progress reports or
-      the aggregated metrics; None if unknown, which accepts any step. Called in the main process at the start of each
-      download, see StateDownload. If all donors claim a later step, the state of one is accepted with a warning: there
-      is no alternative. A wrong step number costs no time, since the schedule is set directly.
+    :param credible_epoch: returns the newest global step that the run is known to be at; None accepts any step. Called
+      at the start of each download, see StateDownload. If all donors claim a later step, the state of one is accepted
+      with a warning: there is no alternative.
     """
 
     UPLOAD_TIMEOUT = 3600.0  # seconds; a stalled reader keeps a copy of the state in memory
