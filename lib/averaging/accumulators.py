@@ -33,8 +33,7 @@ class GradientAccumulator:
     def load(self, max_norm: float) -> int:
         """Load the mean of the accumulated gradients as the contribution to a round, and start a new sum.
 
-        :param max_norm: the mean is clipped to this norm (0: no bound). transformers' Trainer would clip each
-          micro-batch instead, which biases the mean
+        :param max_norm: the mean is clipped to it (0: no bound). Clipping each micro-batch would bias the mean
         :returns: the number of samples in the contribution; 0 if the sum of the finite gradients has overflowed
         """
         with self.lock:
@@ -70,8 +69,7 @@ class GradientAccumulator:
 class UpdateAccumulator:
     """Local updates of this peer since the last round, as a pseudo-gradient (DiLoCo, arXiv 2311.08105). Thread-safe.
 
-    The parameters of the model move with each local step. `base` is the value at which nothing is left to contribute:
-    the pseudo-gradient is `base - parameters`. The base is the parameters of the last global step once the model has
+    The pseudo-gradient is `base - parameters`. The base is the parameters of the last global step once the model has
     them, and until then the parameters of the model when the contribution to that step was loaded. Local steps
     during a round and before its result is copied therefore count in the next round.
 

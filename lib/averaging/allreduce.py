@@ -57,13 +57,12 @@ class Block:
     shares: Sequence[float]
     takers: Collection[PeerID] | None = None
 
-    @property
-    def num_elements(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors)
+    def cut(self, compression: CompressionBase, part_size_bytes: int, turn: int = 0) -> list[list[Part]]:
+        """Cut the tensors into the parts that each member reduces, in the order of the members.
 
-    def cut(self, compression: CompressionBase, part_size_bytes: int) -> list[list[Part]]:
-        """Cut the tensors into the parts that each member reduces, in the order of the members."""
-        ends = np.cumsum(self.shares) / np.sum(self.shares) * self.num_elements
+        :param turn: differs in each round, so that what a member sends or receives too late is not always the same
+        """
+        ends = np.cumsum(self.shares) / np.sum(self.shares) * sum(tensor.numel() for tensor in self.tensors)
         parts: list[list[Part]] = [[] for _ in self.shares]
         begin = 0
         for tensor, output, info in zip(self.tensors, self.outputs, self.infos, strict=True):
@@ -75,7 +74,8 @@ class Block:
                 part_info = info.get_part(number, size)
                 parts[reducer].append(Part(own, result, part_info, chosen, self.takers is not None))
                 begin += len(own)
-        return parts
+        starts = [turn % max(1, len(of_member)) for of_member in parts]
+        return [of_member[start:] + of_member[:start] for start, of_member in zip(starts, parts, strict=True)]
 
 
 class AllReduce:
@@ -89,7 +89,7 @@ class AllReduce:
     :param reducer_timeout: seconds between two answers of a reducer
     :param timeout: seconds for the whole round
     :param upload: bytes per second at which this peer sends its values, if its link is slow. They would fill the send
-      buffers otherwise, for seconds, and what this peer receives waits for its acknowledgements in the same queue
+      buffers otherwise, in which the acknowledgements of what it receives wait, too
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class AllReduce:
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
         self._weight, self._parameter_weight = max(weight, MIN_WEIGHT), max(parameter_weight, MIN_WEIGHT)
         self._answer_bounds = replace(bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm)
-        cuts = [block.cut(compression, part_size_bytes) for block in blocks]
+        cuts = [block.cut(compression, part_size_bytes, int.from_bytes(group_id, "big")) for block in blocks]
         parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
         self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
         self._parts = parts  # of each reducer; those that are given come last
@@ -151,13 +151,11 @@ class AllReduce:
     def _answers_for(self, peer_id: PeerID, parts: Sequence[Part]) -> list[tuple[int, Part]]:
         """Return those of a reducer's parts whose averages a member receives, with their numbers, in this order.
 
-        What is given goes first: a member that lacks updates needs it more than the gradients. It begins at another
-        part in each round, for a member that does not receive all of it in time.
+        What is given goes first: a member that lacks updates needs it more than the gradients.
         """
         awaited = [(number, part) for number, part in enumerate(parts) if not part.is_given]
         given = [(number, part) for number, part in enumerate(parts) if part.is_given and peer_id in self._takers]
-        begin = int.from_bytes(self.group_id, "big") % max(1, len(given))
-        return given[begin:] + given[:begin] + awaited
+        return given + awaited
 
     def _weight_of(self, part: Part) -> float:
         return self._weight if part.is_gradient else self._parameter_weight

@@ -28,8 +28,7 @@ class BlockwiseCompression(CompressionBase):
     `_encode` returns the codes, uint8, of the levels closest to values in [-1, 1]; `_levels` those levels, float32.
 
     Blocks do not depend on how an all-reduce cuts a tensor: parts begin at multiples of the block size. A tensor that
-    was restored is compressed again without an error. Its norm is not above the original's, but for the rounding of
-    the scales.
+    was restored is compressed again without an error. Its norm is not above the original's, but for rounded scales.
     """
 
     compression_type = runtime_pb2.BLOCKWISE_8BIT

@@ -108,7 +108,6 @@ class RoundCoordinator:
         try:
             while True:
                 self.num_attempts += 1
-                # Members of a failed round may have used the contribution: it counts no second time.
                 outcome, result = self._attempt(number, 0.0 if self.has_sent else weight, deadline)
                 if outcome is not None:
                     break

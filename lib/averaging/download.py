@@ -1,7 +1,6 @@
 """One download of the training state: find the donors, ask them in turn, receive the state of one.
 
-Runs in the averager's process. Any peer can offer a state. The time per donor, the number of bytes, and the cost of
-deserializing them are therefore bounded.
+Any peer can offer a state: the time per donor, the number of bytes and the cost of deserializing them are bounded.
 """
 
 import asyncio

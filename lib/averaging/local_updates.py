@@ -29,9 +29,8 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
 
     With `delay_grad_averaging` the local steps continue during the round, and count in the next one. Without it the
     main thread waits at the end of a local step while a round is due or runs. The round does not wait for the local
-    step: a peer with long local steps contributes the finished ones.
-
-    A peer that missed a round receives theta of the others in a later round, and keeps its local updates.
+    step: a peer with long local steps contributes the finished ones. A peer that missed a round receives theta of the
+    others in a later round, and keeps its local updates.
 
     The statistics of the inner optimizer are never sent. A newcomer begins without them, and its learning rate rises
     over INNER_WARMUP_STEPS.

@@ -42,18 +42,11 @@ MAX_CLAIM_BYTES = 64
 
 
 class RoundControl(StepControl):
-    """StepControl that also carries the number of its global step."""
+    """StepControl with the number of its global step, which is sent to the averager's process beside it."""
 
     def __init__(self, *args, number: int, **kwargs):
         super().__init__(*args, **kwargs)
         self.number = number
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "number": self.number}
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        self.number = state["number"]
 
     @property
     def has_group(self) -> bool:
@@ -158,7 +151,8 @@ class StepMatchmaking(Matchmaking):
         self._search: Search | None = None
         self._leader: PeerID | None = None  # leader that has accepted this peer
         self._banned_until: dict[PeerID, float] = {}
-        self._found: dict[bytes, RoundControl] = {}  # group ID -> this peer's round; the newest 16
+        # Group ID -> this peer's round, which may have ended before it began; the newest 16
+        self.found: dict[bytes, RoundControl] = {}
         self._changed = asyncio.Event()
 
     # Input from the main process
@@ -186,10 +180,6 @@ class StepMatchmaking(Matchmaking):
     def requested_number(self) -> int:
         """Newest step for which another peer asks this one for a group; -1 if none does."""
         return max((request.number for request in self._requests.values()), default=-1)
-
-    def find_round(self, group_id: bytes) -> RoundControl | None:
-        """Return this peer's round of a group, which may have ended before it began."""
-        return self._found.get(group_id)
 
     # Search for a group
 
@@ -223,9 +213,9 @@ class StepMatchmaking(Matchmaking):
             self._changed.set()
 
     def _on_group(self, group: GroupInfo, search: Search) -> None:
-        while len(self._found) >= 16:
-            del self._found[next(iter(self._found))]
-        self._found[group.group_id] = search.control
+        while len(self.found) >= 16:
+            del self.found[next(iter(self.found))]
+        self.found[group.group_id] = search.control
         missed = self.roster.keys() - {*group.peer_ids, self.peer_id}
         self.missed = {peer_id: self._why_missed(peer_id, search) for peer_id in missed}
         self._absences.update(missed)
@@ -249,9 +239,8 @@ class StepMatchmaking(Matchmaking):
     def _choose_leader(self, search: Search) -> PeerID | None:
         """Return the best candidate that has not failed to answer; None if there is none at the moment.
 
-        Once all better candidates have failed, those are asked again after RETRY_SECONDS, the one that failed first
-        first, unless other peers wait for this peer to begin. A leader that no peer has joined asks the other
-        candidates: they may have formed a group without it.
+        Candidates that have failed are asked again after RETRY_SECONDS, unless other peers wait for this one to begin.
+        A leader that no peer has joined asks the other candidates: they may have formed a group without it.
         """
         now = time.monotonic()
         joined = self._joined(search)

@@ -39,9 +39,8 @@ IDLE_SECONDS = 0.1  # polling interval for a due step
 # by rounding and, after a step that one peer missed, by one update: at most some percent.
 MAX_PARAMETER_CHANGE = 0.2
 MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download or a sleep
-# Consecutive steps without a round after which a peer says that it is away, or takes the step without the others. Of
-# trainers that cannot reach each other, the one with the smallest peer ID goes first. The others follow only if it
-# takes no step either.
+# Consecutive steps without a round after which a peer says that it is away, or takes the step without the others.
+# The trainer with the smallest peer ID goes first, the others only if it takes no step either.
 MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
 RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
@@ -50,9 +49,8 @@ MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state
 def use_one_core() -> None:
     """Limit the calling thread to one OpenMP thread.
 
-    With more OpenMP threads in a process than there are cores, GNU's library puts idle ones to sleep instead of
-    letting them spin. Each operation of the main thread then has to wake them, which took 12 to 47 % of the speed of
-    a trainer on two cores.
+    With more OpenMP threads in a process than cores, GNU's library puts idle ones to sleep. Each operation of the main
+    thread then has to wake them, which took 12 to 47 % of the speed of a trainer on two cores.
     """
     torch.get_num_threads()  # torch sets the limit of a thread at its first use
     threadpool_limits(1, user_api="openmp")
@@ -109,11 +107,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             dht=self.dht,
             public_key=self._public_key,
             prefix=f"{self.run_id}_state_averager",
-            min_matchmaking_time=self.matchmaking_time,
             shutdown_timeout=self.shutdown_timeout,
             offload_optimizer=self.offload_optimizer,
             custom_gradients=self.offload_optimizer,
-            status_loglevel=self.status_loglevel,
             client_mode=self.dht.client_mode,
             allow_state_sharing=False,  # until there is a trained state to share, see share_state
             start=True,
@@ -408,8 +404,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def _take_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
         """Return the averaged parameters and update `distance`; None if the round had none, or they are too far.
 
-        After a repair, the optimizer statistics lack gradients: the parameters are settling, and have no weight until
-        one more round with parameters. By then the gradients have faded (0.9^8 = 0.43).
+        After a repair, the optimizer statistics lack gradients: the parameters settle, without weight until one more
+        round with parameters. By then the gradients have faded (0.9^8 = 0.43).
         """
         distance, self.distance = result.distance, result.distance + 1 - result.received
         if result.received_parameters is None:

@@ -108,7 +108,7 @@ class RoundAverager(SafeAverager):
         self._finished_groups: deque[bytes] = deque(maxlen=64)
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._num_waiting = 0
-        # Peer ID -> end of the ban, in the main process. The averager's process sends new bans through the queue.
+        # Peer ID -> end of the ban, in the main process; new bans come through the queue
         self._banned: dict[bytes, float] = {}
         self._newly_banned, self._lock_bans = multiprocessing.SimpleQueue(), threading.Lock()
         self._lock_pipe = threading.Lock()
@@ -142,11 +142,10 @@ class RoundAverager(SafeAverager):
 
     def gradient_bound(self) -> float:
         """Return the bound on the norm of a peer's gradient or pseudo-gradient; 0: no bound."""
-        if not self.local_updates:
-            return self.max_grad_norm
-        if self.mode == AveragingMode.AUX:
+        if self.local_updates and self.mode == AveragingMode.AUX:
             return 0.0  # it does not know the parameters
-        return self.max_grad_norm * float(torch.nn.utils.get_total_norm(self.parameters))
+        norm = float(torch.nn.utils.get_total_norm(self.parameters)) if self.local_updates else 1.0
+        return self.max_grad_norm * norm
 
     def schedule_round(
         self, number: int, timeout: float, distance: float = 0.0, is_settling: bool = False
@@ -165,7 +164,7 @@ class RoundAverager(SafeAverager):
             data_for_gather=Claims(self.bandwidth, self.mode, distance, is_settling).pack(),
         )
         attached = MPFuture()
-        self._send("_step", step=control, future_for_init=attached)
+        self._send("_step", step=control, number=number, future_for_init=attached)
         control.attach(*attached.result(timeout=30.0))
         return control
 
@@ -190,7 +189,8 @@ class RoundAverager(SafeAverager):
         self._matchmaking.set_roster(entries)
         self._matchmaking.finish(finished_number)
 
-    async def _step(self, *, step: RoundControl, future_for_init: MPFuture) -> None:
+    async def _step(self, *, step: RoundControl, number: int, future_for_init: MPFuture) -> None:
+        step.number = number
         trigger, cancel = MPFuture(), MPFuture()
         step.attach(trigger, cancel)
         future_for_init.set_result((trigger, cancel))
@@ -309,8 +309,7 @@ class RoundAverager(SafeAverager):
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Receive a member's part of the tensors, possibly before this peer's round has begun.
 
-        hivemind waits for any round of this peer to begin or end. A round that ends while the next one is prepared
-        makes it refuse the part, and the whole group then waits for a quarter of the averaging timeout.
+        hivemind refuses the part if another round ends meanwhile. The whole group then waits for the sender.
         """
         async for message in self._keep_stream_open(self._answer_part(stream, context)):
             yield message
@@ -336,11 +335,10 @@ class RoundAverager(SafeAverager):
         self._num_waiting += 1
         try:
             while group_id not in self._running_groups:
-                control = self._matchmaking.find_round(group_id)
+                control = self._matchmaking.found.get(group_id)
                 has_ended = group_id in self._finished_groups or (control is not None and control.done())
-                # An unknown group: the leader's announcement may be one answer late. After that time this peer has
-                # left too early to receive it, and the members need not wait. A known group: after `reducer_timeout`
-                # the sender stops waiting, too.
+                # An unknown group: the leader's announcement may be one answer late; then this peer has left too early
+                # to receive it. A known group: after `reducer_timeout` the sender stops waiting, too.
                 patience = self.request_timeout if control is None else self.allreduce_kwargs["reducer_timeout"]
                 if has_ended or time.monotonic() >= started + (patience or 0.0):
                     return False

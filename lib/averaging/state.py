@@ -30,8 +30,7 @@ OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
 def set_schedule(scheduler: LambdaLR, epoch: int) -> None:
     """Set a schedule to global step `epoch`, forwards or backwards, at constant cost.
 
-    The result equals that of one `scheduler.step()` per global step, which takes 9 to 15 microseconds per step: hours
-    for step 2^31 - 1.
+    One `scheduler.step()` per global step, with the same result, would take hours for step 2^31 - 1.
     """
     learning_rates = [
         base * scale(epoch) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -88,8 +87,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def apply_update(self, epoch: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Run the optimizer for global step `epoch`, with the gradients in `.grad` of its parameters.
 
-        The learning rate is that of `epoch - 1`, as in hivemind, which steps the schedule after the optimizer. May run
-        in a background thread: readers wait until it has ended. If the optimizer raises, restore a state.
+        The learning rate is that of `epoch - 1`, as in hivemind. May run in a background thread: readers wait until it
+        has ended. If the optimizer raises, restore a state.
 
         :param parameters: averaged parameters of a group, to start from instead of this peer's parameters
         """
@@ -185,8 +184,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
         """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.
 
-        hivemind's method returns the live tensors: a download that takes longer than a step would mix two steps. The
-        copy is kept until the state changes, for COPY_SECONDS at most: downloads of one state share one copy.
+        hivemind's method returns the live tensors: a long download would mix two steps. Downloads share a copy, which
+        is kept until the state changes, for COPY_SECONDS at most.
 
         Statistics without negative values, as second moments are, are sent as their roots. Most second moments are
         below 6e-8 and would become 0 in float16. The update divides by their roots, which float16 represents with an
