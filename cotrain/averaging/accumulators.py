@@ -16,7 +16,7 @@ class GradientAccumulator:
     def __init__(self, main_parameters: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor]):
         self.main_parameters, self.contribution = tuple(main_parameters), tuple(contribution)
         self.num_samples = 0  # since the last round
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._sums = [torch.zeros_like(parameter) for parameter in self.main_parameters]
 
     @torch.no_grad()
@@ -33,19 +33,17 @@ class GradientAccumulator:
     def load(self, max_norm: float) -> int:
         """Load the mean of the accumulated gradients as the contribution to a round, and start a new sum.
 
-        :param max_norm: the mean is clipped to this norm (0: no bound). transformers' Trainer would clip each
-          micro-batch instead, which biases the mean
+        :param max_norm: the mean is clipped to it (0: no bound). Clipping each micro-batch would bias the mean
         :returns: the number of samples in the contribution; 0 if the sum of the finite gradients has overflowed
         """
         with self.lock:
             num_samples = self.num_samples
             for total, mean in zip(self._sums, self.contribution, strict=True):
                 mean.copy_(total).mul_(1.0 / max(1, num_samples))
-            self._reset()
+            self.drop()
         if math.isfinite(clip_norm(self.contribution, max_norm)):
             return num_samples
-        for mean in self.contribution:
-            mean.zero_()
+        torch._foreach_zero_(self.contribution)
         return 0
 
     @torch.no_grad()
@@ -64,19 +62,14 @@ class GradientAccumulator:
     def drop(self) -> None:
         """Start a new sum."""
         with self.lock:
-            self._reset()
-
-    def _reset(self) -> None:
-        self.num_samples = 0
-        for total in self._sums:
-            total.zero_()
+            self.num_samples = 0
+            torch._foreach_zero_(self._sums)
 
 
 class UpdateAccumulator:
     """Local updates of this peer since the last round, as a pseudo-gradient (DiLoCo, arXiv 2311.08105). Thread-safe.
 
-    The parameters of the model move with each local step. `base` is the value at which nothing is left to contribute:
-    the pseudo-gradient is `base - parameters`. The base is the parameters of the last global step once the model has
+    The pseudo-gradient is `base - parameters`. The base is the parameters of the last global step once the model has
     them, and until then the parameters of the model when the contribution to that step was loaded. Local steps
     during a round and before its result is copied therefore count in the next round.
 

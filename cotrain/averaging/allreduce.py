@@ -22,7 +22,7 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 import numpy as np
 import torch
 from hivemind.averaging.allreduce import AveragingMode
-from hivemind.averaging.partition import AllreduceException, TensorPartContainer
+from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2, runtime_pb2
@@ -57,27 +57,25 @@ class Block:
     shares: Sequence[float]
     takers: Collection[PeerID] | None = None
 
-    @property
-    def num_elements(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors)
+    def cut(self, compression: CompressionBase, part_size_bytes: int, turn: int = 0) -> list[list[Part]]:
+        """Cut the tensors into the parts that each member reduces, in the order of the members.
 
-    def cut(self, compression: CompressionBase, part_size_bytes: int) -> list[list[Part]]:
-        """Cut the tensors into the parts that each member reduces, in the order of the members."""
-        ends = np.rint(np.cumsum(self.shares) / np.sum(self.shares) * self.num_elements).astype(np.int64)
-        sizes = np.diff(ends, prepend=0).tolist()
-        containers = [  # a container that is deleted clears its parts
-            TensorPartContainer(
-                tensors, sizes, compression=compression, part_size_bytes=part_size_bytes, tensor_infos=self.infos
-            )
-            for tensors in (self.tensors, self.outputs)
-        ]
-        return [
-            [
-                Part(own, output, info, compression.choose_compression(info), self.takers is not None)
-                for (own, info), (output, _) in zip(inputs, results, strict=True)
-            ]
-            for inputs, results in zip(*(container._input_parts_by_peer for container in containers), strict=True)
-        ]
+        :param turn: differs in each round, so that what a member sends or receives too late is not always the same
+        """
+        ends = np.cumsum(self.shares) / np.sum(self.shares) * sum(tensor.numel() for tensor in self.tensors)
+        parts: list[list[Part]] = [[] for _ in self.shares]
+        begin = 0
+        for tensor, output, info in zip(self.tensors, self.outputs, self.infos, strict=True):
+            chosen = compression.choose_compression(info)
+            size = int(part_size_bytes / tensor.element_size() / chosen.estimate_compression_ratio(info))
+            pairs = zip(tensor.detach().view(-1).split(size), output.view(-1).split(size), strict=True)
+            for number, (own, result) in enumerate(pairs):
+                reducer = np.searchsorted(ends, begin + len(own) / 2)  # whose share has its middle
+                part_info = info.get_part(number, size)
+                parts[reducer].append(Part(own, result, part_info, chosen, self.takers is not None))
+                begin += len(own)
+        starts = [turn % max(1, len(of_member)) for of_member in parts]
+        return [of_member[start:] + of_member[:start] for start, of_member in zip(starts, parts, strict=True)]
 
 
 class AllReduce:
@@ -91,7 +89,7 @@ class AllReduce:
     :param reducer_timeout: seconds between two answers of a reducer
     :param timeout: seconds for the whole round
     :param upload: bytes per second at which this peer sends its values, if its link is slow. They would fill the send
-      buffers otherwise, for seconds, and what this peer receives waits for its acknowledgements in the same queue
+      buffers otherwise, in which the acknowledgements of what it receives wait, too
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class AllReduce:
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
         self._weight, self._parameter_weight = max(weight, MIN_WEIGHT), max(parameter_weight, MIN_WEIGHT)
         self._answer_bounds = replace(bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm)
-        cuts = [block.cut(compression, part_size_bytes) for block in blocks]
+        cuts = [block.cut(compression, part_size_bytes, int.from_bytes(group_id, "big")) for block in blocks]
         parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
         self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
         self._parts = parts  # of each reducer; those that are given come last
@@ -139,27 +137,25 @@ class AllReduce:
             sender_timeout,
             REDUCE_FRACTION * timeout,
         )
+        self.was_late = False  # whether a reducer has closed a part without this peer's values
         self._violations: dict[PeerID, str] = {}
-        self._num_answered = dict.fromkeys(peer_ids, 0)  # averages of a reducer that have arrived
-        self._totals: Counter[TensorRole] = Counter()  # elements that this peer receives
-        for block in blocks:
-            if self.is_sender and (block.takers is None or self.peer_id in block.takers):
-                self._totals[block.infos[0].role] += block.num_elements
-            for info, own, output in zip(block.infos, block.tensors, block.outputs, strict=True):
-                # Without an average, a gradient is 0 and parameters stay.
-                output.zero_() if info.role == TensorRole.GRADIENT else output.copy_(own)
-        self._received: Counter[TensorRole] = Counter()
+        # Parts of a reducer of which this peer has compressed its values, and those whose averages have arrived
+        self._num_opened, self._num_answered = dict.fromkeys(peer_ids, 0), dict.fromkeys(peer_ids, 0)
+        # Elements that this peer receives, and those that it has received
+        self._totals, self._received = Counter[TensorRole](), Counter[TensorRole]()
+        for part in chain(*self._answers.values()) if self.is_sender else ():
+            self._totals[part.info.role] += part.own.numel()
+        for part in chain(*parts.values()):  # without an average, a gradient is 0 and parameters stay
+            part.output.zero_() if part.is_gradient else part.output.copy_(part.own)
 
     def _answers_for(self, peer_id: PeerID, parts: Sequence[Part]) -> list[tuple[int, Part]]:
         """Return those of a reducer's parts whose averages a member receives, with their numbers, in this order.
 
-        What is given goes first: a member that lacks updates needs it more than the gradients. It begins at another
-        part in each round, for a member that does not receive all of it in time.
+        What is given goes first: a member that lacks updates needs it more than the gradients.
         """
         awaited = [(number, part) for number, part in enumerate(parts) if not part.is_given]
         given = [(number, part) for number, part in enumerate(parts) if part.is_given and peer_id in self._takers]
-        begin = int.from_bytes(self.group_id, "big") % max(1, len(given))
-        return given[begin:] + given[:begin] + awaited
+        return given + awaited
 
     def _weight_of(self, part: Part) -> float:
         return self._weight if part.is_gradient else self._parameter_weight
@@ -187,13 +183,10 @@ class AllReduce:
                 async with asyncio.timeout(self.timeout):
                     await asyncio.gather(*tasks)
         finally:
-            self.stop()
+            self.reducer.stop()
             for task in tasks:  # if one has failed, the others run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def stop(self) -> None:
-        self.reducer.stop()
 
     async def _reduce(self) -> None:
         await self.reducer.run()
@@ -248,6 +241,7 @@ class AllReduce:
         """
         index, number = 0, sum(not part.is_given for part in self._parts[peer_id])
         while index < number:
+            self._num_opened[peer_id] = index + 1
             yield index
             index, answered = index + 1, self._num_answered[peer_id]
             if index < answered:
@@ -273,6 +267,7 @@ class AllReduce:
         part.output.copy_(average)
         self._received[part.info.role] += part.own.numel()
         self._num_answered[peer_id] += not part.is_given
+        self.was_late |= self._num_answered[peer_id] > self._num_opened[peer_id]
 
     # As a reducer
 

@@ -1,7 +1,7 @@
 """Base class of a peer's two averagers: a process that serves other peers and survives their faults.
 
 Workarounds for hivemind 1.1.12: weak references to tasks, SIGINT ignored in the calling process, too many threads,
-streams closed before the caller has read all messages, a shutdown that fails during a round.
+streams closed too early, a shutdown that fails during a round.
 """
 
 import asyncio
@@ -48,11 +48,9 @@ class SafeAverager(DecentralizedAverager):
     def run(self) -> None:
         """Serve this averager, in its process, with one OpenMP thread per caller.
 
-        hivemind compresses and adds up the parts of tensors in up to 32 threads at a time. By default each of them
-        would start as many OpenMP threads as the machine has cores, in addition to those of the trainer.
-
-        One thread also avoids a deadlock: of 70 processes that were forked while another thread computed with two
-        OpenMP threads, 4 hung in their first operation; of 240 with this limit, none.
+        By default each of up to 32 threads would start as many OpenMP threads as the machine has cores. One thread
+        also avoids a deadlock: of 70 processes that were forked while another thread computed with two OpenMP threads,
+        4 hung in their first operation; of 240 with this limit, none.
         """
         torch.set_num_threads(1)
         super().run()
@@ -78,4 +76,4 @@ class SafeAverager(DecentralizedAverager):
             await self.remove_p2p_handlers(self._p2p, namespace=self.prefix)
         for running_round in self._running_groups.values():
             if running_round.done() and not running_round.cancelled():
-                running_round.result().stop()
+                running_round.result().reducer.stop()

@@ -46,6 +46,7 @@ class RoundCoordinator:
         self.is_settling = False  # see CollaborativeOptimizer
         self.num_attempts = 0  # for the newest step
         self.last_error = ""
+        self.has_sent = False  # whether members of a failed round may have used the contribution
         self._timeout = averaging_timeout
         self._control: RoundControl | None = None
         self._number: int | None = None  # step of the running round
@@ -101,19 +102,20 @@ class RoundCoordinator:
 
         :returns: the outcome, and the result if the outcome is AVERAGED
         """
-        self._number, self.num_attempts, self.last_error = number, 0, ""
+        self._number, self.num_attempts, self.last_error, self.has_sent = number, 0, "", False
         self.update_roster()
         deadline = time.monotonic() + self._timeout
         try:
             while True:
                 self.num_attempts += 1
-                outcome, result = self._attempt(number, weight, deadline)
+                outcome, result = self._attempt(number, 0.0 if self.has_sent else weight, deadline)
                 if outcome is not None:
                     break
                 time.sleep(POLL_SECONDS)
         finally:
-            self._number = None
+            self._number, control = None, self._control
             self.call_off()
+            self.has_sent |= control is not None and control.began_allreduce
         if outcome == Outcome.AVERAGED:
             self._timeout = self.averaging_timeout
         elif outcome == Outcome.FAILED:  # the other peers may be unreachable: spend less time on the next step
@@ -149,6 +151,7 @@ class RoundCoordinator:
         try:
             return Outcome.AVERAGED, control.result(timeout=0)
         except BaseException as error:
+            self.has_sent |= control.began_allreduce
             self.last_error = str(error) or type(error).__name__
             logger.warning(f"The round of step #{number} failed: {self.last_error}")
             return None, None

@@ -1,7 +1,6 @@
 """One download of the training state: find the donors, ask them in turn, receive the state of one.
 
-Runs in the averager's process. Any peer can offer a state. The time per donor, the number of bytes, and the cost of
-deserializing them are therefore bounded.
+Any peer can offer a state: the time per donor, the number of bytes and the cost of deserializing them are bounded.
 """
 
 import asyncio
@@ -51,14 +50,12 @@ class StateDownload:
     sent metadata with a credible step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports
     lag), plus one per second since the query: no run takes more than one step per second.
 
-    Time: all donors are dialed in advance, MAX_DIALS at a time, so that offers of nonexistent peers cost little. While
-    other reachable donors are left, a donor may be silent for a quarter of the remaining time. The donor is abandoned
-    as soon as it would need, at its mean rate, more than three quarters of the time that was left when it began. The
-    last donor gets all of the remaining time.
+    Time: all donors are dialed in advance, MAX_DIALS at a time. While other reachable donors are left, a donor may be
+    silent for a quarter of the remaining time, and is abandoned once it would need, at its mean rate, more than three
+    quarters of the time that was left when it began.
 
     :param min_epoch: oldest acceptable step
     :param credible_epoch: newest step that the run is known to be at; None if unknown
-    :param only_metadata: request the metadata, which contain the step, without the tensors
     :param marks: of the history that the state must be of
     """
 
@@ -72,13 +69,12 @@ class StateDownload:
         averager: "TrainingStateAverager",
         min_epoch: int,
         credible_epoch: int | None,
-        only_metadata: bool,
         timeout: float,
         marks: Marks = (),
     ):
         self.marks = marks
         self.averager, self.min_epoch, self.credible_epoch = averager, min_epoch, credible_epoch
-        self.only_metadata, self.started = only_metadata, time.monotonic()
+        self.started = time.monotonic()
         self.deadline = self.started + timeout
         # With a timeout of 600 s, 1000 unreachable donors take at most 320 s. Dialing through a relay takes 6 to 18 s.
         self.dial_timeout = min(20.0, max(3.0, timeout / 20))
@@ -90,7 +86,7 @@ class StateDownload:
 
     async def run(self) -> tuple[str, dict, list[torch.Tensor]] | None:
         """Return a donor's peer ID, metadata and tensors."""
-        for attempt in range(1 if self.only_metadata else self.MAX_ATTEMPTS):
+        for attempt in range(self.MAX_ATTEMPTS):
             await asyncio.sleep(attempt)
             self._may_retry = False
             state = await self._ask_all()
@@ -161,11 +157,9 @@ class StateDownload:
                 logger.warning(f"Could not reach {donor}, which offers a state")
                 self._may_retry |= not isinstance(error, TimeoutError)
                 return None
-            if not self.only_metadata:
-                logger.info(f"Downloading the state from {donor}")
+            logger.info(f"Downloading the state from {donor}")
             metadata, tensors = await self._receive(donor, believe_all)
-            if not self.only_metadata:
-                self.averager.check_state(metadata, tensors)
+            self.averager.check_state(metadata, tensors)
             return str(donor), metadata, tensors
         except DoubtfulStepError as error:
             logger.warning(f"Postponed the state that {donor} offers: {error}")
@@ -194,8 +188,6 @@ class StateDownload:
             if message is None:
                 raise StateLoadError("the donor has no state to offer")
             metadata = self._read_metadata(message.metadata, believe_all)
-            if self.only_metadata:
-                return metadata, []
             assembler, began = TensorAssembler(averager.expected_tensors(metadata)), time.monotonic()
             while True:
                 assembler.add(message.tensor_part)

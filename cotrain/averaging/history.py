@@ -36,14 +36,10 @@ def parse_marks(value: object) -> Marks:
     if not isinstance(value, list | tuple) or len(value) > NUM_MARKS:
         raise ValueError("wrong marks")
     marks = tuple(tuple(mark) if isinstance(mark, list | tuple) else () for mark in value)
-    for mark in marks:
-        if (
-            [type(part) for part in mark] != [int, str]
-            or not 0 <= mark[0] <= MAX_STEP
-            or len(mark[1]) != 2 * MARK_BYTES
-        ):
-            raise ValueError("wrong marks")
-    if any(mark[0] >= following[0] for mark, following in itertools.pairwise(marks)):
+    if any([type(part) for part in mark] != [int, str] or len(mark[1]) != 2 * MARK_BYTES for mark in marks):
+        raise ValueError("wrong marks")
+    steps = [-1, *(step for step, _ in marks), MAX_STEP + 1]
+    if any(step >= following for step, following in itertools.pairwise(steps)):
         raise ValueError("wrong marks")
     return marks
 

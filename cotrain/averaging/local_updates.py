@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from hivemind.utils import get_logger
 from torch.optim.lr_scheduler import LambdaLR
 
 from cotrain.averaging.accumulators import UpdateAccumulator
 from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.averaging.rounds import RoundAverager
 from cotrain.averaging.state import all_finite, set_schedule
-
-logger = get_logger(__name__)
 
 # Local steps over which the learning rate of an inner optimizer without statistics rises to its value
 INNER_WARMUP_STEPS = 20
@@ -32,9 +29,8 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
 
     With `delay_grad_averaging` the local steps continue during the round, and count in the next one. Without it the
     main thread waits at the end of a local step while a round is due or runs. The round does not wait for the local
-    step: a peer with long local steps contributes the finished ones.
-
-    A peer that missed a round receives theta of the others in a later round, and keeps its local updates.
+    step: a peer with long local steps contributes the finished ones. A peer that missed a round receives theta of the
+    others in a later round, and keeps its local updates.
 
     The statistics of the inner optimizer are never sent. A newcomer begins without them, and its learning rate rises
     over INNER_WARMUP_STEPS.
@@ -109,15 +105,6 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
                 yield
             finally:
                 self.accumulator.rebase(changes)
-
-    # Global steps, in the step thread
-
-    def _may_begin_step(self) -> bool:
-        return True
-
-    def _carry_over(self, step: int, samples: int) -> int:
-        logger.info(f"Missed the round of step #{step}: {samples} samples count in the next one")
-        return self.accumulator.take_back(samples)
 
     # Joining and catching up
 

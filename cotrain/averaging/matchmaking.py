@@ -5,9 +5,8 @@ the next one only if the first cannot be reached. Each step has a separate key, 
 A peer that is asked before it has reached the step holds the request until then. The leader begins when the step is
 due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due.
 
-hivemind's matchmaking (hivemind/averaging/matchmaking.py) knows neither the step nor the peers. It waits for the whole
-`min_matchmaking_time` in each round unless the group is full, forms several groups under one key when peers are late,
-and accepts peers of any step.
+hivemind's matchmaking (hivemind/averaging/matchmaking.py) knows neither the step nor the peers. It always waits for
+the whole `min_matchmaking_time`, forms several groups when peers are late, and accepts peers of any step.
 """
 
 import asyncio
@@ -22,7 +21,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
-import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
@@ -44,19 +42,11 @@ MAX_CLAIM_BYTES = 64
 
 
 class RoundControl(StepControl):
-    """StepControl that also carries the number of its global step."""
-
-    _NUMBER = slice(18, 26)  # after hivemind's fields in the shared buffer
+    """StepControl with the number of its global step, which is sent to the averager's process beside it."""
 
     def __init__(self, *args, number: int, **kwargs):
         super().__init__(*args, **kwargs)
-        more = torch.zeros([8], dtype=torch.uint8)
-        self._shared_buffer = torch.cat([self._shared_buffer, more]).share_memory_()
-        struct.pack_into("q", self._shared_buffer[self._NUMBER].numpy().data, 0, number)
-
-    @property
-    def number(self) -> int:
-        return struct.unpack("q", self._shared_buffer[self._NUMBER].numpy().data)[0]
+        self.number = number
 
     @property
     def has_group(self) -> bool:
@@ -132,10 +122,8 @@ def group_key(prefix: str, number: int) -> str:
 
 def parse_group_key(prefix: str, key: str) -> int | None:
     """Return the global step of a matchmaking key; None if the key does not belong to this run."""
-    head, separator, bits = key.partition(".0b")
-    if head != prefix or not separator or not 0 < len(bits) <= 62 or set(bits) - {"0", "1"}:
-        return None
-    return int(bits, 2)
+    head, _, bits = key.partition(".0b")
+    return int(bits, 2) if head == prefix and 0 < len(bits) <= 62 and not set(bits) - {"0", "1"} else None
 
 
 def parse_claims(gathered: bytes) -> Claims:
@@ -150,20 +138,12 @@ def parse_claims(gathered: bytes) -> Claims:
         raise ValueError(f"malformed claims: {error!r:.100}") from None
 
 
-def _is_well_formed(gathered: bytes) -> bool:
-    with suppress(ValueError):
-        parse_claims(gathered)
-        return True
-    return False
-
-
 class StepMatchmaking(Matchmaking):
     """Finds the group of a global step. Runs in the averager's process."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.roster: dict[PeerID, RosterEntry] = {}
-        self.max_group_size: int | None = None
         self.finished_number = -1  # newest step for which this peer searches no group any more
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
@@ -171,7 +151,8 @@ class StepMatchmaking(Matchmaking):
         self._search: Search | None = None
         self._leader: PeerID | None = None  # leader that has accepted this peer
         self._banned_until: dict[PeerID, float] = {}
-        self._found: dict[bytes, RoundControl] = {}  # group ID -> this peer's round; the newest 16
+        # Group ID -> this peer's round, which may have ended before it began; the newest 16
+        self.found: dict[bytes, RoundControl] = {}
         self._changed = asyncio.Event()
 
     # Input from the main process
@@ -199,10 +180,6 @@ class StepMatchmaking(Matchmaking):
     def requested_number(self) -> int:
         """Newest step for which another peer asks this one for a group; -1 if none does."""
         return max((request.number for request in self._requests.values()), default=-1)
-
-    def find_round(self, group_id: bytes) -> RoundControl | None:
-        """Return this peer's round of a group, which may have ended before it began."""
-        return self._found.get(group_id)
 
     # Search for a group
 
@@ -236,16 +213,12 @@ class StepMatchmaking(Matchmaking):
             self._changed.set()
 
     def _on_group(self, group: GroupInfo, search: Search) -> None:
-        while len(self._found) >= 16:
-            del self._found[next(iter(self._found))]
-        self._found[group.group_id] = search.control
-        self.missed = {
-            peer_id: self._why_missed(peer_id, search)
-            for peer_id in self.roster
-            if peer_id not in group.peer_ids and peer_id != self.peer_id
-        }
-        for peer_id in self.missed:
-            self._absences[peer_id] += 1
+        while len(self.found) >= 16:
+            del self.found[next(iter(self.found))]
+        self.found[group.group_id] = search.control
+        missed = self.roster.keys() - {*group.peer_ids, self.peer_id}
+        self.missed = {peer_id: self._why_missed(peer_id, search) for peer_id in missed}
+        self._absences.update(missed)
         for peer_id in group.peer_ids:
             self._absences.pop(peer_id, None)
 
@@ -266,9 +239,8 @@ class StepMatchmaking(Matchmaking):
     def _choose_leader(self, search: Search) -> PeerID | None:
         """Return the best candidate that has not failed to answer; None if there is none at the moment.
 
-        Once all better candidates have failed, those are asked again after RETRY_SECONDS, the one that failed first
-        first, unless other peers wait for this peer to begin. A leader that no peer has joined asks the other
-        candidates: they may have formed a group without it.
+        Candidates that have failed are asked again after RETRY_SECONDS, unless other peers wait for this one to begin.
+        A leader that no peer has joined asks the other candidates: they may have formed a group without it.
         """
         now = time.monotonic()
         joined = self._joined(search)
@@ -321,14 +293,14 @@ class StepMatchmaking(Matchmaking):
         }
 
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
-        """Form groups of equal size, of at most `max_group_size` peers, and return this peer's."""
+        """Form groups of equal size, of at most `target_group_size` peers, and return this peer's."""
         number = search.control.number
         gathered = {peer_id: request.gather for peer_id, request in joined.items()}
         gathered[self.peer_id] = search.control.data_for_gather
         peer_ids = sorted(gathered, key=lambda peer_id: rank(number, peer_id))
         clients = [peer_id for peer_id in peer_ids if peer_id in joined and joined[peer_id].is_client]
         nodes = [peer_id for peer_id in peer_ids if peer_id not in clients]
-        num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.max_group_size or len(peer_ids))))
+        num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.target_group_size or len(peer_ids))))
         dealt = [*nodes, *clients]  # each group has a peer that accepts connections
         groups, nonce = [], DHTID.generate().to_bytes()[:-2]  # the IDs begin alike: one mark of the step's history
         for index in range(num_groups):
@@ -411,9 +383,11 @@ class StepMatchmaking(Matchmaking):
         peer_ids = tuple(PeerID(peer_id) for peer_id in message.ordered_peer_ids)
         if self.peer_id not in peer_ids or not len(set(peer_ids)) == len(peer_ids) == len(message.gathered):
             return None
-        if not all(map(_is_well_formed, message.gathered)):
-            return None
-        return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
+        with suppress(ValueError):
+            for gathered in message.gathered:
+                parse_claims(gathered)
+            return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
+        return None
 
     # Answers to other peers
 
@@ -432,7 +406,9 @@ class StepMatchmaking(Matchmaking):
             return averaging_pb2.BAD_SCHEMA_HASH
         if self.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
-        if not _is_well_formed(request.gather):
+        try:
+            parse_claims(request.gather)
+        except ValueError:
             return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
         if number <= self.finished_number:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP

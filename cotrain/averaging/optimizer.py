@@ -25,7 +25,7 @@ from cotrain.averaging.bounds import NORM_TOLERANCE
 from cotrain.averaging.coordinator import Outcome, RoundCoordinator
 from cotrain.averaging.history import add_mark, different_marks, read_marks
 from cotrain.averaging.matchmaking import MAX_DISTANCE
-from cotrain.averaging.progress import PeerProgress, ProgressTracker
+from cotrain.averaging.progress import WARN_SECONDS, PeerProgress, ProgressTracker
 from cotrain.averaging.round_log import RoundLog, describe_round
 from cotrain.averaging.rounds import RoundAverager, RoundResult
 from cotrain.averaging.standing import EQUAL, LACKING
@@ -39,9 +39,8 @@ IDLE_SECONDS = 0.1  # polling interval for a due step
 # by rounding and, after a step that one peer missed, by one update: at most some percent.
 MAX_PARAMETER_CHANGE = 0.2
 MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download or a sleep
-# Consecutive steps without a round after which a peer says that it is away, or takes the step without the others. Of
-# trainers that cannot reach each other, the one with the smallest peer ID goes first. The others follow only if it
-# takes no step either.
+# Consecutive steps without a round after which a peer says that it is away, or takes the step without the others.
+# The trainer with the smallest peer ID goes first, the others only if it takes no step either.
 MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
 RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
@@ -50,9 +49,8 @@ MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state
 def use_one_core() -> None:
     """Limit the calling thread to one OpenMP thread.
 
-    With more OpenMP threads in a process than there are cores, GNU's library puts idle ones to sleep instead of
-    letting them spin. Each operation of the main thread then has to wake them, which took 12 to 47 % of the speed of
-    a trainer on two cores.
+    With more OpenMP threads in a process than cores, GNU's library puts idle ones to sleep. Each operation of the main
+    thread then has to wake them, which took 12 to 47 % of the speed of a trainer on two cores.
     """
     torch.get_num_threads()  # torch sets the limit of a thread at its first use
     threadpool_limits(1, user_api="openmp")
@@ -76,7 +74,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._num_failures = 0  # consecutive rounds that this peer has failed to take part in
         self._num_stuck = 0  # those since another trainer, or this peer, has taken a step
         self._num_alone = 0  # consecutive marks of steps that this peer took alone
-        self._retry_at = 0.0  # `time.monotonic`
+        self._retry_at = self._warn_at = 0.0  # `time.monotonic`
         self.last_step: int | None = None  # no step beyond this one is taken
         self.round_log: RoundLog | None = None
         # Of the newest rounds with other trainers: whether they averaged everything with every trainer of the step
@@ -100,19 +98,18 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     # Builders that hivemind.Optimizer calls
 
     def _make_progress_tracker(self, *args, performance_ema_alpha: float, **kwargs) -> ProgressTracker:
-        mode = {"client_mode": self.dht.client_mode, "auxiliary": False}
-        return ProgressTracker(self.dht, self.run_id, *args, public_key=self._public_key, **mode, **kwargs)
+        return ProgressTracker(
+            self.dht, self.run_id, *args, public_key=self._public_key, client_mode=self.dht.client_mode, **kwargs
+        )
 
     def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
         return TrainingStateAverager(
             dht=self.dht,
             public_key=self._public_key,
             prefix=f"{self.run_id}_state_averager",
-            min_matchmaking_time=self.matchmaking_time,
             shutdown_timeout=self.shutdown_timeout,
             offload_optimizer=self.offload_optimizer,
             custom_gradients=self.offload_optimizer,
-            status_loglevel=self.status_loglevel,
             client_mode=self.dht.client_mode,
             allow_state_sharing=False,  # until there is a trained state to share, see share_state
             start=True,
@@ -137,7 +134,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return GradientAccumulator(self.state_averager.main_parameters, averager.gradients)
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.state_averager.optimizer.param_groups for p in group["params"]]
+        return self.state_averager._optimized_parameters()
 
     @property
     def processes(self) -> dict[str, multiprocessing.Process]:
@@ -217,8 +214,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return self._stopped.is_set() or self._is_broken or self._is_out_of_sync()
 
     def _may_begin_step(self) -> bool:
-        """Whether the contribution may be loaded now: without delays, only between two local steps."""
-        return self.delay_grad_averaging or self._waits_for_step
+        """Whether the contribution may be loaded now: without delays, gradients only between two local steps."""
+        return self.delay_grad_averaging or self._waits_for_step or self.grad_averager.local_updates
 
     def _apply_update(self) -> None:
         """Copy the offloaded parameters to the model, if they are newer."""
@@ -232,8 +229,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def finish_pending_update(self) -> None:
         """Wait for the running step, if there is one, and copy its parameters to the model."""
-        with self._step_lock:
-            self._apply_update()
+        with self.frozen_state():
+            pass
 
     @contextmanager
     def frozen_state(self) -> Iterator[None]:
@@ -344,9 +341,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             logger.info(f"Averaged gradients with {len(result.members)} peers")
             if result.received < 1:
                 logger.warning(f"The round of step #{step} was partial: received {result.received:.1%} of it")
+            if result.was_late and time.monotonic() >= self._warn_at:
+                self._warn_at = time.monotonic() + WARN_SECONDS
+                logger.warning(
+                    f"Some gradients of this peer came too late for step #{step}. If its link is slower than the "
+                    "others', let all peers pass --gradient_compression blockwise8, or also --local_updates"
+                )
         else:
-            for averaged, own in zip(self.grad_averager.averaged_gradients, self.grad_averager.gradients, strict=True):
-                averaged.copy_(own)
+            torch._foreach_copy_(self.grad_averager.averaged_gradients, self.grad_averager.gradients)
             counts, self.distance, self.coordinator.is_settling = True, 0.0, False
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)
@@ -372,15 +374,25 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._num_failures = self._num_stuck = 0
         else:
             logger.warning(f"No group for step #{step} in time: keeping its samples for another try")
-        return self.accumulator.take_back(samples)
+        return self._take_back(samples)
+
+    def _take_back(self, samples: int) -> int:
+        """Return the samples for the next step, with those of the contribution unless a round may have used it."""
+        if not self.coordinator.has_sent:
+            return self.accumulator.take_back(samples)
+        self.accumulator.confirm()
+        return self.accumulator.num_samples
 
     def _carry_over(self, step: int, samples: int) -> int:
-        """Count the contribution to a missed step in the next one, unless it is too old. Return its samples."""
-        if self.distance > LACKING:
+        """Count the contribution to a missed step in the next one. Return its samples.
+
+        Gradients of parameters that lack more updates are too old. Local updates are kept.
+        """
+        if self.distance > LACKING and not self.grad_averager.local_updates:
             logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
             return self.accumulator.num_samples
         logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
-        return self.accumulator.take_back(samples)
+        return self._take_back(samples)
 
     def _bound_gradients(self) -> None:
         """Scale the averaged gradient down if its norm exceeds what honest peers send."""
@@ -392,8 +404,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def _take_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
         """Return the averaged parameters and update `distance`; None if the round had none, or they are too far.
 
-        After a repair, the optimizer statistics lack gradients: the parameters are settling, and have no weight until
-        one more round with parameters. By then the gradients have faded (0.9^8 = 0.43).
+        After a repair, the optimizer statistics lack gradients: the parameters settle, without weight until one more
+        round with parameters. By then the gradients have faded (0.9^8 = 0.43).
         """
         distance, self.distance = result.distance, result.distance + 1 - result.received
         if result.received_parameters is None:
@@ -476,15 +488,11 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         self.coordinator.call_off()
         with self._step_lock, self.tracker.pause_updates():
-            rival = self.tracker.rival
-            query = (
-                {}
-                if rival is None
-                else {"min_epoch": max(0, rival.completed - 1), "credible_epoch": rival.epoch, "marks": rival.marks}
-            )
-            averager = self.state_averager
-            if rival and self.local_epoch > 0 and averager.download_state(only_metadata=True, **query) is None:
-                return self._ignore_unbacked_claim(rival)
+            rival, averager, query = self.tracker.rival, self.state_averager, {}
+            if rival is not None:
+                # Offers lag by a step, but a state of this peer's own step is not what it lacks.
+                least = max(0, rival.completed - (rival.completed != self.local_epoch + 1))
+                query = {"min_epoch": least, "credible_epoch": rival.epoch, "marks": rival.marks}
             self.tracker.set_away(True)
             with self._update_lock:
                 loaded = averager.load_state_from_peers(**query)

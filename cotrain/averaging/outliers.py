@@ -29,22 +29,17 @@ class OutlierFilter:
 
     def clip_factors(self, norms: dict[int, float], weights: dict[int, float]) -> dict[int, float]:
         """Compare the norms of the next part, sender -> norm. Return the factors of the parts to be scaled down."""
-        bounds = _bounds(norms, weights) if len(norms) >= MIN_SENDERS else {}
+        bounds = {sender: _bound(sender, norms, weights) for sender in norms if len(norms) >= MIN_SENDERS}
         self.num_parts += 1
         self._num_outliers.update(sender for sender, bound in bounds.items() if norms[sender] > bound)
         return {sender: bounds[sender] / norms[sender] for sender in self.senders if norms[sender] > bounds[sender]}
 
 
-def _bounds(norms: dict[int, float], weights: dict[int, float]) -> dict[int, float]:
-    """Return the bound on each sender's part: TOLERANCE times the median norm of the others.
+def _bound(sender: int, norms: dict[int, float], weights: dict[int, float]) -> float:
+    """Return the bound on a sender's part: TOLERANCE times the median norm of the others.
 
     The sum of n local updates has at most n times the norm of one. For a sender with more samples than another one,
     the other one's norm counts as larger by that ratio.
     """
-    return {
-        sender: TOLERANCE
-        * statistics.median(
-            norms[other] * max(1.0, weights[sender] / weights[other]) for other in norms if other != sender
-        )
-        for sender in norms
-    }
+    others = [norms[other] * max(1.0, weights[sender] / weights[other]) for other in norms if other != sender]
+    return TOLERANCE * statistics.median(others)

@@ -7,23 +7,27 @@ import functools
 import sys
 import time
 
+import hivemind
 from hivemind.averaging import averager
 from hivemind.compression import serialization
 from hivemind.dht import dht
-from hivemind.utils import MSGPackSerializer
+from hivemind.utils import MSGPackSerializer, get_logger
 
 from cotrain.averaging.base import switch_to_safe_loop
 from cotrain.averaging.blockwise import Blockwise8Bit
 from cotrain.averaging.matchmaking import StepMatchmaking
-from cotrain.averaging.upstream import warn_of_changes
 from cotrain.dht.clock import run_time
 from cotrain.dht.records import BoundedExtensions
+
+logger = get_logger(__name__)
+
+TESTED_VERSION = "1.1.12"  # tests/averaging/test_upstream.py has digests of the modules that this project relies on
 
 
 @functools.cache
 def apply_patches() -> None:
     """Replace parts of hivemind in this process and in all processes forked later. `start_peer` calls it."""
-    warn_of_changes()
+    warn_of_another_version()
     for name, module in list(sys.modules.items()):  # some twenty modules have the function under its name
         if name.startswith("hivemind.") and vars(module).get("get_dht_time") is time.time:
             module.get_dht_time = run_time
@@ -31,3 +35,9 @@ def apply_patches() -> None:
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
     serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores both blockwise formats
     MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))
+
+
+def warn_of_another_version() -> None:
+    if hivemind.__version__ != TESTED_VERSION:
+        installed = f"hivemind {hivemind.__version__} is installed"
+        logger.warning(f"{installed}, {TESTED_VERSION} was tested: see docs/upgrading-hivemind.md")

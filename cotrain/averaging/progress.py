@@ -1,10 +1,9 @@
 """Progress reports of the peers, and when a global step is due.
 
-Each trainer publishes a signed record under `{run_id}_training_progress`: the newest step that it has begun, the
-samples accumulated for the next step, the newest step that it has completed, and how far its parameters are from those
-of the other trainers. The key is not hivemind's, and the record has the protocol and the schema of the rounds:
-trainers on plain hivemind, of another version, or with another model are ignored. Auxiliary peers publish a record
-without samples, so that other peers know them.
+Each trainer publishes a signed record under `{run_id}_training_progress`: the newest steps that it has begun and
+completed, the samples for the next one, and how far its parameters are from the others'. The record has the protocol
+and the schema of the rounds: trainers of another version or with another model are ignored. Auxiliary peers publish a
+record without samples, so that other peers know them.
 
 Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step, extrapolates from old
 reports without limit, and, while it reads the DHT, holds a lock that the training thread needs.
@@ -34,7 +33,7 @@ from cotrain.dht.records import signer_of
 
 logger = get_logger(__name__)
 
-MAX_SAMPLES = 10**9
+MAX_SAMPLES, MAX_TIME = 10**9 - 1, 1e12  # bounds on what peers report
 HEARTBEAT_SECONDS = 5.0  # between two reports of a peer with long local steps
 REPORT_FRACTION = 0.25  # seconds between two reports of samples, as a fraction of the time to the step
 MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the first is too fast, its batch was ready
@@ -50,20 +49,31 @@ IGNORE_SECONDS = 600.0  # for which a claim of a later step is ignored if no suc
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
 
+# Field of a report -> its types, and the least and the largest value
+RANGES = {
+    **dict.fromkeys(("client_mode", "auxiliary", "away"), ((bool,), 0, 1)),
+    **dict.fromkeys(("epoch", "completed"), ((int,), 0, MAX_STEP)),
+    **dict.fromkeys(("samples_accumulated", "contributed"), ((int,), 0, MAX_SAMPLES)),
+    **dict.fromkeys(("time", "reported_at"), ((int, float), -MAX_TIME, MAX_TIME)),
+    "samples_per_second": ((int, float), 0, MAX_SAMPLES),
+    "distance": ((int, float), 0, MAX_DISTANCE),
+}
+
+
 @dataclass(frozen=True)
 class PeerProgress:
     """Progress of one peer, as the peer reports it."""
 
     peer_id: bytes
-    epoch: int  # newest global step that the peer has begun
-    completed: int  # newest step whose update the peer has, or has skipped
-    samples_accumulated: int  # for the step after `epoch`
-    contributed: int  # samples for step `epoch`
-    samples_per_second: float
-    time: float  # when the newest of the samples were computed, on the peer's clock
-    reported_at: float  # when the peer last reported, on the peer's clock
-    client_mode: bool
-    auxiliary: bool
+    epoch: int = 0  # newest global step that the peer has begun
+    completed: int = 0  # newest step whose update the peer has, or has skipped
+    samples_accumulated: int = 0  # for the step after `epoch`
+    contributed: int = 0  # samples for step `epoch`
+    samples_per_second: float = 0.0
+    time: float = 0.0  # when the newest of the samples were computed, on the peer's clock
+    reported_at: float = 0.0  # when the peer last reported, on the peer's clock
+    client_mode: bool = False
+    auxiliary: bool = False
     distance: float = 0.0  # updates by which its parameters differ, see CollaborativeOptimizer
     away: bool = False  # it downloads a state, or finds no group: nobody waits for it
     marks: Marks = ()
@@ -95,23 +105,11 @@ def parse_progress(subkey: bytes, value: object) -> PeerProgress:
         raise ValueError("not a dictionary")
     fields = {name: value.get(name) for name in PeerProgress.__dataclass_fields__}
     progress = PeerProgress(**{**fields, "peer_id": signer_of(subkey).to_bytes(), "seen": 0.0})
-    for name in ("epoch", "completed"):
-        _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) <= MAX_STEP, name)
-    for name in ("samples_accumulated", "contributed"):
-        _check(type(getattr(progress, name)) is int and 0 <= getattr(progress, name) < MAX_SAMPLES, name)
-    for name in ("samples_per_second", "time", "reported_at", "distance"):
+    for name, (types, low, high) in RANGES.items():
         number = getattr(progress, name)
-        _check(type(number) in (int, float) and math.isfinite(number), name)
-    _check(0 <= progress.samples_per_second < MAX_SAMPLES, "rate")
-    _check(0 <= progress.distance <= MAX_DISTANCE, "distance")
-    for name in ("client_mode", "auxiliary", "away"):
-        _check(type(getattr(progress, name)) is bool, name)
+        if type(number) not in types or not low <= number <= high:
+            raise ValueError(f"wrong {name}")
     return replace(progress, marks=parse_marks(progress.marks))
-
-
-def _check(is_valid: bool, name: str) -> None:
-    if not is_valid:
-        raise ValueError(f"wrong {name}")
 
 
 class ProgressTracker(threading.Thread):
@@ -134,7 +132,7 @@ class ProgressTracker(threading.Thread):
         *,
         public_key: bytes,
         client_mode: bool,
-        auxiliary: bool,
+        auxiliary: bool = False,
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
@@ -160,18 +158,8 @@ class ProgressTracker(threading.Thread):
         self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
         self._is_reporting = auxiliary  # a trainer publishes nothing before its first local step
-        self.local_progress = PeerProgress(
-            peer_id=dht.peer_id.to_bytes(),
-            epoch=0,
-            completed=0,
-            samples_accumulated=0,
-            contributed=0,
-            samples_per_second=0.0,
-            time=run_time(),
-            reported_at=run_time(),
-            client_mode=client_mode,
-            auxiliary=auxiliary,
-        )
+        self.local_progress = PeerProgress(dht.peer_id.to_bytes(), client_mode=client_mode, auxiliary=auxiliary)
+        self._set()
 
     # This peer's progress
 
@@ -259,10 +247,7 @@ class ProgressTracker(threading.Thread):
 
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
         """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
-        return [progress for progress in peers if self._is_alive(progress)]
-
-    def _is_alive(self, progress: PeerProgress) -> bool:
-        return self._fetched_at - progress.seen < ALIVE_SECONDS
+        return [progress for progress in peers if self._fetched_at - progress.seen < ALIVE_SECONDS]
 
     @property
     def side(self) -> list[PeerProgress]:
@@ -399,11 +384,10 @@ class ProgressTracker(threading.Thread):
         step = self.next_step
         others = self.counting
         is_outdated = self._num_fetches == self._num_fetches_before_step
-        if others and is_outdated and time.monotonic() < self._completed_at + DHT_TIMEOUT:
-            # The known reports are of the previous step: a fast peer would take this step alone.
-            return max(self.args.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
         num_behind = sum(progress.epoch < step - 1 for progress in others)
-        if num_behind * 2 > len(others) and time.monotonic() < self._completed_at + HOLD_SECONDS:
+        # With known reports of the previous step only, a fast peer would take this step alone.
+        hold = HOLD_SECONDS if num_behind * 2 > len(others) else DHT_TIMEOUT if others and is_outdated else 0.0
+        if time.monotonic() < self._completed_at + hold:
             return max(self.args.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
         have_begun = sum(progress.epoch >= step for progress in others)
         if others and have_begun * 2 >= len(others):
@@ -461,11 +445,7 @@ class ProgressTracker(threading.Thread):
             self._last_report = time.monotonic()
             self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.args.metadata_expiration / 2)
             record = self.local_progress.to_record()
-            record |= {
-                "schema": self.schema,
-                "reported_at": run_time(),
-                "samples_per_second": self._sustained_rate(),
-            }
+            record |= {"schema": self.schema, "reported_at": run_time(), "samples_per_second": self._sustained_rate()}
         self._store(record)
 
     def _sustained_rate(self) -> float:

@@ -89,7 +89,12 @@ class _Sum:
     held: dict[PeerID | None, tuple[torch.Tensor, float]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
 
-    def add(self, values: torch.Tensor, weight: float) -> None:
+    def add(self, values: torch.Tensor, weight: float, sender: PeerID | None = None, is_held: bool = False) -> None:
+        """Add values, or hold them until they are compared. Another sender's without weight are left out then."""
+        if is_held and (weight > MIN_WEIGHT or sender is not None):
+            if weight > MIN_WEIGHT:
+                self.held[sender] = values, weight
+            return
         self.total = torch.zeros_like(values) if self.total is None else self.total
         self.total.add_(values, alpha=weight)
         self.weight += weight
@@ -164,10 +169,7 @@ class Reducer:
         sums.times.append(time.monotonic() - state.started)
         if part.is_gradient:
             self.weights[sender] = weight
-        if not self._compares(part):
-            sums.add(values, weight)
-        elif weight > MIN_WEIGHT:
-            sums.held[sender] = values, weight  # what has no weight is not compared, and not added
+        sums.add(values, weight, sender, self._compares(part))
         self._changed.set()
 
     def _compares(self, part: Part) -> bool:
@@ -218,11 +220,7 @@ class Reducer:
     async def _average(self, index: int) -> Average:
         part, sums, loop = self.parts[index], self._sums.pop(index, _Sum()), asyncio.get_running_loop()
         if self._own_weight is not None:
-            weight = self._own_weight(part)
-            if self._compares(part) and weight > MIN_WEIGHT:
-                sums.held[None] = part.own, weight
-            else:
-                sums.add(part.own, weight)
+            sums.add(part.own, self._own_weight(part), None, self._compares(part))
         self._add_held(sums)
         if sums.total is None:
             return Average()

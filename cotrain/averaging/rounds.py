@@ -20,7 +20,6 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import AveragingStage
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
 from hivemind.p2p import P2PContext, PeerID
@@ -33,7 +32,7 @@ from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.bounds import Bounds
 from cotrain.averaging.compression import name_of
 from cotrain.averaging.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
-from cotrain.averaging.standing import Standing
+from cotrain.averaging.standing import Standing, divide
 from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
@@ -58,6 +57,7 @@ class RoundResult:
     received_parameters: float | None = None  # fraction of the parameters that arrived; None: this peer received none
     distance: float = 0.0  # of this peer's parameters from the group's before the round, in updates
     group_id: bytes = b""
+    was_late: bool = False  # whether a reducer closed a part without this peer's values
 
     @property
     def is_complete(self) -> bool:
@@ -108,7 +108,7 @@ class RoundAverager(SafeAverager):
         self._finished_groups: deque[bytes] = deque(maxlen=64)
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._num_waiting = 0
-        # Peer ID -> end of the ban, in the main process. The averager's process sends new bans through the queue.
+        # Peer ID -> end of the ban, in the main process; new bans come through the queue
         self._banned: dict[bytes, float] = {}
         self._newly_banned, self._lock_bans = multiprocessing.SimpleQueue(), threading.Lock()
         self._lock_pipe = threading.Lock()
@@ -142,11 +142,10 @@ class RoundAverager(SafeAverager):
 
     def gradient_bound(self) -> float:
         """Return the bound on the norm of a peer's gradient or pseudo-gradient; 0: no bound."""
-        if not self.local_updates:
-            return self.max_grad_norm
-        if self.mode == AveragingMode.AUX:
+        if self.local_updates and self.mode == AveragingMode.AUX:
             return 0.0  # it does not know the parameters
-        return self.max_grad_norm * float(torch.nn.utils.get_total_norm(self.parameters))
+        norm = float(torch.nn.utils.get_total_norm(self.parameters)) if self.local_updates else 1.0
+        return self.max_grad_norm * norm
 
     def schedule_round(
         self, number: int, timeout: float, distance: float = 0.0, is_settling: bool = False
@@ -165,7 +164,7 @@ class RoundAverager(SafeAverager):
             data_for_gather=Claims(self.bandwidth, self.mode, distance, is_settling).pack(),
         )
         attached = MPFuture()
-        self._send("_step", step=control, future_for_init=attached)
+        self._send("_step", step=control, number=number, future_for_init=attached)
         control.attach(*attached.result(timeout=30.0))
         return control
 
@@ -188,26 +187,20 @@ class RoundAverager(SafeAverager):
 
     async def _set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
         self._matchmaking.set_roster(entries)
-        self._matchmaking.max_group_size = self.matchmaking_kwargs["target_group_size"]
         self._matchmaking.finish(finished_number)
 
-    async def _step(self, *, step: RoundControl, future_for_init: MPFuture) -> None:
+    async def _step(self, *, step: RoundControl, number: int, future_for_init: MPFuture) -> None:
+        step.number = number
         trigger, cancel = MPFuture(), MPFuture()
         step.attach(trigger, cancel)
         future_for_init.set_result((trigger, cancel))
         work = asyncio.create_task(self._run_round(step))
         cancelled = asyncio.create_task(step.wait_for_cancel())
-        timeout = max(0.0, step.deadline - run_time())
-        await asyncio.wait({work, cancelled}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done() and not cancelled.done() and step.stage == AveragingStage.RUNNING_ALLREDUCE:
-            # The all-reduce has a separate timeout.
-            await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
         work.cancel()
         cancelled.cancel()
         (outcome, *_) = await asyncio.gather(work, cancelled, return_exceptions=True)
         step.stage = AveragingStage.FINISHED
-        if isinstance(outcome, asyncio.CancelledError):
-            outcome = TimeoutError("no group was found")
         with suppress(Exception):  # the main process may cancel the round at this moment
             if isinstance(outcome, BaseException):
                 step.set_exception(AllreduceException(str(outcome) or type(outcome).__name__))
@@ -217,10 +210,14 @@ class RoundAverager(SafeAverager):
     async def _run_round(self, step: RoundControl) -> RoundResult:
         started = time.monotonic()
         step.stage = AveragingStage.LOOKING_FOR_GROUP
-        group = await self._matchmaking.look_for_group(step)
-        missed, found = self._matchmaking.missed, time.monotonic()
-        step.stage = AveragingStage.AWAITING_TRIGGER
-        await step.wait_for_trigger()
+        try:
+            async with asyncio.timeout(step.deadline - run_time()):  # the all-reduce has a separate one
+                group = await self._matchmaking.look_for_group(step)
+                missed, found = self._matchmaking.missed, time.monotonic()
+                step.stage = AveragingStage.AWAITING_TRIGGER
+                await step.wait_for_trigger()
+        except TimeoutError:
+            raise TimeoutError("no group was found") from None
         begun = time.monotonic()
         step.stage = AveragingStage.RUNNING_ALLREDUCE
         try:
@@ -232,14 +229,10 @@ class RoundAverager(SafeAverager):
         return replace(result, missed=missed, seconds=seconds)
 
     async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
-        options = dict(self.allreduce_kwargs)
+        options = {name: value for name, value in self.allreduce_kwargs.items() if name != "min_vector_size"}
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
         own = group.peer_ids.index(self.peer_id)
-        bandwidths = [0.0 if c.mode == AveragingMode.CLIENT else c.bandwidth for c in standing.claims]
-        loop = asyncio.get_running_loop()
-        shares = await loop.run_in_executor(
-            None, load_balance_peers, self.total_size, bandwidths, options.pop("min_vector_size")
-        )
+        shares = divide([0.0 if c.mode == AveragingMode.CLIENT else c.bandwidth for c in standing.claims])
         number = len(self.gradients)
         blocks = [self._block(slice(None, number), shares)]
         given = standing.shares_to_give(shares)
@@ -284,6 +277,7 @@ class RoundAverager(SafeAverager):
             received_parameters=runner.received_fraction(TensorRole.PARAMETER),
             distance=standing.distances[own],
             group_id=group.group_id,
+            was_late=runner.was_late,
         )
 
     def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:
@@ -315,8 +309,7 @@ class RoundAverager(SafeAverager):
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Receive a member's part of the tensors, possibly before this peer's round has begun.
 
-        hivemind waits for any round of this peer to begin or end. A round that ends while the next one is prepared
-        makes it refuse the part, and the whole group then waits for a quarter of the averaging timeout.
+        hivemind refuses the part if another round ends meanwhile. The whole group then waits for the sender.
         """
         async for message in self._keep_stream_open(self._answer_part(stream, context)):
             yield message
@@ -342,11 +335,10 @@ class RoundAverager(SafeAverager):
         self._num_waiting += 1
         try:
             while group_id not in self._running_groups:
-                control = self._matchmaking.find_round(group_id)
+                control = self._matchmaking.found.get(group_id)
                 has_ended = group_id in self._finished_groups or (control is not None and control.done())
-                # An unknown group: the leader's announcement may be one answer late. After that time this peer has
-                # left too early to receive it, and the members need not wait. A known group: after `reducer_timeout`
-                # the sender stops waiting, too.
+                # An unknown group: the leader's announcement may be one answer late; then this peer has left too early
+                # to receive it. A known group: after `reducer_timeout` the sender stops waiting, too.
                 patience = self.request_timeout if control is None else self.allreduce_kwargs["reducer_timeout"]
                 if has_ended or time.monotonic() >= started + (patience or 0.0):
                     return False

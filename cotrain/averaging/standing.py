@@ -1,8 +1,9 @@
-"""Whose gradients and parameters count in a round, and who gives parameters to members that lack updates.
+"""Whose gradients and parameters count in a round, who reduces how much, and and who gives parameters.
 
 All members of a group know what each of them claims, and so come to the same decisions.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,9 @@ from cotrain.averaging.matchmaking import Claims
 
 LACKING = 2.0  # updates; a peer whose parameters lack more contributes no gradients and receives parameters
 EQUAL = 0.5  # updates; parameters that lack less have weight
+
+MAX_RATIO = 4.0  # of a claimed bandwidth to the median of the reducers, and of the median to a claim
+MAX_SHARE = 2.0  # of a member that reduces, in equal shares, if there are three or more
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,23 @@ class Standing:
             return [0.0] * len(shares)
         givers = zip(self.counting, self.claims, shares, strict=True)
         return [share if counts and c.mode == AveragingMode.NODE else 0.0 for counts, c, share in givers]
+
+
+def divide(bandwidths: Sequence[float]) -> list[int]:
+    """Return the shares of the tensors that members reduce, in millionths. They depend on nothing else.
+
+    A member sends its values of what the others reduce, and the averages of its share to all. That takes all members
+    the same time; those that need longer without a share have none.
+
+    :param bandwidths: what each member claims; 0: a client
+    """
+    claimed = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
+    median = statistics.median(claimed)
+    rates = [min(max(b, median / MAX_RATIO), median * MAX_RATIO) / median if b > 0 else 0.0 for b in bandwidths]
+    largest = MAX_SHARE / len(claimed) if len(claimed) > 2 else 1.0
+    shares, low, high = [], 0.0, MAX_RATIO * len(rates)
+    while high - low > 1e-9:
+        middle = (low + high) / 2  # the time, in that of the median member for all of its values
+        shares = [min(largest, max(0.0, middle * rate - 1) / max(1, len(rates) - 2)) for rate in rates]
+        low, high = (low, middle) if sum(shares) >= 1 else (middle, high)
+    return [round(1e6 * share) for share in shares]

@@ -22,8 +22,6 @@ from cotrain.averaging.history import Marks, read_marks
 from cotrain.averaging.wire import SCALAR, TensorSpec
 from cotrain.dht.clock import run_time
 
-__all__ = ["StateLoadError", "TrainingStateAverager", "all_finite", "set_schedule"]
-
 logger = get_logger(__name__)
 
 OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
@@ -32,8 +30,7 @@ OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
 def set_schedule(scheduler: LambdaLR, epoch: int) -> None:
     """Set a schedule to global step `epoch`, forwards or backwards, at constant cost.
 
-    The result equals that of one `scheduler.step()` per global step, which takes 9 to 15 microseconds per step: hours
-    for step 2^31 - 1.
+    One `scheduler.step()` per global step, with the same result, would take hours for step 2^31 - 1.
     """
     learning_rates = [
         base * scale(epoch) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -49,8 +46,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     It averages nothing. The class name is part of the protocol: hivemind addresses the averager of another peer by
     class name (hivemind/p2p/servicer.py).
 
-    `local_epoch` is the global step of this peer. `applied_epoch` is the step whose update the parameters have. It
-    lags while an update runs in the background. Offers and snapshots carry it.
+    `local_epoch` is the global step of this peer. Offers and snapshots carry `applied_epoch`, the step whose update
+    the parameters have. It lags while an update runs in the background.
 
     `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
     `lock_averaged_tensors`, so that no reader sees a partial change. Other code that writes into the parameters or the
@@ -58,10 +55,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
     :param download_timeout, donor_timeout: seconds for a whole download, and that a donor may be silent
-    :param credible_epoch: returns the newest global step that the run is known to be at, from the progress reports or
-      the aggregated metrics; None if unknown, which accepts any step. Called in the main process at the start of each
-      download, see StateDownload. If all donors claim a later step, the state of one is accepted with a warning: there
-      is no alternative. A wrong step number costs no time, since the schedule is set directly.
+    :param credible_epoch: returns the newest global step that the run is known to be at; None accepts any step. Called
+      at the start of each download, see StateDownload. If all donors claim a later step, the state of one is accepted
+      with a warning: there is no alternative.
     """
 
     UPLOAD_TIMEOUT = 3600.0  # seconds; a stalled reader keeps a copy of the state in memory
@@ -91,8 +87,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def apply_update(self, epoch: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Run the optimizer for global step `epoch`, with the gradients in `.grad` of its parameters.
 
-        The learning rate is that of `epoch - 1`, as in hivemind, which steps the schedule after the optimizer. May run
-        in a background thread: readers wait until it has ended. If the optimizer raises, restore a state.
+        The learning rate is that of `epoch - 1`, as in hivemind. May run in a background thread: readers wait until it
+        has ended. If the optimizer raises, restore a state.
 
         :param parameters: averaged parameters of a group, to start from instead of this peer's parameters
         """
@@ -100,8 +96,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             try:
                 if parameters is not None:
                     with torch.no_grad():
-                        for own_parameter, parameter in zip(self._optimized_parameters(), parameters, strict=True):
-                            own_parameter.copy_(parameter)
+                        torch._foreach_copy_(self._optimized_parameters(), parameters)
                 self._set_schedule(epoch - 1)
                 self.optimizer.step()
                 self._set_applied_epoch(epoch)
@@ -117,8 +112,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         optimizer_state = copy.deepcopy(self.check_state(metadata, tensors))
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             self.optimizer.load_state_dict(optimizer_state)
-            for own_tensor, tensor in zip(self._parameters_and_extras(), tensors, strict=False):
-                own_tensor.copy_(tensor)
+            own = self._optimized_parameters()
+            torch._foreach_copy_(own, tensors[: len(own)])
             self.local_epoch, self.marks = metadata["epoch"], read_marks(metadata)
             self._set_applied_epoch(metadata["epoch"])
             self.mark_changed()
@@ -131,9 +126,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         The copy of an offloaded optimizer would overwrite them at the next step.
         """
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
-            for main_parameter, parameter in zip(self.main_parameters, self._optimized_parameters(), strict=True):
-                if main_parameter is not parameter:
-                    parameter.copy_(main_parameter)
+            torch._foreach_copy_(self._optimized_parameters(), self.main_parameters)
             self.local_epoch = epoch
             self._set_applied_epoch(epoch)
             self.mark_changed()
@@ -183,7 +176,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def _make_copy(self) -> tuple[dict, list[torch.Tensor]]:
         optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
-        tensors = [*self._parameters_and_extras(), *statistics]
+        tensors = [*self._optimized_parameters(), *statistics]
         copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         marks = [list(mark) for mark in self.marks]
         return {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, copies
@@ -191,8 +184,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
         """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.
 
-        hivemind's method returns the live tensors: a download that takes longer than a step would mix two steps. The
-        copy is kept until the state changes, for COPY_SECONDS at most: downloads of one state share one copy.
+        hivemind's method returns the live tensors: a long download would mix two steps. Downloads share a copy, which
+        is kept until the state changes, for COPY_SECONDS at most.
 
         Statistics without negative values, as second moments are, are sent as their roots. Most second moments are
         below 6e-8 and would become 0 in float16. The update divides by their roots, which float16 represents with an
@@ -201,7 +194,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         with self.lock_optimizer, self.lock_averaged_tensors:
             if self._copy is None:
                 metadata, tensors = self._make_copy()
-                first = len(self._parameters_and_extras())
+                first = len(self._optimized_parameters())
                 roots = [index for index in range(first, len(tensors)) if _has_root(tensors[index])]
                 for index in roots:
                     tensors[index].sqrt_()
@@ -212,12 +205,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 self._copy_timer.daemon = True
                 self._copy_timer.start()
             metadata, tensors = self._copy
-        roles = [TensorRole.PARAMETER] * len(self._optimized_parameters())
-        roles += [TensorRole.UNSPECIFIED] * len(self.extra_tensors)
-        roles += [TensorRole.OPTIMIZER] * (len(tensors) - len(roles))
+        num_parameters = len(self._optimized_parameters())
         infos = [
-            CompressionInfo.from_tensor(tensor, key=index, role=role)
-            for index, (tensor, role) in enumerate(zip(tensors, roles, strict=True))
+            CompressionInfo.from_tensor(
+                tensor, index, role=TensorRole.OPTIMIZER if index >= num_parameters else TensorRole.PARAMETER
+            )
+            for index, tensor in enumerate(tensors)
         ]
         return metadata, tensors, infos
 
@@ -233,9 +226,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def load_state_from_peers(self, **query) -> bool:
         """Download the newest state that a peer offers and that fits, and apply it; False if there is none.
 
-        :param query: of `download_state`; default: a state of this peer's step or later
+        :param query: of `download_state`; default: a state of a later step than this peer's
         """
-        downloaded = self.download_state(**{"min_epoch": self.local_epoch, **query})
+        downloaded = self.download_state(**{"min_epoch": self.local_epoch + 1, **query})
         if downloaded is None:
             return False
         donor, metadata, tensors = downloaded
@@ -244,24 +237,21 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return True
 
     def download_state(
-        self, min_epoch: int = 0, only_metadata: bool = False, credible_epoch: int | None = None, marks: Marks = ()
+        self, min_epoch: int = 0, credible_epoch: int | None = None, marks: Marks = ()
     ) -> tuple[str, dict, list[torch.Tensor]] | None:
         """Ask donors in turn for a state of step `min_epoch` or later that fits.
 
         :param credible_epoch: newest step that the run is known to be at; default: as `__init__` says
         :param marks: of the history that the state must be of
-        :param only_metadata: request neither the tensors nor the check that the state fits; one attempt, which takes
-          at most `donor_timeout` seconds
         :returns: the donor's peer ID, metadata and tensors, all checked; None without a state in `download_timeout`
         """
-        timeout = self.donor_timeout if only_metadata else self.download_timeout
         if credible_epoch is None and self.credible_epoch is not None:
             credible_epoch = self.credible_epoch()
         future = MPFuture()
-        query = [min_epoch, credible_epoch, only_metadata, timeout, marks]
+        query = [min_epoch, credible_epoch, self.download_timeout, marks]
         self._outer_pipe.send(("_download_state", [future, *query], {}))
         try:
-            return future.result(timeout=timeout + self.donor_timeout)
+            return future.result(timeout=self.download_timeout + self.donor_timeout)
         except Exception as error:
             logger.warning(f"Could not download the state from peers: {error!r}")
             return None
@@ -294,7 +284,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         Their number may differ from that of this peer's: LAMB has numbers instead of tensors where a norm was zero.
         """
-        specs = [_spec_of(tensor) for tensor in self._parameters_and_extras()]
+        specs = [_spec_of(tensor) for tensor in self._optimized_parameters()]
         num_parameters = len(specs)
         own_values = nested_flatten(self.optimizer.state_dict())
         for entry, own_value in zip(self._check_entries(metadata), own_values, strict=True):
@@ -312,7 +302,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         :raises StateLoadError: if the state does not fit
         """
         check_epoch(metadata)
-        own = self._parameters_and_extras()
+        own = self._optimized_parameters()
         if [t.shape for t in tensors[: len(own)]] != [t.shape for t in own]:
             raise StateLoadError("its parameters have other shapes (another model, or an incomplete state)")
         if not all_finite(tensors[: len(own)]):
@@ -321,7 +311,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def unpack_state(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         """Square the statistics of a received state whose roots the donor sends, in place."""
-        roots, first = metadata.pop("roots", None), len(self._parameters_and_extras())
+        roots, first = metadata.pop("roots", None), len(self._optimized_parameters())
         if not isinstance(roots, list) or not all(type(i) is int and first <= i < len(tensors) for i in roots):
             raise StateLoadError("the donor has another version; update the older peer")
         for index in set(roots):
@@ -358,9 +348,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def _optimized_parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def _parameters_and_extras(self) -> list[torch.Tensor]:
-        return [*self._optimized_parameters(), *self.extra_tensors]
 
 
 def _has_root(tensor: torch.Tensor) -> bool:

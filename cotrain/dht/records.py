@@ -168,8 +168,8 @@ def _digest(record: DHTRecord) -> bytes:
 class BoundedExtensions:
     """Bounds the depth of nested extension types in hivemind's serializer.
 
-    Each level takes some 20 KB of the C stack: 300 levels, which are 2 KB of untrusted data, end the process with a
-    segmentation fault. A dictionary of records, the deepest value of this project, has 1 level.
+    Each level takes some 20 KB of the C stack: 300 levels, in 2 KB of untrusted data, end the process with a
+    segmentation fault. A dictionary of records has 1 level.
     """
 
     MAX_DEPTH = 8

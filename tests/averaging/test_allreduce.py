@@ -119,6 +119,7 @@ class Group:
         bounds: Bounds | None = None,
         tensors: Callable[[int], list[torch.Tensor]] = lambda number: make_tensors(number),
         takers: Collection[int] | None = None,
+        group_id: bytes = b"group",
         **options,
     ):
         self.ids = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(len(rates))]
@@ -148,7 +149,7 @@ class Group:
         self.members = [
             AllReduce(
                 p2p=SimpleNamespace(peer_id=peer_id), servicer_type=SimpleNamespace(get_stub=self._get_stub(number)),
-                prefix="run", group_id=b"group", peer_ids=self.ids, modes=modes,
+                prefix="run", group_id=group_id, peer_ids=self.ids, modes=modes,
                 blocks=blocks[number], weight=(weights or [1.0] * len(rates))[number],
                 parameter_weight=1.0,
                 bounds=bounds or Bounds(weight=100.0, gradient_norm=1.0, parameter_step=1.0),
@@ -279,11 +280,32 @@ def test_slow_link_delays_nobody_for_long(shares, monkeypatch):
         return
     assert all(received(member) == 1.0 for member in fast) and max(seconds[:3]) < 1.5
     assert received(group.members[3]) == 1.0 and seconds[3] < 2.0, "its values came too late"
+    assert [member.was_late for member in group.members] == [False, False, False, True]
     for average_of_all, values in zip(zip(*group.outputs, strict=True), group.inputs[0], strict=True):
         assert all(torch.allclose(average_of_all[0], average, atol=1e-5) for average in average_of_all)
         assert not torch.equal(average_of_all[0], values)
     share = (group.outputs[0][0] - 2e-3).abs() > 1e-6
     assert 0 < share.float().mean() < 0.5, "the slow one's values count where they came in time"
+
+
+async def test_what_comes_too_late_is_not_the_same_in_each_round():
+    """All members cut alike, but begin at another part of each share."""
+
+    def first_parts(group_id: bytes) -> list[tuple[int, int]]:
+        group = Group([FAST] * 3, group_id=group_id)
+        starts = {
+            tuple(
+                (parts[0].own.storage_offset(), sum(part.is_gradient for part in parts))
+                for parts in member._parts.values()
+            )
+            for member in group.members
+        }
+        (starts_of_all,) = starts
+        return list(starts_of_all)
+
+    rounds = [first_parts(bytes([number])) for number in range(12)]
+    for starts in zip(*rounds, strict=True):
+        assert len(set(starts)) == starts[0][1] > 8
 
 
 def test_single_other_sender_has_all_the_time(monkeypatch):
@@ -466,7 +488,7 @@ def test_elements_are_divided_by_the_shares(shares):
     block = Block(tensors, tensors, infos, shares)
     compression = RoleAdaptiveCompression(default=COMPRESSIONS["float16"]())
     found = [sum(part.own.numel() for part in parts) for parts in block.cut(compression, 256)]
-    assert found == pytest.approx([share / sum(shares) * block.num_elements for share in shares], rel=0.01)
+    assert found == pytest.approx([share / sum(shares) * sum(map(torch.numel, tensors)) for share in shares], rel=0.01)
 
 
 @pytest.mark.parametrize("silent", [(), (1,)])

@@ -21,7 +21,7 @@ class FakeControl:
     def __init__(self, number: int):
         self.number, self.stage = number, AveragingStage.LOOKING_FOR_GROUP
         self.weight = None
-        self.is_called_off = self.has_group = False
+        self.is_called_off = self.has_group = self.began_allreduce = False
         self._finished, self._result = threading.Event(), None
 
     def allow_allreduce(self) -> None:
@@ -186,6 +186,21 @@ def test_failed_round_is_retried_for_the_same_step(parts):
     averager.controls[1].finish("result")
     assert future.result(5) == (Outcome.AVERAGED, "result")
     assert coordinator.num_attempts == 2 and "a member left" in coordinator.last_error
+    assert averager.controls[1].weight == 8.0 and not coordinator.has_sent, "no member has seen the contribution"
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["failed", "called off as it begins"])
+def test_contribution_that_members_may_have_used_counts_no_second_time(parts, fails):
+    coordinator, tracker, averager, _ = parts
+    future, control = begin(parts)
+    control.began_allreduce = True
+    if fails:
+        control.finish(RuntimeError("out of memory"))
+        wait_until(lambda: len(averager.controls) == 2, 5, "another search")
+        wait_until(lambda: averager.controls[1].weight is not None, 5, "its weight")
+        assert averager.controls[1].weight == 0.0
+    tracker.others, tracker.done = 0, 2
+    assert future.result(5)[0] == Outcome.MISSED and coordinator.has_sent
 
 
 def test_timeout_halves_with_each_failed_step(parts, clock, monkeypatch):

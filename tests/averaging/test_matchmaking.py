@@ -278,7 +278,7 @@ async def test_clients_wait_for_a_peer_that_accepts_connections():
 async def test_too_many_peers_are_split_into_groups(number, clients, size):
     network, ids = make_network(number, clients, patience=30.0)
     for peer in network.peers.values():
-        peer.max_group_size = size
+        peer.target_group_size = size
     groups = {group.group_id: group for group in await network.find(ids)}.values()
     assert sorted(peer_id for group in groups for peer_id in group.peer_ids) == sorted(ids)
     num_groups = min(number - clients, -(-number // size))

@@ -140,6 +140,31 @@ def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too
     assert report.away and report.distance == 3 and optimizer.local_epoch == 3
 
 
+def test_peer_on_a_slow_link_is_told_what_to_do(caplog):
+    optimizer = build()
+    for was_late in (False, True, True):
+        take(optimizer, was_late=was_late)
+    (record,) = [record for record in caplog.records if "too late" in record.message]
+    assert "step #2" in record.message and "--local_updates" in record.message
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISSED, Outcome.FAILED, Outcome.AVERAGED])
+@pytest.mark.parametrize("local", [False, True])
+def test_samples_that_other_members_may_have_used_are_not_sent_again(outcome, local):
+    """The member was cut off after it had sent all its parts: no average has arrived."""
+    optimizer = build_local() if local else build()
+    compute(optimizer, 0.2, samples=12)
+    take(optimizer, outcome, has_sent=outcome != Outcome.AVERAGED, received=0.0)
+    assert optimizer.accumulator.num_samples == optimizer.tracker.local_progress.samples_accumulated == 0
+    (parameter,) = optimizer.state_averager.main_parameters
+    before = parameter[0, 0].item()
+    compute(optimizer, 0.0, samples=4)
+    moved = before - parameter[0, 0].item()  # by the inner optimizer's momentum
+    take(optimizer)
+    assert optimizer.coordinator.weights == [12.0, 4.0]
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(moved, abs=1e-6)
+
+
 def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_others():
     optimizer = build(average_state_every=1)
     ignored = []
@@ -239,6 +264,20 @@ def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed,
     assert optimizer.tracker.local_progress.completed == 10 + missed
     assert optimizer.state_averager.allow_state_sharing
     assert optimizer.accumulator.num_samples == 0 and optimizer.pop_steps() == [(10 + missed, None)]
+
+
+@pytest.mark.parametrize(("completed", "least"), [(8, 7), (10, 9), (11, 11), (12, 11)])
+def test_only_a_state_of_another_step_is_downloaded(completed, least, monkeypatch):
+    optimizer = build()
+    optimizer.state_averager.local_epoch = 10
+    rival = replace(optimizer.tracker.local_progress, epoch=12, completed=completed)
+    monkeypatch.setattr(type(optimizer.tracker), "rival", rival)
+    monkeypatch.setattr(optimizer._stopped, "wait", bool)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    queries = []
+    monkeypatch.setattr(optimizer.state_averager, "download_state", lambda **query: queries.append(query))
+    optimizer.load_state_from_peers()
+    assert queries[0]["min_epoch"] == least
 
 
 def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):

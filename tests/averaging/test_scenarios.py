@@ -205,13 +205,21 @@ def test_trainer_that_slept_receives_the_parameters_before_the_next_round_that_a
         peers[0].freeze()
         scenario.reach(end, *peers[1:])
         peers[0].thaw()
-        scenario.unite()
-        assert max(scenario.steps_of()) <= end + 5
-        assert begin < 8 or not peers[0].downloads, "it needs the state only without a mark in common"
+        # Without the gradients of four steps, its updates differ by up to 0.008 at first, and less after each round
+        # that averages the parameters, every 80 s.
+        scenario.unite(seconds=250.0)
+        if begin < 8:
+            assert max(scenario.steps_of()) <= end + 5
+            return
+        assert not peers[0].downloads, "it needs the state only without a mark in common"
+        given = next(entry for entry in peers[0].rounds if entry["step"] > end)
+        assert given["step"] <= end + 3 and given["distance"] == 0
 
 
 def test_weak_downlink_that_lacks_parameters_each_time_does_not_fall_behind():
-    with Scenario(12, target_batch_size=160, average_state_every=2, averaging_timeout=20.0) as scenario:
+    # It takes part in every second step: with 2 instead of 8, it may be in those rounds only that average parameters,
+    # where nobody gives it those that it lacks, and it receives a third of them at a time.
+    with Scenario(12, target_batch_size=160, average_state_every=8, averaging_timeout=20.0) as scenario:
         weak, others = scenario.add(uplink=60.0, downlink=60.0), add_trainers(scenario, 3)
         scenario.reach(12, *others)
         assert scenario.have_one_history(*others) and not any(peer.downloads for peer in others)

@@ -4,7 +4,7 @@ import pytest
 from hivemind.averaging.allreduce import AveragingMode
 
 from cotrain.averaging.matchmaking import Claims
-from cotrain.averaging.standing import Standing
+from cotrain.averaging.standing import Standing, divide
 
 NODE, CLIENT, AUXILIARY = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 
@@ -27,3 +27,24 @@ def test_members_that_lack_updates_have_no_weight_and_receive_parameters(members
     shares = [float(mode != CLIENT) for mode, *_ in members]
     found = standing.lacking, standing.counting, map(bool, standing.shares_to_give(shares))
     assert ["".join(str(int(flag)) for flag in flags) for flags in found] == [lacking, counting, gives]
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "expected"),
+    [
+        ([100.0] * 4, [1 / 4] * 4),
+        ([100.0, 100.0, 0.0], [1 / 2, 1 / 2, 0]),
+        ([100.0, 0.0, 0.0], [1, 0, 0]),
+        ([10.0, 50.0], [0, 1]),
+        ([100.0, 50.0, 50.0], [2 / 3, 1 / 6, 1 / 6]),  # at most twice an equal share
+        ([20.0, 20.0, 20.0, 4.0], [1 / 3, 1 / 3, 1 / 3, 0]),  # it needs longer for its own values
+        ([100.0, 100.0, 100.0, 80.0], [0.29, 0.29, 0.29, 0.13]),
+        ([100.0, 100.0, 100.0, 1e9], [1 / 6, 1 / 6, 1 / 6, 1 / 2]),
+        ([100.0, 100.0, 100.0, 1e-9], [1 / 3, 1 / 3, 1 / 3, 0]),
+        ([5.0] * 16 + [1e9], [14 / 15 / 16] * 16 + [2 / 17]),
+    ],
+)
+def test_shares_are_by_bandwidth_and_no_claim_takes_more_than_two_equal_ones(bandwidths, expected):
+    shares = divide(bandwidths)
+    assert [share / sum(shares) for share in shares] == pytest.approx(expected, abs=0.01)
+    assert sum(shares) == pytest.approx(1e6, rel=1e-4) and divide([7 * b for b in bandwidths]) == shares

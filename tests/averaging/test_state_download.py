@@ -94,6 +94,16 @@ def test_silent_donor_is_passed_over_and_without_any_ours_stays(donors):
     assert newcomer.local_epoch == 1
 
 
+def test_trainer_does_not_download_a_state_of_its_own_step(donors):
+    """Trainers that resumed from older checkpoints offer the state that they have just received from this one."""
+    donor, resumed = donors.add(), donors.add()
+    offer(donor, step=16)
+    resumed.sync_with_main_parameters(16)
+    assert not resumed.load_state_from_peers()
+    offer(donor, step=17)
+    assert resumed.load_state_from_peers() and resumed.local_epoch == 17
+
+
 async def trickle(messages: AsyncIterator) -> AsyncIterator:
     async for message in messages:
         yield message
@@ -144,7 +154,7 @@ def make_download(
 ) -> StateDownload:
     """Build a download that has dialed further donors, with these results."""
     averager = SimpleNamespace(donor_timeout=60.0, max_metadata_bytes=100, serializer=MSGPackSerializer)
-    download = StateDownload(averager, 0, credible_epoch, only_metadata=False, timeout=timeout)
+    download = StateDownload(averager, 0, credible_epoch, timeout=timeout)
     for number, result in enumerate(dials):
         download._dials[number] = Future()
         download._dials[number].set_result(result)
@@ -259,15 +269,6 @@ def test_donors_are_ranked_by_step_without_malformed_offers():
     assert rank_donors(b"\xc1", 5) == rank_donors(None, 5) == ([], [])
 
 
-def test_metadata_query_does_not_wait_for_the_tensors(donors):
-    donor, newcomer = donors.add(trickle), donors.add(donor_timeout=20.0)
-    offer(donor, step=5)
-    started = time.monotonic()
-    assert newcomer.download_state(min_epoch=5, only_metadata=True)[1]["epoch"] == 5
-    assert newcomer.download_state(min_epoch=6, only_metadata=True) is None
-    assert time.monotonic() - started < 10
-
-
 # Invalid states
 
 
@@ -319,7 +320,7 @@ def test_download_closes_the_stream_when_complete_and_ends_with_its_averager(bui
     swarm = build_swarm()
     donor, newcomer = (trainer.optimizer.state_averager for trainer in swarm.add_several(False, False))
     offer(donor, step=5)
-    wait_until(lambda: newcomer.download_state(only_metadata=True), 60, "the offer")
+    wait_until(lambda: newcomer.download_state(), 60, "the offer")
     started = time.monotonic()
     assert newcomer.load_state_from_peers()
     assert time.monotonic() - started < 30

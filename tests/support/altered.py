@@ -115,13 +115,12 @@ def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
     download = TrainingStateAverager.download_state
 
     @wraps(download)
-    def download_state(averager, *args, only_metadata: bool = False, **kwargs):
+    def download_state(averager, *args, **kwargs):
         began = time.time()
-        state = download(averager, *args, only_metadata=only_metadata, **kwargs)
-        if not only_metadata:
-            time.sleep(0.0 if state is None else seconds)
-            if recorder is not None:
-                recorder.write("download", began=began)
+        state = download(averager, *args, **kwargs)
+        time.sleep(0.0 if state is None else seconds)
+        if recorder is not None:
+            recorder.write("download", began=began)
         return state
 
     TrainingStateAverager.download_state = download_state

@@ -57,6 +57,7 @@ class Rounds:
     """
 
     num_attempts, last_error, has_group, is_called_off, other = 1, "", False, False, None
+    has_sent = was_late = False
 
     def __init__(self, optimizer: CollaborativeOptimizer):
         self.averager = optimizer.grad_averager
@@ -80,8 +81,9 @@ class Rounds:
         parameters = self.received if self.is_given or averager.includes_parameters(step) else None
         distance = self.optimizer.distance
         return self.outcome, RoundResult(
-            members, self.received, {}, received_parameters=parameters, distance=distance, group_id=bytes([step] * 20)
-        )
+            members, self.received, {}, received_parameters=parameters, distance=distance, group_id=bytes([step] * 20),
+            was_late=self.was_late,
+        )  # fmt: skip
 
     def call_off(self) -> None:
         self.is_called_off = True
