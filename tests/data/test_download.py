@@ -530,6 +530,7 @@ def test_two_at_once(args, host, folders, caplog):
 
 
 def test_stopped_while_downloading(args, host, folders):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
     host.script = [Answer.stall]
     partial_file = Path(args.dataset_path).parent / ".dataset.download"
 
@@ -537,9 +538,12 @@ def test_stopped_while_downloading(args, host, folders):
         wait_until(lambda: partial_file.exists() and partial_file.stat().st_size > 90_000, 120, "a part of it")
         os.kill(os.getpid(), signal.SIGINT)
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
-        pool.submit(stop)
-        fetch_data(args)
+    try:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+            pool.submit(stop)
+            fetch_data(args)
+    finally:
+        signal.signal(signal.SIGINT, before)
     size = partial_file.stat().st_size
     fetch_data(args)
     assert_fetched(args, folders)
