@@ -123,6 +123,24 @@ def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
     assert optimizer.accumulator.num_samples == 2
 
 
+def test_global_steps_leave_the_cores_to_the_local_steps(monkeypatch):
+    optimizer, numbers, before = build(), [], torch.get_num_threads()
+
+    def compute() -> None:
+        torch.ones(1_000_000).add_(1)
+        numbers.append(torch.get_num_threads())
+
+    monkeypatch.setattr(optimizer, "_advance", compute)
+    try:
+        torch.set_num_threads(2)
+        optimizer._start_thread()
+        wait_until(lambda: numbers, 30, "the step thread")
+        optimizer.stop_averaging()
+        assert (numbers[0], torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too():
     optimizer = build()
     compute(optimizer, 0.2, samples=12)

@@ -28,7 +28,6 @@ from cotrain.data import download as fetch
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.download import fetch_data
 from tests.support.peers import wait_until
-from tokenize_wikitext103 import TokenizationArguments
 
 SECRET = "hunter2"
 
@@ -190,12 +189,6 @@ def fail(args: DatasetArguments, leftovers: set[str] | None = None) -> str:
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------
-
-
-def test_names_in_the_archive_are_where_trainers_look():
-    defaults = DatasetArguments()
-    assert (defaults.dataset_path, defaults.tokenizer_path) == (DATASET, TOKENIZER)
-    assert (TokenizationArguments().output_path, TokenizationArguments().tokenizer_path) == (DATASET, TOKENIZER)
 
 
 def test_existing_data_is_not_downloaded(args, host, folders):

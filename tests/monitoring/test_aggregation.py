@@ -37,15 +37,6 @@ def test_loss_is_weighted_by_samples():
     assert {record.peer for record in report.contributions} == {b"a", b"b"}
 
 
-def test_steps_are_not_mixed():
-    aggregator = make_aggregator(last_reported_step=4)
-    metrics = {b"a": metric(6, loss=2.0), b"b": metric(6, loss=4.0), b"c": metric(5, loss=1000.0)}
-    reports = aggregator.update(START, metrics)
-    assert steps_of(reports) == [5] and reports[0].loss == 500.0 and reports[0].contributors == 1
-    (report,) = aggregator.update(START + SETTLE, metrics)
-    assert (report.step, report.loss, report.samples) == (6, 1.5, 64)
-
-
 def test_absurd_samples_do_not_swamp_the_loss():
     metrics = {b"a": metric(1, loss=4.0, samples=60), b"b": metric(1, loss=4.0, samples=40)}
     liar = {b"liar": metric(1, loss=200.0, samples=10**9)}
