@@ -360,6 +360,17 @@ def test_inner_optimizer_begins_again_with_a_restored_state():
     assert not any(value["exp_avg"].any() for value in optimizer.inner.state.values())
 
 
+def test_local_updates_that_diverge_are_sent_to_nobody_and_dropped():
+    optimizer = build_local()
+    compute(optimizer, 0.2)
+    assert not optimizer.discard_local_updates(), "they are finite"
+    optimizer.state_averager.main_parameters[0].data[0, 0] = float("nan")
+    take(optimizer)
+    assert optimizer.coordinator.weights == [0.0] and value_of(optimizer.grad_averager.gradients) == 0.0
+    assert optimizer.discard_local_updates()
+    assert torch.equal(*optimizer.state_averager.main_parameters, *optimizer._offloaded_parameters())
+
+
 def test_checkpoint_has_the_parameters_of_the_last_step():
     optimizer = build_local()
     (parameter,) = optimizer.state_averager.main_parameters

@@ -181,20 +181,6 @@ def test_status_is_written_although_the_terminal_is_gone(keeper, tmp_path):
 # What the user reads
 
 
-def test_description_has_every_answer():
-    assert dict(describe_status(make_status())) == {
-        "Peer": "quick-otter-3f2a in run run, for 2 hours",
-        "State": "training, at step #39",
-        "Next step": "#40 in 31 s: 800 of 4,096 samples, 96 of them (12.0%) yours",
-        "Your samples": "1,000 computed, 98.0% of them applied",
-        "Global steps": "38 joined, 1 missed",
-        "Last miss": "#12: no group in time",
-        "Trainers": "5, rank 2 by speed, 12.3 samples/s",
-        "Connections": "2 direct, 1 by relay",
-        "Local loss": "6.500, 8.250 at first",
-    }
-
-
 def test_description_of_a_trainer_that_joins():
     status = make_status(
         worked_at=None, seconds_to_next=None, own_samples=0, all_samples=0, computed=0, applied=0, rank=None,
