@@ -254,12 +254,7 @@ class LateAverager(RoundAverager):
 
 @pytest.mark.parametrize(
     ("group_id", "reducer_timeout", "seconds"),
-    [
-        (b"finished", 5.0, 1),
-        (b"called off", 5.0, 1),
-        (b"unknown", 5.0, 4),
-        (b"known, but never triggered", 0.5, 4),
-    ],
+    [(b"finished", 5.0, 1), (b"called off", 5.0, 1), (b"unknown", 5.0, 4), (b"known, but never triggered", 0.5, 4)],
 )
 async def test_part_for_a_round_that_has_ended_is_refused_at_once(group_id, reducer_timeout, seconds):
     averager = LateAverager()

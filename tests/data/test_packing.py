@@ -159,11 +159,7 @@ def test_pairs_by_hand():
     }
 
 
-@given(
-    lengths=st.lists(st.integers(0, 60), max_size=25),
-    max_seq_length=st.integers(8, 40),
-    seed=st.integers(0, 1000),
-)
+@given(lengths=st.lists(st.integers(0, 60), max_size=25), max_seq_length=st.integers(8, 40), seed=st.integers(0, 1000))
 def test_pairs_hold_the_document_and_nothing_else(lengths, max_seq_length, seed):
     tokens = itertools.count(10)
     sentences = [[next(tokens) for _ in range(length)] for length in lengths]

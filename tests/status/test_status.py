@@ -14,13 +14,7 @@ from cotrain.arguments import CollaborationArguments
 from cotrain.dht.metrics_schema import MAX_ROUNDS
 from cotrain.status import status_keeper
 from cotrain.status.loss_meter import LossMeter
-from cotrain.status.status import (
-    FILE_NAME,
-    TrainerStatus,
-    describe_status,
-    read_status,
-    show_status,
-)
+from cotrain.status.status import FILE_NAME, TrainerStatus, describe_status, read_status, show_status
 from cotrain.status.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker
 from tests.support.peers import ROOT
