@@ -397,7 +397,7 @@ def test_sender_of_what_no_honest_peer_sends_is_left_out(change, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [expand, enlarge, recompress, demand_gradient, fill(math.nan), fill(1e20), fill(10.0)]
+    "change", [expand, enlarge, recompress, demand_gradient, *map(fill, (math.nan, 1e20, 10.0, 0.1075))]
 )
 def test_reducer_that_answers_what_no_honest_peer_answers_has_failed(change, monkeypatch):
     group, deserialized = average_with(of_kind(averaging_pb2.AVERAGED_PART, change), monkeypatch)
