@@ -17,11 +17,7 @@ from cotrain.admission.invitations import InvitationError, load_invitation, make
 from cotrain.admission.revocations import Revocations, revoke_invitations
 from cotrain.common.errors import UserError
 from cotrain.common.flags import parse_arguments
-from tests.support.peers import (
-    invite,
-    local_optimizer,
-    local_peer,
-)
+from tests.support.peers import invite, local_optimizer, local_peer
 from tests.support.visitor import call_services, list_answered, visit, visitor
 
 

@@ -356,8 +356,12 @@ def test_refused_sender_is_not_waited_for():
 # What members must not send
 
 
-def expand(message: averaging_pb2.AveragingData) -> None:
-    message.tensor_part.dtype = "U50000"
+def set_tensor(**fields: object) -> Callable[[averaging_pb2.AveragingData], None]:
+    return lambda message: [setattr(message.tensor_part, name, value) for name, value in fields.items()]
+
+
+expand, demand_gradient = set_tensor(dtype="U50000"), set_tensor(requires_grad=True)
+renumber, repeat = set_tensor(chunks=10**6), set_tensor(chunks=0)
 
 
 def enlarge(message: averaging_pb2.AveragingData) -> None:
@@ -368,18 +372,6 @@ def recompress(message: averaging_pb2.AveragingData) -> None:
     part = Float16Compression().compress(torch.zeros(message.tensor_part.size[0]), GRADIENT)
     part.chunks = message.tensor_part.chunks
     message.tensor_part.CopyFrom(part)
-
-
-def renumber(message: averaging_pb2.AveragingData) -> None:
-    message.tensor_part.chunks = 10**6
-
-
-def demand_gradient(message: averaging_pb2.AveragingData) -> None:
-    message.tensor_part.requires_grad = True
-
-
-def repeat(message: averaging_pb2.AveragingData) -> None:
-    message.tensor_part.chunks = 0
 
 
 def overweight(message: averaging_pb2.AveragingData) -> None:
@@ -427,7 +419,7 @@ def test_sender_of_what_no_honest_peer_sends_is_left_out(change, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [expand, enlarge, recompress, demand_gradient, fill(math.nan), fill(1e20), fill(10.0)]
+    "change", [expand, enlarge, recompress, demand_gradient, *map(fill, (math.nan, 1e20, 10.0, 0.1075))]
 )
 def test_reducer_that_answers_what_no_honest_peer_answers_has_failed(change, monkeypatch):
     group, deserialized = average_with(of_kind(averaging_pb2.AVERAGED_PART, change), monkeypatch)

@@ -1,4 +1,4 @@
-"""Tests of peers that join, leave, miss a step or are slow: their contributions and the averages they receive."""
+"""Tests of peers that miss a step or are slow: their contributions and the averages they receive."""
 
 import threading
 
@@ -7,29 +7,6 @@ from hivemind.utils import PerformanceEMA
 
 from tests.support.peers import wait_until
 from tests.support.swarm import SAMPLES, Replay, Trainer, assert_equal_parameters, flat
-
-# Joining and leaving
-
-
-def test_joining_within_a_step_does_not_set_others_back(build_swarm):
-    swarm, replay = build_swarm(), Replay()
-    trainers = swarm.add_several(False, False)
-    replay.step(swarm.global_step(6, 6))
-    newcomer = swarm.add()
-    swarm.meet()
-    with trainers[1].hold():
-        swarm.compute(6, 6, trainers=trainers)
-        wait_until(lambda: trainers[0].tracker.local_progress.epoch == 2, 60, "the search for a group")
-        newcomer.join()
-        assert newcomer.version == 1
-    expected = replay.step(swarm.wait_for(2, trainers))
-    newcomer.join()
-    assert newcomer.version == 2
-    assert_equal_parameters([*trainers, newcomer], expected)
-    assert [len(trainer.entry["group"]) for trainer in trainers] == [2, 2]
-
-
-# Missing a step
 
 
 def assert_received_what_it_lacked(trainer: Trainer, parameters: torch.Tensor, expected: torch.Tensor) -> None:
@@ -73,23 +50,6 @@ def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm):
     assert_received_what_it_lacked(late, replay.parameters(2), expected)
 
 
-def test_peer_two_steps_behind_downloads_the_state(build_swarm):
-    swarm, replay = build_swarm(), Replay()
-    *others, late = swarm.add_several(False, False, False)
-    with late.hold():
-        swarm.compute(4, 5, 3)
-        replay.step(swarm.wait_for(1, others))
-        replay.step(swarm.global_step(6, 6, trainers=others))
-        wait_until(lambda: late.tracker.rival, 60, "the reports of the others")
-    late.local_step(swarm.take(1))  # notices that the other peers are ahead
-    assert late.optimizer.local_epoch == late.optimizer.state_averager.applied_epoch == 2
-    assert late.optimizer.accumulator.num_samples == 0
-    assert_equal_parameters([late], replay.parameters())
-    late.version = 2
-    late.pop_contribution()  # the optimizer has dropped it
-    assert_equal_parameters(swarm.trainers, replay.step(swarm.global_step(4, 4, 4)))
-
-
 def test_peer_with_long_local_steps_contributes_to_each_round(build_swarm):
     """A local step takes longer than matchmaking, and most of a global step."""
     swarm = build_swarm(target_batch_size=40)
@@ -112,16 +72,3 @@ def test_peer_with_long_local_steps_contributes_to_each_round(build_swarm):
         entries = trainer.log.entries[:3]
         assert [entry["outcome"] for entry in entries] == ["averaged"] * 3
         assert all(len(entry["group"]) == 3 and entry["samples"] > 0 for entry in entries)
-
-
-def test_clients_and_an_auxiliary_peer_complete_all_steps(build_swarm):
-    swarm, replay = build_swarm(), Replay()
-    swarm.add_several(True, True)
-    auxiliary_peer = swarm.add_auxiliary_peer()
-    for _ in range(4):
-        expected = replay.step(swarm.global_step(5, 7))
-        assert_equal_parameters(swarm.trainers, expected)
-        for trainer in swarm.trainers:
-            assert trainer.entry["outcome"] == "averaged" and trainer.entry["received"] == 1.0
-    wait_until(lambda: len(auxiliary_peer.round_log.entries) == 4, 10, "the auxiliary peer's log")
-    assert all(entry["outcome"] == "averaged" for entry in auxiliary_peer.round_log.entries)

@@ -123,6 +123,24 @@ def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
     assert optimizer.accumulator.num_samples == 2
 
 
+def test_global_steps_leave_the_cores_to_the_local_steps(monkeypatch):
+    optimizer, numbers, before = build(), [], torch.get_num_threads()
+
+    def compute() -> None:
+        torch.ones(1_000_000).add_(1)
+        numbers.append(torch.get_num_threads())
+
+    monkeypatch.setattr(optimizer, "_advance", compute)
+    try:
+        torch.set_num_threads(2)
+        optimizer._start_thread()
+        wait_until(lambda: numbers, 30, "the step thread")
+        optimizer.stop_averaging()
+        assert (numbers[0], torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too():
     optimizer = build()
     compute(optimizer, 0.2, samples=12)
@@ -379,6 +397,17 @@ def test_inner_optimizer_begins_again_with_a_restored_state():
     assert any(value["exp_avg"].any() for value in optimizer.inner.state.values())
     optimizer.restore(*optimizer.state_averager.snapshot())
     assert not any(value["exp_avg"].any() for value in optimizer.inner.state.values())
+
+
+def test_local_updates_that_diverge_are_sent_to_nobody_and_dropped():
+    optimizer = build_local()
+    compute(optimizer, 0.2)
+    assert not optimizer.discard_local_updates(), "they are finite"
+    optimizer.state_averager.main_parameters[0].data[0, 0] = float("nan")
+    take(optimizer)
+    assert optimizer.coordinator.weights == [0.0] and value_of(optimizer.grad_averager.gradients) == 0.0
+    assert optimizer.discard_local_updates()
+    assert torch.equal(*optimizer.state_averager.main_parameters, *optimizer._offloaded_parameters())
 
 
 def test_checkpoint_has_the_parameters_of_the_last_step():

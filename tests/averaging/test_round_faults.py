@@ -2,21 +2,18 @@
 
 import math
 
-import pytest
-
 from tests.support.peers import Script, wait_until
 from tests.support.swarm import Replay, assert_equal_parameters
 
 
-@pytest.mark.parametrize("value", [1e20, math.nan])
-def test_bad_sender_changes_nothing_and_is_banned(build_swarm, value):
-    """It sends a wrong value in place of each element of its gradients."""
+def test_bad_sender_changes_nothing_and_is_banned(build_swarm):
+    """It sends NaN in place of each element of its gradients."""
     swarm, replay = build_swarm(max_grad_norm=0.5), Replay(max_grad_norm=0.5)
     *honest, bad = swarm.add_several(False, False, True)
     accumulator, gradients = bad.optimizer.accumulator, bad.averager.gradients
     bad.averager.max_grad_norm = 0.0
     load = accumulator.load
-    accumulator.load = lambda max_norm: (load(max_norm), [tensor.fill_(value) for tensor in gradients])[0]
+    accumulator.load = lambda max_norm: (load(max_norm), [tensor.fill_(math.nan) for tensor in gradients])[0]
     swarm.compute(4, 5, 3)
     expected = replay.step(swarm.wait_for(1, honest))
     assert_equal_parameters(honest, expected)

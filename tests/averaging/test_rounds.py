@@ -145,14 +145,6 @@ def test_optimizer_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_optimizer_ends_after_a_cancelled_round(build_swarm, capfd):
-    trainer = build_swarm().add()
-    control = trainer.averager.schedule_round(1, timeout=30.0)
-    control.call_off()
-    trainer.optimizer.shutdown()
-    assert "Traceback" not in capfd.readouterr().err
-
-
 def test_building_an_optimizer_leaves_sigint_to_its_caller(build_swarm):
     """hivemind ignores SIGINT in the process that starts an averager."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
@@ -262,12 +254,7 @@ class LateAverager(RoundAverager):
 
 @pytest.mark.parametrize(
     ("group_id", "reducer_timeout", "seconds"),
-    [
-        (b"finished", 5.0, 1),
-        (b"called off", 5.0, 1),
-        (b"unknown", 5.0, 4),
-        (b"known, but never triggered", 0.5, 4),
-    ],
+    [(b"finished", 5.0, 1), (b"called off", 5.0, 1), (b"unknown", 5.0, 4), (b"known, but never triggered", 0.5, 4)],
 )
 async def test_part_for_a_round_that_has_ended_is_refused_at_once(group_id, reducer_timeout, seconds):
     averager = LateAverager()

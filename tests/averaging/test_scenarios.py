@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.scenario import BATCH, Peer, Scenario
 
+pytestmark = pytest.mark.peers  # simulated ones, which take 10 seconds each
+
 
 def add_trainers(scenario: Scenario, number: int, **options) -> list[Peer]:
     """Add trainers of different speeds and uplinks; the sum of the speeds is their number."""

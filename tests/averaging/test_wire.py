@@ -53,19 +53,10 @@ def test_scalar_of_any_number_dtype_passes():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"dtype": "U50000"}, "dtype"),
-        ({"dtype": "float64"}, "dtype"),
-        ({"dtype": "bfloat16"}, "dtype"),
-        ({"dtype": ""}, "dtype"),
-        ({"dtype": "V" * 10_000_000}, "dtype"),
-        ({"size": (20, 50)}, "shape"),
-        ({"size": (1000, 1000)}, "shape"),
-        ({"size": ()}, "shape"),
-        ({"size": (2**32 - 1,) * 4}, "shape"),
-        ({"compression": BLOCKWISE_8BIT}, "compression"),
-        ({"compression": 77}, "compression"),
-        ({"buffer": b""}, "bytes"),
-        ({"buffer": b"1" * 5000}, "bytes"),
+        *(({"dtype": dtype}, "dtype") for dtype in ("U50000", "float64", "bfloat16", "", "V" * 10_000_000)),
+        *(({"size": size}, "shape") for size in ((20, 50), (1000, 1000), (), (2**32 - 1,) * 4)),
+        *(({"compression": compression}, "compression") for compression in (BLOCKWISE_8BIT, 77)),
+        *(({"buffer": buffer}, "bytes") for buffer in (b"", b"1" * 5000)),
     ],
 )
 def test_other_tensors_than_expected_are_refused(compression, fields, reason):

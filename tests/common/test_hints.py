@@ -10,7 +10,7 @@ import torch
 
 from cotrain.common import diagnosis
 from cotrain.common.diagnosis import HINT, diagnose, next_hint, read_diagnoses
-from cotrain.common.errors import TEMPORARY, TemporaryError, UserError, describe, run_script
+from cotrain.common.errors import TEMPORARY, TemporaryError, UserError, describe, first_line, run_script
 from cotrain.common.logs import HintHandler
 from tests.support.messages import read_templates
 from tests.support.peers import ROOT
@@ -84,6 +84,14 @@ def test_hint_follows_an_error_without_a_remedy(monkeypatch, capsys, error, code
     first, *others = capsys.readouterr().err.splitlines()
     assert caught.value.code == code and first == f"run_trainer.py: error: {error}"
     assert len(others) == len(hints) and all(map(str.startswith, others, hints))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("\n  first  \nsecond", "first  "), ("  \n ", "ValueError"), ("x" * 1000, "x" * 200)]
+)
+def test_error_is_one_line_and_a_fatal_one_is_described_in_full(text, line):
+    assert first_line(ValueError(text)) == line
+    assert describe(ValueError("x" * 1000 + "\nmore")) == f"ValueError: {'x' * 1000} (--debug shows where)"
 
 
 @pytest.mark.programs

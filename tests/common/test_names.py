@@ -5,11 +5,8 @@ import re
 from cotrain.common.names import derive_name
 
 
-def test_name_is_the_same_on_every_machine_and_after_every_restart():
+def test_names_differ_and_are_the_same_on_every_machine():
     assert derive_name("QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG") == "lucky-bear-54db"
-
-
-def test_names_of_a_thousand_peers_differ():
     names = {derive_name(f"Qm{number}") for number in range(1000)}
     assert len(names) == 1000 and max(map(len, names)) <= 64
     assert all(re.fullmatch("[a-z]+-[a-z]+-[0-9a-f]{4}", name) for name in names)

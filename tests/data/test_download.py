@@ -28,7 +28,6 @@ from cotrain.data import download as fetch
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.download import fetch_data
 from tests.support.peers import wait_until
-from tokenize_wikitext103 import TokenizationArguments
 
 SECRET = "hunter2"
 
@@ -190,12 +189,6 @@ def fail(args: DatasetArguments, leftovers: set[str] | None = None) -> str:
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------
-
-
-def test_names_in_the_archive_are_where_trainers_look():
-    defaults = DatasetArguments()
-    assert (defaults.dataset_path, defaults.tokenizer_path) == (DATASET, TOKENIZER)
-    assert (TokenizationArguments().output_path, TokenizationArguments().tokenizer_path) == (DATASET, TOKENIZER)
 
 
 def test_existing_data_is_not_downloaded(args, host, folders):
@@ -530,6 +523,7 @@ def test_two_at_once(args, host, folders, caplog):
 
 
 def test_stopped_while_downloading(args, host, folders):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
     host.script = [Answer.stall]
     partial_file = Path(args.dataset_path).parent / ".dataset.download"
 
@@ -537,9 +531,12 @@ def test_stopped_while_downloading(args, host, folders):
         wait_until(lambda: partial_file.exists() and partial_file.stat().st_size > 90_000, 120, "a part of it")
         os.kill(os.getpid(), signal.SIGINT)
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
-        pool.submit(stop)
-        fetch_data(args)
+    try:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+            pool.submit(stop)
+            fetch_data(args)
+    finally:
+        signal.signal(signal.SIGINT, before)
     size = partial_file.stat().st_size
     fetch_data(args)
     assert_fetched(args, folders)

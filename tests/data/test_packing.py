@@ -91,15 +91,6 @@ def test_documents_end_at_blank_lines(rows, documents):
     assert list(split_documents(rows)) == documents
 
 
-def test_rows_without_marks_form_documents_of_bounded_size(monkeypatch):
-    monkeypatch.setattr(corpus, "MAX_DOCUMENT_CHARS", 100)
-    rows = [f"this is sentence number {number} ." for number in range(50)]  # as in BookCorpus
-    documents = list(split_documents(rows))
-    assert all(len(document) <= 100 for document in documents)
-    assert len(documents) == 17  # 3 rows fit into 100 characters
-    assert "\n".join(documents).split("\n") == rows
-
-
 @pytest.mark.parametrize("space", [" ", ""])
 def test_an_endless_line_is_cut_into_pieces(monkeypatch, space):
     monkeypatch.setattr(corpus, "MAX_LINE_CHARS", 50)
@@ -168,11 +159,7 @@ def test_pairs_by_hand():
     }
 
 
-@given(
-    lengths=st.lists(st.integers(0, 60), max_size=25),
-    max_seq_length=st.integers(8, 40),
-    seed=st.integers(0, 1000),
-)
+@given(lengths=st.lists(st.integers(0, 60), max_size=25), max_seq_length=st.integers(8, 40), seed=st.integers(0, 1000))
 def test_pairs_hold_the_document_and_nothing_else(lengths, max_seq_length, seed):
     tokens = itertools.count(10)
     sentences = [[next(tokens) for _ in range(length)] for length in lengths]

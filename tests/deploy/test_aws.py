@@ -1,7 +1,9 @@
 """Deployment on AWS, against a fake AWS server (moto)."""
 
+import importlib
 import json
 import re
+import sys
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
@@ -40,6 +42,13 @@ def test_wrong_settings(changes, message):
 def test_errors_of_aws_are_one_line(error, message):
     with pytest.raises(UserError, match=message), readable_errors():
         raise error
+
+
+def test_missing_boto3_is_one_line_in_the_notebook(monkeypatch):
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.delitem(sys.modules, "deploy.aws", raising=False)
+    with pytest.raises(UserError, match="boto3 is not installed: pip install -r requirements-organiser.txt"):
+        importlib.import_module("deploy.aws")
 
 
 def test_failure_of_the_stack_has_its_first_reason(started, monkeypatch):

@@ -324,6 +324,8 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
         processes = [*host.processes(), *friend.processes()]
         assert not any(TOKEN in word for process in processes for word in process.cmdline())
         printed = {name: notebook.interrupt() for name, notebook in {"friend": friend, "host": host}.items()}
+        assert servers.was_told_to_close
+        wait_until(lambda: not servers.is_open, 30, "the end of the session")
     assert servers.tokens == [TOKEN] and servers.bytes_passed > 0
     for name, text in printed.items():
         assert "Stopping: the trainer saves a checkpoint" in text and "The trainer has ended" in text, text

@@ -71,14 +71,6 @@ def test_older_monitors_take_the_records_of_newer_trainers():
     assert read_row(measure(LocalMetrics).to_row(), WithGradientNorm) == measure().to_row()
 
 
-def test_new_metrics_come_from_the_history_too():
-    aggregator = MetricsAggregator(schema=WithGradientNorm)
-    aggregator.update(1e9, {b"a": measure(gradient_norm=9.0).dict()})
-    steps = [measure(step=step, gradient_norm=float(step)) for step in (1, 2, 3)]
-    reports = aggregator.update(1e9 + 1, {b"a": steps[-1].dict()}, {b"a": [step.to_row() for step in steps]})
-    assert [(step.step, step.metrics["gradient norm"]) for step in reports] == [(2, 2.0), (3, 3.0)]
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e10, "1", True, [1.0]])
 def test_new_metrics_are_checked_as_strictly_as_the_others(value):
     with pytest.raises(pydantic.ValidationError):

@@ -35,13 +35,7 @@ from cotrain.dht.run_records import (
     make_validators,
     store_record,
 )
-from cotrain.peer.addresses import (
-    announce_public_ip,
-    choose_maddrs,
-    find_tcp_endpoint,
-    fix_tcp_port,
-    get_free_port,
-)
+from cotrain.peer.addresses import announce_public_ip, choose_maddrs, find_tcp_endpoint, fix_tcp_port, get_free_port
 from cotrain.peer.redial import _redial
 from tests.support.hostile_peer import RAW, nest
 from tests.support.peers import local_peer
@@ -87,9 +81,7 @@ def is_valid(validator: RecordValidatorBase, record: DHTRecord) -> bool:
         ("rounds", RoundStatistics(rounds=64, complete=2, computed=10**9, applied=0).dict()),
         ("training_progress", {"protocol": 2, "epoch": 3}),
         ("training_progress", None),
-        ("state_averager.all_averagers", 12.0),
-        ("state_averager.all_averagers", 12),
-        ("state_averager.all_averagers", None),
+        *(("state_averager.all_averagers", value) for value in (12.0, 12, None)),
         ("a key of hivemind's", {"epoch": 3, "peer_id": b"id", "time": 1.5, "client_mode": False}),
     ],
 )
@@ -100,26 +92,18 @@ def test_good_records_are_accepted(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("metrics", {**GOOD, "step": -1}),
-        ("metrics", {**GOOD, "step": 10**18}),
-        ("metrics", {**GOOD, "step": 3.0}),
-        ("metrics", {**GOOD, "step": True}),
-        ("metrics", {**GOOD, "loss": float("nan")}),
-        ("metrics", {**GOOD, "loss": float("inf")}),
-        ("metrics", {**GOOD, "loss": 12}),
+        *(("metrics", {**GOOD, "step": step}) for step in (-1, 10**18, 3.0, True)),
+        *(("metrics", {**GOOD, "loss": loss}) for loss in (float("nan"), float("inf"), 12)),
         ("metrics", {**GOOD, "samples_per_second": -1.0}),
         ("metrics", {**GOOD, "samples_accumulated": 10**12}),
-        ("metrics", {**GOOD, "extra": "text"}),
-        ("metrics", {**GOOD, "extra": float("nan")}),
+        *(("metrics", {**GOOD, "extra": extra}) for extra in ("text", float("nan"))),
         ("metrics", {**GOOD, **{f"extra {number}": 1 for number in range(100)}}),
         ("metrics", {**GOOD, 7: 1}),
         ("metrics", {"step": 3}),
         ("metrics", None),
         ("history", FULL_HISTORY + FULL_HISTORY[:1]),
-        ("history", [[1, 2, 3]]),
-        ("history", [[*GOOD.values(), "text"]]),
-        ("history", [[*GOOD.values(), *range(100)]]),
-        ("history", [[None, *list(GOOD.values())[1:]]]),
+        *(("history", [[*GOOD.values(), *more]]) for more in (["text"], range(100))),
+        *(("history", [row]) for row in ([1, 2, 3], [None, *list(GOOD.values())[1:]])),
         ("monitor", {"stores_checkpoints": 1, "checkpoint_step": 3}),
         ("peers", {"username": "x" * 65, "leaving": False}),
         ("peers", {"username": b"x", "leaving": False}),
@@ -128,12 +112,8 @@ def test_good_records_are_accepted(name, value):
         ("rounds", {"rounds": 3}),
         ("rounds", {"rounds": 3, "complete": 1, "computed": 10**9 + 1, "applied": 0}),
         ("rounds", {"rounds": 3, "complete": 1, "extra": "text"}),
-        ("training_progress", True),
-        ("training_progress", [1]),
-        ("state_averager.all_averagers", True),
-        ("state_averager.all_averagers", float("inf")),
-        ("state_averager.all_averagers", -1),
-        ("state_averager.all_averagers", [1]),
+        *(("training_progress", value) for value in (True, [1])),
+        *(("state_averager.all_averagers", value) for value in (True, float("inf"), -1, [1])),
     ],
 )
 def test_malformed_records_are_refused(name, value):

@@ -6,11 +6,7 @@ from transformers import AlbertForPreTraining, AutoConfig
 
 from cotrain.arguments import HyperparameterArguments
 from cotrain.models.model import build_model, enable_gradient_checkpointing
-from cotrain.training.optimizer import (
-    build_local_optimizer,
-    build_param_groups,
-    initialize_optimizer_state,
-)
+from cotrain.training.optimizer import build_local_optimizer, build_param_groups, initialize_optimizer_state
 from tests.support.fakes import make_batch
 from tests.support.peers import TINY_CONFIGS
 from tests.support.swarm import CONFIG

@@ -4,7 +4,7 @@ import pytest
 
 from cotrain.monitoring import contributors
 from cotrain.monitoring.aggregation import StepReport
-from cotrain.monitoring.contributors import Contributors, clean_name, format_leaderboard
+from cotrain.monitoring.contributors import Contributors, clean_name
 from cotrain.monitoring.parsing import PeerStep
 
 
@@ -85,9 +85,3 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
 )
 def test_names_are_made_harmless_for_the_log(name, clean):
     assert clean_name(name) == clean
-
-
-def test_leaderboard_names_the_first_few_and_counts_the_rest(tmp_path):
-    counted = count(tmp_path, make_report(1, a=3000, b=20, c=1), names={b"a": "alice"})
-    line = format_leaderboard(counted, number=2)
-    assert "alice" in line and "3,000" in line and "anonymous" in line and "3 in all" in line and "\n" not in line

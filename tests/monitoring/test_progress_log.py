@@ -47,25 +47,6 @@ def test_first_step_of_a_run_with_unlike_trainers(lines):
     assert lines(410, {b"fast": beat(410, 100, epoch=1), b"slow": None}) == ["slow left; now 1 trainer"]
 
 
-def test_few_lines_while_nothing_happens(lines):
-    progress = {b"frozen": beat(0, 448)}
-    assert len(lines(0, progress)) == 2
-    log = [line for second in range(30, 900, 30) for line in lines(second, {b"frozen": beat(second, 448)})]
-    assert log == [
-        "Accumulated 448 of 4,096 samples for step #1 from 1 trainer; no new ones for 5 min",
-        "Accumulated 448 of 4,096 samples for step #1 from 1 trainer; no new ones for 10 min",
-    ]
-
-
-def test_run_without_trainers_names_its_checkpoint(lines):
-    lines(0, {b"killed": beat(0, 10, epoch=16)})
-    log = [line for second in range(30, 240, 30) for line in lines(second, {b"killed": beat(0, 10, epoch=16)}, {}, 14)]
-    assert log == [
-        "killed left; now 0 trainers",
-        "Waiting for trainers; the run continues from the checkpoint of step #14",
-    ]
-
-
 def test_flood_of_trainers_is_one_line_and_a_false_claim_counts_as_one_step(lines):
     claims = {b"%04d" % number: beat(0, 10**9 if number == 0 else 1) for number in range(1000)}
     joined, progress = lines(0, claims)

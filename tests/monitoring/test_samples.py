@@ -215,11 +215,3 @@ def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
     assert code == 1 and err.count("\n") == 1 and err.startswith("fill_mask.py: error: ") and reason in err
     assert "; " in err and "trust_remote_code" not in err
     assert not (checkpoint / "trace").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"), [((), 2), (("out",), 2), (("out", TEXT, "--number", 0), 2), (("nowhere", TEXT), 1)]
-)
-def test_usage_error(show, args, expected):
-    code, _, err = show(*args)
-    assert code == expected and err.count("\n") == 1

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from functools import partialmethod
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import get_args, get_type_hints
 from unittest.mock import Mock
@@ -48,11 +47,7 @@ if dashboard == "wandb":
     import wandb  # takes seconds, which are not to count
 started = time.monotonic()
 trackers.CONNECT_TIMEOUT = trackers.FINISH_TIMEOUT = 2.0
-space_url = os.environ.get("SPACE_URL")
-if space_url:
-    import trackio.remote_client
-    trackio.remote_client._space_id_to_url = lambda space_id: space_url
-reporters = reporting.Reporters(Path(folder), "my run", dashboard, space_id=space_url and "me/space")
+reporters = reporting.Reporters(Path(folder), "my run", dashboard)
 print("DASHBOARD", reporters.dashboard.tracker.name)
 for step in range(first, last + 1):
     loss = None if step == 1 else 10.0 - step
@@ -260,14 +255,17 @@ def test_only_plain_addresses_are_published(tmp_path):
     reporters.close()
 
 
-def test_page_of_wandb_is_known_after_its_start(tmp_path, monkeypatch):
-    url = "https://wandb.ai/me/run/runs/1"
+@pytest.mark.parametrize(("name", "url"), [("wandb", "https://wandb.ai/me/run/runs/1"),
+                                           ("trackio", "https://huggingface.co/spaces/me/space")])  # fmt: skip
+def test_page_is_known_after_the_start(tmp_path, monkeypatch, name, url):
     stub = Mock(**{"setup.return_value.settings.mode": "online", "init.return_value.url": url})
-    monkeypatch.setitem(sys.modules, "wandb", stub)
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    reporters = Reporters(tmp_path, "run", "wandb")
+    monkeypatch.setitem(sys.modules, name, stub)
+    for variable in ("WANDB_ERROR_REPORTING", "TRACKIO_DIR"):
+        monkeypatch.setenv(variable, "false")
+    reporters = Reporters(tmp_path, "run", name, space_id="me/space" if name == "trackio" else None)
     wait_until(lambda: reporters.page is not None, 30, "the address")
     assert reporters.page == url
+    assert stub.init.call_args.kwargs.get("space_id") == (None if name == "wandb" else "me/space")
     reporters.close()
 
 
@@ -371,56 +369,6 @@ def test_trackio_keeps_a_local_dashboard(tmp_path):
     assert [log["step"] for log in logs] == [0, 1, 2, 3, 4]
     assert [log.get("loss") for log in logs] == [10.0, None, 8.0, 7.0, 6.0]
     assert logs[2]["validation loss"] == 9.5 and logs[0]["alive peers"] == 2 and logs[0]["samples"] == 64
-
-
-class SpaceStub(BaseHTTPRequestHandler):
-    """Hugging Face Hub and trackio's server in a Space, in one: keeps the calls of trackio's API that arrive."""
-
-    runtime = {"stage": "RUNNING", "volumes": [{"type": "bucket", "source": "me/data", "mountPath": "/data"}]}
-    variables = {"TRACKIO_DIR": {"value": "/data/trackio"}, "TRACKIO_BUCKET_ID": {"value": "me/data"}}
-    answers = {
-        "/version": {"api_version": 1},
-        "/api/spaces/me/space": {"id": "me/space", "sdk": "gradio", "runtime": runtime},
-        "/api/spaces/me/space/runtime": runtime,
-        "/api/spaces/me/space/variables": variables,
-        "/api/buckets/me/data": {"url": "http://hub/me/data"},
-        "/api/whoami-v2": {"name": "me"},
-    }
-    calls: list[tuple[str, dict]] = []
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.path.startswith("/api/bulk_"):
-            self.calls.append((self.path, json.loads(body)["kwargs"]))
-        content = json.dumps(self.answers.get(self.path, {"data": []})).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_POST = do_GET
-
-    def log_message(self, *_args) -> None:
-        pass
-
-
-@pytest.mark.programs
-def test_trackio_sends_the_curves_to_a_space(tmp_path):
-    """trackio's own client; a Space that exists and runs."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), SpaceStub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "SPACE_URL": f"{url}/"}
-        output = run_program(tmp_path, "trackio", 0, 2, HF_ENDPOINT=url, HF_TOKEN="hf_Secret", **environment)
-        server.shutdown()
-    assert "Curves: https://huggingface.co/spaces/me/space\n" in output and "trackio show" not in output
-    assert "PAGE https://huggingface.co/spaces/me/space\n" in output and "hf_Secret" not in output
-    assert_nothing_left(output)
-    logs = [log for path, call in SpaceStub.calls if path == "/api/bulk_log" for log in call["logs"]]
-    assert {(log["project"], log["run"]) for log in logs} == {("my run", "monitor")}
-    steps = {log["step"]: log["metrics"] for log in logs if "people" not in log["metrics"]}
-    assert {step: values.get("loss") for step, values in steps.items()} == {0: 10.0, 1: None, 2: 8.0}
-    assert any("people" in log["metrics"] for log in logs)
 
 
 @pytest.mark.browser

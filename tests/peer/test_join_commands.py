@@ -1,28 +1,26 @@
-"""Each command that joins a run, in any document or program, is accepted by a run with its own settings."""
+"""Each command that joins a run, in a script or a service, is accepted by a run with its own settings.
+
+tests/scripts/test_readme.py parses those in the documents.
+"""
 
 import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
-from transformers import AutoConfig
 
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import ArgumentParser, CommandLine
 from cotrain.common.errors import UserError
 from cotrain.models.model import read_config
-from cotrain.monitoring.contributors import Contributors
-from cotrain.monitoring.model_card import CardMetadata, build_card
 from cotrain.peer import run_config
 from cotrain.peer.run_config import SETTINGS, RunConfig, adopt_run_config
-from deploy import join
 from deploy.aws import Deployment
 from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
-from tests.scripts.test_readme import ADDRESS, PEER_ID, read_script_calls
+from tests.scripts.test_readme import ADDRESS, PEER_ID
 from tests.support.aws import make_settings
 from tests.support.peers import ROOT, TINY_ALBERT
 
@@ -39,9 +37,6 @@ RUN = {"run_id": "my-albert", "target_batch_size": 2048, "learning_rate": 0.0123
 
 
 def read_documents() -> Iterator[tuple[str, str, list[str]]]:
-    for page, script, words in read_script_calls():
-        if script in JOINING and "--initial_peers" in words:
-            yield page, script, words
     for path in [*ROOT.glob("*.py"), ROOT / "deploy/trainer.service", ROOT / "deploy/compose.yaml"]:
         text = re.sub(r"\\\n|\n +(?=--)", " ", path.read_text().replace("/p2p/XXXX", f"/p2p/{PEER_ID}"))
         text = re.sub(r'\\"|"$', "", re.sub(r"\$+\{?(\w+)\}?", lambda name: VALUES.get(name[1], ""), text), flags=re.M)
@@ -49,19 +44,8 @@ def read_documents() -> Iterator[tuple[str, str, list[str]]]:
             yield path.name, script, shlex.split(words)
 
 
-def read_programs() -> Iterator[tuple[str, str, list[str]]]:
-    metadata = CardMetadata("me/model", "my-albert", AutoConfig.for_model(**TINY_ALBERT))
-    card = build_card(metadata, 1, [], Contributors(Path("."), "my-albert"), [ADDRESS])
-    _, *words = shlex.split(re.search(r"\./run_trainer.py .*", card.text)[0])
-    yield "model card", "run_trainer.py", words
-    _, script, *words = join.trainer_command(f"--initial_peers {ADDRESS}", "alice", 4, "--seed 7")
-    yield "notebook", script, words
-    yield "the trainer's log", "run_trainer.py", ["--initial_peers", ADDRESS, ADDRESS]
-
-
-COMMANDS = [*read_documents(), *read_programs()]
-KINDS = {"trainer.service", "compose.yaml", "model card", "notebook", "README.md", "running.md"}
-assert {place for place, _, _ in COMMANDS} >= KINDS
+COMMANDS = [*read_documents()]
+assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "compose.yaml"}
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ servers are fake."""
 import contextlib
 import logging
 import re
-import signal
 import socket
 import sys
 import types
@@ -27,7 +26,7 @@ from cotrain.peer.tunnel import (
     open_tunnel,
     probe,
 )
-from tests.support.peers import ROOT, Scripts, local_peer, wait_until
+from tests.support.peers import ROOT, wait_until
 from tests.support.tunnels import FakeNgrok, make_certificate
 
 SDK = ngrok.SessionBuilder
@@ -58,42 +57,6 @@ def refusal(monkeypatch) -> Callable[[int, bytes], str]:
         return message
 
     return refusal
-
-
-@pytest.mark.peers
-def test_peers_join_through_a_tunnel_that_is_closed_when_its_monitor_is_stopped_or_killed(tmp_path, launcher):
-    starter = Scripts(tmp_path, tmp_path, launcher=launcher)
-    with FakeNgrok() as servers, contextlib.closing(starter) as scripts:
-        (tmp_path / "certificate.pem").write_bytes(servers.certificate)
-        env = {
-            "FAKE_NGROK": str(servers.port),
-            "FAKE_NGROK_CERTIFICATE": str(tmp_path / "certificate.pem"),
-            "NGROK_AUTHTOKEN": TOKEN,
-        }
-
-        def start(name: str):
-            peer = scripts.start(
-                "tests/support/ngrok_peer.py", "--no_store_checkpoints", "--host_maddrs", "/ip4/127.0.0.1/tcp/0",
-                "--tunnel", "ngrok", "--output_dir", tmp_path / "monitor", "--debug", log=name, env=env,
-            )  # fmt: skip
-            peer.wait_for(r"Ngrok tunnel created: tcp://localhost:\d+")
-            address = peer.wait_for(r"over the Internet, use .*--initial_peers (/dns4/localhost/tcp/\d+/p2p/\w+)")[1]
-            peer.wait_for(r"same network may also use --initial_peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+")
-            assert probe(f"localhost:{servers.public_port}") == ""
-            return peer, address
-
-        peer, address = start("stopped")
-        with local_peer(tmp_path / "guest", "run", (address,)):
-            assert servers.tokens == [TOKEN] and servers.bytes_passed > 1000
-        assert peer.stop() == 0
-        peer.assert_nothing_left()
-        assert servers.was_told_to_close and not servers.is_open
-        assert TOKEN not in peer.output and "Traceback" not in peer.output
-
-        peer, _ = start("killed")
-        assert peer.stop(signal.SIGKILL) == -signal.SIGKILL
-        peer.assert_nothing_left()
-        wait_until(lambda: not servers.is_open, 30, "the end of the session")
 
 
 LOGIN = (

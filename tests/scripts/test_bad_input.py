@@ -81,10 +81,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positi
         (lambda data, _: {"dataset_path": "nowhere"}, "--dataset_path 'nowhere' tokenize_wikitext103.py"),
         (lambda data, tmp: {"dataset_path": copy_dataset(data, tmp)}, "manifest.json"),
         (lambda data, tmp: {"dataset_path": copy_dataset(data, tmp, tokenizer_sha256="0" * 64)}, "--tokenizer_path"),
-        (
-            lambda data, tmp: {"model_name_or_path": write(tmp / "gpt2.json", GPT2)},
-            "--model_name_or_path clm mlm_sop",
-        ),
+        (lambda data, tmp: {"model_name_or_path": write(tmp / "gpt2.json", GPT2)}, "--model_name_or_path clm mlm_sop"),
         (
             lambda data, _: {"model_name_or_path": "no/such-model"},
             "--model_name_or_path no/such-model albert-large-v2",

@@ -1,4 +1,4 @@
-"""README.md and docs/: the scripts accept all command lines, and all names exist."""
+"""README.md, docs/ and the lists of requirements: the scripts accept all command lines, and all names exist."""
 
 import importlib
 import re
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from transformers.hf_argparser import HfArgumentParser
 
+from cotrain.common.errors import ORGANISER_MODULES
+from tests.support.messages import is_printed
 from tests.support.peers import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -126,3 +128,32 @@ def test_links_lead_somewhere():
             headings = re.findall(r"^#+ (.+)$", target.read_text(errors="replace"), re.MULTILINE)  # or a picture
             anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert not anchor or anchor in anchors, (page, link)
+
+
+def read_table(page: str, heading: str) -> list[str]:
+    """Return the first cells of the tables of a page whose first column has this heading."""
+    text = (ROOT / "docs" / page).read_text()
+    tables = re.findall(rf"^\| {heading}[^|]*\|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [re.match(r"\| (.*?) \|", row)[1].strip("`") for table in tables for row in table.splitlines()]
+
+
+def test_log_lines_of_the_guides_are_printed_and_the_python_example_runs():
+    guide = (ROOT / "docs" / "agent-guide.md").read_text()
+    lines = [line for page in ("agent-guide.md", "troubleshooting.md") for line in read_table(page, "line")]
+    (after_a_signal,) = re.findall(r"`(SIGINT: [^`]*)`", guide)
+    missing = [line for line in [*lines, " ".join(after_a_signal.split())] if not is_printed(line)]
+    assert len(lines) > 30 and not missing, missing
+    (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    names: dict = {}
+    exec(example, names)
+    assert names["row"] is not None
+
+
+def test_each_list_of_requirements_builds_on_the_one_before():
+    trainer, organiser, dev = (
+        re.findall(r"^[^#\s].*?(?= *#| *$)", (ROOT / f"requirements{name}.txt").read_text(), re.MULTILINE)
+        for name in ("", "-organiser", "-dev")
+    )
+    assert (organiser[0], dev[0]) == ("-r requirements.txt", "-r requirements-organiser.txt")
+    assert {line.split("==")[0] for line in organiser[1:]} == ORGANISER_MODULES
+    assert not {line.split("==")[0] for line in trainer} & ORGANISER_MODULES

@@ -14,13 +14,7 @@ from cotrain.arguments import CollaborationArguments
 from cotrain.dht.metrics_schema import MAX_ROUNDS
 from cotrain.status import status_keeper
 from cotrain.status.loss_meter import LossMeter
-from cotrain.status.status import (
-    FILE_NAME,
-    TrainerStatus,
-    describe_status,
-    read_status,
-    show_status,
-)
+from cotrain.status.status import FILE_NAME, TrainerStatus, describe_status, read_status, show_status
 from cotrain.status.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker
 from tests.support.peers import ROOT
@@ -179,20 +173,6 @@ def test_status_is_written_although_the_terminal_is_gone(keeper, tmp_path):
 
 
 # What the user reads
-
-
-def test_description_has_every_answer():
-    assert dict(describe_status(make_status())) == {
-        "Peer": "quick-otter-3f2a in run run, for 2 hours",
-        "State": "training, at step #39",
-        "Next step": "#40 in 31 s: 800 of 4,096 samples, 96 of them (12.0%) yours",
-        "Your samples": "1,000 computed, 98.0% of them applied",
-        "Global steps": "38 joined, 1 missed",
-        "Last miss": "#12: no group in time",
-        "Trainers": "5, rank 2 by speed, 12.3 samples/s",
-        "Connections": "2 direct, 1 by relay",
-        "Local loss": "6.500, 8.250 at first",
-    }
 
 
 def test_description_of_a_trainer_that_joins():

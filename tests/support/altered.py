@@ -7,7 +7,6 @@ PACE              seconds of a local step on any machine: the trainer sleeps unt
 RECORD            a file: the trainer appends its local steps, downloads of the training state, reads of the others'
                   progress, and numbers of DHT requests, as JSON lines
 DOWNLOAD_SECONDS  more seconds for each download of the training state, as on a slow connection
-SEND_NAN          the trainer sends NaN in place of each gradient, and has no guards against NaN
 PAUSE             the script pauses in the middle of its first checkpoint until a signal has arrived
 """
 
@@ -126,23 +125,6 @@ def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
     TrainingStateAverager.download_state = download_state
 
 
-def send_nan() -> None:
-    from cotrain.averaging import optimizer
-    from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-    from cotrain.averaging.bounds import Bounds
-    from cotrain.training import session
-
-    def load_nan(self, max_norm: float) -> int:
-        num_samples, self.num_samples = self.num_samples, 0
-        for gradient in self.contribution:
-            gradient.fill_(float("nan"))
-        return num_samples
-
-    session.all_finite = optimizer.all_finite = lambda tensors: True
-    Bounds.find_violation = lambda *args: None
-    GradientAccumulator.load = UpdateAccumulator.load = load_nan
-
-
 def pause_in_checkpoint() -> None:
     """Pause before a file of the checkpoint is synced, which is the last step before the checkpoint is renamed."""
     signals: list[int] = []
@@ -173,8 +155,6 @@ def alter(train: Callable) -> Callable:
             record(recorder)
         if recorder is not None or "DOWNLOAD_SECONDS" in os.environ:
             slow_down_downloads(float(os.environ.get("DOWNLOAD_SECONDS", "0")), recorder)
-        if "SEND_NAN" in os.environ:
-            send_nan()
         train(*args, **kwargs)
 
     return altered_train

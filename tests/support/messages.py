@@ -37,13 +37,19 @@ def read_templates() -> tuple[str, ...]:
     return tuple(text for text in texts if count_letters(text) >= MIN_LETTERS)
 
 
+@cache
 def count_letters(text: str) -> int:
     return len(re.findall(r"\w", text))
 
 
+@cache
+def pattern_of(template: str) -> re.Pattern:
+    return re.compile(".*".join(map(re.escape, template.split("…"))), re.DOTALL)
+
+
 def fits(template: str, line: str) -> bool:
     """Whether a line has the text of a template, with anything in place of each …"""
-    return re.fullmatch(".*".join(map(re.escape, template.split("…"))), line, re.DOTALL) is not None
+    return pattern_of(template).fullmatch(line) is not None
 
 
 def is_printed(line: str) -> bool:
