@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedTokenizerBase
 
-from cotrain.arguments import DatasetArguments, LocalTrainingArguments
+from cotrain.arguments import DatasetArguments
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.manifest import REMEDY, Manifest, tokenizer_sha256
 from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES, SPLITS
@@ -64,44 +64,10 @@ def build_collator(
     )
 
 
-def load_training_data(
-    dataset_args: DatasetArguments,
-    training_args: LocalTrainingArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    config: PretrainedConfig,
-) -> tuple[datasets.Dataset, Callable[[list[dict]], BatchEncoding]]:
-    """Load the training samples and build their collator; UserError if they do not match the other arguments."""
-    manifest = _load_manifest(dataset_args, tokenizer, config)
-    if (length := training_args.seq_length) not in (None, manifest.max_seq_length):
-        raise UserError(
-            f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "
-            f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
-        )
-    dataset = load_datasets(dataset_args.dataset_path)["train"]
-    if len(dataset) < training_args.per_device_train_batch_size:
-        raise UserError(
-            f"--dataset_path: '{dataset_args.dataset_path}' has {len(dataset)} samples to train on, fewer than "
-            f"--per_device_train_batch_size {training_args.per_device_train_batch_size}"
-        )
-    return dataset, build_collator(manifest.objective, tokenizer, training_args.mlm_probability)
-
-
-def load_validation_data(
-    dataset_args: DatasetArguments,
-    mlm_probability: float,
-    tokenizer: PreTrainedTokenizerBase,
-    config: PretrainedConfig,
-) -> tuple[datasets.Dataset, Callable[[list[dict]], BatchEncoding]]:
-    """Load the validation samples, and build their collator; see `load_training_data`."""
-    manifest = _load_manifest(dataset_args, tokenizer, config)
-    dataset = load_datasets(dataset_args.dataset_path)["validation"]
-    return dataset, build_collator(manifest.objective, tokenizer, mlm_probability)
-
-
-def _load_manifest(
+def load_manifest(
     dataset_args: DatasetArguments, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
 ) -> Manifest:
-    """Load the manifest, and check it against the tokenizer and the model."""
+    """Load the manifest; UserError if tokenizer or model do not match it."""
     manifest = Manifest.load(dataset_args.dataset_path)
     objective = OBJECTIVE_OF_MODEL[config.model_type]
     if objective != manifest.objective:

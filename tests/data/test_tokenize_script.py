@@ -1,6 +1,7 @@
 """The data-preparation script, its files on disk, and how trainers load them."""
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -17,17 +18,19 @@ from tokenizers import Tokenizer, models
 from transformers import AlbertConfig, AutoTokenizer, GPT2Config, RobertaConfig
 
 import tokenize_wikitext103
-from cotrain.arguments import DatasetArguments, LocalTrainingArguments
+from cotrain.arguments import DatasetArguments
 from cotrain.common.atomic_files import new_file, new_folder, temporary_folder
 from cotrain.common.errors import UserError, describe
 from cotrain.data import corpus, preparation
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import split_documents
-from cotrain.data.loading import build_collator, load_datasets, load_training_data, max_tokens
+from cotrain.data.loading import build_collator, load_datasets, max_tokens
 from cotrain.data.manifest import FORMAT_VERSION, Manifest, tokenizer_sha256
 from cotrain.data.packing import SCHEMAS, group_documents
 from cotrain.data.tokenizer_training import train_tokenizer
-from tests.support.peers import ROOT
+from cotrain.training.workload import load_workload
+from tests.support.fakes import make_arguments
+from tests.support.peers import ROOT, TINY_ALBERT
 from tokenize_wikitext103 import TokenizationArguments
 
 SCRIPT = ROOT / "tokenize_wikitext103.py"
@@ -189,17 +192,16 @@ def test_existing_tokenizer_is_reused(tmp_path, prepared):
 
 def test_training_data_follows_the_flags(prepared):
     """tests/scripts/test_bad_input.py has the other settings that do not match the data."""
-    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
-
-    def load(**flags):
-        args = DatasetArguments(dataset_path=str(prepared / "dataset")), LocalTrainingArguments(**flags)
-        return load_training_data(*args, tokenizer, AlbertConfig(max_position_embeddings=64))
-
-    dataset, collator = load(seq_length=64, mlm_probability=0.5)
-    assert len(dataset) == Manifest.load(prepared / "dataset").splits["train"]["instances"]
-    assert (collator([dataset[0]])["labels"] != -100).float().mean() > 0.3
+    paths = {"dataset_path": str(prepared / "dataset"), "tokenizer_path": str(prepared / "tokenizer")}
+    dataset_args = DatasetArguments(model_name_or_path=json.dumps(TINY_ALBERT), **paths)
+    flags = {"seq_length": 64, "mlm_probability": 0.5, "use_cpu": True}
+    args = make_arguments(prepared, flags)._replace(dataset=dataset_args)
+    work = load_workload(args)
+    assert len(work.samples) == Manifest.load(prepared / "dataset").splits["train"]["instances"]
+    assert (work.task.collate([work.samples[0]])["labels"] != -100).float().mean() > 0.3
+    args.training.per_device_train_batch_size = 10**6
     with pytest.raises(UserError, match="fewer than --per_device_train_batch_size 1000000"):
-        load(per_device_train_batch_size=10**6)
+        load_workload(args)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.scripts.test_readme import ADDRESS, PEER_ID, read_script_calls
 from tests.support.aws import make_settings
+from tests.support.fakes import make_text_task
 from tests.support.peers import ROOT, TINY_ALBERT
 
 ORGANISER = RSAPrivateKey()
@@ -50,7 +51,7 @@ def read_documents() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def read_programs() -> Iterator[tuple[str, str, list[str]]]:
-    metadata = CardMetadata("me/model", "my-albert", AutoConfig.for_model(**TINY_ALBERT))
+    metadata = CardMetadata("me/model", "my-albert", make_text_task(AutoConfig.for_model(**TINY_ALBERT)))
     card = build_card(metadata, 1, [], Contributors(Path("."), "my-albert"), [ADDRESS])
     _, *words = shlex.split(re.search(r"\./run_trainer.py .*", card.text)[0])
     yield "model card", "run_trainer.py", words

@@ -239,11 +239,13 @@ def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
     everything = {name: getattr(args, name) for args in line.arguments for name in run_config.SETTINGS
                   if hasattr(args, name)}  # fmt: skip
     assert everything.keys() == set(run_config.SETTINGS)
+    everything[run_config.TASK] = "0" * 64
     of_the_run = (HyperparameterArguments, SampleArguments, ModelArguments, DataSourceArguments, OptimizerArguments)
-    local = {"tokenizer_path", "cache_dir", "client_mode", "batch_size_lead", "bandwidth", "load_state_compression",
-             "load_state_timeout", "delay_grad_averaging", "delay_optimizer_step"}  # fmt: skip
+    local = {"task", "tokenizer_path", "cache_dir", "client_mode", "batch_size_lead", "bandwidth",
+             "delay_grad_averaging", "delay_optimizer_step", "load_state_compression",
+             "load_state_timeout"}  # fmt: skip
     flags = {option.name for dataclass_type in of_the_run for option in dataclasses.fields(dataclass_type)}
-    assert flags == (run_config.SETTINGS - find_settings([BaseTrainingArguments])) | local
+    assert flags == (run_config.SETTINGS - find_settings([BaseTrainingArguments]) - {run_config.TASK}) | local
     large = {"dataset_url": "https://example.org/" + "x" * 200, "model_name_or_path": "configs/albert-large-v2.json"}
     config = RunConfig.sign({**everything, **large}, keys[0])
     assert sum(map(len, config.record.values())) < 3000  # the subkey of 500 bytes comes on top

@@ -18,14 +18,15 @@ from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import UserError
 from cotrain.models.model import build_model
 from cotrain.monitoring.monitor import CheckpointKeeper
+from cotrain.task import Task
 from cotrain.training import checkpoints
 from run_training_monitor import TrainingMonitorArguments
-from tests.support.fakes import FakeAverager, FakeTokenizer, make_state
+from tests.support.fakes import FakeAverager, make_state
 from tests.support.swarm import CONFIG
 
 
 def save(folder: Path, step: int) -> Path:
-    return checkpoints.save_checkpoint(folder, build_model(CONFIG, "run"), FakeTokenizer(), make_state(step), {})
+    return checkpoints.save_checkpoint(folder, Task(), build_model(CONFIG, "run"), make_state(step), {})
 
 
 def test_checkpoint_opens_again(tmp_path):
@@ -77,7 +78,7 @@ def write_for_ever(folder: Path, first_step: int, pipe: int) -> None:
     model, step = build_model(CONFIG, "run"), first_step
     while True:
         os.write(pipe, b"x")
-        checkpoints.save_checkpoint(folder, model, FakeTokenizer(), make_state(step), {})
+        checkpoints.save_checkpoint(folder, Task(), model, make_state(step), {})
         checkpoints.remove_old_checkpoints(folder, keep=2)
         step += 1
 
@@ -139,7 +140,7 @@ def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
 def keeper(tmp_path) -> Iterator[CheckpointKeeper]:
     """The keeper of a monitor that saves every five steps. Its averager downloads the state of step 5."""
     args = TrainingMonitorArguments(output_dir=str(tmp_path), refresh_period=0.01)
-    keeper = CheckpointKeeper(FakeAverager(step=5), build_model(CONFIG, "run"), FakeTokenizer(), "run", args)
+    keeper = CheckpointKeeper(FakeAverager(step=5), Task(), build_model(CONFIG, "run"), "run", args)
     yield keeper
     keeper.close()
 
