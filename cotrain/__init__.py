@@ -2,8 +2,8 @@
 
 
 def __getattr__(name: str):
-    if name != "Task":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from cotrain.task import Task  # a second, which scripts that only parse flags need not wait for
+    if name == "Task":
+        from cotrain.task import Task  # torch takes seconds
 
-    return Task
+        return Task
+    raise AttributeError(f"cotrain has no '{name}'")
