@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from transformers import AlbertForPreTraining
 
 from cotrain.common.atomic_files import lock_folder, remove_leftovers
@@ -35,6 +36,27 @@ def test_checkpoint_opens_again(tmp_path):
     state = checkpoints.restore_newest(tmp_path, "run", FakeAverager(step=0))
     assert state.step == 7 and torch.equal(state.tensors[0], make_state(7).tensors[0])
     assert torch.load(path / "training_state.pt", weights_only=True)["run_id"] == "run"
+
+
+class Tied(torch.nn.Module):
+    """A model of no library, with tied weights and with statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.norm = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)
+        self.last.weight = self.first.weight
+
+
+def test_weights_of_any_module_open_again_and_are_replaced(tmp_path):
+    for step in (7, 7):
+        model = Tied()
+        model.norm(torch.rand(4, 3))
+        path = checkpoints.save_checkpoint(tmp_path, Task(), model, make_state(step), {})
+    opened = Tied()
+    load_model(opened, path / "model.safetensors")
+    assert all(tensor.equal(model.state_dict()[name]) for name, tensor in opened.state_dict().items())
+    assert opened.norm.num_batches_tracked == 1 and opened.last.weight is opened.first.weight
+    assert {file.name for file in path.iterdir()} == {"collaboration.json", "model.safetensors", "training_state.pt"}
 
 
 def test_newest_is_by_step_and_old_ones_are_removed(tmp_path):

@@ -11,12 +11,14 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 from transformers import TrainingArguments
 
 from cotrain.arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.models.model import build_model, enable_gradient_checkpointing
 from cotrain.status.loss_meter import LossMeter
+from cotrain.task import Task
 from cotrain.training.hf_trainer import (
     CollaborativeTrainer,
     NoOpScheduler,
@@ -28,6 +30,8 @@ from cotrain.training.hf_trainer import (
 from tests.support.fakes import FakeTask, make_batch
 from tests.support.swarm import CONFIG
 
+NO_EXTRAS = {"max_grad_norm": 0.0, "remove_unused_columns": False, "disable_tqdm": True, "save_strategy": "no"}
+
 
 def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -> CollaborativeTrainer:
     """Build a trainer of eight samples, whose optimizer changes nothing.
@@ -38,8 +42,7 @@ def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -
     sampler = sampler or PeerSampler(8, "peer", 0, SimpleNamespace(local_epoch=0))
     dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=sampler.length).items()})
     options = {
-        "per_device_train_batch_size": 8, "max_grad_norm": 0.0, "remove_unused_columns": False, "report_to": "none",
-        "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "max_steps": 1, **options,
+        "per_device_train_batch_size": 8, "report_to": "none", "use_cpu": True, "max_steps": 1, **NO_EXTRAS, **options,
     }  # fmt: skip
     model = build_model(CONFIG, "run").to("cpu" if options["use_cpu"] else "cuda")
     optimizer = SGD(model.parameters(), lr=0.0)
@@ -155,8 +158,13 @@ def use_two_fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.DataParallel, "parallel_apply", _parallel_apply)
 
 
-def _forward(data_parallel: torch.nn.DataParallel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    halves = [({name: values.chunk(2)[index] for name, values in batch.items()},) for index in range(2)]
+def _forward(data_parallel: torch.nn.DataParallel, batch: dict | list) -> torch.Tensor:
+    def half(index: int) -> dict | list:
+        if isinstance(batch, list):
+            return [values.chunk(2)[index] for values in batch]
+        return {name: values.chunk(2)[index] for name, values in batch.items()}
+
+    halves = [(half(0),), (half(1),)]
     return torch.stack(data_parallel.parallel_apply([data_parallel.module] * 2, halves, [{}] * 2))
 
 
@@ -207,6 +215,37 @@ def test_two_devices_compute_in_the_requested_precision(tmp_path, monkeypatch):
         assert len({thread for thread, _ in recorded}) == 2
         assert [used for _, used in recorded] == [dtype] * 2
     assert loss == pytest.approx(full_loss, rel=0.01) and loss != full_loss
+
+
+class Attribute(Task):
+    """A task whose loss uses a part of the model, which DataParallel hides, and whose batches are lists."""
+
+    def compute_loss(self, model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        inputs, targets = batch
+        return torch.nn.functional.mse_loss(model.head(inputs), targets)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_any_task_trains_on_one_device_or_two(tmp_path, monkeypatch, num_devices):
+    if num_devices == 2:
+        use_two_fake_devices(monkeypatch)
+    samples = TensorDataset(torch.arange(8.0).view(8, 1), torch.ones(8, 1))
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1)})
+    model.head = model["head"]
+    torch.nn.init.zeros_(model.head.weight)
+    torch.nn.init.zeros_(model.head.bias)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    options = {"per_device_train_batch_size": 4 // num_devices, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = CollaborativeTrainer(
+        model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **NO_EXTRAS, **options),
+        train_dataset=samples, optimizers=(optimizer, NoOpScheduler(optimizer)), task=Attribute(),
+        sampler=PeerSampler(8, "peer", 0, SimpleNamespace(local_epoch=0)), loss_meter=LossMeter(),
+    )  # fmt: skip
+    gradients = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.head.weight.grad.clone()))
+    trainer.train()
+    assert trainer.loss_meter.pop() == (2.0, 2)
+    assert gradients[0].item() == pytest.approx(-2 * 3.5), "the mean over all eight samples"
 
 
 def test_gradient_checkpointing_recomputes_in_the_same_precision(monkeypatch):
