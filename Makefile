@@ -46,6 +46,7 @@ lint: .venv/installed-dev  ## Check style, format, and imports
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
+	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_imports.py tests/common/test_layout.py
 
 clean:  ## Remove .venv, the demo's folder and caches
 	rm -rf .venv demo .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a language model together with other peers, in a plain PyTorch training loop without transformers' Trainer.
+"""Train a model together with other peers, in a plain PyTorch training loop without transformers' Trainer.
 
 The script takes the flags of run_trainer.py and can train in the same run:
 
@@ -22,6 +22,7 @@ from cotrain.training.start import start_trainer
 def train(args: TrainerArguments, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     import torch
+    from accelerate.utils import send_to_device
     from hivemind.utils import get_logger
     from torch.utils.data import DataLoader
 
@@ -30,11 +31,11 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from cotrain.training.hf_trainer import PeerSampler, autocast_dtype
     from cotrain.training.optimizer import build_optimizer
     from cotrain.training.session import open_session
-    from cotrain.training.task import load_task
+    from cotrain.training.workload import load_workload
 
     logger = get_logger(__name__)
-    task = load_task(args)  # tokenizer, samples, collator, model
-    device, model = task.device, task.model.to(task.device).train()
+    work = load_workload(args)  # task, samples, model
+    task, device, model = work.task, work.device, work.model.to(work.device).train()
     training_args, num_micro_batches = args.training, args.training.gradient_accumulation_steps
     output_dir = Path(args.training.output_dir)
     with ExitStack() as stack:
@@ -48,14 +49,14 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         stack.callback(optimizer.shutdown)
 
         # Session: joining, metrics, rollback, checkpoints
-        session = stack.enter_context(open_session(peer, optimizer, model, args, stop))
+        session = stack.enter_context(open_session(peer, optimizer, task, model, args, stop))
 
         torch.manual_seed(derive_seed(peer_id, training_args.seed))  # masks and dropout differ between peers
         loader = DataLoader(
-            task.dataset,
+            work.samples,
             training_args.per_device_train_batch_size,
-            sampler=PeerSampler(len(task.dataset), peer_id, training_args.seed, optimizer),  # and so does the order
-            collate_fn=task.collator,
+            sampler=PeerSampler(len(work.samples), peer_id, training_args.seed, optimizer),  # and so does the order
+            collate_fn=task.collate,
             drop_last=True,  # each local step reports the same number of samples
             num_workers=training_args.dataloader_num_workers,
             pin_memory=device.type == "cuda",
@@ -66,9 +67,9 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         session.restore_checkpoint()
         session.join()  # downloads the state of peers that are at a later step
         for number, batch in enumerate(chain.from_iterable(repeat(loader)), start=1):  # pass after pass
-            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            batch = send_to_device(batch, device, non_blocking=True)
             with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                loss = model(**batch).loss
+                loss = task.compute_loss(model, batch)
             scaler.scale(loss / num_micro_batches).backward()
             session.loss_meter.add(loss)
             if number % num_micro_batches:
@@ -84,8 +85,8 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
             if not session.after_local_step():
                 break
             if local_step % training_args.save_steps == 0:
-                session.save_checkpoint(task.tokenizer)
-        session.save_checkpoint(task.tokenizer)
+                session.save_checkpoint()
+        session.save_checkpoint()
         session.leave()
 
 

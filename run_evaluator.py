@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Evaluate a running collaboration: download its state now and then, and compute the loss on validation data.
+"""Evaluate a running collaboration: download its state now and then, and compute the metrics on validation data.
 
 It joins as a read-only observer and does not slow down training: it offers no state, averages nothing, and need not be
 reachable.
@@ -13,7 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
+from arguments import (
+    BaseTrainingArguments,
+    DatasetArguments,
+    HyperparameterArguments,
+    ReportingArguments,
+    SampleArguments,
+)
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import flag, parse_command_line
 from cotrain.common.processes import StopSignal, guard_children
@@ -32,9 +38,6 @@ class EvaluatorArguments(ReportingArguments):
     )
     per_device_eval_batch_size: int = flag(16, "Samples per batch in the evaluation")
     max_eval_samples: int | None = flag(None, "Evaluate this many samples of the split 'validation'. Default: all")
-    mlm_probability: float = flag(
-        0.15, "Fraction of tokens to predict in masked LM; the same tokens each time", below=1
-    )
     use_cpu: bool = flag(False, "Do not use a GPU")
     refresh_period: float = flag(10, "Seconds between two reads of the trainers' metrics")
     load_state_timeout: float = flag(600.0, "Give up on downloading the state from trainers after this many seconds")
@@ -44,7 +47,7 @@ class EvaluatorArguments(ReportingArguments):
     disable_tqdm: bool = flag(False, "Show no progress bar")
 
 
-ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, HyperparameterArguments)
+ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, SampleArguments, HyperparameterArguments)
 
 
 def main() -> None:
@@ -60,6 +63,7 @@ def evaluate(
     args: EvaluatorArguments,
     peer_args: BaseTrainingArguments,
     dataset_args: DatasetArguments,
+    sample_args: SampleArguments,
     hyperparameter_args: HyperparameterArguments,
     stop: StopSignal,
 ) -> None:
@@ -67,25 +71,19 @@ def evaluate(
     from hivemind.utils import get_logger
 
     from cotrain.common.logs import setup_logging
-    from cotrain.data.download import fetch_data
-    from cotrain.data.loading import load_validation_data
-    from cotrain.data.tokenizers import load_tokenizer
-    from cotrain.models.model import build_model, load_config
     from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
     from cotrain.monitoring.reporters import Reporters
     from cotrain.peer.peer import open_peer, supervise
+    from cotrain.tasks.loading import build_model, load_task
     from cotrain.training.optimizer import open_observer
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)
     if not peer_args.initial_peers:
         raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-    fetch_data(dataset_args, args.disable_tqdm)
-    tokenizer = load_tokenizer(dataset_args.tokenizer_path)
-    config = load_config(dataset_args, tokenizer)
-    dataset, collator = load_validation_data(dataset_args, args.mlm_probability, tokenizer, config)
-    model = build_model(config, peer_args.run_id)
-    evaluator = Evaluator(dataset, collator, stop.is_set, args)
+    task = load_task(dataset_args, sample_args, disable_tqdm=args.disable_tqdm)
+    evaluator = Evaluator(task, stop.is_set, args)
+    model = build_model(task, peer_args.run_id)
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
     with ExitStack() as stack:
         peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))

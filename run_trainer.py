@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a language model together with other peers: compute gradients and average them with the group.
+"""Train a model together with other peers: compute gradients and average them with the group.
 
 Join a collaboration with
 
@@ -24,11 +24,11 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from cotrain.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, build_training_arguments
     from cotrain.training.optimizer import build_optimizer
     from cotrain.training.session import open_session
-    from cotrain.training.task import load_task
+    from cotrain.training.workload import load_workload
 
-    task = load_task(args)  # tokenizer, samples, collator, model
-    model = task.model.to(task.device)
-    batch_size_per_step = args.training.batch_size_per_step(task.num_devices)
+    work = load_workload(args)  # task, samples, model
+    task, model = work.task, work.model.to(work.device)
+    batch_size_per_step = args.training.batch_size_per_step(work.num_devices)
     output_dir = Path(args.training.output_dir)
     with ExitStack() as stack:
         # DHT peer
@@ -41,18 +41,17 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         stack.callback(optimizer.shutdown)
 
         # Session: joining, metrics, rollback, checkpoints
-        session = stack.enter_context(open_session(peer, optimizer, model, args, stop))
+        session = stack.enter_context(open_session(peer, optimizer, task, model, args, stop))
 
         # transformers' Trainer
         trainer = CollaborativeTrainer(
             model=model,
             args=build_training_arguments(args.training, peer_id),
-            processing_class=task.tokenizer,
-            data_collator=task.collator,
-            train_dataset=task.dataset,
+            train_dataset=work.samples,
             optimizers=(optimizer, NoOpScheduler(optimizer)),
             callbacks=[CollaborativeCallback(session)],
-            sampler=PeerSampler(len(task.dataset), peer_id, args.training.seed, optimizer, batch_size_per_step),
+            task=task,
+            sampler=PeerSampler(len(work.samples), peer_id, args.training.seed, optimizer, batch_size_per_step),
             loss_meter=session.loss_meter,
         )
         trainer.train()

@@ -141,8 +141,6 @@ def monitor(
     from hivemind.utils import get_logger
 
     from cotrain.common.logs import setup_logging
-    from cotrain.data.tokenizers import load_tokenizer
-    from cotrain.models.model import build_model, load_config
     from cotrain.monitoring.aggregation import MetricsAggregator
     from cotrain.monitoring.auxiliary_peer import open_auxiliary_peer
     from cotrain.monitoring.contributors import Contributors
@@ -150,10 +148,11 @@ def monitor(
     from cotrain.monitoring.model_card import CardMetadata
     from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
     from cotrain.monitoring.reporters import Reporters
-    from cotrain.monitoring.samples import build_pipeline, check_text, report_samples
+    from cotrain.monitoring.samples import open_completer, report_samples
     from cotrain.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
     from cotrain.peer.peer import open_peer, supervise
     from cotrain.peer.run_config import RunConfig, RunConfigRelay
+    from cotrain.tasks.loading import build_model, load_task
     from cotrain.training.optimizer import open_observer
 
     setup_logging(peer_args.debug)
@@ -163,13 +162,15 @@ def monitor(
     if args.assist_in_averaging and peer_args.invitation is not None and args.assistant_invitation is None:
         raise UserError("--assist_in_averaging needs a separate invitation: pass --assistant_invitation")
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
+    if run_args.task is not None:
+        stated = {**stated, "task_sha256": run_args.task_sha256}
     if args.store_checkpoints or args.assist_in_averaging:
-        tokenizer = load_tokenizer(run_args.tokenizer_path)
-        config = load_config(run_args, tokenizer)
-        for text in args.sample_text:
-            check_text(text, tokenizer, config, "--sample_text")
+        task = load_task(run_args, run_args)
+        model = build_model(task, run_id)
+    if args.sample_text:
+        completer = open_completer(task, model, args.sample_text)
     if args.repo_id is not None:
-        card_metadata = CardMetadata(args.repo_id, run_id, config, args.license, args.language)
+        card_metadata = CardMetadata(args.repo_id, run_id, task, args.license, args.language)
         check_repo(card_metadata, args.private_repo)
     if args.space_id is not None:
         require_token("--space_id")
@@ -188,16 +189,14 @@ def monitor(
         # Checkpoints: downloaded from trainers, and offered to them
         keeper = uploader = None
         if args.store_checkpoints:
-            model = build_model(config, run_id)
             observer = open_observer(model, peer, run_id, run_args, run_args.load_state_timeout)
-            keeper = CheckpointKeeper(stack.enter_context(observer), model, tokenizer, run_id, args)
+            keeper = CheckpointKeeper(stack.enter_context(observer), task, model, run_id, args)
             stack.callback(keeper.close)
             keeper.restore()
 
         # The auxiliary peer is a second peer: the monitor's own answers for checkpoints under the same name
         if args.assist_in_averaging:
-            auxiliary_model = build_model(config, run_id)
-            stack.enter_context(open_auxiliary_peer(auxiliary_model, peer_args, args, run_args, visible_maddrs, stop))
+            stack.enter_context(open_auxiliary_peer(model, peer_args, args, run_args, visible_maddrs, stop))
 
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.
@@ -214,7 +213,7 @@ def monitor(
         )
         stack.callback(reporter.close)
         if args.sample_text:
-            keeper.on_saved = partial(report_samples, build_pipeline(model, tokenizer), args.sample_text, reporter)
+            keeper.on_saved = partial(report_samples, completer, args.sample_text, reporter)
         aggregator = MetricsAggregator(
             reporter.last_step(),
             alive_timeout=min(60.0, run_args.metadata_expiration),

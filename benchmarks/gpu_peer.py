@@ -26,20 +26,20 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PretrainedConfig, Trainer, TrainerCallback
 
 import run_trainer
-from cotrain.arguments import TRAINER_ARGUMENTS, DatasetArguments, LocalTrainingArguments
+from cotrain.arguments import TRAINER_ARGUMENTS, DatasetArguments
 from cotrain.averaging.accumulators import GradientAccumulator
 from cotrain.common.errors import run_script
 from cotrain.common.flags import parse_arguments
-from cotrain.data import download, loading, tokenizers
 from cotrain.models import model as models
-from cotrain.training import hf_trainer
-from tests.support.fakes import FakeTokenizer
+from cotrain.task import Task
+from cotrain.tasks.loading import build_model
+from cotrain.training import hf_trainer, workload
 
 VOCAB_SIZE = 30_000
 MOST_SAMPLES = 1024  # of a micro-batch, for the search
 
 
-class RandomTokenizer(FakeTokenizer):
+class RandomTokenizer:
     """Tokenizer without tokens, for the size of the vocabulary."""
 
     pad_token_id, bos_token_id, eos_token_id = 0, 2, 3
@@ -117,8 +117,17 @@ def write(**result: float) -> None:
     Path(os.environ["RECORD"]).write_text(json.dumps(result))
 
 
-def load_random_data(dataset_args, training_args: LocalTrainingArguments, tokenizer, config) -> tuple:
-    return RandomSamples(10_000, int(os.environ["SEQ_LENGTH"])), default_collate
+class RandomTask(Task):
+    """A language model on random tokens."""
+
+    def __init__(self, dataset_args: DatasetArguments, *_args, **_options):
+        self.config = load_config(dataset_args)
+
+    def build_model(self) -> torch.nn.Module:
+        return models.initialize_model(self.config)
+
+    def load_samples(self, split: str) -> RandomSamples:
+        return RandomSamples(10_000, int(os.environ["SEQ_LENGTH"]))
 
 
 def load_config(dataset_args: DatasetArguments) -> PretrainedConfig:
@@ -128,11 +137,10 @@ def load_config(dataset_args: DatasetArguments) -> PretrainedConfig:
 def train_plain() -> None:
     training_args, dataset_args, *_ = parse_arguments(TRAINER_ARGUMENTS, __doc__)
     device, _ = hf_trainer.choose_devices(training_args)
-    config = load_config(dataset_args)
-    dataset, collator = load_random_data(dataset_args, training_args, None, config)
-    args = hf_trainer.build_training_arguments(training_args, "peer")
-    model = models.build_model(config, "gpu").to(device)
-    trainer = Trainer(model=model, args=args, train_dataset=dataset, data_collator=collator)
+    task, args = RandomTask(dataset_args), hf_trainer.build_training_arguments(training_args, "peer")
+    model = build_model(task, "gpu").to(device)
+    model.accepts_loss_kwargs = False  # as CollaborativeTrainer assumes
+    trainer = Trainer(model=model, args=args, train_dataset=task.load_samples("train"), data_collator=task.collate)
     trainer.add_callback(Stopwatch(samples_per_step(args)))
     trainer.train()
 
@@ -166,8 +174,7 @@ def search_largest() -> None:
 def main() -> None:
     mode = sys.argv.pop(1)
     if mode == "trainer":
-        download.fetch_data, loading.load_training_data = lambda *_: None, load_random_data
-        tokenizers.load_tokenizer = lambda *_: RandomTokenizer()
+        workload.load_task = RandomTask
         hf_trainer.CollaborativeTrainer = TimedTrainer
     run_script({"trainer": run_trainer.main, "plain": train_plain, "largest": search_largest}[mode])
 

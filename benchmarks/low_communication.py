@@ -26,13 +26,12 @@ import torch
 from tqdm.auto import tqdm
 
 from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
-from cotrain.arguments import HyperparameterArguments, ModelArguments
+from cotrain.arguments import DatasetArguments, HyperparameterArguments, SampleArguments
 from cotrain.averaging.patches import apply_patches
-from cotrain.data.loading import build_collator, load_datasets
 from cotrain.data.manifest import Manifest
-from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import build_model, load_config
+from cotrain.models.model import build_model
 from cotrain.monitoring.evaluation import Evaluator
+from cotrain.tasks.loading import load_task
 from run_evaluator import EvaluatorArguments
 from tests.support.peers import prepare_data, read_jsonl
 
@@ -105,32 +104,34 @@ class TextTask:
     def __init__(self, folder: Path):
         dataset, tokenizer_path = folder / "dataset", folder / "tokenizer"
         manifest = Manifest.load(dataset)
-        tokenizer = load_tokenizer(str(tokenizer_path))
-        arguments = ModelArguments(model_name_or_path=str(folder / "config.json"), tokenizer_path=str(tokenizer_path))
-        self.config = load_config(arguments, tokenizer)
-        splits = load_datasets(dataset)
-        self._samples = list(splits["train"])
-        self._collator = build_collator(manifest.objective, tokenizer)
+        arguments = DatasetArguments(
+            model_name_or_path=str(folder / "config.json"),
+            tokenizer_path=str(tokenizer_path),
+            dataset_path=str(dataset),
+        )
+        self.task = load_task(arguments, SampleArguments())
+        self.config = self.task.config
+        self._samples = list(self.task.load_samples("train"))
         args = EvaluatorArguments(
             per_device_eval_batch_size=50, max_eval_samples=VALIDATION_SAMPLES, use_cpu=True, disable_tqdm=True
         )
-        self._evaluator = Evaluator(splits["validation"], self._collator, lambda: False, args)
+        self._evaluator = Evaluator(self.task, lambda: False, args)
         self.num_samples = len(self._samples)
         num_parameters = sum(parameter.numel() for parameter in build_model(self.config, "0").parameters())
         self.description = (
-            f"{self.config.model_type} with {num_parameters:,} parameters, {len(tokenizer)} tokens in the vocabulary, "
-            f"samples of {manifest.max_seq_length} tokens: {self.num_samples:,} to train on, "
-            f"{len(self._evaluator.dataset)} to evaluate"
+            f"{self.config.model_type} with {num_parameters:,} parameters, {self.config.vocab_size} tokens in the "
+            f"vocabulary, samples of {manifest.max_seq_length} tokens: {self.num_samples:,} to train on, "
+            f"{self._evaluator.num_samples} to evaluate"
         )
 
     def build_model(self, seed: int) -> torch.nn.Module:
         return build_model(self.config, str(seed))
 
     def make_batch(self, indices: Iterable[int]) -> dict[str, torch.Tensor]:
-        return self._collator([self._samples[index] for index in indices])
+        return self.task.collate([self._samples[index] for index in indices])
 
     def evaluate(self, model: torch.nn.Module) -> float:
-        return self._evaluator.evaluate(model, step=0).loss
+        return self._evaluator.evaluate(model, step=0).metrics["loss"]
 
 
 class Results:

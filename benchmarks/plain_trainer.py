@@ -24,10 +24,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.errors import run_script
 from cotrain.common.flags import parse_arguments
-from cotrain.data.loading import load_training_data, load_validation_data
-from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import build_trainer_model, load_config
 from cotrain.monitoring.evaluation import Evaluator
+from cotrain.tasks.loading import build_model, load_samples, load_task
 from cotrain.training.hf_trainer import build_training_arguments, choose_devices
 from cotrain.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
 from run_evaluator import EvaluatorArguments
@@ -47,7 +45,7 @@ class StepRecorder(TrainerCallback):
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.recorder.write("local step", samples=samples, waited=0.0)
         if self.evaluation_steps and state.global_step % self.evaluation_steps == 0:
-            loss = self.evaluator.evaluate(model, state.global_step).loss
+            loss = self.evaluator.evaluate(model, state.global_step).metrics["loss"]
             self.recorder.write("evaluation", step=state.global_step, loss=loss)
 
     def on_log(self, args, state, control, logs, **kwargs):
@@ -58,10 +56,9 @@ class StepRecorder(TrainerCallback):
 def main() -> None:
     training_args, dataset_args, collaboration_args, *_ = parse_arguments(TRAINER_ARGUMENTS, __doc__)
     device, num_devices = choose_devices(training_args)
-    tokenizer = load_tokenizer(dataset_args.tokenizer_path)
-    config = load_config(dataset_args, tokenizer)
-    dataset, collator = load_training_data(dataset_args, training_args, tokenizer, config)
-    model = build_trainer_model(config, dataset_args, collaboration_args.run_id).to(device)
+    task = load_task(dataset_args, training_args, has_weights=True)
+    model = build_model(task, collaboration_args.run_id).to(device)
+    model.accepts_loss_kwargs = False  # as CollaborativeTrainer assumes
     optimizer = build_local_optimizer(build_param_groups(model, training_args.weight_decay), training_args)
     accumulation = collaboration_args.target_batch_size // training_args.batch_size_per_step(num_devices)
     args = build_training_arguments(
@@ -74,18 +71,15 @@ def main() -> None:
     evaluation_steps = int(os.environ.get("EVALUATION_STEPS", 0)) or None
     if evaluation_steps:
         args.save_steps, args.logging_steps = evaluation_steps, 1
-    validation, validation_collator = load_validation_data(
-        dataset_args, training_args.mlm_probability, tokenizer, config
-    )
     evaluator_args = EvaluatorArguments(use_cpu=training_args.use_cpu, disable_tqdm=True)
-    evaluator = Evaluator(validation, validation_collator, lambda: False, evaluator_args)
+    evaluator = Evaluator(task, lambda: False, evaluator_args)
     recorder = StepRecorder(Recorder(Path(os.environ["RECORD"])), evaluator, evaluation_steps)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     Trainer(
         model=model,
         args=args,
-        data_collator=collator,
-        train_dataset=dataset,
+        data_collator=task.collate,
+        train_dataset=load_samples(task, "train"),
         optimizers=(optimizer, build_scheduler(optimizer, training_args)),
         callbacks=[recorder],
     ).train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))

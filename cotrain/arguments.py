@@ -4,9 +4,11 @@ The flags of a single script are in that script. Names and defaults are those of
 older examples are translated in cotrain/common/argument_parser.py.
 """
 
+import hashlib
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cotrain.common.flags import (
@@ -325,6 +327,21 @@ class ModelArguments(Flags):
     )
     tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
     cache_dir: str | None = flag("data/cache", "Folder for downloads from the Hub")
+    task: str | None = flag(
+        None,
+        "Python file with a model, samples and a loss of your own, instead of a language model: see docs/own-model.md "
+        "and examples/digits.py. All peers of the run need the same file. It is a program: read a file from somebody "
+        "else first. Flags for text, such as --model_name_or_path and --dataset_path, have no effect then",
+    )
+
+    def __post_init__(self):
+        if self.task is not None:
+            require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
+
+    @property
+    def task_sha256(self) -> str | None:
+        """SHA-256 of the file of --task, by which the peers of a run find that they have the same one."""
+        return None if self.task is None else hashlib.sha256(Path(self.task).read_bytes()).hexdigest()
 
 
 @dataclass
@@ -369,7 +386,8 @@ class DatasetArguments(ModelArguments, DataSourceArguments):
     )
 
     def __post_init__(self):
-        super().__post_init__()
+        ModelArguments.__post_init__(self)
+        DataSourceArguments.__post_init__(self)
         if self.dataset_url is not None:
             require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
 

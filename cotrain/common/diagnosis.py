@@ -1,4 +1,4 @@
-"""What the messages of a peer mean, and what to do about them: reads the table in messages.md."""
+"""What to do about the messages of a peer: reads the table in messages.md."""
 
 import re
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Records that peers publish in the DHT: schemas, validators, reading and writing."""
 
+import re
+
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
@@ -16,15 +18,16 @@ from cotrain.dht.metrics_schema import (
     Count,
     ExtensibleRecord,
     HistoryRow,
+    InvalidValue,
     LocalMetrics,
-    Rate,
     Step,
 )
 from cotrain.dht.records import ReadableValidator, RunValidator, SafeValidatorMixin
 
 logger = get_logger(__name__)
 
-_Fraction = pydantic.confloat(strict=True, ge=0.0, le=1.0)
+MAX_METRICS = 8  # of an evaluation
+_METRIC_NAME = re.compile(r"\w{1,32}", re.ASCII)
 
 
 class MonitorStatus(pydantic.BaseModel):
@@ -56,17 +59,26 @@ class RoundStatistics(ExtensibleRecord):
 
 
 class Evaluation(ExtensibleRecord):
-    """Record of an evaluator: means over validation samples for the parameters of a global step.
+    """Record of an evaluator: metrics over validation samples, for the parameters of a global step.
 
-    A metric is None where the objective has no such metric.
+    The metrics are further fields: at most MAX_METRICS finite numbers; None: there is no such metric.
     """
 
     step: Step
     samples: Count
-    loss: Rate
-    perplexity: Rate | None
-    mlm_accuracy: _Fraction | None
-    sop_accuracy: _Fraction | None
+
+    @pydantic.root_validator(pre=True)
+    def check_metrics(cls, values: dict) -> dict:
+        names = values.keys() - cls.__fields__.keys()
+        if len(names) > MAX_METRICS or not all(_METRIC_NAME.fullmatch(name) for name in names):
+            raise InvalidValue("wrong metrics")
+        return values
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics by name, the loss first: pydantic keeps no order."""
+        names = sorted(self.dict().keys() - self.__fields__.keys(), key=lambda name: (name != "loss", name))
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class MetricSchema(pydantic.BaseModel):

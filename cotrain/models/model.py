@@ -90,8 +90,12 @@ def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
 
     The loss of the model is a mean over the micro-batch.
     """
-    with _seeded_by(run_id):
-        return _prepare(_build(config))
+    with seeded_by(run_id):
+        return initialize_model(config)
+
+
+def initialize_model(config: PretrainedConfig) -> PreTrainedModel:
+    return _build(config).to(torch.float32)
 
 
 def _build(config: PretrainedConfig) -> PreTrainedModel:
@@ -100,24 +104,19 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
     return build(config)
 
 
-def build_trainer_model(config: PretrainedConfig, args: ModelArguments, run_id: str) -> PreTrainedModel:
-    """Build the model that a trainer begins with, from scratch or from pretrained weights.
-
-    Layers without pretrained weights are initialized as in `build_model`.
+def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTrainedModel:
+    """Build a model from pretrained weights. Layers without are initialized.
 
     :raises UserError: if there are no weights, or they do not fit the configuration
     """
-    if not args.from_pretrained:
-        return build_model(config, run_id)
     name = args.model_name_or_path
     if is_inline(name) or Path(name).is_file():
         raise UserError(
             f"--from_pretrained: '{name:.200}' is a configuration; pass a folder that also contains the weights"
         )
     try:
-        with _seeded_by(run_id):
-            model_class = get_model_class(config)
-            return _prepare(model_class.from_pretrained(name, config=config, cache_dir=args.cache_dir))
+        model = get_model_class(config).from_pretrained(name, config=config, cache_dir=args.cache_dir)
+        return model.to(torch.float32)
     except Exception as error:
         raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
 
@@ -134,24 +133,18 @@ class CheckpointedAlbertLayer(AlbertLayer):
         return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
     albert_layers = [module for module in model.modules() if type(module) is AlbertLayer]
     for layer in albert_layers:
         layer.__class__ = CheckpointedAlbertLayer  # DataParallel's replicas would share a replaced `forward`
+    if not (albert_layers or hasattr(model, "activation_checkpointing_enable")):
+        raise UserError("--gradient_checkpointing: this model does not support it; drop the flag")
     if not albert_layers:
         model.activation_checkpointing_enable()
 
 
 @contextlib.contextmanager
-def _seeded_by(run_id: str) -> Iterator[None]:
+def seeded_by(run_id: str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed("initial weights", run_id))
         yield
-
-
-def _prepare(model: PreTrainedModel) -> PreTrainedModel:
-    # transformers assumes that a `forward` with **kwargs divides its loss by the number of items in the accumulated
-    # batch, and then does not divide by gradient_accumulation_steps. ALBERT's `forward` does not divide: loss and
-    # gradients were too large by a factor of gradient_accumulation_steps.
-    model.accepts_loss_kwargs = False
-    return model.to(torch.float32)

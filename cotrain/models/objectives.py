@@ -1,7 +1,7 @@
-"""Training objectives, and the settings that depend on the objective.
+"""Training objectives: what data preparation and the builders of models need to know of each.
 
 To add a model family to an objective, add it to `model_types`. A new objective also needs packing of its samples
-(cotrain/data/packing.py) and evaluation (cotrain/monitoring/evaluation.py), which the properties below select.
+(cotrain/data/packing.py) and a task (cotrain/tasks/text.py), which the properties below select.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ class Objective:
     :param model_class: transformers' class that trains these models and loads their checkpoints
     :param required_tokens: special tokens that the tokenizer must have: its attributes without the suffix "_token"
     :param tokenizer_type: default type of tokenizer for --train_tokenizer
-    :param pipeline_tag: name of the task on the Hugging Face Hub
     :param is_causal: whether the model predicts each next token, instead of masked tokens
     :param has_sentence_order: whether the model also predicts if two segments are swapped
     """
@@ -31,7 +30,6 @@ class Objective:
     model_class: str
     required_tokens: tuple[str, ...]
     tokenizer_type: str
-    pipeline_tag: str
     is_causal: bool = False
     has_sentence_order: bool = False
 
@@ -45,7 +43,6 @@ _ALL = (
         model_class="AlbertForPreTraining",
         required_tokens=("cls", "sep", "pad", "mask"),
         tokenizer_type="sentencepiece",
-        pipeline_tag="fill-mask",
         has_sentence_order=True,
     ),
     Objective(
@@ -56,7 +53,6 @@ _ALL = (
         model_class="AutoModelForMaskedLM",
         required_tokens=("cls", "sep", "pad", "mask"),
         tokenizer_type="wordpiece",
-        pipeline_tag="fill-mask",
     ),
     Objective(
         name="clm",
@@ -66,7 +62,6 @@ _ALL = (
         model_class="AutoModelForCausalLM",
         required_tokens=("eos",),
         tokenizer_type="bpe",
-        pipeline_tag="text-generation",
         is_causal=True,
     ),
 )

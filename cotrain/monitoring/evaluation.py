@@ -1,32 +1,28 @@
-"""Evaluation on the validation split: loss, accuracy and perplexity of a model, with the same samples and masks each
-time."""
+"""Evaluation of a task's metrics on the validation split, with the same samples and random numbers each time."""
 
 import copy
-import math
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import datasets
 import torch
+from accelerate.utils import send_to_device
 from hivemind.utils import get_logger
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
+from cotrain.common.errors import UserError
 from cotrain.dht import run_records
-from cotrain.dht.run_records import Evaluation
-from cotrain.models.model import get_objective
-from cotrain.models.objectives import OBJECTIVES, Objective
+from cotrain.dht.metrics_schema import MAX_NUMBER
+from cotrain.dht.run_records import MAX_METRICS, Evaluation
 from cotrain.monitoring.aggregation import MAX_SPREAD
 from cotrain.monitoring.parsing import parse_progress
 from cotrain.monitoring.reporters import Reporters
 from cotrain.peer.peer import Peer
+from cotrain.task import Task
+from cotrain.tasks.loading import load_samples
 
 logger = get_logger(__name__)
 
@@ -34,100 +30,45 @@ MAX_PAUSE = 60.0  # seconds between two attempts to download a state
 LIFETIME = 3600.0  # seconds; of an evaluation in the DHT
 
 
-@dataclass
-class MetricSum:
-    """Sums over batches."""
-
-    loss: float = 0.0
-    correct: int = 0
-    count: int = 0
-
-    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """:param logits: [..., classes]; :param labels: [...], -100 where there is nothing to predict"""
-        logits, labels = logits.flatten(end_dim=-2), labels.flatten()
-        logits, labels = logits[labels != -100].float(), labels[labels != -100]
-        self.loss += cross_entropy(logits, labels, reduction="sum").item()
-        self.correct += int((logits.argmax(dim=-1) == labels).sum())
-        self.count += len(labels)
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / max(1, self.count)
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / max(1, self.count)
-
-
 class Evaluator:
-    """Evaluates models on the first samples of a dataset.
+    """Evaluates models of a task on its first validation samples.
 
-    :param dataset: the split "validation"
-    :param collator: makes batches of samples, see `build_collator`
     :param should_stop: asked after each batch
     :param args: EvaluatorArguments of run_evaluator.py
     """
 
-    def __init__(self, dataset: datasets.Dataset, collator: Callable, should_stop: Callable[[], bool], args):
-        self.dataset = dataset.select(range(min(len(dataset), args.max_eval_samples or len(dataset))))
-        self.collator, self.should_stop, self.args = collator, should_stop, args
+    def __init__(self, task: Task, should_stop: Callable[[], bool], args):
+        self.task, self.should_stop, self.args = task, should_stop, args
+        self.samples = load_samples(task, "validation")
+        self.num_samples = min(len(self.samples), args.max_eval_samples or len(self.samples))
         self.device = torch.device("cuda:0" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
-    def evaluate(self, model: PreTrainedModel, step: int) -> Evaluation | None:
-        """Evaluate a copy of a model; None if `should_stop` ended it.
-
-        The loss is the mean over the predicted tokens, plus the mean over the samples for sentence order. Trainers
-        report the same loss, except for their weighting of micro-batches.
-        """
+    def evaluate(self, model: torch.nn.Module, step: int) -> Evaluation | None:
+        """Evaluate a copy of a model; None if `should_stop` ended it."""
         model = copy.deepcopy(model).to(self.device).eval()
-        objective = OBJECTIVES[get_objective(model.config)]
-        indices = range(len(self.dataset))
-        loader = DataLoader(indices, self.args.per_device_eval_batch_size, collate_fn=self._make_batch)
-        tokens, order = MetricSum(), MetricSum()
+        batch_size, sums = self.args.per_device_eval_batch_size, defaultdict(float)
+        counts = Counter()
+        starts = range(0, self.num_samples, batch_size)
         hide_bar = self.args.disable_tqdm or None
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            for batch in tqdm(loader, desc=f"Evaluating step #{step}", leave=False, disable=hide_bar):
+            torch.manual_seed(0)  # a task may be random; the numbers are the same each time
+            for start in tqdm(starts, desc=f"Evaluating step #{step}", leave=False, disable=hide_bar):
                 if self.should_stop():
                     return None
-                batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-                _add(tokens, order, model(**batch), batch, objective)
-        return _summarize(tokens, order, objective, step, samples=len(self.dataset))
-
-    def _make_batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Collate samples. The masked tokens of a sample depend on its index only, not on its batch."""
-        samples = []
-        for index in indices:
-            torch.manual_seed(index)
-            samples.append(self.collator([self.dataset[index]]))
-        padding = {"input_ids": self.collator.tokenizer.pad_token_id, "labels": -100}
-        return {name: _stack([sample[name][0] for sample in samples], padding.get(name, 0)) for name in samples[0]}
-
-
-def _stack(values: list[torch.Tensor], padding: int) -> torch.Tensor:
-    """Stack the samples' values of a column: numbers, or sequences, which are padded to the longest one."""
-    return pad_sequence(values, batch_first=True, padding_value=padding) if values[0].ndim else torch.stack(values)
-
-
-def _add(tokens: MetricSum, order: MetricSum, outputs, batch: dict[str, torch.Tensor], objective: Objective) -> None:
-    if objective.has_sentence_order:
-        tokens.add(outputs.prediction_logits, batch["labels"])
-        order.add(outputs.sop_logits, batch["sentence_order_label"])
-    elif objective.is_causal:
-        tokens.add(outputs.logits[:, :-1], batch["labels"][:, 1:])  # each token predicts the next
-    else:
-        tokens.add(outputs.logits, batch["labels"])
-
-
-def _summarize(tokens: MetricSum, order: MetricSum, objective: Objective, step: int, samples: int) -> Evaluation:
-    return Evaluation(
-        step=step,
-        samples=samples,
-        # In this order also the loss of a broken model, NaN, is 1e9
-        loss=min(1e9, tokens.mean_loss + order.mean_loss),
-        perplexity=math.exp(min(20.0, tokens.mean_loss)) if objective.is_causal else None,
-        mlm_accuracy=None if objective.is_causal else tokens.accuracy,
-        sop_accuracy=order.accuracy if objective.has_sentence_order else None,
-    )
+                batch = [self.samples[index] for index in range(start, min(start + batch_size, self.num_samples))]
+                metrics = self.task.evaluate(model, send_to_device(self.task.collate(batch), self.device))
+                for name, value in metrics.items():
+                    mean, count = value if isinstance(value, tuple) else (value, len(batch))
+                    sums[name] += float(mean) * count
+                    counts[name] += count
+        metrics = self.task.summarize({name: value / max(1, counts[name]) for name, value in sums.items()})
+        # In this order also NaN, which a broken model has, is MAX_NUMBER.
+        bounded = {name: max(-MAX_NUMBER, min(MAX_NUMBER, float(value))) for name, value in metrics.items()}
+        try:
+            return Evaluation(**{"step": step, "samples": self.num_samples, **bounded})
+        except ValueError:
+            rule = f"at most {MAX_METRICS} metrics, named by at most 32 letters, digits and '_'"
+            raise UserError(f"the task must have {rule}, and has: {', '.join(metrics)}") from None
 
 
 class EvaluationLoop:
@@ -142,7 +83,7 @@ class EvaluationLoop:
         peer: Peer,
         run_id: str,
         averager: TrainingStateAverager,
-        model: PreTrainedModel,
+        model: torch.nn.Module,
         evaluator: Evaluator,
         reporter: Reporters,
         args,

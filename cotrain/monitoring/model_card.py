@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import PretrainedConfig
 
-from cotrain.models.model import get_model_class, get_objective
-from cotrain.models.objectives import OBJECTIVES
+from cotrain.models.model import get_model_class
 from cotrain.monitoring.contributors import Contributors, build_table
 from cotrain.monitoring.reporters import read_records
 from cotrain.status.status import plural
+from cotrain.task import Task
+from cotrain.tasks.text import TextTask
 
 CURVE_ROWS = 12
 
@@ -28,20 +28,35 @@ class CardMetadata:
 
     repo_id: str
     run_id: str
-    config: PretrainedConfig
+    task: Task
     license: str | None = None
     language: str | None = None
 
 
 def build_card_data(metadata: CardMetadata) -> ModelCardData:
     """Build the metadata of the card, which the Hub's search uses."""
-    return ModelCardData(
-        library_name="transformers",
-        pipeline_tag=OBJECTIVES[get_objective(metadata.config)].pipeline_tag,
-        language=metadata.language,
-        license=metadata.license,
-        tags=["hivemind", "collaborative-training", metadata.config.model_type],
-    )
+    task, tags, of_text = metadata.task, ["hivemind", "collaborative-training"], {}
+    if isinstance(task, TextTask):
+        pipeline_tag = "text-generation" if task.objective.is_causal else "fill-mask"
+        tags, of_text = [*tags, task.config.model_type], {"library_name": "transformers", "pipeline_tag": pipeline_tag}
+    return ModelCardData(language=metadata.language, license=metadata.license, tags=tags, **of_text)
+
+
+def describe_model(metadata: CardMetadata) -> tuple[str, str]:
+    """Return what the model is, and the code that loads it."""
+    task = metadata.task
+    if not isinstance(task, TextTask):
+        code = f"""from safetensors.torch import load_model
+
+model = {type(task).__name__}().build_model()  # from the file of the run's --task
+load_model(model, "model.safetensors")"""
+        return "the model of a task of its own", code
+    model_class = get_model_class(task.config).__name__
+    code = f"""from transformers import {model_class}, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")
+model = {model_class}.from_pretrained("{metadata.repo_id}")"""
+    return f"a model of type {task.config.model_type}, trained for {task.objective.description}", code
 
 
 def build_card(
@@ -58,20 +73,16 @@ def build_card(
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
     :param page: address of the run's curves, see `is_page`
     """
-    objective, model_class = OBJECTIVES[get_objective(metadata.config)], get_model_class(metadata.config).__name__
+    description, code = describe_model(metadata)
     introduction = (
         "Trained by volunteers on their own machines, together, over the internet, with "
         f"[hivemind](https://github.com/learning-at-home/hivemind). This is step {step:,} of the run "
-        f"<b>{escape_markdown(metadata.run_id)}</b>: a model of type {metadata.config.model_type}, trained for "
-        f"{objective.description}."
+        f"<b>{escape_markdown(metadata.run_id)}</b>: {description}."
     )
     usage = f"""## How to load it
 
 ```python
-from transformers import {model_class}, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")
-model = {model_class}.from_pretrained("{metadata.repo_id}")
+{code}
 ```
 
 Each upload has a tag: `revision="step-{step}"` is this one, whatever comes after it."""

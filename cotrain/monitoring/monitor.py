@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from hivemind.utils import get_logger
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
@@ -21,6 +21,7 @@ from cotrain.monitoring.progress_log import ProgressLog
 from cotrain.monitoring.reporters import Reporters
 from cotrain.peer.peer import Peer
 from cotrain.status.console import ClientModeAlarm
+from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import TrainingState
 
@@ -44,12 +45,12 @@ class CheckpointKeeper:
     def __init__(
         self,
         averager: TrainingStateAverager,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        task: Task,
+        model: torch.nn.Module,
         run_id: str,
         args,
     ):
-        self.averager, self.model, self.tokenizer, self.run_id, self.args = averager, model, tokenizer, run_id, args
+        self.averager, self.task, self.model, self.run_id, self.args = averager, task, model, run_id, args
         self.folder = Path(args.output_dir)
         self.saved_step = self._reported_step = -1
         averager.credible_epoch = lambda: self._reported_step if self._reported_step >= 0 else None
@@ -101,7 +102,7 @@ class CheckpointKeeper:
             self.averager.restore(metadata, tensors)
             state = TrainingState(self.run_id, *self.averager.snapshot())
             info = {"time": time.time(), "donor": donor}
-            path = checkpoints.save_checkpoint(self.folder, self.model, self.tokenizer, state, info)
+            path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, info)
             self._offer(state.step)
             logger.info(f"Saved {path}")
             checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)

@@ -58,13 +58,7 @@ class Reporters:
 
     def report_evaluation(self, evaluation: Evaluation, remark: str = "") -> None:
         """:param remark: added to the line in the log"""
-        values = {
-            "validation loss": evaluation.loss,
-            "perplexity": evaluation.perplexity,
-            "mlm accuracy": evaluation.mlm_accuracy,
-            "sop accuracy": evaluation.sop_accuracy,
-        }
-        values = {name: value for name, value in values.items() if value is not None}
+        values = {curve_name(name): value for name, value in evaluation.metrics.items()}
         described = "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
         logger.info(f"Step #{evaluation.step}\t{described}{remark}")
         self.evaluations_file.write({"step": evaluation.step, **values, "time": round(time.time(), 3)})
@@ -89,6 +83,12 @@ class Reporters:
         self.evaluations_file.close()
         if self.dashboard is not None:
             self.dashboard.close()
+
+
+def curve_name(metric: str) -> str:
+    """Return the name of an evaluation's curve, other than those of the steps: an evaluator may choose any."""
+    name = metric.replace("_", " ")
+    return name if metric in ("perplexity", "mlm_accuracy", "sop_accuracy") else f"validation {name}"
 
 
 def to_record(report: StepReport) -> dict:

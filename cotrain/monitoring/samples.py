@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from hivemind.utils import get_logger
 from transformers import (
     AlbertForMaskedLM,
@@ -19,6 +20,8 @@ from cotrain.models.model import get_objective
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.contributors import one_line
 from cotrain.monitoring.reporters import Reporters
+from cotrain.task import Task
+from cotrain.tasks.text import TextTask
 
 logger = get_logger(__name__)
 
@@ -52,6 +55,15 @@ def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: Pretrained
     num_tokens = len(tokenizer(text, verbose=False)["input_ids"])
     if num_tokens > limit:
         raise UserError(f"{flag}: the sentence has {num_tokens} tokens, the model takes {limit}; pass a shorter one")
+
+
+def open_completer(task: Task, model: torch.nn.Module, texts: Sequence[str]) -> Pipeline:
+    """Build the pipeline for the texts of --sample_text; UserError if the task or a text is not suitable."""
+    if not isinstance(task, TextTask):
+        raise UserError("--sample_text completes texts by a language model: drop it, or drop --task")
+    for text in texts:
+        check_text(text, task.tokenizer, task.config, "--sample_text")
+    return build_pipeline(model, task.tokenizer)
 
 
 def build_pipeline(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Pipeline:

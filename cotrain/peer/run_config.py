@@ -21,7 +21,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
-from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments
+from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments, ModelArguments
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError
@@ -41,7 +41,8 @@ logger = get_logger(__name__)
 KEY = "run_config"
 ORGANISER_FILE = "organiser.json"  # in the output folder: peer ID of the organiser whose settings were taken
 MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see ReadableValidator
-SETTINGS = find_settings(TRAINER_ARGUMENTS)
+TASK = "task_sha256"  # setting of a run with a --task: it names the version of the file, which no peer sends
+SETTINGS = find_settings(TRAINER_ARGUMENTS) | {TASK}
 OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
 
 Setting = str | int | float | bool | None
@@ -231,16 +232,29 @@ def _visit(
 
 def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
     """Raise UserError if a peer's argument differs from the settings of the run. None differs from no value."""
+    refuse_another_task(config, arguments)
     for name, value in config.settings.items():
         for args in arguments:
             own = getattr(args, name, None)
-            if own in (None, value) or value is None or name in OPTIONAL_SETTINGS:
+            if own in (None, value) or value is None or name in {TASK, *OPTIONAL_SETTINGS}:
                 continue
             if name != "model_name_or_path" or to_published_model(own) != value:
                 raise UserError(
                     f"--{name} is {own} here and {value} in run {config.settings['run_id']}: drop the flag, or pass "
                     f"--{name} {shlex.quote(str(value))}"
                 )
+
+
+def refuse_another_task(config: RunConfig, arguments: Iterable[object]) -> None:
+    """Raise UserError if a peer has another --task than the run, or one of both has none."""
+    (args,) = [args for args in arguments if isinstance(args, ModelArguments)]
+    own, run_id, expected = args.task_sha256, config.settings["run_id"], config.settings.get(TASK)
+    if own != expected and expected is None:
+        raise UserError(f"--task: run {run_id} trains a language model, without a task of its own: drop the flag")
+    if own != expected:
+        fault = "--task is missing" if own is None else f"--task: '{args.task}' is another version, SHA-256 {own}"
+        remedy = "ask the organiser for the file, read it, and pass --task FILE"
+        raise UserError(f"{fault}; run {run_id} has the task with SHA-256 {expected}: {remedy}")
 
 
 @dataclass

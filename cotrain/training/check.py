@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 import torch
+from accelerate.utils import send_to_device
 from hivemind.dht import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
 
 from cotrain.arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
 from cotrain.averaging.progress import parse_progress
@@ -33,7 +33,7 @@ from cotrain.peer.run_config import adopt_run_config
 from cotrain.peer.upload import UploadError, measure_upload
 from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.optimizer import open_observer
-from cotrain.training.task import Task, load_task
+from cotrain.training.workload import Workload, load_workload
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver
@@ -88,18 +88,18 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     try:
         args = TrainerArguments(*adopt_run_config(command_line, stop))
         peer_args = args.collaboration
-        task = load_task(args)
-        size = task.model.num_parameters()
-        text = f"{len(task.dataset):,} samples; model of {size / 1e6:,.1f} million parameters"
+        work = load_workload(args)
+        size = work.num_parameters()
+        text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
         yield Finding("data and model", text)
-        yield from check_memories(size, task.device, args.training.local_updates)
+        yield from check_memories(size, work.device, args.training.local_updates)
         with open_peer(peer_args, Path(args.training.output_dir), peer_args.client_mode, stop) as peer:
             yield Finding("joining", f"this peer is in run {peer_args.run_id}")
             for peer_id in map(peer_id_in, initial_peers):
                 yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
-            yield attempt("device", partial(measure_device, task, args.training))
-            yield attempt("state", partial(measure_download, task.model, peer, args))
-            yield check_upload(peer.dht, task.model.num_parameters(only_trainable=True), peer_args)
+            yield attempt("device", partial(measure_device, work, args.training))
+            yield attempt("state", partial(measure_download, work.model, peer, args))
+            yield check_upload(peer.dht, work.num_parameters(only_trainable=True), peer_args)
     except UserError as error:
         yield explain("joining", error)
 
@@ -162,14 +162,14 @@ def check_memories(num_parameters: int, device: torch.device, local_updates: boo
         yield Finding(subject, text, advice if free < needed else "")
 
 
-def measure_device(task: Task, args: LocalTrainingArguments) -> str:
+def measure_device(work: Workload, args: LocalTrainingArguments) -> str:
     """Compute micro-batches for some seconds, after one that is not counted, and return the speed."""
-    device, dtype, model = task.device, autocast_dtype(args), task.model.to(task.device).train()
+    device, dtype, model = work.device, autocast_dtype(args), work.model.to(work.device).train()
     size = args.per_device_train_batch_size
-    for number, batch in enumerate(DataLoader(task.dataset, size, shuffle=True, collate_fn=task.collator)):
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    for number, batch in enumerate(DataLoader(work.samples, size, shuffle=True, collate_fn=work.task.collate)):
+        batch = send_to_device(batch, device)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss = model(**batch).loss
+            loss = work.task.compute_loss(model, batch)
         loss.backward()
         loss.item()  # waits for the GPU
         if number == 0:
@@ -213,7 +213,7 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
     return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
 
 
-def measure_download(model: PreTrainedModel, peer: Peer, args: TrainerArguments) -> str:
+def measure_download(model: torch.nn.Module, peer: Peer, args: TrainerArguments) -> str:
     """Download the state of the trainers, and return the speed."""
     timeout = args.collaboration.load_state_timeout
     with open_observer(model, peer, args.collaboration.run_id, args.training, timeout) as averager:

@@ -1,9 +1,9 @@
 """Checkpoints and backups of the training state on disk, written atomically.
 
-A checkpoint is a folder `checkpoint-STEP` that `from_pretrained` opens (config, model.safetensors, tokenizer). It also
-holds the training state as peers exchange it (parameters and optimizer statistics), in a file that
-`torch.load(weights_only=True)` opens. Readers never see an incomplete checkpoint. A failed write leaves the previous
-checkpoint unchanged.
+A checkpoint is a folder `checkpoint-STEP` with the weights as model.safetensors and what the task saves beside them: a
+text task also its configuration and tokenizer, so that `from_pretrained` opens the folder. It also holds the training
+state as peers exchange it (parameters and optimizer statistics), in a file that `torch.load(weights_only=True)` opens.
+Readers never see an incomplete checkpoint. A failed write leaves the previous checkpoint unchanged.
 """
 
 import json
@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 from hivemind.utils import get_logger
+from safetensors.torch import save_model
 
 from cotrain.averaging.state import StateLoadError, TrainingStateAverager
 from cotrain.common.atomic_files import new_file, new_folder
 from cotrain.common.errors import first_line
+from cotrain.task import Task
 
 logger = get_logger(__name__)
 
@@ -66,15 +68,16 @@ def load_training_state(path: Path, run_id: str) -> TrainingState:
     return TrainingState(run_id, content["metadata"], content["tensors"])
 
 
-def save_checkpoint(folder: Path, model, tokenizer, state: TrainingState, info: dict) -> Path:
-    """Write `checkpoint-STEP` into a folder: model, tokenizer, training state, and `info` as collaboration.json.
+def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: TrainingState, info: dict) -> Path:
+    """Write `checkpoint-STEP` into a folder: model, training state, and `info` as collaboration.json.
 
     :raises OSError: if it cannot be written, such as on a full disk
     """
     path = folder / f"checkpoint-{state.step}"
-    with new_folder(path, "--output_dir", overwrite=True, replaceable=("config.json",)) as temporary:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+    with new_folder(path, "--output_dir", overwrite=True, replaceable=(STATE_FILE, "config.json")) as temporary:
+        task.save_pretrained(model, temporary)
+        if not any(temporary.glob("model*.safetensors")):
+            save_model(model, temporary / "model.safetensors")
         save_training_state(temporary / STATE_FILE, state)
         description = {"run_id": state.run_id, "step": state.step, **info}
         (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n")

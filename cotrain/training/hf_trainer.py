@@ -1,8 +1,7 @@
 """transformers' Trainer for a collaboration, with the workarounds that it needs."""
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.common.errors import UserError
 from cotrain.models.model import derive_seed
 from cotrain.status.loss_meter import LossMeter
+from cotrain.task import Task
 
 logger = get_logger(__name__)
 
@@ -69,33 +69,36 @@ class NoOpScheduler(LRScheduler):
         self._last_lr = self.get_lr()
 
 
-class AutocastDataParallel(torch.nn.DataParallel):
-    """DataParallel whose replicas compute under autocast.
+class TaskLoss(torch.nn.Module):
+    """The loss of a task as a module: DataParallel computes it in each replica, on that replica's part of a batch.
 
-    transformers 5.23 enables autocast only for models that it does not wrap in DataParallel. Autocast around the call
-    of DataParallel has another effect: each replica runs in a thread, with the default dtype of autocast, which is
-    float16 on GPUs (torch/nn/parallel/parallel_apply.py).
+    So the loss may use any attribute of the model. transformers 5.23 enables autocast only for models that it does not
+    wrap in DataParallel. Autocast around the call of DataParallel has another effect: each replica runs in a thread,
+    with the default dtype of autocast, which is float16 on GPUs (torch/nn/parallel/parallel_apply.py).
+
+    :param dtype: of autocast; None: no autocast
     """
 
-    def __init__(self, module: torch.nn.Module, dtype: torch.dtype):
-        super().__init__(module)
-        self.dtype = dtype
-        self.device_type = next(module.parameters()).device.type
+    def __init__(self, task: Task, model: torch.nn.Module, dtype: torch.dtype | None):
+        super().__init__()
+        self.task, self.model, self.dtype = task, model, dtype
+        self.device_type = next(model.parameters()).device.type
 
-    def parallel_apply(self, replicas: Sequence[torch.nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        return super().parallel_apply([partial(self._apply_one, replica) for replica in replicas], inputs, kwargs)
-
-    def _apply_one(self, replica: torch.nn.Module, *inputs: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device_type, dtype=self.dtype):
-            return replica(*inputs, **kwargs)
+    def forward(self, batch: Any) -> torch.Tensor:
+        with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
+            return self.task.compute_loss(self.model, batch)
 
 
 class CollaborativeTrainer(Trainer):
     """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order."""
 
-    def __init__(self, *args, sampler: PeerSampler, loss_meter: LossMeter, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.sampler, self.loss_meter = sampler, loss_meter
+    def __init__(self, *args, task: Task, sampler: PeerSampler, loss_meter: LossMeter, **kwargs):
+        super().__init__(*args, data_collator=task.collate, **kwargs)
+        self.task, self.sampler, self.loss_meter = task, sampler, loss_meter
+        # transformers assumes that a `forward` with **kwargs divides its loss by the number of items in the
+        # accumulated batch, and then does not divide by gradient_accumulation_steps. The loss of a task is a mean over
+        # a micro-batch: loss and gradients were too large by a factor of gradient_accumulation_steps.
+        self.model_accepts_loss_kwargs = False
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
@@ -105,12 +108,16 @@ class CollaborativeTrainer(Trainer):
         wrapped = super()._wrap_model(model, *args, **kwargs)
         dtype = torch.float16 if self.args.fp16 else torch.bfloat16 if self.args.bf16 else None
         is_wrapped_now = wrapped is not model  # in DataParallel: the scripts use no other wrapper
-        return AutocastDataParallel(model, dtype) if is_wrapped_now and dtype is not None else wrapped
+        return torch.nn.DataParallel(TaskLoss(self.task, model, dtype)) if is_wrapped_now else wrapped
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, **kwargs):
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        if isinstance(model, torch.nn.DataParallel):
+            # It splits a dict, but not a BatchEncoding.
+            loss = model({**inputs} if isinstance(inputs, Mapping) else inputs).mean()
+        else:
+            loss = self.task.compute_loss(model, inputs)
         self.loss_meter.add(loss)
-        return (loss, outputs) if return_outputs else loss
+        return loss
 
     def _get_grad_norm(self, model, grad_norm: float | None = None) -> float | None:
         """Return the norm that was computed for another purpose. The Trainer would compute it for the log alone."""

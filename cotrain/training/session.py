@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from hivemind.utils import get_logger
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.arguments import TrainerArguments
 from cotrain.averaging.optimizer import CollaborativeOptimizer
@@ -27,6 +27,7 @@ from cotrain.status.console import ClientModeAlarm, open_panel
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import describe_end, describe_gift
 from cotrain.status.status_keeper import StatusKeeper
+from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import BackupWriter, TrainingState
 
@@ -51,13 +52,14 @@ class TrainingSession:
         self,
         peer: Peer,
         optimizer: CollaborativeOptimizer,
-        model: PreTrainedModel,
+        task: Task,
+        model: torch.nn.Module,
         args: TrainerArguments,
         should_stop: Callable[[], bool],
         watchdog: Watchdog | None = None,
         relay: RunConfigRelay | None = None,
     ):
-        self.peer, self.optimizer, self.model, self.args = peer, optimizer, model, args.collaboration
+        self.peer, self.optimizer, self.task, self.model, self.args = peer, optimizer, task, model, args.collaboration
         self.folder, self.num_checkpoints = Path(args.training.output_dir), args.training.save_total_limit
         self.should_stop, self.relay, self.watchdog = should_stop, relay, watchdog or Watchdog({})
         peer_id = str(peer.dht.peer_id)
@@ -271,12 +273,12 @@ class TrainingSession:
     def restore_checkpoint(self) -> None:
         checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)
 
-    def save_checkpoint(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def save_checkpoint(self) -> None:
         """Write a checkpoint of the current global step; log an error if that fails."""
         with self.optimizer.saved_state():
             state = TrainingState(self.args.run_id, *self.optimizer.state_averager.snapshot())
             try:
-                checkpoints.save_checkpoint(self.folder, self.model, tokenizer, state, info={"time": time.time()})
+                checkpoints.save_checkpoint(self.folder, self.task, self.model, state, {"time": time.time()})
             except OSError as error:
                 logger.error(
                     f"Could not save a checkpoint: {error.strerror}. Training continues, keeping the previous "
@@ -292,7 +294,12 @@ class TrainingSession:
 
 @contextlib.contextmanager
 def open_session(
-    peer: Peer, optimizer: CollaborativeOptimizer, model: PreTrainedModel, args: TrainerArguments, stop: StopSignal
+    peer: Peer,
+    optimizer: CollaborativeOptimizer,
+    task: Task,
+    model: torch.nn.Module,
+    args: TrainerArguments,
+    stop: StopSignal,
 ) -> Iterator[TrainingSession]:
     """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long.
 
@@ -303,7 +310,7 @@ def open_session(
     relay = RunConfigRelay.of_run(peer, args, args.collaboration)
     children = {"DHT": peer.dht, **optimizer.processes}
     with supervise(children, 15.0, exit_code=1, longest_wait=args.collaboration.longest_wait) as watchdog:
-        session = TrainingSession(peer, optimizer, model, args, stop.is_set, watchdog, relay)
+        session = TrainingSession(peer, optimizer, task, model, args, stop.is_set, watchdog, relay)
         try:
             yield session
         finally:

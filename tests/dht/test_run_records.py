@@ -72,7 +72,7 @@ def is_valid(validator: RecordValidatorBase, record: DHTRecord) -> bool:
         ("history", [[*GOOD.values(), 0.5, None]]),
         ("history", FULL_HISTORY),
         ("evaluation", {"step": 3, "samples": 64, "loss": 1.5, "mlm_accuracy": 0.5, "sop_accuracy": None}),
-        ("evaluation", {"step": 3, "samples": 64, "loss": 1.5, "perplexity": 4.5, "of a newer evaluator": 0.5}),
+        ("evaluation", {"step": 3, "samples": 64, "loss": 1.5, "perplexity": 4.5, "of_another_task": 0.5}),
         ("monitor", {"stores_checkpoints": True, "checkpoint_step": -1}),
         ("peers", {"username": "", "leaving": False}),
         ("peers", {"username": "", "leaving": False, "field of another version": 4096}),

@@ -10,16 +10,18 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cotrain.arguments import DatasetArguments
-from cotrain.data.loading import load_validation_data
-from cotrain.data.tokenizers import load_tokenizer
+from cotrain.arguments import DatasetArguments, SampleArguments
+from cotrain.common.errors import UserError
 from cotrain.dht import run_records
-from cotrain.models.model import build_model, load_config
-from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
-from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator, MetricSum, _add, _summarize
+from cotrain.models.model import build_model
+from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
+from cotrain.task import Task
+from cotrain.tasks import loading as tasks
+from cotrain.tasks.loading import load_task
+from cotrain.tasks.text import measure
 from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
-from tests.support.fakes import make_batch
+from tests.support.fakes import make_batch, make_text_task
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
 
 
@@ -27,32 +29,27 @@ from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_js
 @pytest.mark.parametrize("family", TINY_CONFIGS)
 def test_loss_is_that_of_the_model(family, is_broken):
     config = AutoConfig.for_model(**TINY_CONFIGS[family], vocab_size=1000)
-    model, objective = build_model(config, "run").eval(), OBJECTIVES[OBJECTIVE_OF_MODEL[family]]
+    task, model, batch = make_text_task(config), build_model(config, "run").eval(), make_batch(length=16)
     if is_broken:
         torch.nn.init.constant_(next(model.parameters()), math.nan)
-    batch = make_batch(length=16)
-    if not objective.has_sentence_order:
+    if family != "albert":
         del batch["sentence_order_label"]
     with torch.inference_mode():
-        outputs = model(**batch)
-    tokens, order = MetricSum(), MetricSum()
-    _add(tokens, order, outputs, batch, objective)
-    evaluation = _summarize(tokens, order, objective, step=3, samples=8)
-    loss, perplexity = (1e9, math.exp(20)) if is_broken else (outputs.loss.item(), math.exp(outputs.loss.item()))
-    assert evaluation.loss == pytest.approx(loss, rel=1e-5)
-    assert evaluation.perplexity == (pytest.approx(perplexity) if objective.is_causal else None)
-    assert (evaluation.mlm_accuracy is None) == objective.is_causal
-    assert (evaluation.sop_accuracy is None) == (not objective.has_sentence_order)
+        expected = model(**batch).loss.item()
+    task.load_samples, task.collate = lambda split: range(8), lambda samples: batch
+    metrics = Evaluator(task, bool, EvaluatorArguments(use_cpu=True)).evaluate(model, step=3).metrics
+    loss, perplexity = (1e9, math.exp(20)) if is_broken else (expected, math.exp(expected))
+    assert metrics.pop("loss") == pytest.approx(loss, rel=1e-5)
+    if family == "gpt2":
+        assert metrics == {"perplexity": pytest.approx(perplexity)}
+    else:
+        assert metrics.keys() == {"mlm_accuracy", *(["sop_accuracy"] if family == "albert" else [])}
 
 
 def test_accuracy_counts_what_is_to_be_predicted():
     logits = torch.tensor([[[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]])  # predicts 1, 0, 1
-    tokens, order = MetricSum(), MetricSum()
-    outputs = SimpleNamespace(prediction_logits=logits, sop_logits=torch.tensor([[0.0, 1.0]]))
-    batch = {"labels": torch.tensor([[1, -100, 0]]), "sentence_order_label": torch.tensor([1])}
-    _add(tokens, order, outputs, batch, OBJECTIVES["mlm_sop"])
-    evaluation = _summarize(tokens, order, OBJECTIVES["mlm_sop"], step=1, samples=1)
-    assert (evaluation.mlm_accuracy, evaluation.sop_accuracy) == (0.5, 1.0)
+    _, accuracy = measure(logits, torch.tensor([[1, -100, 0]]))
+    assert accuracy == (0.5, 2)
 
 
 @pytest.fixture
@@ -63,16 +60,41 @@ def evaluate(data):
         tokenizer_path=str(data / "tokenizer"),
         dataset_path=str(data / "dataset"),
     )
-    tokenizer = load_tokenizer(dataset_args.tokenizer_path)
-    config = load_config(dataset_args, tokenizer)
-    dataset, collator = load_validation_data(dataset_args, 0.15, tokenizer, config)
-    model = build_model(config, "run")
+    task = load_task(dataset_args, SampleArguments())
+    model = tasks.build_model(task, "run")
 
     def evaluate(should_stop=lambda: False, **options):
-        evaluator = Evaluator(dataset, collator, should_stop, EvaluatorArguments(use_cpu=True, **options))
+        evaluator = Evaluator(task, should_stop, EvaluatorArguments(use_cpu=True, **options))
         return evaluator.evaluate(model, step=1), model
 
     return evaluate
+
+
+class Noise(Task):
+    """A task whose metrics are random, and means over other numbers than that of the samples."""
+
+    def load_samples(self, split: str) -> list[int]:
+        return list(range(10))
+
+    def evaluate(self, model, batch) -> dict:
+        values = batch[batch > 4]
+        return {"mean": batch.float().mean(), "over_4": (values.sum() / max(1, len(values)), len(values)),
+                "noise": torch.rand(())}  # fmt: skip
+
+
+def test_means_are_over_what_a_task_counts_and_random_numbers_are_the_same_each_time():
+    evaluator = Evaluator(Noise(), bool, EvaluatorArguments(use_cpu=True, per_device_eval_batch_size=3))
+    one, other = (evaluator.evaluate(torch.nn.Linear(1, 1), step=1).metrics for _ in range(2))
+    assert one == other
+    assert (one["mean"], one["over_4"]) == (4.5, 7.0)
+
+
+@pytest.mark.parametrize("metrics", [{"a b": 1.0}, {"x" * 33: 1.0}, {"step": 1.5}, {f"m{n}": 1.0 for n in range(9)}])
+def test_metrics_that_the_run_has_no_room_for_are_refused(metrics):
+    task = Noise()
+    task.evaluate = lambda model, batch: metrics
+    with pytest.raises(UserError, match="at most 8"):
+        Evaluator(task, bool, EvaluatorArguments(use_cpu=True)).evaluate(torch.nn.Linear(1, 1), step=1)
 
 
 def test_the_same_each_time_whatever_the_batch_size(evaluate):
@@ -83,7 +105,7 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
     for batch_size in (1, 7, 64):
         other, _ = evaluate(per_device_eval_batch_size=batch_size)
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
-        assert (other.mlm_accuracy, other.sop_accuracy) == (one.mlm_accuracy, one.sop_accuracy)
+        assert other.metrics == {**one.metrics, "loss": other.loss}
     assert model.training and one.samples > 100
     assert one.loss == pytest.approx(math.log(500) + math.log(2), rel=0.03)
     assert one.sop_accuracy == pytest.approx(0.5, abs=0.2) and one.mlm_accuracy < 0.1

@@ -11,23 +11,25 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoConfig, AutoModelForPreTraining, AutoTokenizer
+from transformers import AutoConfig, AutoModelForPreTraining
 
+from cotrain.arguments import ModelArguments, SampleArguments
 from cotrain.common.errors import UserError
-from cotrain.models.model import build_model
 from cotrain.monitoring import hub_upload as upload
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
 from cotrain.monitoring.model_card import CardMetadata
 from cotrain.monitoring.parsing import PeerStep
+from cotrain.tasks.loading import load_task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import TrainingState
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
+from tests.support.fakes import make_text_task
 from tests.support.peers import TINY_ALBERT, wait_until
 
-CONFIG = AutoConfig.for_model(**TINY_ALBERT, vocab_size=500)
+TASK = make_text_task(AutoConfig.for_model(**TINY_ALBERT, vocab_size=500))
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def make_uploader(tmp_path, hub):
 
     def make_uploader(**options) -> HubUploader:
         args = TrainingMonitorArguments(output_dir=str(tmp_path / "out"), **options)
-        metadata, contributors = CardMetadata("me/model", "my run", CONFIG), Contributors(tmp_path / "out", "my run")
+        metadata, contributors = CardMetadata("me/model", "my run", TASK), Contributors(tmp_path / "out", "my run")
         uploader = HubUploader(metadata, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], args)
         uploaders.append(uploader)
         return uploader
@@ -183,7 +185,7 @@ def test_silent_hub_delays_neither_the_monitor_nor_its_shutdown(hub, make_upload
 
 
 def check(license: str | None = None, language: str | None = None, private: bool = False) -> None:
-    check_repo(CardMetadata("me/model", "run", CONFIG, license, language), private)
+    check_repo(CardMetadata("me/model", "run", TASK, license, language), private)
 
 
 def test_check_creates_the_repository(hub):
@@ -241,8 +243,9 @@ def test_hub_that_cannot_be_reached_is_a_warning(hub, monkeypatch, caplog, fault
 
 def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     state = TrainingState("up", {"epoch": 3, "optimizer_metadata": []}, [torch.zeros(3)])
-    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
-    checkpoints.save_checkpoint(tmp_path / "monitor", build_model(CONFIG, "run"), tokenizer, state, {})
+    args = ModelArguments(model_name_or_path=str(data / "config.json"), tokenizer_path=str(data / "tokenizer"))
+    task = load_task(args, SampleArguments())
+    checkpoints.save_checkpoint(tmp_path / "monitor", task, task.build_model(), state, {})
     contributors = Contributors(tmp_path / "monitor", "up")
     contributors.record_names({b"key": "<b>alice</b>"})
     contributors.add(StepReport(3, 5.0, 1, 64, 1.0, 1, 1, 0.0, (PeerStep(b"key", 3, 1.0, 64, 5.0, 1),)))

@@ -17,11 +17,12 @@ from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.model_card import CardMetadata, build_card, read_curve
 from cotrain.monitoring.parsing import PeerStep
+from tests.support.fakes import make_text_task
 from tests.support.peers import TINY_CONFIGS
 
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 CONFIGS = {name: AutoConfig.for_model(**tiny, vocab_size=500) for name, tiny in TINY_CONFIGS.items()}
-METADATA = CardMetadata("me/model", "my run", CONFIGS["albert"], "apache-2.0", "en")
+METADATA = CardMetadata("me/model", "my run", make_text_task(CONFIGS["albert"]), "apache-2.0", "en")
 HOSTILE_NAMES = [
     "<script>alert(1)</script>",
     "<img src=x onerror=alert(1)>",
@@ -85,7 +86,7 @@ def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
 
 
 def test_join_command_needs_the_addresses_only(tmp_path):
-    metadata = CardMetadata("me/model", "my <i>run</i>; rm -rf", CONFIGS["albert"])
+    metadata = CardMetadata("me/model", "my <i>run</i>; rm -rf", make_text_task(CONFIGS["albert"]))
     peers = [f"/ip4/1.1.1.1/tcp/1/p2p/{PEER_ID}", f"/dns4/x.org/tcp/2/p2p/{PEER_ID}"]
     card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), peers)
     assert render(card).find(".//i") is None
@@ -123,7 +124,9 @@ def test_snippet_loads_the_model(tmp_path, data, model_type):
     model = build_model(CONFIGS[model_type], "run")
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(tmp_path)
-    card = build_card(CardMetadata("me/model", "run", CONFIGS[model_type]), 1, [], Contributors(tmp_path, "run"), [])
+    card = build_card(
+        CardMetadata("me/model", "run", make_text_task(CONFIGS[model_type])), 1, [], Contributors(tmp_path, "run"), []
+    )
     assert "license" not in card.data.to_dict() and "language" not in card.data.to_dict(), "none is given"
     assert card.data.pipeline_tag == ("text-generation" if model_type == "gpt2" else "fill-mask")
     namespace: dict = {}

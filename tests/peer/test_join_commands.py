@@ -37,15 +37,17 @@ RUN = {"run_id": "my-albert", "target_batch_size": 2048, "learning_rate": 0.0123
 
 
 def read_documents() -> Iterator[tuple[str, str, list[str]]]:
-    for path in [*ROOT.glob("*.py"), ROOT / "deploy/trainer.service", ROOT / "deploy/compose.yaml"]:
+    for path in [*ROOT.glob("*.py"), ROOT / "README.md", *ROOT.glob("deploy/*.service"), *ROOT.glob("deploy/*.yaml")]:
         text = re.sub(r"\\\n|\n +(?=--)", " ", path.read_text().replace("/p2p/XXXX", f"/p2p/{PEER_ID}"))
         text = re.sub(r'\\"|"$', "", re.sub(r"\$+\{?(\w+)\}?", lambda name: VALUES.get(name[1], ""), text), flags=re.M)
-        for script, words in re.findall(r"(run_\w+\.py) +(--.*--initial_peers .*|--initial_peers /.*)", text):
+        for script, words in re.findall(
+            r"(run_\w+\.py) +(--[^`\n]*--initial_peers [^`\n]*|--initial_peers /[^`\n]*)", text
+        ):
             yield path.name, script, shlex.split(words)
 
 
 COMMANDS = [*read_documents()]
-assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "compose.yaml"}
+assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "compose.yaml", "README.md"}
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -188,6 +189,31 @@ def test_a_flag_that_differs_is_refused_with_both_values(keys):
         refuse_differences(config, parse().with_settings({**SETTINGS, "learning_rate": 0.02}))
 
 
+@pytest.mark.parametrize(
+    ("of_the_run", "own", "fault"),
+    [
+        ("one", "one", None),
+        (None, None, None),
+        (
+            "one",
+            "other",
+            "is another version, SHA-256 .*: ask the organiser for the file, read it, and pass --task",
+        ),
+        ("one", None, "--task is missing; run tree has the task with SHA-256"),
+        (None, "one", "run tree trains a language model, without a task of its own: drop the flag"),
+    ],
+)
+def test_all_peers_have_the_same_task(keys, tmp_path, of_the_run, own, fault, monkeypatch):
+    (tmp_path / "mine.py").write_text(own or "")
+    digest = {} if of_the_run is None else {run_config.TASK: hashlib.sha256(of_the_run.encode()).hexdigest()}
+    config = RunConfig.sign({**SETTINGS, **digest}, keys[0])
+    monkeypatch.setattr(run_config, "_visit", lambda *_: config)
+    task = [] if own is None else ["--task", str(tmp_path / "mine.py")]
+    line = parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *task)
+    with contextlib.nullcontext() if fault is None else pytest.raises(UserError, match=fault):
+        adopt_run_config(line, stop=None)
+
+
 def test_page_is_adopted_and_may_differ(keys):
     page = "https://huggingface.co/spaces/me/my-albert"
     config = RunConfig.sign({**SETTINGS, "page": page}, keys[0])
@@ -239,11 +265,13 @@ def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
     everything = {name: getattr(args, name) for args in line.arguments for name in run_config.SETTINGS
                   if hasattr(args, name)}  # fmt: skip
     assert everything.keys() == set(run_config.SETTINGS)
+    everything[run_config.TASK] = "0" * 64
     of_the_run = (HyperparameterArguments, SampleArguments, ModelArguments, DataSourceArguments, OptimizerArguments)
-    local = {"tokenizer_path", "cache_dir", "client_mode", "batch_size_lead", "bandwidth", "load_state_compression",
-             "load_state_timeout", "delay_grad_averaging", "delay_optimizer_step"}  # fmt: skip
+    local = {"task", "tokenizer_path", "cache_dir", "client_mode", "batch_size_lead", "bandwidth",
+             "delay_grad_averaging", "delay_optimizer_step", "load_state_compression",
+             "load_state_timeout"}  # fmt: skip
     flags = {option.name for dataclass_type in of_the_run for option in dataclasses.fields(dataclass_type)}
-    assert flags == (run_config.SETTINGS - find_settings([BaseTrainingArguments])) | local
+    assert flags == (run_config.SETTINGS - find_settings([BaseTrainingArguments]) - {run_config.TASK}) | local
     large = {"dataset_url": "https://example.org/" + "x" * 200, "model_name_or_path": "configs/albert-large-v2.json"}
     config = RunConfig.sign({**everything, **large}, keys[0])
     assert sum(map(len, config.record.values())) < 3000  # the subkey of 500 bytes comes on top

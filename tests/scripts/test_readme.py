@@ -21,6 +21,7 @@ MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in p
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 ADDRESS = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
 PLACEHOLDERS = [
+    (r"(?<=--task )examples/", f"{ROOT}/examples/"),
     (r"\b(ADDRESS(_OF_[AB])?|FIRST|SECOND)\b", ADDRESS),
     (r"(?<=--initial_peers )…", ADDRESS),
     (r"(?<=/p2p/)(Qm\w*…|XXXX|PEER_ID)", PEER_ID),

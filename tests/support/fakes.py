@@ -1,4 +1,4 @@
-"""Fakes: samples, a tokenizer, and the objects that a session or a checkpoint keeper uses."""
+"""Fakes: samples, a task, and the objects that a session or a checkpoint keeper uses."""
 
 import contextlib
 import itertools
@@ -9,14 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from transformers import PretrainedConfig
 
 from cotrain.arguments import (
     CollaborationArguments,
     DatasetArguments,
     LocalTrainingArguments,
+    ModelArguments,
     ProgressTrackerArguments,
+    SampleArguments,
     TrainerArguments,
 )
+from cotrain.task import Task
+from cotrain.tasks.text import TextTask
 from cotrain.training.checkpoints import TrainingState
 from cotrain.training.session import TrainingSession
 
@@ -76,11 +81,17 @@ class FakeUploads:
         return future
 
 
-class FakeTokenizer:
-    """Tokenizer that can only be saved."""
+def make_text_task(config: PretrainedConfig, tokenizer: object | None = None) -> TextTask:
+    """Make the task of a model, without data."""
+    tokenizer = SimpleNamespace(pad_token="[PAD]") if tokenizer is None else tokenizer
+    return TextTask(ModelArguments(), SampleArguments(), tokenizer, config)
 
-    def save_pretrained(self, folder: Path) -> None:
-        (Path(folder) / "tokenizer.json").write_text("{}")
+
+class FakeTask(Task):
+    """A task whose batches come from `make_batch`."""
+
+    def collate(self, samples: list[dict]) -> dict[str, torch.Tensor]:
+        return collate(samples)
 
 
 def make_arguments(folder: Path, training: dict | None = None, **options) -> TrainerArguments:
@@ -154,4 +165,6 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
         restore=state_averager.restore, discard_local_updates=lambda: False, target_batch_size=8, pop_steps=list,
         num_computed=0, tracker=FakeTracker(epoch=9), recent_rounds=[], dht=None,
     )  # fmt: skip
-    return TrainingSession(FAKE_PEER, optimizer, model, make_arguments(folder, run_id="run"), lambda: False)
+    return TrainingSession(
+        FAKE_PEER, optimizer, FakeTask(), model, make_arguments(folder, run_id="run"), lambda: False
+    )

@@ -12,20 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_model
 from transformers import AlbertForPreTraining
 
 from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import UserError
 from cotrain.models.model import build_model
 from cotrain.monitoring.monitor import CheckpointKeeper
+from cotrain.task import Task
 from cotrain.training import checkpoints
 from run_training_monitor import TrainingMonitorArguments
-from tests.support.fakes import FakeAverager, FakeTokenizer, make_state
+from tests.support.fakes import FakeAverager, make_state
 from tests.support.swarm import CONFIG
 
 
 def save(folder: Path, step: int) -> Path:
-    return checkpoints.save_checkpoint(folder, build_model(CONFIG, "run"), FakeTokenizer(), make_state(step), {})
+    return checkpoints.save_checkpoint(folder, Task(), build_model(CONFIG, "run"), make_state(step), {})
 
 
 def test_checkpoint_opens_again(tmp_path):
@@ -34,6 +36,27 @@ def test_checkpoint_opens_again(tmp_path):
     state = checkpoints.restore_newest(tmp_path, "run", FakeAverager(step=0))
     assert state.step == 7 and torch.equal(state.tensors[0], make_state(7).tensors[0])
     assert torch.load(path / "training_state.pt", weights_only=True)["run_id"] == "run"
+
+
+class Tied(torch.nn.Module):
+    """A model of no library, with tied weights and with statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.norm = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)
+        self.last.weight = self.first.weight
+
+
+def test_weights_of_any_module_open_again_and_are_replaced(tmp_path):
+    for step in (7, 7):
+        model = Tied()
+        model.norm(torch.rand(4, 3))
+        path = checkpoints.save_checkpoint(tmp_path, Task(), model, make_state(step), {})
+    opened = Tied()
+    load_model(opened, path / "model.safetensors")
+    assert all(tensor.equal(model.state_dict()[name]) for name, tensor in opened.state_dict().items())
+    assert opened.norm.num_batches_tracked == 1 and opened.last.weight is opened.first.weight
+    assert {file.name for file in path.iterdir()} == {"collaboration.json", "model.safetensors", "training_state.pt"}
 
 
 def test_newest_is_by_step_and_old_ones_are_removed(tmp_path):
@@ -77,7 +100,7 @@ def write_for_ever(folder: Path, first_step: int, pipe: int) -> None:
     model, step = build_model(CONFIG, "run"), first_step
     while True:
         os.write(pipe, b"x")
-        checkpoints.save_checkpoint(folder, model, FakeTokenizer(), make_state(step), {})
+        checkpoints.save_checkpoint(folder, Task(), model, make_state(step), {})
         checkpoints.remove_old_checkpoints(folder, keep=2)
         step += 1
 
@@ -139,7 +162,7 @@ def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
 def keeper(tmp_path) -> Iterator[CheckpointKeeper]:
     """The keeper of a monitor that saves every five steps. Its averager downloads the state of step 5."""
     args = TrainingMonitorArguments(output_dir=str(tmp_path), refresh_period=0.01)
-    keeper = CheckpointKeeper(FakeAverager(step=5), build_model(CONFIG, "run"), FakeTokenizer(), "run", args)
+    keeper = CheckpointKeeper(FakeAverager(step=5), Task(), build_model(CONFIG, "run"), "run", args)
     yield keeper
     keeper.close()
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
-from cotrain.arguments import ModelArguments
+from cotrain.arguments import ModelArguments, SampleArguments
 from cotrain.common.errors import UserError
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import build_model, build_trainer_model, load_config
+from cotrain.models.model import build_model, load_config
+from cotrain.tasks import loading as tasks
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
 
@@ -91,7 +92,7 @@ def pretrained(data, tmp_path):
 def build(data, path, run_id: str = "run") -> dict[str, torch.Tensor]:
     """Build a trainer's model from the weights at a path, and return its state."""
     args = ModelArguments(str(path), from_pretrained=True, tokenizer_path=str(data / "tokenizer"))
-    return build_trainer_model(load_config(args, load_tokenizer(args.tokenizer_path)), args, run_id).state_dict()
+    return tasks.build_model(tasks.load_task(args, SampleArguments(), has_weights=True), run_id).state_dict()
 
 
 def test_pretrained_weights_are_loaded(data, pretrained):

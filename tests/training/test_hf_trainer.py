@@ -11,22 +11,26 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch.optim import SGD
+from torch.utils.data import TensorDataset
 from transformers import TrainingArguments
 
 from cotrain.arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.models.model import build_model, enable_gradient_checkpointing
 from cotrain.status.loss_meter import LossMeter
+from cotrain.task import Task
 from cotrain.training.hf_trainer import (
-    AutocastDataParallel,
     CollaborativeTrainer,
     NoOpScheduler,
     PeerSampler,
+    TaskLoss,
     autocast_dtype,
     build_training_arguments,
 )
-from tests.support.fakes import collate, make_batch
+from tests.support.fakes import FakeTask, make_batch
 from tests.support.swarm import CONFIG
+
+NO_EXTRAS = {"max_grad_norm": 0.0, "remove_unused_columns": False, "disable_tqdm": True, "save_strategy": "no"}
 
 
 def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -> CollaborativeTrainer:
@@ -38,8 +42,7 @@ def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -
     sampler = sampler or PeerSampler(8, "peer", 0, SimpleNamespace(local_epoch=0))
     dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=sampler.length).items()})
     options = {
-        "per_device_train_batch_size": 8, "max_grad_norm": 0.0, "remove_unused_columns": False, "report_to": "none",
-        "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "max_steps": 1, **options,
+        "per_device_train_batch_size": 8, "report_to": "none", "use_cpu": True, "max_steps": 1, **NO_EXTRAS, **options,
     }  # fmt: skip
     model = build_model(CONFIG, "run").to("cpu" if options["use_cpu"] else "cuda")
     optimizer = SGD(model.parameters(), lr=0.0)
@@ -47,7 +50,7 @@ def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -
         model=model,
         args=TrainingArguments(output_dir=str(folder), **options),
         train_dataset=dataset,
-        data_collator=collate,
+        task=FakeTask(),
         optimizers=(optimizer, NoOpScheduler(optimizer)),
         sampler=sampler,
         loss_meter=LossMeter(),
@@ -155,10 +158,14 @@ def use_two_fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.DataParallel, "parallel_apply", _parallel_apply)
 
 
-def _forward(data_parallel: torch.nn.DataParallel, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    halves = [{name: values.chunk(2)[index] for name, values in inputs.items()} for index in range(2)]
-    outputs = data_parallel.parallel_apply([data_parallel.module] * 2, [()] * 2, halves)
-    return {"loss": torch.stack([output["loss"] for output in outputs])}
+def _forward(data_parallel: torch.nn.DataParallel, batch: dict | list) -> torch.Tensor:
+    def half(index: int) -> dict | list:
+        if isinstance(batch, list):
+            return [values.chunk(2)[index] for values in batch]
+        return {name: values.chunk(2)[index] for name, values in batch.items()}
+
+    halves = [(half(0),), (half(1),)]
+    return torch.stack(data_parallel.parallel_apply([data_parallel.module] * 2, halves, [{}] * 2))
 
 
 def _parallel_apply(_data_parallel, modules: list, inputs: list[tuple], kwargs: list[dict]) -> list:
@@ -197,7 +204,6 @@ def train_on_devices(tmp_path, device: str = "cpu", **options) -> tuple[float, l
     model, meter = trainer.model, trainer.loss_meter
     calls = record_precision(model.predictions.dense)
     trainer.train()
-    assert trainer.accelerator.unwrap_model(trainer.model_wrapped) is model, "checkpoints have the model itself"
     return meter.pop()[0], calls
 
 
@@ -211,13 +217,44 @@ def test_two_devices_compute_in_the_requested_precision(tmp_path, monkeypatch):
     assert loss == pytest.approx(full_loss, rel=0.01) and loss != full_loss
 
 
+class Attribute(Task):
+    """A task whose loss uses a part of the model, which DataParallel hides, and whose batches are lists."""
+
+    def compute_loss(self, model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        inputs, targets = batch
+        return torch.nn.functional.mse_loss(model.head(inputs), targets)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_any_task_trains_on_one_device_or_two(tmp_path, monkeypatch, num_devices):
+    if num_devices == 2:
+        use_two_fake_devices(monkeypatch)
+    samples = TensorDataset(torch.arange(8.0).view(8, 1), torch.ones(8, 1))
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1)})
+    model.head = model["head"]
+    torch.nn.init.zeros_(model.head.weight)
+    torch.nn.init.zeros_(model.head.bias)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    options = {"per_device_train_batch_size": 4 // num_devices, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = CollaborativeTrainer(
+        model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **NO_EXTRAS, **options),
+        train_dataset=samples, optimizers=(optimizer, NoOpScheduler(optimizer)), task=Attribute(),
+        sampler=PeerSampler(8, "peer", 0, SimpleNamespace(local_epoch=0)), loss_meter=LossMeter(),
+    )  # fmt: skip
+    gradients = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.head.weight.grad.clone()))
+    trainer.train()
+    assert trainer.loss_meter.pop() == (2.0, 2)
+    assert gradients[0].item() == pytest.approx(-2 * 3.5), "the mean over all eight samples"
+
+
 def test_gradient_checkpointing_recomputes_in_the_same_precision(monkeypatch):
     """The default of the threads is bfloat16 on the CPU and float16 on GPUs."""
     use_two_fake_devices(monkeypatch)
     model = build_model(CONFIG, "run")
     enable_gradient_checkpointing(model.train())
     calls = record_precision(model.albert.encoder.albert_layer_groups[0].albert_layers[0].ffn)
-    AutocastDataParallel(model, torch.float16)(**make_batch(size=8))["loss"].mean().backward()
+    torch.nn.DataParallel(TaskLoss(FakeTask(), model, torch.float16))(make_batch(size=8)).mean().backward()
     num_calls = 2 * CONFIG.num_hidden_layers * 2  # devices; forward and again in the backward pass
     assert [used for _, used in calls] == [torch.float16] * num_calls
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

@@ -16,10 +16,10 @@ from cotrain.arguments import TrainerArguments
 from cotrain.common.processes import StopSignal
 from cotrain.models.model import build_model
 from cotrain.status.status import read_status
-from cotrain.training import session, task
+from cotrain.training import session, workload
 from cotrain.training.checkpoints import list_checkpoints
 from cotrain.training.session import TrainingSession
-from tests.support.fakes import FakeTokenizer, collate, make_arguments, make_batch
+from tests.support.fakes import FakeTask, make_arguments, make_batch
 from tests.support.peers import local_peer
 from tests.support.swarm import CONFIG
 
@@ -64,8 +64,8 @@ def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerArguments, size: i
     """Run a trainer script with a peer and some samples, on the CPU or on GPUs."""
     dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=size).items()})
     device = torch.device("cpu" if args.training.use_cpu else "cuda")
-    loaded = task.Task(FakeTokenizer(), dataset, collate, build_model(CONFIG, "run"), device, num_devices)
-    patch.setattr(task, "load_task", lambda _args: loaded)
+    loaded = workload.Workload(FakeTask(), dataset, build_model(CONFIG, "run"), device, num_devices)
+    patch.setattr(workload, "load_workload", lambda _args: loaded)
     patch.setattr("cotrain.peer.peer.open_peer", lambda *_args: contextlib.nullcontext(peer))
     patch.setattr("cotrain.peer.peer.exit_after", lambda *_args: None)
     with StopSignal() as stop:

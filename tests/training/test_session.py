@@ -147,7 +147,7 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
     assert stored[0]["username"] == session.name == derive_name("QmFake")
     session.close()
     args = make_arguments(tmp_path, run_id="run", username="alice")
-    assert TrainingSession(FAKE_PEER, session.optimizer, session.model, args, bool).name == "alice"
+    assert TrainingSession(FAKE_PEER, session.optimizer, session.task, session.model, args, bool).name == "alice"
 
 
 def test_two_steps_within_one_local_step_are_both_reported(session):

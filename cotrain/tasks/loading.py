@@ -1,0 +1,86 @@
+"""Loading of a task, the file of --task or the built-in task of a model, and of its model and samples."""
+
+import contextlib
+import inspect
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from cotrain.arguments import ModelArguments, SampleArguments
+from cotrain.common.errors import UserError, first_line
+from cotrain.models.model import seeded_by
+from cotrain.task import Task
+from cotrain.tasks.text import build_text_task
+
+
+def load_task(args: ModelArguments, sample_args: SampleArguments, **options: bool) -> Task:
+    """Load the task of --task, or build that of --model_name_or_path; see `build_text_task` for the parameters.
+
+    :raises UserError: if something is missing or does not fit
+    """
+    return build_text_task(args, sample_args, **options) if args.task is None else read_task(Path(args.task))
+
+
+def read_task(path: Path) -> Task:
+    """Run a file that defines a task, and build the task.
+
+    :raises UserError: if the file cannot be run, or does not define one subclass of Task
+    """
+    path = path.resolve()
+    module = types.ModuleType(f"task_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look there for the module of a class
+    with _explained(str(path)):
+        # Not imported: Python would take compiled code of another version if size and second of the change are equal.
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
+        classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Task)]
+        own = [task_class for task_class in classes if task_class.__module__ == module.__name__]
+        if len(own) != 1:
+            found = " and ".join(task_class.__name__ for task_class in own) or "none"
+            raise UserError(f"--task: '{path}' defines {found}; it must define one subclass of cotrain.Task")
+        return own[0]()
+
+
+def build_model(task: Task, run_id: str) -> torch.nn.Module:
+    """Build the model of a task, with initial weights that are seeded by the run ID alone, hence equal on all peers.
+
+    :raises UserError: if the task does not build a model with parameters to train
+    """
+    with _explained(path := inspect.getfile(type(task))), seeded_by(run_id):
+        model = task.build_model()
+        if not isinstance(model, torch.nn.Module):
+            raise UserError(f"'{path}': build_model must return a torch.nn.Module, not {type(model).__name__}")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError(f"'{path}': the model of build_model has no parameters to train")
+        return model.float()  # in which peers exchange parameters and gradients
+
+
+def load_samples(task: Task, split: str) -> Dataset:
+    """Load the samples of a task.
+
+    :raises UserError: if they cannot be loaded, or there are none
+    """
+    with _explained(path := inspect.getfile(type(task))):
+        samples = task.load_samples(split)
+        if len(samples) == 0:
+            raise UserError(f"'{path}': load_samples has no samples of the split '{split}'")
+        return samples
+
+
+@contextlib.contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Raise an error of the code in a file as a UserError, which says where it is; --debug shows the traceback."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), 1)
+        text = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"'{path}', line {line}: {text}; correct the file") from error

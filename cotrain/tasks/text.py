@@ -1,0 +1,135 @@
+"""The built-in task: a language model of transformers, on text that tokenize_wikitext103.py has prepared."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+from transformers import DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.arguments import DatasetArguments, ModelArguments, SampleArguments
+from cotrain.common.errors import UserError
+from cotrain.data.download import fetch_data
+from cotrain.data.loading import load_datasets, load_manifest
+from cotrain.data.tokenizers import load_tokenizer
+from cotrain.models.model import get_objective, initialize_model, load_config, load_pretrained
+from cotrain.models.objectives import OBJECTIVES
+from cotrain.task import Metric, Task
+
+Batch = dict[str, torch.Tensor]
+
+
+def build_text_task(
+    args: ModelArguments, sample_args: SampleArguments, has_weights: bool = False, disable_tqdm: bool = False
+) -> "TextTask":
+    """Build the task of --model_name_or_path, after downloading its data if it is missing.
+
+    :param args: DatasetArguments, or those of a monitor, which loads no samples
+    :param has_weights: begin with the weights of --from_pretrained; other peers than trainers download the state
+    :raises UserError: if something is missing or does not fit
+    """
+    if isinstance(args, DatasetArguments):
+        fetch_data(args, disable_tqdm)
+    tokenizer = load_tokenizer(args.tokenizer_path)
+    return TextTask(args, sample_args, tokenizer, load_config(args, tokenizer), has_weights and args.from_pretrained)
+
+
+class TextTask(Task):
+    """A language model, and text that is prepared for the objective of the model, see cotrain/models/objectives.py."""
+
+    def __init__(
+        self, args: ModelArguments, sample_args: SampleArguments, tokenizer: PreTrainedTokenizerBase,
+        config: PretrainedConfig, has_weights: bool = False,
+    ):  # fmt: skip
+        self.args, self.sample_args, self.tokenizer, self.config = args, sample_args, tokenizer, config
+        self.has_weights, self.objective = has_weights, OBJECTIVES[get_objective(config)]
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
+
+    def build_model(self) -> PreTrainedModel:
+        return load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
+
+    def load_samples(self, split: str) -> Dataset:
+        manifest = load_manifest(self.args.dataset_path, self.tokenizer, self.config)
+        if (length := self.sample_args.seq_length) not in (None, manifest.max_seq_length):
+            raise UserError(
+                f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "
+                f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
+            )
+        samples = load_datasets(self.args.dataset_path)[split]
+        return CollatedSamples(samples, self.collate) if split == "validation" else samples
+
+    def collate(self, samples: list[dict]) -> Batch:
+        """Pad samples to a multiple of 8 tokens, and for masked LM select the tokens to predict, unless that is done.
+
+        A batch has LongTensors of shape [samples, tokens]: `input_ids`, `attention_mask`, `labels` (-100: not
+        predicted); for sentence order also `token_type_ids`, and `sentence_order_label` of shape [samples]. Of the
+        tokens to predict, 80 % are replaced by [MASK] and 10 % by a random token; special tokens are never selected.
+        """
+        if "labels" in samples[0]:
+            padding = {"input_ids": self.tokenizer.pad_token_id, "labels": -100}
+            return {name: _stack([sample[name] for sample in samples], padding.get(name, 0)) for name in samples[0]}
+        is_masked, probability = not self.objective.is_causal, self.sample_args.mlm_probability
+        pad = partial(DataCollatorForLanguageModeling, pad_to_multiple_of=8)  # tensor cores are fastest then
+        batch = dict(pad(self.tokenizer, mlm=is_masked, mlm_probability=probability)(samples))
+        if not is_masked:
+            # transformers recognizes padding by its token. Where that is the end-of-text token, as for GPT-2, a model
+            # would not learn to end a text.
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return batch
+
+    def evaluate(self, model: PreTrainedModel, batch: Batch) -> dict[str, Metric]:
+        outputs, labels = model(**batch), batch["labels"]
+        if self.objective.is_causal:
+            loss, _ = measure(outputs.logits[:, :-1], labels[:, 1:])  # each token predicts the next
+            return {"loss": loss}
+        if not self.objective.has_sentence_order:
+            loss, accuracy = measure(outputs.logits, labels)
+            return {"loss": loss, "mlm_accuracy": accuracy}
+        loss, accuracy = measure(outputs.prediction_logits, labels)
+        order_loss, order_accuracy = measure(outputs.sop_logits, batch["sentence_order_label"])
+        return {"loss": loss, "order_loss": order_loss, "mlm_accuracy": accuracy, "sop_accuracy": order_accuracy}
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Add the losses. Trainers report the same loss, except for their weighting of micro-batches."""
+        loss = means.pop("loss") + means.pop("order_loss", 0.0)
+        return {"loss": loss, **(means or {"perplexity": math.exp(min(20.0, loss))})}
+
+    def save_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
+        super().save_pretrained(model, folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+class CollatedSamples(Dataset):
+    """Samples whose masked tokens depend on the index of the sample only, not on its batch."""
+
+    def __init__(self, samples: Dataset, collate: Callable[[list[dict]], Batch]):
+        self.samples, self.collate = samples, collate
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Batch:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            return {name: values[0] for name, values in self.collate([self.samples[index]]).items()}
+
+
+def _stack(values: list[torch.Tensor], padding: int) -> torch.Tensor:
+    """Stack the samples' values of a column: numbers, or sequences, which are padded to the longest one."""
+    return pad_sequence(values, batch_first=True, padding_value=padding) if values[0].ndim else torch.stack(values)
+
+
+def measure(logits: torch.Tensor, labels: torch.Tensor) -> tuple[Metric, Metric]:
+    """Return cross-entropy and accuracy.
+
+    :param logits: [..., classes]; :param labels: [...], -100 where there is nothing to predict
+    """
+    logits, labels = logits.flatten(end_dim=-2), labels.flatten()
+    logits, labels = logits[labels != -100].float(), labels[labels != -100]
+    count, correct = len(labels), int((logits.argmax(dim=-1) == labels).sum())
+    return (cross_entropy(logits, labels, reduction="sum") / max(1, count), count), (correct / max(1, count), count)

@@ -1,0 +1,48 @@
+"""What a trainer computes on: the task of the run, its samples and its model."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Dataset
+
+from cotrain.arguments import TrainerArguments
+from cotrain.common.errors import UserError
+from cotrain.models.model import enable_gradient_checkpointing
+from cotrain.task import Task
+from cotrain.tasks.loading import build_model, load_samples, load_task
+from cotrain.training.hf_trainer import choose_devices
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Task, samples and model of a trainer. The model is on the CPU until it is moved to `device`.
+
+    :param num_devices: number of GPUs that transformers' Trainer uses; 1 without a GPU
+    """
+
+    task: Task
+    samples: Dataset
+    model: torch.nn.Module
+    device: torch.device
+    num_devices: int
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad or not only_trainable)
+
+
+def load_workload(args: TrainerArguments) -> Workload:
+    """Load the task, downloading its data if it is missing, and build its model.
+
+    :raises UserError: if something is missing or does not fit
+    """
+    device, num_devices = choose_devices(args.training)
+    task = load_task(args.dataset, args.training, has_weights=True, disable_tqdm=args.training.disable_tqdm)
+    samples, batch_size = load_samples(task, "train"), args.training.per_device_train_batch_size
+    if len(samples) < batch_size:
+        raise UserError(
+            f"the task has {len(samples)} samples to train on, fewer than --per_device_train_batch_size {batch_size}"
+        )
+    model = build_model(task, args.collaboration.run_id)
+    if args.training.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return Workload(task, samples, model, device, num_devices)
