@@ -160,7 +160,10 @@ def test_newcomer_whose_download_takes_six_steps_becomes_equal():
         joined = newcomer.step
         assert joined - newcomer.downloads[0][1] >= 3
         scenario.unite()
-        assert newcomer.step <= joined + 8, "late"
+        # Without the gradients of the download's steps, its updates differ by 0.0033 to 0.0049 six steps later.
+        assert newcomer.step <= joined + 10, "late"
+        given = next(entry for entry in newcomer.rounds if entry["outcome"] == "averaged")
+        assert given["step"] <= joined + 2 and given["distance"] == 0
         assert not any(peer.downloads for peer in others) and newcomer.applied_samples
 
 
