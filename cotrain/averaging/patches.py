@@ -39,5 +39,6 @@ def apply_patches() -> None:
 
 def warn_of_another_version() -> None:
     if hivemind.__version__ != TESTED_VERSION:
-        installed = f"hivemind {hivemind.__version__} is installed"
-        logger.warning(f"{installed}, {TESTED_VERSION} was tested: see docs/upgrading-hivemind.md")
+        logger.warning(
+            f"hivemind {hivemind.__version__} is installed, {TESTED_VERSION} was tested: see docs/upgrading-hivemind.md"
+        )
