@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from tests.support.peers import ALTERED, LOCAL, ROOT, Script, wait_until
 
 EXAMPLE = "examples/plain_loop.py"
-BATCH, TARGET, LAST_STEP = 32, 4096, 16
+TARGET, LAST_STEP = 4096, 20
 ACCURACY = re.compile(r"Accuracy on \d+ other digits: ([\d.]+)%")
 # Peers of a user who has read little: the module has other weights in each process unless it is built by `join_run`.
 OWN_SCRIPT = """
@@ -67,6 +67,7 @@ def test_example_reaches_the_accuracy_of_one_process(scripts):
     first = scripts.start(EXAMPLE, monitor.address, log="first")
     first.wait_for("Local step 1:")
     second = scripts.start(ALTERED, EXAMPLE, monitor.address, log="second", env={"PACE": "0.05"})
+    second.wait_for(r"Joined the collaboration at step #[1-9]")
     wait_until(lambda: averaged(second) >= 2, 120, "two steps of both peers")
     first.kill()
     first = scripts.start(EXAMPLE, monitor.address, log="first")
@@ -78,7 +79,7 @@ def test_example_reaches_the_accuracy_of_one_process(scripts):
     second.assert_nothing_left()
     expected = 100 * train_alone(max(first.steps))
     for script in (first, second):
-        assert float(ACCURACY.search(script.output)[1]) > expected - 4, (script.output, expected)
+        assert float(ACCURACY.search(script.output)[1]) > expected - 5, (script.output, expected)
     assert {path.name for path in scripts.folder.glob("outputs*")} == {"outputs", "outputs-2"}
     assert list(scripts.folder.glob("outputs/checkpoint-*/model.safetensors"))
     monitor.wait_for(rf"Step #{LAST_STEP - 2}\tloss = ")
