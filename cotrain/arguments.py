@@ -339,10 +339,8 @@ class ModelArguments:
     )
 
     def __post_init__(self):
-        require(
-            self.task is None or Path(self.task).is_file(),
-            f"--task: there is no file '{self.task}'; pass the path of the run's task, which its organiser has",
-        )
+        if self.task is not None:
+            require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
 
     @property
     def task_sha256(self) -> str | None:

@@ -1,9 +1,6 @@
-"""A task of its own: a convolutional network that reads handwritten digits, scikit-learn's 1,797 of 8 x 8 pixels.
+"""A task of its own: a small network that reads handwritten digits, scikit-learn's 1,797 images of 8 x 8 pixels.
 
-pip install scikit-learn
-./run_training_monitor.py --task examples/digits.py --run_config examples/digits.yaml
-./run_trainer.py --task examples/digits.py --initial_peers /ip4/…
-./run_evaluator.py --task examples/digits.py --initial_peers /ip4/…
+See docs/own-model.md for the commands of monitor, trainers and evaluator.
 """
 
 import torch
@@ -14,8 +11,6 @@ from torch.utils.data import TensorDataset
 
 from cotrain import Task
 
-NUM_VALIDATION = 360  # the last images, by other writers
-
 
 class Digits(Task):
     """Classification of images as one of ten digits."""
@@ -25,7 +20,7 @@ class Digits(Task):
             nn.Conv2d(1, 16, 3, padding=1),
             nn.ReLU(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            nn.GroupNorm(4, 32),  # not BatchNorm, whose statistics would be another on each peer
+            nn.GroupNorm(4, 32),  # not BatchNorm: its statistics would be another on each peer
             nn.ReLU(),
             nn.Flatten(),
             nn.Linear(32 * 4 * 4, 10),
@@ -33,9 +28,9 @@ class Digits(Task):
 
     def load_samples(self, split: str) -> TensorDataset:
         images, labels = load_digits(return_X_y=True)
-        images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16.0
-        part = slice(-NUM_VALIDATION) if split == "train" else slice(-NUM_VALIDATION, None)
-        return TensorDataset(images[part], torch.tensor(labels)[part])
+        images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+        part = slice(1437) if split == "train" else slice(1437, None)
+        return TensorDataset(images[part], torch.tensor(labels[part]))
 
     def compute_loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         images, labels = batch
@@ -44,5 +39,5 @@ class Digits(Task):
     def evaluate(self, model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         images, labels = batch
         logits = model(images)
-        is_right = logits.argmax(dim=-1) == labels
-        return {"loss": cross_entropy(logits, labels), "accuracy": is_right.float().mean()}
+        accuracy = (logits.argmax(dim=-1) == labels).float().mean()
+        return {"loss": cross_entropy(logits, labels), "accuracy": accuracy}

@@ -1,18 +1,13 @@
-"""Loading of the prepared data in trainers and evaluators: datasets and collators."""
+"""Loading of the prepared data in trainers and evaluators."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
-from transformers import BatchEncoding, DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from cotrain.arguments import DatasetArguments
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.manifest import REMEDY, Manifest, tokenizer_sha256
 from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES, SPLITS
-
-PAD_TO_MULTIPLE_OF = 8  # tensor cores are fastest with such shapes
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
@@ -30,45 +25,9 @@ def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
     return splits
 
 
-@dataclass
-class CausalCollator:
-    """Pads samples and builds labels for causal LM (the model shifts them).
-
-    transformers' collator recognizes padding by its token. Where that is the end-of-text token, as for GPT-2, a model
-    would not learn to end a text.
-    """
-
-    tokenizer: PreTrainedTokenizerBase  # as transformers' collator has it
-
-    def __call__(self, samples: list[dict]) -> BatchEncoding:
-        batch = self.tokenizer.pad(samples, pad_to_multiple_of=PAD_TO_MULTIPLE_OF, return_tensors="pt")
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        return batch
-
-
-def build_collator(
-    objective: str, tokenizer: PreTrainedTokenizerBase, mlm_probability: float = 0.15
-) -> Callable[[list[dict]], BatchEncoding]:
-    """Build a collator: it pads samples to a batch and, for masked LM, selects the tokens to predict.
-
-    A batch has LongTensors of shape [samples, tokens]: `input_ids`, `attention_mask`, `labels` (-100: not predicted);
-    for sentence order also `token_type_ids`, and `sentence_order_label` of shape [samples]. Of the tokens to predict,
-    80 % are replaced by [MASK] and 10 % by a random token; special tokens are never selected.
-    """
-    if OBJECTIVES[objective].is_causal:
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
-        return CausalCollator(tokenizer)
-    return DataCollatorForLanguageModeling(
-        tokenizer, mlm_probability=mlm_probability, pad_to_multiple_of=PAD_TO_MULTIPLE_OF
-    )
-
-
-def load_manifest(
-    dataset_args: DatasetArguments, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
-) -> Manifest:
+def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Manifest:
     """Load the manifest; UserError if tokenizer or model do not match it."""
-    manifest = Manifest.load(dataset_args.dataset_path)
+    manifest = Manifest.load(dataset_path)
     objective = OBJECTIVE_OF_MODEL[config.model_type]
     if objective != manifest.objective:
         raise UserError(

@@ -59,10 +59,9 @@ class RoundStatistics(ExtensibleRecord):
 
 
 class Evaluation(ExtensibleRecord):
-    """Record of an evaluator: metrics of the task over validation samples, for the parameters of a global step.
+    """Record of an evaluator: metrics over validation samples, for the parameters of a global step.
 
-    The metrics are further fields: at most MAX_METRICS finite numbers. Evaluators of earlier versions, and those of
-    text, have loss, perplexity, mlm_accuracy and sop_accuracy; None means that there is no such metric.
+    The metrics are further fields: at most MAX_METRICS finite numbers; None: there is no such metric.
     """
 
     step: Step

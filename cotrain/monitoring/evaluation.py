@@ -67,10 +67,8 @@ class Evaluator:
         try:
             return Evaluation(**{"step": step, "samples": self.num_samples, **bounded})
         except ValueError:
-            raise UserError(
-                f"the task has the metrics {', '.join(metrics)}: at most {MAX_METRICS} are allowed, with names of at "
-                "most 32 letters, digits and '_'"
-            ) from None
+            rule = f"at most {MAX_METRICS} metrics, named by at most 32 letters, digits and '_'"
+            raise UserError(f"the task must have {rule}, and has: {', '.join(metrics)}") from None
 
 
 class EvaluationLoop:

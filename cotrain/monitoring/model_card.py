@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 
-from cotrain.models.model import get_model_class, get_objective
-from cotrain.models.objectives import OBJECTIVES
+from cotrain.models.model import get_model_class
 from cotrain.monitoring.contributors import Contributors, build_table
 from cotrain.monitoring.reporters import read_records
 from cotrain.status.status import plural
@@ -36,35 +35,28 @@ class CardMetadata:
 
 def build_card_data(metadata: CardMetadata) -> ModelCardData:
     """Build the metadata of the card, which the Hub's search uses."""
-    task, tags = metadata.task, ["hivemind", "collaborative-training"]
-    options = {"language": metadata.language, "license": metadata.license}
-    if not isinstance(task, TextTask):
-        return ModelCardData(**options, tags=tags)
-    tags.append(task.config.model_type)
-    return ModelCardData(**options, tags=tags, library_name="transformers", pipeline_tag=task.pipeline_tag)
+    task, tags, of_text = metadata.task, ["hivemind", "collaborative-training"], {}
+    if isinstance(task, TextTask):
+        pipeline_tag = "text-generation" if task.objective.is_causal else "fill-mask"
+        tags, of_text = [*tags, task.config.model_type], {"library_name": "transformers", "pipeline_tag": pipeline_tag}
+    return ModelCardData(language=metadata.language, license=metadata.license, tags=tags, **of_text)
 
 
 def describe_model(metadata: CardMetadata) -> tuple[str, str]:
     """Return what the model is, and the code that loads it."""
-    repo_id, task = metadata.repo_id, metadata.task
+    task = metadata.task
     if not isinstance(task, TextTask):
-        return (
-            "a model of its own",
-            f"""from huggingface_hub import hf_hub_download
-from safetensors.torch import load_model
+        code = f"""from safetensors.torch import load_model
 
-model = {type(task).__name__}().build_model()  # of the run's --task
-load_model(model, hf_hub_download("{repo_id}", "model.safetensors"))""",
-        )
+model = {type(task).__name__}().build_model()  # from the file of the run's --task
+load_model(model, "model.safetensors")"""
+        return "the model of a task of its own", code
     model_class = get_model_class(task.config).__name__
-    description = OBJECTIVES[get_objective(task.config)].description
-    return (
-        f"a model of type {task.config.model_type}, trained for {description}",
-        f"""from transformers import {model_class}, AutoTokenizer
+    code = f"""from transformers import {model_class}, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{repo_id}")
-model = {model_class}.from_pretrained("{repo_id}")""",
-    )
+tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")
+model = {model_class}.from_pretrained("{metadata.repo_id}")"""
+    return f"a model of type {task.config.model_type}, trained for {task.objective.description}", code
 
 
 def build_card(

@@ -58,12 +58,9 @@ def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: Pretrained
 
 
 def open_completer(task: Task, model: torch.nn.Module, texts: Sequence[str]) -> Pipeline:
-    """Build the pipeline for the texts of --sample_text.
-
-    :raises UserError: if a text, or the task, is not suitable
-    """
+    """Build the pipeline for the texts of --sample_text; UserError if the task or a text is not suitable."""
     if not isinstance(task, TextTask):
-        raise UserError("--sample_text is for the built-in language models: drop it with a --task of your own")
+        raise UserError("--sample_text completes texts by a language model: drop it, or drop --task")
     for text in texts:
         check_text(text, task.tokenizer, task.config, "--sample_text")
     return build_pipeline(model, task.tokenizer)

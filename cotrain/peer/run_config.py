@@ -250,14 +250,12 @@ def refuse_another_task(config: RunConfig, arguments: Iterable[object]) -> None:
     """Raise UserError if a peer has another --task than the run, or one of both has none."""
     (args,) = [args for args in arguments if isinstance(args, ModelArguments)]
     own, run_id, expected = args.task_sha256, config.settings["run_id"], config.settings.get(TASK)
-    if own == expected:
-        return
-    if expected is None:
-        raise UserError(f"--task: run {run_id} has no task of its own, but trains a language model: drop the flag")
-    remedy = f"ask the organiser for the file with SHA-256 {expected}, read it, and pass --task FILE"
-    if own is None:
-        raise UserError(f"run {run_id} has a task of its own: {remedy}")
-    raise UserError(f"--task: '{args.task}' with SHA-256 {own} is another version than that of run {run_id}: {remedy}")
+    if own != expected and expected is None:
+        raise UserError(f"--task: run {run_id} trains a language model, without a task of its own: drop the flag")
+    if own != expected:
+        fault = "--task is missing" if own is None else f"--task: '{args.task}' is another version, SHA-256 {own}"
+        remedy = "ask the organiser for the file, read it, and pass --task FILE"
+        raise UserError(f"{fault}; run {run_id} has the task with SHA-256 {expected}: {remedy}")
 
 
 @dataclass

@@ -35,7 +35,7 @@ def read_task(path: Path) -> Task:
     module = types.ModuleType(f"task_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look there for the module of a class
-    with _explained(path):
+    with _explained(str(path)):
         # Not imported: Python would take compiled code of another version if size and second of the change are equal.
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
         classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Task)]
@@ -51,7 +51,7 @@ def build_model(task: Task, run_id: str) -> torch.nn.Module:
 
     :raises UserError: if the task does not build a model with parameters to train
     """
-    with _explained(path := _file_of(task)), seeded_by(run_id):
+    with _explained(path := inspect.getfile(type(task))), seeded_by(run_id):
         model = task.build_model()
         if not isinstance(model, torch.nn.Module):
             raise UserError(f"'{path}': build_model must return a torch.nn.Module, not {type(model).__name__}")
@@ -65,26 +65,22 @@ def load_samples(task: Task, split: str) -> Dataset:
 
     :raises UserError: if they cannot be loaded, or there are none
     """
-    with _explained(path := _file_of(task)):
+    with _explained(path := inspect.getfile(type(task))):
         samples = task.load_samples(split)
         if len(samples) == 0:
             raise UserError(f"'{path}': load_samples has no samples of the split '{split}'")
         return samples
 
 
-def _file_of(task: Task) -> Path:
-    return Path(inspect.getfile(type(task)))
-
-
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explained(path: str) -> Iterator[None]:
     """Raise an error of the code in a file as a UserError, which says where it is; --debug shows the traceback."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), 1)
         text = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"'{path}', line {line}: {text}; correct the file") from error

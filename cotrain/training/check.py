@@ -90,7 +90,7 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
         args = TrainerArguments(*adopt_run_config(command_line, stop))
         peer_args = args.collaboration
         work = load_workload(args)
-        size = work.num_parameters
+        size = work.num_parameters()
         text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
         yield Finding("data and model", text)
         yield from check_memories(size, work.device, args.training.local_updates)
@@ -100,7 +100,7 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
                 yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
             yield attempt("device", partial(measure_device, work, args.training))
             yield attempt("state", partial(measure_download, work.model, peer, args))
-            yield check_upload(peer.dht, work.num_trainable, peer_args)
+            yield check_upload(peer.dht, work.num_parameters(only_trainable=True), peer_args)
     except UserError as error:
         yield explain("joining", error)
 

@@ -26,13 +26,8 @@ class Workload:
     device: torch.device
     num_devices: int
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def num_trainable(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad or not only_trainable)
 
 
 def load_workload(args: TrainerArguments) -> Workload:

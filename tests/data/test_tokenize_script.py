@@ -15,7 +15,7 @@ import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AlbertConfig, AutoTokenizer, GPT2Config, RobertaConfig
+from transformers import AlbertConfig, AutoTokenizer, BertConfig, GPT2Config, RobertaConfig
 
 import tokenize_wikitext103
 from cotrain.arguments import DatasetArguments
@@ -24,16 +24,17 @@ from cotrain.common.errors import UserError, describe
 from cotrain.data import corpus, preparation
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import split_documents
-from cotrain.data.loading import build_collator, load_datasets, max_tokens
+from cotrain.data.loading import load_datasets, max_tokens
 from cotrain.data.manifest import FORMAT_VERSION, Manifest, tokenizer_sha256
 from cotrain.data.packing import SCHEMAS, group_documents
 from cotrain.data.tokenizer_training import train_tokenizer
 from cotrain.training.workload import load_workload
-from tests.support.fakes import make_arguments
+from tests.support.fakes import make_arguments, make_text_task
 from tests.support.peers import ROOT, TINY_ALBERT
 from tokenize_wikitext103 import TokenizationArguments
 
 SCRIPT = ROOT / "tokenize_wikitext103.py"
+CONFIG_OF = {"mlm_sop": AlbertConfig(), "mlm": BertConfig(), "clm": GPT2Config()}
 
 
 def arguments(folder: Path, **flags) -> TokenizationArguments:
@@ -102,7 +103,7 @@ def test_each_model_family(tmp_path, objective, kind, tokenizer_class, special_i
         assert splits[split].features.arrow_schema.remove_metadata() == SCHEMAS[objective]
         assert len(splits[split]) == manifest.splits[split]["instances"]
         assert max(map(len, splits[split]["input_ids"])) == 64
-    batch = build_collator(objective, tokenizer)([splits["train"][i] for i in range(4)])
+    batch = make_text_task(CONFIG_OF[objective], tokenizer).collate([splits["train"][i] for i in range(4)])
     assert {tuple(value.shape) for value in batch.values()} <= {(4, 64), (4,)}
     assert {value.dtype for value in batch.values()} == {torch.int64}
     assert os.listdir(tmp_path / "cache") == []  # temporary files are removed
@@ -248,7 +249,7 @@ def test_collator_masks_text_only(prepared):
     train = load_datasets(prepared / "dataset")["train"]
     samples = sorted(train, key=lambda sample: len(sample["input_ids"]))  # short ones first, for padding
     torch.manual_seed(0)
-    batch = build_collator("mlm_sop", tokenizer, mlm_probability=0.15)(samples)
+    batch = make_text_task(CONFIG_OF["mlm_sop"], tokenizer).collate(samples)
     assert set(batch) == {"input_ids", "token_type_ids", "attention_mask", "labels", "sentence_order_label"}
     assert batch["sentence_order_label"].tolist() == [sample["sentence_order_label"] for sample in samples]
 
@@ -267,9 +268,7 @@ def test_causal_collator_teaches_the_end_of_text():
     tokenizer = train_tokenizer(["a b c d e f " * 20], "bpe", "clm", 260, 64)
     tokenizer.pad_token = None  # as for GPT-2's published tokenizer
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 6, 0, 7], [8, 0])]
-    collator = build_collator("clm", tokenizer)
-    batch = collator(samples)
-    assert collator.tokenizer is tokenizer  # the evaluator pads with its token
+    batch = make_text_task(CONFIG_OF["clm"], tokenizer).collate(samples)
     assert batch["labels"].tolist() == [[5, 6, 0, 7, *[-100] * 4], [8, 0, *[-100] * 6]]
     assert batch["attention_mask"].sum().item() == 6
 

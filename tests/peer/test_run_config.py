@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -186,6 +187,31 @@ def test_a_flag_that_differs_is_refused_with_both_values(keys):
     refuse_differences(config, parse().with_settings(SETTINGS))  # data that is there needs no address
     with pytest.raises(UserError, match=r"--learning_rate is 0\.02 here and 0\.01 in run tree: drop the flag"):
         refuse_differences(config, parse().with_settings({**SETTINGS, "learning_rate": 0.02}))
+
+
+@pytest.mark.parametrize(
+    ("of_the_run", "own", "fault"),
+    [
+        ("one", "one", None),
+        (None, None, None),
+        (
+            "one",
+            "other",
+            "is another version, SHA-256 .*: ask the organiser for the file, read it, and pass --task",
+        ),
+        ("one", None, "--task is missing; run tree has the task with SHA-256"),
+        (None, "one", "run tree trains a language model, without a task of its own: drop the flag"),
+    ],
+)
+def test_all_peers_have_the_same_task(keys, tmp_path, of_the_run, own, fault, monkeypatch):
+    (tmp_path / "mine.py").write_text(own or "")
+    digest = {} if of_the_run is None else {run_config.TASK: hashlib.sha256(of_the_run.encode()).hexdigest()}
+    config = RunConfig.sign({**SETTINGS, **digest}, keys[0])
+    monkeypatch.setattr(run_config, "_visit", lambda *_: config)
+    task = [] if own is None else ["--task", str(tmp_path / "mine.py")]
+    line = parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *task)
+    with contextlib.nullcontext() if fault is None else pytest.raises(UserError, match=fault):
+        adopt_run_config(line, stop=None)
 
 
 def test_page_is_adopted_and_may_differ(keys):

@@ -21,7 +21,7 @@ from cotrain.arguments import (
     TrainerArguments,
 )
 from cotrain.task import Task
-from cotrain.tasks.text import TextTask, choose_class
+from cotrain.tasks.text import TextTask
 from cotrain.training.checkpoints import TrainingState
 from cotrain.training.session import TrainingSession
 
@@ -81,9 +81,10 @@ class FakeUploads:
         return future
 
 
-def make_text_task(config: PretrainedConfig) -> TextTask:
-    """Make the task of a model, without tokenizer and data."""
-    return choose_class(config)(ModelArguments(), SampleArguments(), None, config, has_weights=False)
+def make_text_task(config: PretrainedConfig, tokenizer: object | None = None) -> TextTask:
+    """Make the task of a model, without data."""
+    tokenizer = SimpleNamespace(pad_token="[PAD]") if tokenizer is None else tokenizer
+    return TextTask(ModelArguments(), SampleArguments(), tokenizer, config)
 
 
 class FakeTask(Task):
