@@ -22,10 +22,12 @@ def build_model():
 digits = load_digits()
 images, labels = torch.tensor(digits.images / 16, dtype=torch.float32).unsqueeze(1), torch.tensor(digits.target)
 is_test = torch.arange(len(labels)) % 5 == 0
-# All peers take the same step of AdamW whenever they have computed the gradients of 4096 samples together.
-settings = {"target_batch_size": 4096, "optimizer": "adamw", "learning_rate": 0.003, "warmup_steps": 0}
+# Each peer trains with AdamW on its own, and all average whenever they have used 8192 samples together.
+settings = {"local_updates": True, "target_batch_size": 8192, "optimizer": "adamw", "learning_rate": 1e-3}
 
-with join_run(build_model, batch_size=32, run_id="digits", initial_peers=sys.argv[1:], **settings) as run:
+with join_run(
+    build_model, batch_size=32, run_id="digits", initial_peers=sys.argv[1:], **settings, warmup_steps=0
+) as run:
     for x, y in run.batches(TensorDataset(images[~is_test], labels[~is_test])):  # until Ctrl-C
         run.step(cross_entropy(run.model(x), y))
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from tests.support.peers import ALTERED, LOCAL, ROOT, Script, wait_until
 
 EXAMPLE = "examples/plain_loop.py"
-TARGET, LAST_STEP = 4096, 20
+BATCH, TARGET, LAST_STEP = 32, 8192, 6
 ACCURACY = re.compile(r"Accuracy on \d+ other digits: ([\d.]+)%")
 # Peers of a user who has read little: the module has other weights in each process unless it is built by `join_run`.
 OWN_SCRIPT = """
@@ -37,19 +37,18 @@ def write_script(path, model="build", options="", number="10**9", after="print('
     return path
 
 
-def train_alone(num_steps: int) -> float:
-    """Return the accuracy of one process after some steps of TARGET samples, with the example's code."""
+def train_alone(num_samples: int) -> float:
+    """Return the accuracy of one process after some samples, with the example's code."""
     example = {}
     exec((ROOT / EXAMPLE).read_text().split("with join_run")[0], example)
     torch.manual_seed(0)
     model, images, labels = example["build_model"](), example["images"], example["labels"]
     training = torch.nonzero(~example["is_test"]).flatten()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=example["settings"]["learning_rate"], eps=1e-6)
-    for _ in range(num_steps):
-        chosen = training[torch.randint(len(training), (TARGET,))]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=example["settings"]["learning_rate"])
+    for _ in range(num_samples // BATCH):
+        chosen = training[torch.randint(len(training), (BATCH,))]
         optimizer.zero_grad()
         cross_entropy(model(images[chosen]), labels[chosen]).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     correct = model(images[example["is_test"]]).argmax(dim=1) == labels[example["is_test"]]
     return correct.float().mean().item()
@@ -77,9 +76,9 @@ def test_example_reaches_the_accuracy_of_one_process(scripts):
     first.assert_nothing_left()
     assert second.stop(signal.SIGTERM) == 0, second.output
     second.assert_nothing_left()
-    expected = 100 * train_alone(max(first.steps))
+    expected = 100 * train_alone(max(first.steps) * TARGET)
     for script in (first, second):
-        assert float(ACCURACY.search(script.output)[1]) > expected - 5, (script.output, expected)
+        assert float(ACCURACY.search(script.output)[1]) > expected - 3, (script.output, expected)
     assert {path.name for path in scripts.folder.glob("outputs*")} == {"outputs", "outputs-2"}
     assert list(scripts.folder.glob("outputs/checkpoint-*/model.safetensors"))
     monitor.wait_for(rf"Step #{LAST_STEP - 2}\tloss = ")
