@@ -39,6 +39,5 @@ def apply_patches() -> None:
 
 def warn_of_another_version() -> None:
     if hivemind.__version__ != TESTED_VERSION:
-        logger.warning(
-            f"hivemind {hivemind.__version__} is installed, {TESTED_VERSION} was tested: see docs/upgrading-hivemind.md"
-        )
+        page = "docs/upgrading-hivemind.md"
+        logger.warning(f"hivemind {hivemind.__version__} is installed, {TESTED_VERSION} was tested: see {page}")

@@ -529,8 +529,9 @@ class ProgressTracker(threading.Thread):
             )
         elif record.get("schema") != self.schema:
             message = (
-                "A trainer of this run has another model, compression, --average_state_every, or only one of both has "
-                "--local_updates: they do not average with each other. Pass the same flags to all peers"
+                "A trainer of this run has another model, other initial weights (see join_run), another compression, "
+                "--average_state_every, or only one of both has --local_updates: they do not average with each other. "
+                "Pass the same flags to all peers"
             )
         else:
             return True

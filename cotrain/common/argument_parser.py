@@ -13,7 +13,7 @@ from typing import NoReturn
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from cotrain.common.errors import first_line
+from cotrain.common.errors import UserError, first_line
 from cotrain.common.flags import HOST_PORT, MARKS, ArgumentsError, parse_ip, require
 
 # Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) and versions -> their names now.
@@ -153,7 +153,7 @@ class ArgumentParser(HfArgumentParser):
         words = []
         for name, value in settings.items():
             if f"--{name}" in self.known_flags and value is not None:
-                words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+                words += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
         return words
 
     def read_file(self, path: str) -> list[str]:
@@ -190,3 +190,18 @@ class ArgumentParser(HfArgumentParser):
             print(f"warning: {warning}", file=sys.stderr)
         stated = {action.dest for action in self._actions if not set(words).isdisjoint(action.option_strings)}
         return CommandLine(self, words, tuple(dataclasses), frozenset(stated))
+
+
+class KeywordParser(ArgumentParser):
+    """Parser of keyword arguments that are named as the flags. A wrong one raises UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.description}: {self.source}{message}")
+
+    def parse_keywords(self, values: Mapping[str, object]) -> CommandLine:
+        """Parse arguments; None and an empty list stand for the default."""
+        names = {action.dest for action in self._actions}
+        for name in values.keys() - names:
+            similar = " or ".join(difflib.get_close_matches(name, names)) or "one that run_trainer.py --help lists"
+            self.error(f"unknown argument '{name}', did you mean {similar}?")
+        return self.parse(self.to_words({name: value for name, value in values.items() if value not in ([], ())}))

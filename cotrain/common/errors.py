@@ -41,6 +41,23 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error, limit=None)} (--debug shows where)"
 
 
+def report(error: Exception) -> int:
+    """Print one line for an error to stderr, and a hint if one is known; return the exit code."""
+    message = describe(error)
+    print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
+    if (hint := next_hint(message)) is not None:
+        print(hint, file=sys.stderr)
+    return TEMPORARY if isinstance(error, TemporaryError) else 1
+
+
+def report_uncaught_errors() -> None:
+    """Let a program that ends with a UserError print one line, as the scripts do. Other errors show a traceback."""
+    show = sys.excepthook
+    sys.excepthook = lambda kind, *error: (
+        sys.exit(report(error[0])) if issubclass(kind, UserError) else show(kind, *error)
+    )
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's `main`; on an exception print one line to stderr, and a hint if one is known, and exit.
 
@@ -49,12 +66,10 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         return main()
     except KeyboardInterrupt:
-        message, code = "interrupted", 130
+        report(UserError("interrupted"))
+        code = 130
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        message, code = describe(error), TEMPORARY if isinstance(error, TemporaryError) else 1
-    print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
-    if (hint := next_hint(message)) is not None:
-        print(hint, file=sys.stderr)
+        code = report(error)
     sys.exit(code)

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _libc = ctypes.CDLL(None, use_errno=True)
+_exits: list[threading.Timer] = []  # of `exit_after`
 
 
 def signal_at_end_of_parent(number: int) -> None:
@@ -92,6 +93,13 @@ def exit_after(seconds: float, code: int, why: str) -> None:
     timer = threading.Timer(seconds, end)
     timer.daemon = True
     timer.start()
+    _exits.append(timer)
+
+
+def call_off_exits() -> None:
+    """Let this process live: it has shut down what `exit_after` was to end, and has other things to do."""
+    while _exits:
+        _exits.pop().cancel()
 
 
 class StopSignal:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -47,6 +48,7 @@ class TrainingSession:
 
     MAX_RECOVERIES = 3  # rollbacks without a global step in between
     MAX_JOIN_ATTEMPTS = 3  # downloads to try if only one trainer reports a later step
+    MEETING_SECONDS = 30.0  # within which trainers that join at the same time read each other's first report
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class TrainingSession:
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.total_samples_processed = 0
         self.num_recoveries = 0
+        self.joined_at = -math.inf
         self.client_mode_alarm = ClientModeAlarm()
 
     def join(self) -> None:
@@ -98,6 +101,7 @@ class TrainingSession:
         elif own_step == 0:
             logger.info("No peer offers a trained state: starting with the initial weights")
         optimizer.pop_steps()
+        self.joined_at = time.monotonic()
         self.status.begin_at(optimizer.local_epoch)
         self.introduce(leaving=False)
 
@@ -112,12 +116,7 @@ class TrainingSession:
         deadline = time.monotonic() + self.args.load_state_timeout
         for attempt in itertools.count(1):
             tracker.refresh()
-            if tracker.num_misfits and not tracker.other_trainers:
-                raise UserError(
-                    f"the {tracker.num_misfits} trainers of this run have another model, other flags or another "
-                    "version (see the warning above), and would not average with this one: take theirs, or "
-                    "pass another --run_id for a run of your own"
-                )
+            self._refuse_misfits()
             if self.optimizer.load_state_from_peers():
                 return True
             ahead = [
@@ -139,6 +138,16 @@ class TrainingSession:
                 )
             time.sleep(min(5.0, tracker.args.default_refresh_period))
 
+    def _refuse_misfits(self) -> None:
+        """Raise UserError if all other trainers average something else."""
+        tracker = self.optimizer.tracker
+        if tracker.num_misfits and not tracker.other_trainers:
+            raise UserError(
+                f"the {tracker.num_misfits} trainers of this run have another model, other initial weights, other "
+                "flags or another version (see the warning above), and would not average with this one: take theirs, "
+                "or pass another --run_id for a run of your own"
+            )
+
     def after_local_step(self) -> bool:
         """Check the parameters and report new global steps.
 
@@ -150,6 +159,8 @@ class TrainingSession:
         if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
             self.recover()
             return not self.should_stop()
+        if time.monotonic() < self.joined_at + self.MEETING_SECONDS:
+            self._refuse_misfits()
         self._report_steps()
         progress = self.optimizer.tracker.global_progress
         self.client_mode_alarm.check(progress.num_peers, progress.num_clients)

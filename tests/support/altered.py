@@ -13,6 +13,7 @@ PAUSE             the script pauses in the middle of its first checkpoint until 
 import importlib
 import json
 import os
+import runpy
 import sys
 import time
 from collections import Counter
@@ -166,6 +167,10 @@ def main() -> None:
         pause_in_checkpoint()
     for script in (run_trainer, run_custom_trainer):
         script.train = alter(script.train)
+    if sys.argv[0].startswith("examples/"):  # a user's script, without `main`
+        set_pace(float(os.environ["PACE"]))
+        runpy.run_path(str(Path(__file__).parents[2] / sys.argv[0]), run_name="__main__")
+        return
     run_script(importlib.import_module(sys.argv[0].removesuffix(".py").replace("/", ".")).main)
 
 

@@ -1,0 +1,97 @@
+"""Training in a script of one's own: `join_run`."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
+from cotrain.common.argument_parser import KeywordParser
+from cotrain.common.atomic_files import lock_folder
+from cotrain.common.errors import UserError, report_uncaught_errors
+from cotrain.common.logs import setup_logging
+from cotrain.common.processes import StopSignal, call_off_exits, guard_children
+from cotrain.models.model import seeded_by
+from cotrain.peer.peer import open_peer
+from cotrain.peer.run_config import RunConfig, adopt_run_config
+from cotrain.task import Task
+from cotrain.training.hf_trainer import choose_devices
+from cotrain.training.loop import TrainingLoop, open_loop
+from cotrain.training.optimizer import build_optimizer
+from cotrain.training.session import open_session
+
+
+@contextlib.contextmanager
+def join_run(
+    model: torch.nn.Module | Callable[[], torch.nn.Module], batch_size: int, **flags: object
+) -> Iterator[TrainingLoop]:
+    """Join a run, or begin one, and train in the block. Call it in the main thread. See examples/plain_loop.py.
+
+    The block resumes from the checkpoint in `output_dir` and from the state of the other peers. SIGINT and SIGTERM end
+    the block, not the script. No child process outlives it.
+
+    :param model: a class or function that builds the model. It is called with the random seed of the run, so the
+        initial weights are equal on all peers. A module is for weights that are equal anyway, such as pretrained ones;
+        trainers with other initial weights do not average with each other, and a newcomer with others ends
+    :param batch_size: samples of each loss
+    :param flags: those of run_trainer.py. The settings of the run are taken from `initial_peers`, if there are any.
+        Default of `output_dir`: the first of outputs, outputs-2, ... that no running peer uses
+    :raises UserError: if a flag is wrong or differs from the run's, or no peer answers
+    """
+    report_uncaught_errors()
+    with contextlib.ExitStack() as stack:
+        stack.callback(call_off_exits)
+        stop = stack.enter_context(StopSignal())
+        guard_children()
+        own_flags = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1, **flags}
+        own_flags["output_dir"] = flags.get("output_dir") or _lock_free_folder(stack)
+        command_line = KeywordParser(TRAINER_ARGUMENTS, "join_run").parse_keywords(own_flags)
+        setup_logging(bool(flags.get("debug")))
+        args = TrainerArguments(*adopt_run_config(command_line, stop))
+        run_args, output_dir = args.collaboration, Path(args.training.output_dir)
+        if not isinstance(model, torch.nn.Module):
+            with seeded_by(run_args.run_id):
+                model = model()
+            model.to(choose_devices(args.training)[0])
+        model.float()  # in which peers exchange parameters and gradients
+
+        # DHT peer
+        peer = stack.enter_context(open_peer(run_args, output_dir, run_args.client_mode, stop))
+
+        # hivemind's optimizer, around LAMB or AdamW
+        weights = fingerprint(model)
+        optimizer = build_optimizer(model, peer, args.training.batch_size_per_step(num_devices=1), args)
+        stack.callback(optimizer.shutdown)
+        optimizer.tracker.schema += weights  # before the first report: trainers with another schema are ignored
+
+        # Session: joining, metrics, rollback, checkpoints
+        session = stack.enter_context(open_session(peer, optimizer, Task(), model, args, stop))
+        if not run_args.initial_peers:
+            session.relay.config = RunConfig.sign({"run_id": run_args.run_id, **command_line.values}, peer.private_key)
+
+        # The caller's loop
+        yield stack.enter_context(open_loop(session, args.training, next(model.parameters()).device))
+
+
+def _lock_free_folder(stack: contextlib.ExitStack) -> str:
+    """Lock the first of outputs, outputs-2, outputs-3, ... that is free, until the stack closes."""
+    for folder in itertools.chain(["outputs"], map("outputs-{}".format, itertools.count(2))):
+        with contextlib.suppress(UserError):
+            stack.enter_context(lock_folder(Path(folder), "output_dir", ".join"))
+            return folder
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Return some digits that are equal for equal weights: projections on random signs, in tenths of a norm.
+
+    Not a hash: one seed gives weights that differ in the last bit between processors with and without AVX2. That
+    changes the digits in one run of 10^5. Other weights have the same digits in one of 10^5.
+    """
+    generator, sums = torch.Generator().manual_seed(0), torch.zeros(4, dtype=torch.float64)
+    for parameter in model.parameters():
+        weights = parameter.detach().flatten()[: 2**20].double().cpu()  # of the first million
+        signs = 2.0 * torch.randint(2, (len(sums), len(weights)), generator=generator) - 1.0
+        sums += signs.double() @ weights / weights.norm().clamp(min=1e-30)
+    return f" {(10 * sums).round().int().tolist()}"

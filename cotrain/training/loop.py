@@ -1,0 +1,93 @@
+"""A plain PyTorch loop of a trainer."""
+
+import contextlib
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from hivemind.utils import get_logger
+from torch.utils.data import DataLoader, Dataset
+
+from cotrain.arguments import LocalTrainingArguments
+from cotrain.models.model import derive_seed
+from cotrain.training.hf_trainer import PeerSampler, autocast_dtype
+from cotrain.training.session import TrainingSession
+
+logger = get_logger(__name__)
+
+
+class _Ended(BaseException):
+    """Leaves the block of `open_loop`."""
+
+
+class TrainingLoop:
+    """What a loop needs of the run that it has joined.
+
+    :ivar model: trained in place, on `device`
+    :ivar is_running: False after the last step of the run, or after Ctrl-C
+    """
+
+    def __init__(self, session: TrainingSession, args: LocalTrainingArguments, device: torch.device):
+        self.session, self.model, self.args, self.device = session, session.model, args, device
+        self.is_running, self._num_losses, self._dtype = True, 0, autocast_dtype(args)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self._dtype == torch.float16)
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of mixed precision for the model and the loss, as --fp16, --bf16 and --fp32 choose it."""
+        return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype is not None)
+
+    def batches(self, samples: Dataset, **options: Any) -> Iterator[Any]:
+        """Yield batches on `device` while the run lasts, pass after pass, in an order that differs between peers.
+
+        :param options: of torch's DataLoader, such as `num_workers` and `collate_fn`
+        """
+        size, peer_id = self.args.per_device_train_batch_size, str(self.session.peer.dht.peer_id)
+        sampler = PeerSampler(len(samples), peer_id, self.args.seed, self.session.optimizer, size)
+        loader = DataLoader(samples, size, sampler=sampler, pin_memory=self.device.type == "cuda", **options)
+        for batch in chain.from_iterable(repeat(loader)):
+            yield send_to_device(batch, self.device, non_blocking=True)
+            if not self.is_running:
+                return
+
+    def step(self, loss: torch.Tensor) -> bool:
+        """Compute gradients, and after --gradient_accumulation_steps losses take a local step.
+
+        :param loss: mean over a micro-batch; a detached one if the caller has called `backward`
+        :returns: `is_running`. If it is False, the next call leaves the block
+        """
+        if not self.is_running:
+            raise _Ended
+        session, num_losses = self.session, self.args.gradient_accumulation_steps
+        if loss.requires_grad:
+            self._scaler.scale(loss / num_losses).backward()
+        session.loss_meter.add(loss)
+        self._num_losses += 1
+        number, is_incomplete = divmod(self._num_losses, num_losses)
+        if is_incomplete:
+            return True
+        # Accumulates the gradients. Once all peers together have target_batch_size samples, the optimizer averages
+        # the gradients and takes the global step. It clips this peer's mean gradient to --max_grad_norm then.
+        self._scaler.step(session.optimizer)
+        self._scaler.update()
+        session.optimizer.zero_grad()
+        if number == 1 or number % self.args.logging_steps == 0:
+            logger.info(f"Local step {number}: loss = {loss.item():.5f}")
+        self.is_running = session.after_local_step()
+        if self.is_running and number % self.args.save_steps == 0:
+            session.save_checkpoint()
+        return self.is_running
+
+
+@contextlib.contextmanager
+def open_loop(session: TrainingSession, args: LocalTrainingArguments, device: torch.device) -> Iterator[TrainingLoop]:
+    """Resume from a checkpoint and join the other peers; after the block, save a checkpoint and leave."""
+    loop = TrainingLoop(session, args, device)
+    session.restore_checkpoint()
+    session.join()  # downloads the state of peers that are at a later step
+    torch.manual_seed(derive_seed(session.peer.dht.peer_id, args.seed))  # masks and dropout differ between peers
+    with contextlib.suppress(_Ended):
+        yield loop
+    session.save_checkpoint()
+    session.leave()

@@ -1,0 +1,125 @@
+"""A loop in a script of one's own, with `join_run`."""
+
+import re
+import signal
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.support.peers import ALTERED, LOCAL, ROOT, Script, wait_until
+
+EXAMPLE = "examples/plain_loop.py"
+BATCH, TARGET, LAST_STEP = 32, 8192, 6
+ACCURACY = re.compile(r"Accuracy on \d+ other digits: ([\d.]+)%")
+# Peers of a user who has read little: the module has other weights in each process unless it is built by `join_run`.
+OWN_SCRIPT = """
+import os, sys, time, torch
+from cotrain import join_run
+
+def build():
+    return torch.nn.Linear(4, 2)
+
+with join_run(MODEL, batch_size=8, run_id="own", target_batch_size=64, initial_peers=sys.argv[1:], OPTIONS
+              host_maddrs="/ip4/127.0.0.1/tcp/0", use_relay=False, matchmaking_time=3.1) as run:
+    for number in range(NUMBER):
+        run.step(run.model(torch.randn(8, 4)).square().mean())
+        time.sleep(0.02)
+AFTER
+"""
+
+
+def write_script(path, model="build", options="", number="10**9", after="print('after')"):
+    text = OWN_SCRIPT
+    for name, value in (("MODEL", model), ("OPTIONS", options), ("NUMBER", number), ("AFTER", after)):
+        text = text.replace(name, value)
+    path.write_text(text)
+    return path
+
+
+def train_alone(num_samples: int) -> float:
+    """Return the accuracy of one process after some samples, with the example's code."""
+    example = {}
+    exec((ROOT / EXAMPLE).read_text().split("with join_run")[0], example)
+    torch.manual_seed(0)
+    model, images, labels = example["build_model"](), example["images"], example["labels"]
+    training = torch.nonzero(~example["is_test"]).flatten()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=example["settings"]["learning_rate"])
+    for _ in range(num_samples // BATCH):
+        chosen = training[torch.randint(len(training), (BATCH,))]
+        optimizer.zero_grad()
+        cross_entropy(model(images[chosen]), labels[chosen]).backward()
+        optimizer.step()
+    correct = model(images[example["is_test"]]).argmax(dim=1) == labels[example["is_test"]]
+    return correct.float().mean().item()
+
+
+def averaged(script: Script) -> int:
+    return script.output.count("Averaged gradients with 2 peers")
+
+
+@pytest.mark.early
+def test_example_reaches_the_accuracy_of_one_process(scripts):
+    """The second peer comes later and is slower; the first one is killed, and resumes."""
+    monitor = scripts.start("run_training_monitor.py", "--no_store_checkpoints", "--run_id", "digits", "--host_maddrs",
+                            LOCAL, "--refresh_period", 1.0, "--no_use_relay", log="monitor")  # fmt: skip
+    first = scripts.start(EXAMPLE, monitor.address, log="first")
+    first.wait_for("Local step 1:")
+    second = scripts.start(ALTERED, EXAMPLE, monitor.address, log="second", env={"PACE": "0.05"})
+    second.wait_for(r"Joined the collaboration at step #[1-9]")
+    wait_until(lambda: averaged(second) >= 2, 120, "two steps of both peers")
+    first.kill()
+    first = scripts.start(EXAMPLE, monitor.address, log="first")
+    first.wait_for(r"Joined the collaboration at step #[1-9]|Resumed from a checkpoint")
+    wait_until(lambda: averaged(first) >= 2 and max(first.steps) >= LAST_STEP, 120, f"step {LAST_STEP}")
+    assert first.stop(signal.SIGINT) == 0, first.output
+    first.assert_nothing_left()
+    assert second.stop(signal.SIGTERM) == 0, second.output
+    second.assert_nothing_left()
+    expected = 100 * train_alone(max(first.steps) * TARGET)
+    for script in (first, second):
+        assert float(ACCURACY.search(script.output)[1]) > expected - 3, (script.output, expected)
+    assert {path.name for path in scripts.folder.glob("outputs*")} == {"outputs", "outputs-2"}
+    assert list(scripts.folder.glob("outputs/checkpoint-*/model.safetensors"))
+    monitor.wait_for(rf"Step #{LAST_STEP - 2}\tloss = ")
+    assert "Traceback" not in monitor.output + first.output + second.output
+
+
+def test_error_in_the_loop_ends_the_script_with_its_traceback(scripts):
+    script = scripts.start(write_script(scripts.folder / "own.py", number="1 / 0"), log="own")
+    assert script.wait() == 1, script.output
+    assert re.search(r"Traceback .*in <module>.*1 / 0.*ZeroDivisionError", script.output, re.DOTALL)
+    assert "after" not in script.output
+    script.assert_nothing_left()
+
+
+def test_loop_that_ignores_the_end_is_left(scripts):
+    """The block saves a checkpoint; the script goes on after it, longer than a trainer's last grace period."""
+    path = write_script(scripts.folder / "own.py", after="time.sleep(16); print('after')")
+    script = scripts.start(path, log="own")
+    script.wait_for(r"Step #2\b")
+    assert script.stop(signal.SIGINT, timeout=40) == 0, script.output
+    assert script.output.endswith("after\n")
+    assert list(scripts.folder.glob("outputs/checkpoint-*"))
+    script.assert_nothing_left()
+
+
+def test_peers_with_other_weights_or_settings_are_told_in_one_line(scripts):
+    folder = scripts.folder
+    founder = scripts.start(write_script(folder / "own.py", options="learning_rate=0.01,"), log="own")
+    address = founder.address
+    founder.wait_for(r"Step #1\b")
+    weights = scripts.start(write_script(folder / "weights.py", model="torch.nn.Linear(4, 2)"), address, log="weights")
+    path = write_script(folder / "settings.py", options="learning_rate=0.02,")
+    settings = scripts.start(path, address, log="settings")
+    peer = scripts.start(write_script(folder / "peer.py"), address, log="peer")  # adopts the learning rate
+    for script, message in (
+        (weights, "weights.py: error: the 1 trainers of this run have another model, other initial weights, "),
+        (settings, "settings.py: error: --learning_rate is 0.02 here and 0.01 in run own"),
+    ):
+        assert script.wait() == 1, script.output
+        assert message in script.output and "Traceback" not in script.output
+        script.assert_nothing_left()
+    peer.wait_for("Averaged gradients with 2 peers")
+    for script in (peer, founder):
+        assert script.stop() == 0, script.output
