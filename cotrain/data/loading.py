@@ -10,7 +10,8 @@ from transformers import BatchEncoding, DataCollatorForLanguageModeling, Pretrai
 from cotrain.arguments import DatasetArguments, LocalTrainingArguments
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.manifest import REMEDY, Manifest, tokenizer_sha256
-from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES, SPLITS
+from cotrain.models.model import get_objective, max_tokens
+from cotrain.models.objectives import OBJECTIVES, SPLITS
 
 PAD_TO_MULTIPLE_OF = 8  # tensor cores are fastest with such shapes
 
@@ -103,7 +104,7 @@ def _load_manifest(
 ) -> Manifest:
     """Load the manifest, and check it against the tokenizer and the model."""
     manifest = Manifest.load(dataset_args.dataset_path)
-    objective = OBJECTIVE_OF_MODEL[config.model_type]
+    objective = get_objective(config)
     if objective != manifest.objective:
         raise UserError(
             f"--model_name_or_path: this model is trained with the objective {objective}, but the data was made for "
@@ -122,9 +123,3 @@ def _load_manifest(
             f"--max_seq_length {positions}, or choose another --model_name_or_path"
         )
     return manifest
-
-
-def max_tokens(config: PretrainedConfig) -> int:
-    """Return the length of the longest sequence that a model takes."""
-    # RoBERTa's positions begin after that of the padding.
-    return config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)

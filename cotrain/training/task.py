@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.arguments import TrainerArguments
 from cotrain.data import download, loading, tokenizers
-from cotrain.models.model import build_trainer_model, enable_gradient_checkpointing, load_config
+from cotrain.models.model import build_trainer_model, choose_kernels, enable_gradient_checkpointing, load_config
 from cotrain.training.hf_trainer import choose_devices
 
 
@@ -41,4 +41,5 @@ def load_task(args: TrainerArguments) -> Task:
     model = build_trainer_model(config, args.dataset, args.collaboration.run_id)
     if args.training.gradient_checkpointing:
         enable_gradient_checkpointing(model)
+    choose_kernels(model, args.training.attn_implementation, args.training.torch_compile)
     return Task(tokenizer, dataset, collator, model, device, num_devices)
