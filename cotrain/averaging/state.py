@@ -202,12 +202,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             if self._copy is None:
                 metadata, tensors = self._make_copy()
                 first = len(self._parameters_and_extras())
-                entries = metadata["optimizer_metadata"][::-1]  # the statistics come last
-                roots = [
-                    first + entry["index"]
-                    for entry, is_second_moment in zip(entries, self._second_moments()[::-1], strict=False)
-                    if is_second_moment
-                ]
+                are_moments = self._second_moments()
+                entries = metadata["optimizer_metadata"][-len(are_moments) :]  # of the statistics, which come last
+                roots = [first + e["index"] for e, is_moment in zip(entries, are_moments, strict=False) if is_moment]
                 for index in roots:
                     tensors[index].sqrt_()
                 self._copy = {**metadata, "roots": roots}, tensors

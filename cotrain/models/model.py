@@ -21,7 +21,7 @@ from transformers.models.albert.modeling_albert import AlbertLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
-from cotrain.arguments import ModelArguments
+from cotrain.arguments import LocalTrainingArguments, ModelArguments
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.config import find_model_classes, is_inline, read_fields
 from cotrain.models.objectives import OBJECTIVES
@@ -74,7 +74,7 @@ def set_objective(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) 
     tokenize_wikitext103.py states it in the tokenizer's configuration, the only part of the data that a monitor has.
     """
     classes = find_model_classes(config.model_type)
-    objective = tokenizer.init_kwargs.get("objective")
+    objective = str(tokenizer.init_kwargs.get("objective"))
     objective = objective if objective in classes else next(iter(classes))
     config.architectures = [classes[objective]]
     if len(classes) > 1 and OBJECTIVES[objective].is_causal:
@@ -177,8 +177,7 @@ def _try(model: PreTrainedModel) -> PreTrainedModel:
     tokens = torch.ones(1, 8, dtype=torch.long)
     labels = tokens.masked_fill(torch.arange(8) > 0, -100)  # no token comes before the first
     try:
-        with torch.random.fork_rng(devices=[]):
-            loss = model.eval()(input_ids=tokens, attention_mask=tokens, labels=labels).loss
+        loss = model.eval()(input_ids=tokens, attention_mask=tokens, labels=labels).loss
     except Exception as error:
         raise UserError(f"--model_name_or_path: the model takes no text ({first_line(error):.200})") from None
     if OBJECTIVES[get_objective(model.config)].is_causal and loss > 0:
@@ -186,28 +185,29 @@ def _try(model: PreTrainedModel) -> PreTrainedModel:
     return model.train()
 
 
-def choose_kernels(model: PreTrainedModel, attn_implementation: str | None, compiles: bool) -> None:
-    """Choose how this machine computes the model. transformers downloads code for flash attention if it is missing.
+def choose_kernels(model: PreTrainedModel, args: LocalTrainingArguments, num_gpus: int) -> None:
+    """Choose how this machine computes the model.
 
     :raises UserError: if it is not available here
     """
-    if attn_implementation is not None:
-        try:
-            if attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
-                raise ImportError("the package flash-attn, or a GPU that it supports, is missing")
-            model.set_attn_implementation(attn_implementation)
-        except Exception as error:
-            raise UserError(
-                f"--attn_implementation {attn_implementation} is not available ({first_line(error)}): drop the flag"
-            ) from None
-    if compiles:
-        try:
-            torch.compile(torch.square)(torch.ones(8))
-        except Exception as error:
-            raise UserError(
-                f"--torch_compile is not available ({first_line(error):.99}): install a C++ compiler or drop the flag"
-            ) from None
-        model.compile()  # in place: the names of the parameters stay
+    attention = args.attn_implementation
+    flag = f"--attn_implementation {attention}"
+    try:
+        works = {"flash_attention_2": is_flash_attn_2_available(), "flex_attention": num_gpus > 0}
+        if not works.get(attention, True):  # transformers may download a kernel instead of flash-attn
+            raise ValueError("it needs a GPU and, for flash attention, the package flash-attn")
+        if attention is not None:
+            model.set_attn_implementation(attention)
+            if model.config._attn_implementation != attention:  # noqa: SLF001  no public name
+                raise ValueError("the model has another one")
+        flag = "--torch_compile"
+        if args.torch_compile and num_gpus > 1:
+            raise ValueError("several GPUs: set CUDA_VISIBLE_DEVICES=0")  # DataParallel would run the first's code
+        if args.torch_compile:
+            torch.compile(torch.square)(torch.ones(8))  # is there a compiler?
+            model.compile()  # in place: the names of the parameters stay
+    except Exception as error:
+        raise UserError(f"{flag} is not available here ({first_line(error):.150}): drop the flag") from None
 
 
 class CheckpointedAlbertLayer(AlbertLayer):

@@ -60,21 +60,8 @@ class PortableSteps:
         return state_dict
 
 
-class PaperLamb(Lamb):
-    """torch_optimizer's LAMB.
-
-    It follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
-    torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
-    does not. Its updates had 0.32 of the paper's size at the first step and 0.15 at the tenth.
-    """
-
-    second_moments = ("exp_avg_sq",)
-
-
 class PortableAdamW(PortableSteps, torch.optim.AdamW):
     """torch's AdamW for a run."""
-
-    second_moments = ("exp_avg_sq",)
 
 
 class PortableMuon(PortableSteps, torch.optim.Optimizer):
@@ -83,8 +70,6 @@ class PortableMuon(PortableSteps, torch.optim.Optimizer):
     Muon's updates are scaled to the size of AdamW's (https://arxiv.org/abs/2502.16982, section 2.2), so that both have
     the same learning rate and weight decay.
     """
-
-    second_moments = ("exp_avg_sq",)
 
     def __init__(self, param_groups: list[dict], **options):
         super().__init__(param_groups, options)
@@ -104,31 +89,22 @@ class PortableMuon(PortableSteps, torch.optim.Optimizer):
             part.step()
 
 
-class OuterSGD(torch.optim.SGD):
-    """torch's SGD for the global steps with local updates."""
-
-    second_moments = ()
-
-
 def build_param_groups(model: torch.nn.Module, weight_decay: float, optimizer: str = "lamb") -> list[dict]:
     """Build parameter groups: weights with weight decay; biases, norms and other vectors without.
 
-    For Muon, the first group has the matrices of hidden layers: those of linear layers in the model without its head.
+    For Muon, there is a first group: the matrices of hidden layers, that is, of linear layers outside of the head.
     """
     layers = getattr(model, "base_model", model).modules() if optimizer == "muon" else ()
     hidden = {id(layer.weight) for layer in layers if isinstance(layer, torch.nn.Linear | Conv1D)}
-    if hasattr(model, "get_output_embeddings"):  # None, or a layer whose weight may be that of the embeddings
+    if hasattr(model, "get_output_embeddings"):  # in the base model of some types
         hidden.discard(id(getattr(model.get_output_embeddings(), "weight", None)))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    groups = [
-        {"params": [p for p in matrices if id(p) in hidden], "weight_decay": weight_decay, "is_hidden": True},
-        {"params": [p for p in matrices if id(p) not in hidden], "weight_decay": weight_decay, "is_hidden": False},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "is_hidden": False},
-    ]
-    if optimizer == "muon":
-        return groups
-    return [{name: group[name] for name in ("params", "weight_decay")} for group in groups[1:]]
+    decayed = {"params": [p for p in parameters if p.ndim > 1 and id(p) not in hidden], "weight_decay": weight_decay}
+    groups = [decayed, {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    if optimizer != "muon":
+        return groups  # without `is_hidden`: a training state has the entries of the groups
+    matrices = {"params": [p for p in parameters if id(p) in hidden], "weight_decay": weight_decay}
+    return [{**group, "is_hidden": group is matrices} for group in (matrices, *groups)]
 
 
 def build_local_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
@@ -137,12 +113,13 @@ def build_local_optimizer(param_groups: list[dict], args: HyperparameterArgument
     Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see
     `PortableSteps`, scalar statistics that are finite and not negative, and `second_moments`: the names of statistics
     that are sent to other peers as roots, see TrainingStateAverager.get_current_state.
+
+    LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
+    torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
+    does not. Its updates had 0.32 of the paper's size at the first step and 0.15 at the tenth.
     """
-    builders = {
-        "lamb": partial(PaperLamb, clamp_value=args.clamp_value, debias=False),
-        "adamw": PortableAdamW,
-        "muon": PortableMuon,
-    }
+    lamb = partial(Lamb, clamp_value=args.clamp_value, debias=False)
+    builders = {"lamb": lamb, "adamw": PortableAdamW, "muon": PortableMuon}
     optimizer = builders[args.optimizer](
         param_groups,
         lr=args.learning_rate,
@@ -150,6 +127,7 @@ def build_local_optimizer(param_groups: list[dict], args: HyperparameterArgument
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
     )
+    optimizer.second_moments = ("exp_avg_sq",)  # of all three; Muon's matrices have none
     initialize_optimizer_state(optimizer)
     return optimizer
 
@@ -179,10 +157,11 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArgume
     )
 
 
-def build_outer_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> OuterSGD:
+def build_outer_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.SGD:
     """Build the optimizer of the global steps with local updates: SGD with Nesterov momentum, as in DiLoCo."""
     groups = [{"params": group["params"]} for group in param_groups]
-    optimizer = OuterSGD(groups, lr=args.outer_learning_rate, momentum=args.outer_momentum, nesterov=True)
+    optimizer = torch.optim.SGD(groups, lr=args.outer_learning_rate, momentum=args.outer_momentum, nesterov=True)
+    optimizer.second_moments = ()
     initialize_optimizer_state(optimizer)
     return optimizer
 

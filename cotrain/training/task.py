@@ -41,5 +41,5 @@ def load_task(args: TrainerArguments) -> Task:
     model = build_trainer_model(config, args.dataset, args.collaboration.run_id)
     if args.training.gradient_checkpointing:
         enable_gradient_checkpointing(model)
-    choose_kernels(model, args.training.attn_implementation, args.training.torch_compile)
+    choose_kernels(model, args.training, num_devices if device.type == "cuda" else 0)
     return Task(tokenizer, dataset, collator, model, device, num_devices)

@@ -14,8 +14,8 @@ from cotrain.arguments import DatasetArguments
 from cotrain.data.loading import load_validation_data
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.dht import run_records
-from cotrain.models.model import build_model, load_config
-from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
+from cotrain.models.model import build_model, get_objective, load_config
+from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator, MetricSum, _add, _summarize
 from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
@@ -27,7 +27,7 @@ from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_js
 @pytest.mark.parametrize("family", TINY_CONFIGS)
 def test_loss_is_that_of_the_model(family, is_broken):
     config = AutoConfig.for_model(**TINY_CONFIGS[family], vocab_size=1000)
-    model, objective = build_model(config, "run").eval(), OBJECTIVES[OBJECTIVE_OF_MODEL[family]]
+    model, objective = build_model(config, "run").eval(), OBJECTIVES[get_objective(config)]
     if is_broken:
         torch.nn.init.constant_(next(model.parameters()), math.nan)
     batch = make_batch(length=16)
