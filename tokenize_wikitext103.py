@@ -73,8 +73,7 @@ class TokenizationArguments(Flags):
     vocab_size: int = flag(30000, "Size of the vocabulary for --train_tokenizer")
     objective: Literal[tuple(OBJECTIVES)] = flag(
         DEFAULT_OBJECTIVE,
-        "Training objective of the data: "
-        + ", ".join(f"{x.name} ({x.description}: {', '.join(x.model_types)})" for x in OBJECTIVES.values()),
+        "Training objective of the data: " + ", ".join(f"{x.name} ({x.description})" for x in OBJECTIVES.values()),
     )
     language: str = flag("en", "Language of the text, as an ISO 639-1 code; it determines where sentences end")
     max_seq_length: int = flag(512, "Maximum number of tokens per sample, including special tokens", at_least=8)
@@ -201,6 +200,7 @@ def build_tokenizer(
     if not args.train_tokenizer and Path(args.tokenizer).resolve() == path.resolve():
         return tokenizer, path
     folder = stack.enter_context(new_folder(path, "--tokenizer_path", args.overwrite, TOKENIZER_FILES))
+    tokenizer.init_kwargs["objective"] = args.objective  # for monitors, which have no data; see set_objective
     tokenizer.save_pretrained(folder)
     return tokenizer, folder
 

@@ -314,9 +314,9 @@ class ModelArguments(Flags):
 
     model_name_or_path: str = flag(
         "albert-large-v2",
-        "ALBERT, BERT, RoBERTa, DistilBERT or GPT-2: a config.json, a folder that has one, or a name on the Hugging "
-        "Face Hub. Built in: albert-large-v2, albert-tiny, bert-base-uncased, roberta-base, distilbert-base-uncased, "
-        "gpt2",
+        "A causal or masked language model of transformers: a config.json, a folder that has one, or a name on the "
+        "Hugging Face Hub. Built in: albert-large-v2, albert-tiny, bert-base-uncased, roberta-base, "
+        "distilbert-base-uncased, modernbert-base, gpt2, smollm2-135m",
         setting=True,
         aliases=["--config_path"],
     )
@@ -398,9 +398,10 @@ class HyperparameterArguments(Flags):
 
     _argument_group_name = "Hyper-parameters"
 
-    optimizer: Literal["lamb", "adamw"] = flag(
+    optimizer: Literal["lamb", "adamw", "muon"] = flag(
         "lamb",
-        "LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) and --adam_epsilon 1e-8",
+        "LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) and --adam_epsilon 1e-8; "
+        "Muon, with AdamW for embeddings, head and vectors, the same or a few times more",
         setting=True,
     )
     total_steps: int = flag(
@@ -476,6 +477,10 @@ class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
         False, "Do not use mixed precision. Default: bf16 on GPUs that support it, else fp16; on CPU fp32"
     )
     gradient_checkpointing: bool = flag(False, "Recompute activations: about a third slower, much less GPU memory")
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = flag(
+        None, "How attention is computed. Default: transformers' choice for the model, mostly sdpa"
+    )
+    torch_compile: bool = flag(False, "Compile the model for this device: a slow start, then faster. One GPU at most")
     use_cpu: bool = flag(False, "Do not use a GPU")
     dataloader_num_workers: int = flag(
         2, "Processes that prepare batches; 0: the main process prepares them", at_least=0

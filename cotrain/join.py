@@ -13,7 +13,7 @@ from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
 from cotrain.common.logs import setup_logging
 from cotrain.common.processes import StopSignal, call_off_exits, guard_children
-from cotrain.models.model import seeded_by
+from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import RunConfig, adopt_run_config
 from cotrain.task import Task
@@ -55,6 +55,7 @@ def join_run(
             with seeded_by(run_args.run_id):
                 model = model()
             model.to(choose_devices(args.training)[0])
+        choose_kernels(model, args.training, num_gpus=int(next(model.parameters()).is_cuda))
         model.float()  # in which peers exchange parameters and gradients
 
         # DHT peer

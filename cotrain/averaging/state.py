@@ -187,15 +187,16 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         hivemind's method returns the live tensors: a long download would mix two steps. Downloads share a copy, which
         is kept until the state changes, for COPY_SECONDS at most.
 
-        Statistics without negative values, as second moments are, are sent as their roots. Most second moments are
-        below 6e-8 and would become 0 in float16. The update divides by their roots, which float16 represents with an
-        error of 0.05 % or 3e-8, less than the optimizer's epsilon.
+        Second moments, which the optimizer names, are sent as their roots. Most are below 6e-8 and would become 0 in
+        float16. The update divides by their roots, which float16 represents with an error of 0.05 % or 3e-8, less than
+        the optimizer's epsilon.
         """
         with self.lock_optimizer, self.lock_averaged_tensors:
             if self._copy is None:
                 metadata, tensors = self._make_copy()
-                first = len(self._optimized_parameters())
-                roots = [index for index in range(first, len(tensors)) if _has_root(tensors[index])]
+                first, are_moments = len(self._optimized_parameters()), self._second_moments()
+                entries = metadata["optimizer_metadata"][-len(are_moments) :]  # of the statistics, which come last
+                roots = [first + e["index"] for e, is_moment in zip(entries, are_moments, strict=False) if is_moment]
                 for index in roots:
                     tensors[index].sqrt_()
                 self._copy = {**metadata, "roots": roots}, tensors
@@ -330,9 +331,15 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 values.append(entry.get("value"))
         own_statistics = list(nested_flatten(own["state"]))
         statistics = values[len(values) - len(own_statistics) :]  # the keys are sorted: "param_groups" come first
-        for value, own_value in zip(statistics, own_statistics, strict=True):
-            _check_optimizer_value(value, own_value)
+        for value, own_value, is_second_moment in zip(statistics, own_statistics, self._second_moments(), strict=True):
+            _check_optimizer_value(value, own_value, is_second_moment)
         return {"state": nested_pack(statistics, own["state"]), "param_groups": own["param_groups"]}
+
+    def _second_moments(self) -> list[bool]:
+        """Return for each statistic of the optimizer, in the order of `nested_flatten`, if it is a second moment."""
+        state = self.optimizer.state_dict()["state"]
+        names = nested_flatten({index: {name: name for name in values} for index, values in state.items()})
+        return [name in self.optimizer.second_moments for name in names]
 
     def _check_entries(self, metadata: dict) -> list[dict]:
         """Return {type: tensor, index} or {type: value, value} for each value of the optimizer's state dict."""
@@ -350,23 +357,21 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
-def _has_root(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.ndim > 0 and bool((tensor >= 0).all())
-
-
 def _spec_of(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), frozenset({str(tensor.dtype).removeprefix("torch.")}))
 
 
-def _check_optimizer_value(value: object, own_value: object) -> None:
+def _check_optimizer_value(value: object, own_value: object, is_second_moment: bool) -> None:
     """Check that a donor's optimizer statistic has this peer's shape and is finite.
 
-    Scalars may be tensors or numbers. They are counts and norms: a negative step count would make the next update NaN.
+    Scalars may be tensors or numbers. They are counts and norms: a negative step count would make the next update NaN,
+    as a negative second moment would.
     """
     shape, own_shape = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (value, own_value))
     if not isinstance(value, torch.Tensor | int | float) or shape != own_shape:
         raise StateLoadError("its optimizer statistics have other shapes")
-    if not (all_finite([value]) if shape else math.isfinite(value) and value >= 0):
+    is_negative = bool(value.min() < 0) if shape and is_second_moment and value.numel() else not shape and value < 0
+    if is_negative or not (all_finite([value]) if shape else math.isfinite(value)):
         raise StateLoadError("its optimizer statistics are negative or not finite")
 
 

@@ -7,7 +7,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.manifest import REMEDY, Manifest, tokenizer_sha256
-from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES, SPLITS
+from cotrain.models.model import get_objective, max_tokens
+from cotrain.models.objectives import OBJECTIVES, SPLITS
 
 
 def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
@@ -28,7 +29,7 @@ def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
 def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Manifest:
     """Load the manifest; UserError if tokenizer or model do not match it."""
     manifest = Manifest.load(dataset_path)
-    objective = OBJECTIVE_OF_MODEL[config.model_type]
+    objective = get_objective(config)
     if objective != manifest.objective:
         raise UserError(
             f"--model_name_or_path: this model is trained with the objective {objective}, but the data was made for "
@@ -47,9 +48,3 @@ def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config:
             f"--max_seq_length {positions}, or choose another --model_name_or_path"
         )
     return manifest
-
-
-def max_tokens(config: PretrainedConfig) -> int:
-    """Return the length of the longest sequence that a model takes."""
-    # RoBERTa's positions begin after that of the padding.
-    return config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type == "roberta" else 0)

@@ -6,23 +6,29 @@ models.
 
 import contextlib
 import hashlib
+import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 import transformers
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.albert.modeling_albert import AlbertLayer
+from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
-from cotrain.arguments import ModelArguments
+from cotrain.arguments import LocalTrainingArguments, ModelArguments
 from cotrain.common.errors import UserError, first_line
-from cotrain.models.config import is_inline, read_fields
-from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
+from cotrain.models.config import find_model_classes, is_inline, read_fields
+from cotrain.models.objectives import OBJECTIVES
 
 disable_progress_bar()  # reading and writing weights takes only a second
+
+MAX_MODULES = 20_000  # of torch in a model; 256 layers of MobileBERT have 16,000, and take 3 seconds to build
 
 
 def derive_seed(*parts: object) -> int:
@@ -57,8 +63,43 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
         )
     for token in ("pad", "bos", "eos"):
         setattr(config, f"{token}_token_id", getattr(tokenizer, f"{token}_token_id"))
+    set_objective(config, tokenizer)
     check_size(config)
     return config
+
+
+def set_objective(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the class that trains the model: the objective that the tokenizer's data was prepared for decides.
+
+    tokenize_wikitext103.py states it in the tokenizer's configuration, the only part of the data that a monitor has.
+    """
+    classes = find_model_classes(config.model_type)
+    objective = str(tokenizer.init_kwargs.get("objective"))
+    objective = objective if objective in classes else next(iter(classes))
+    config.architectures = [classes[objective]]
+    if len(classes) > 1 and OBJECTIVES[objective].is_causal:
+        config.is_decoder = True  # BERT and its like attend to later tokens otherwise
+
+
+def build_without_weights(config: PretrainedConfig) -> PreTrainedModel:
+    """Build the model on the meta device, where its tensors take no memory.
+
+    :raises UserError: if it cannot be built
+    """
+    numbers = itertools.count(1)
+
+    def count_module(*_) -> None:
+        if next(numbers) > MAX_MODULES:
+            raise ValueError(f"it has more than {MAX_MODULES} modules")
+
+    hook = register_module_module_registration_hook(count_module)
+    try:
+        with torch.device("meta"):
+            return get_model_class(config)(config)
+    except Exception as error:
+        raise UserError(f"--model_name_or_path: the model cannot be built: {first_line(error):.200}") from None
+    finally:
+        hook.remove()
 
 
 def check_size(config: PretrainedConfig) -> None:
@@ -66,23 +107,33 @@ def check_size(config: PretrainedConfig) -> None:
 
     :raises UserError: if it cannot be built, or the weights alone exceed this machine's memory
     """
-    try:
-        with torch.device("meta"):
-            weights, memory = 4e-9 * _build(config).num_parameters(), 1e-9 * psutil.virtual_memory().total
-    except Exception as error:
-        raise UserError(f"--model_name_or_path: the model cannot be built: {error!r:.200}") from None
-    if weights > memory:
+    model = build_without_weights(config)
+    weights = 4e-9 * sum(tensor.numel() for tensor in itertools.chain(model.parameters(), model.buffers()))
+    if weights > (memory := 1e-9 * psutil.virtual_memory().total):
         raise UserError(f"the weights of the model need {weights:.0f} GB; this machine has {memory:.0f} GB of memory")
+
+
+def max_tokens(config: PretrainedConfig) -> float:
+    """Return the length of the longest sequence that a model takes; infinity if neither it nor its configuration says.
+
+    RoBERTa's positions begin after that of the padding.
+    """
+    lengths = [getattr(config, "max_position_embeddings", None) or math.inf]
+    for name, module in build_without_weights(config).named_modules():
+        if isinstance(module, torch.nn.Embedding) and "position" in name.rpartition(".")[2]:
+            lengths.append(module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1))
+    return min(lengths)
 
 
 def get_objective(config: PretrainedConfig) -> str:
     """Return the name of the model's objective, see cotrain/models/objectives.py."""
-    return OBJECTIVE_OF_MODEL[config.model_type]
+    classes = find_model_classes(config.model_type)
+    return next((name for name, model in classes.items() if [model] == config.architectures), next(iter(classes)))
 
 
 def get_model_class(config: PretrainedConfig) -> type:
     """Return the transformers class that trains the model and loads its checkpoints."""
-    return getattr(transformers, OBJECTIVES[get_objective(config)].model_class)
+    return getattr(transformers, find_model_classes(config.model_type)[get_objective(config)])
 
 
 def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
@@ -95,13 +146,8 @@ def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
 
 
 def initialize_model(config: PretrainedConfig) -> PreTrainedModel:
-    return _build(config).to(torch.float32)
-
-
-def _build(config: PretrainedConfig) -> PreTrainedModel:
-    model_class = get_model_class(config)
-    build = getattr(model_class, "from_config", model_class)  # Auto classes are built by `from_config`
-    return build(config)
+    """Build a model with random weights; UserError if it does not train on text."""
+    return _try(get_model_class(config)(config).to(torch.float32))
 
 
 def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTrainedModel:
@@ -116,9 +162,51 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
         )
     try:
         model = get_model_class(config).from_pretrained(name, config=config, cache_dir=args.cache_dir)
-        return model.to(torch.float32)
     except Exception as error:
         raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
+    return _try(model.to(torch.float32))
+
+
+@torch.no_grad()
+def _try(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that takes samples, and as a causal one predicts the next token: a decoder of BART has its own.
+
+    :raises UserError: if it does not
+    """
+    tokens = torch.ones(1, 8, dtype=torch.long)
+    labels = tokens.masked_fill(torch.arange(8) > 0, -100)  # no token comes before the first
+    try:
+        loss = model.eval()(input_ids=tokens, attention_mask=tokens, labels=labels).loss
+    except Exception as error:
+        raise UserError(f"--model_name_or_path: the model takes no text ({first_line(error):.200})") from None
+    if OBJECTIVES[get_objective(model.config)].is_causal and loss > 0:
+        raise UserError("--model_name_or_path: the model does not predict the next token; choose another")
+    return model.train()
+
+
+def choose_kernels(model: PreTrainedModel, args: LocalTrainingArguments, num_gpus: int) -> None:
+    """Choose how this machine computes the model.
+
+    :raises UserError: if it is not available here
+    """
+    attention = args.attn_implementation
+    flag = f"--attn_implementation {attention}"
+    try:
+        works = {"flash_attention_2": is_flash_attn_2_available(), "flex_attention": num_gpus > 0}
+        if not works.get(attention, True):  # transformers may download a kernel instead of flash-attn
+            raise ValueError("it needs a GPU and, for flash attention, the package flash-attn")
+        if attention is not None:
+            model.set_attn_implementation(attention)
+            if model.config._attn_implementation != attention:  # noqa: SLF001  no public name
+                raise ValueError("the model has another one")
+        flag = "--torch_compile"
+        if args.torch_compile and num_gpus > 1:
+            raise ValueError("several GPUs: set CUDA_VISIBLE_DEVICES=0")  # DataParallel would run the first's code
+        if args.torch_compile:
+            torch.compile(torch.square)(torch.ones(8))  # is there a compiler?
+            model.compile()  # in place: the names of the parameters stay
+    except Exception as error:
+        raise UserError(f"{flag} is not available here ({first_line(error):.150}): drop the flag") from None
 
 
 class CheckpointedAlbertLayer(AlbertLayer):

@@ -1,6 +1,6 @@
 """Training objectives: what data preparation and the builders of models need to know of each.
 
-To add a model family to an objective, add it to `model_types`. A new objective also needs packing of its samples
+transformers' tables say which model types an objective trains. A new objective also needs packing of its samples
 (cotrain/data/packing.py) and a task (cotrain/tasks/text.py), which the properties below select.
 """
 
@@ -15,8 +15,8 @@ class Objective:
 
     :param description: text for the model card and --help
     :param columns: columns of the prepared data, in this order; their types are in cotrain/data/packing.py
-    :param model_types: transformers' model types that are trained with this objective
-    :param model_class: transformers' class that trains these models and loads their checkpoints
+    :param model_classes: model type -> transformers' class that trains it and loads its checkpoints; or the name of
+        such a table in transformers.models.auto.modeling_auto, whose import takes seconds
     :param required_tokens: special tokens that the tokenizer must have: its attributes without the suffix "_token"
     :param tokenizer_type: default type of tokenizer for --train_tokenizer
     :param is_causal: whether the model predicts each next token, instead of masked tokens
@@ -26,21 +26,19 @@ class Objective:
     name: str
     description: str
     columns: tuple[str, ...]
-    model_types: tuple[str, ...]
-    model_class: str
+    model_classes: str | dict[str, str]
     required_tokens: tuple[str, ...]
     tokenizer_type: str
     is_causal: bool = False
     has_sentence_order: bool = False
 
 
-_ALL = (
+_ALL = (  # the first that trains a model type is its default
     Objective(
         name="mlm_sop",
         description="masked language modelling and sentence order",
         columns=("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask", "sentence_order_label"),
-        model_types=("albert",),
-        model_class="AlbertForPreTraining",
+        model_classes={"albert": "AlbertForPreTraining"},
         required_tokens=("cls", "sep", "pad", "mask"),
         tokenizer_type="sentencepiece",
         has_sentence_order=True,
@@ -49,8 +47,7 @@ _ALL = (
         name="mlm",
         description="masked language modelling",
         columns=("input_ids", "attention_mask", "special_tokens_mask"),
-        model_types=("bert", "roberta", "distilbert"),
-        model_class="AutoModelForMaskedLM",
+        model_classes="MODEL_FOR_MASKED_LM_MAPPING_NAMES",
         required_tokens=("cls", "sep", "pad", "mask"),
         tokenizer_type="wordpiece",
     ),
@@ -58,8 +55,7 @@ _ALL = (
         name="clm",
         description="causal language modelling",
         columns=("input_ids", "attention_mask"),
-        model_types=("gpt2",),
-        model_class="AutoModelForCausalLM",
+        model_classes="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
         required_tokens=("eos",),
         tokenizer_type="bpe",
         is_causal=True,
@@ -68,5 +64,3 @@ _ALL = (
 
 OBJECTIVES = {objective.name: objective for objective in _ALL}
 DEFAULT_OBJECTIVE = "mlm_sop"
-# Model type -> name of the objective that the data must be prepared for
-OBJECTIVE_OF_MODEL = {model_type: objective.name for objective in _ALL for model_type in objective.model_types}

@@ -15,8 +15,7 @@ from transformers import (
 )
 
 from cotrain.common.errors import UserError, describe
-from cotrain.data.loading import max_tokens
-from cotrain.models.model import get_objective
+from cotrain.models.model import get_objective, max_tokens
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.contributors import one_line
 from cotrain.monitoring.reporters import Reporters

@@ -1,4 +1,4 @@
-"""Builders of parameter groups, LAMB or AdamW, the learning-rate schedule, and hivemind's optimizer and averagers.
+"""Builders of parameter groups, LAMB, AdamW and Muon, learning-rate schedule, and hivemind's optimizer and averagers.
 
 Peers exchange the optimizer state by position, so all of them must use these builders.
 """
@@ -17,7 +17,7 @@ from hivemind.compression import (
 )
 from torch_optimizer import Lamb
 from transformers import get_linear_schedule_with_warmup
-from transformers.trainer_pt_utils import get_parameter_names
+from transformers.pytorch_utils import Conv1D
 
 from cotrain.arguments import (
     CollaborationArguments,
@@ -43,10 +43,6 @@ LOCAL_PARAMETER_STEPS = 3000.0
 # Bound on the weight of a peer in a round, in target batches
 MAX_TARGET_BATCHES = 4.0
 
-# Norm layers by class and by name: the usual pattern "LayerNorm.weight" misses ALBERT's `full_layer_layer_norm`.
-_NO_DECAY_CLASSES = [torch.nn.LayerNorm]
-_NO_DECAY_NAMES = [r"(^|\.)bias$", r"layer_?norm", r"(^|[._])norm($|\.)"]
-
 
 class PortableSteps:
     """Mixin for an optimizer of torch: the step count as a Python integer in the state dict.
@@ -58,7 +54,8 @@ class PortableSteps:
     def state_dict(self) -> dict:
         state_dict = super().state_dict()
         for index, statistics in state_dict["state"].items():
-            state_dict["state"][index] = {**statistics, "step": int(statistics["step"])}
+            if "step" in statistics:  # Muon has none
+                state_dict["state"][index] = {**statistics, "step": int(statistics["step"])}
         return state_dict
 
 
@@ -66,27 +63,68 @@ class PortableAdamW(PortableSteps, torch.optim.AdamW):
     """torch's AdamW for a run."""
 
 
-def build_param_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Build two parameter groups: weights with weight decay, and biases and norms without."""
-    decayed = set(get_parameter_names(model, _NO_DECAY_CLASSES, _NO_DECAY_NAMES))
-    parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for name, p in parameters if name in decayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
-    ]
+class PortableMuon(PortableSteps, torch.optim.Optimizer):
+    """torch's Muon for the groups with `is_hidden`, torch's AdamW for the others, as one optimizer.
+
+    Muon's updates are scaled to the size of AdamW's (https://arxiv.org/abs/2502.16982, section 2.2), so that both have
+    the same learning rate and weight decay.
+    """
+
+    def __init__(self, param_groups: list[dict], **options):
+        super().__init__(param_groups, options)
+        del options["betas"]
+        matrix = torch.empty(1, 1)  # torch builds no optimizer without parameters
+        self._parts = {
+            True: torch.optim.Muon([matrix], **options, adjust_lr_fn="match_rms_adamw"),
+            False: torch.optim.AdamW([matrix], **options),
+        }
+        for group in self.param_groups:
+            group |= {**self._parts[group["is_hidden"]].defaults, **group}
+
+    def __setstate__(self, state: dict) -> None:  # of `load_state_dict`. AdamW needs tensors as step counts
+        super().__setstate__(state)
+        for statistics in self.state.values():
+            if "step" in statistics:
+                statistics["step"] = torch.tensor(float(statistics["step"]))
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            part = self._parts[group["is_hidden"]]
+            part.param_groups, part.state = [group], self.state
+            part.step()
+
+
+def build_param_groups(model: torch.nn.Module, weight_decay: float, optimizer: str = "lamb") -> list[dict]:
+    """Build parameter groups: weights with weight decay; biases, norms and other vectors without.
+
+    For Muon, there is a first group: the matrices of hidden layers, that is, of linear layers outside of the head.
+    """
+    layers = getattr(model, "base_model", model).modules() if optimizer == "muon" else ()
+    hidden = {id(layer.weight) for layer in layers if isinstance(layer, torch.nn.Linear | Conv1D)}
+    if hasattr(model, "get_output_embeddings"):  # in the base model of some types
+        hidden.discard(id(getattr(model.get_output_embeddings(), "weight", None)))
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = {"params": [p for p in parameters if p.ndim > 1 and id(p) not in hidden], "weight_decay": weight_decay}
+    groups = [decayed, {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
+    if optimizer != "muon":
+        return groups  # without `is_hidden`: a training state has the entries of the groups
+    matrices = {"params": [p for p in parameters if id(p) in hidden], "weight_decay": weight_decay}
+    return [{**group, "is_hidden": group is matrices} for group in (matrices, *groups)]
 
 
 def build_local_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
     """Build the local optimizer, with statistics of zero.
 
     Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see
-    `PortableSteps`, and scalar statistics that are finite and not negative.
+    `PortableSteps`, scalar statistics that are finite and not negative, and `second_moments`: the names of statistics
+    that are sent to other peers as roots, see TrainingStateAverager.get_current_state.
 
     LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
     does not. Its updates had 0.32 of the paper's size at the first step and 0.15 at the tenth.
     """
-    builders = {"lamb": partial(Lamb, clamp_value=args.clamp_value, debias=False), "adamw": PortableAdamW}
+    lamb = partial(Lamb, clamp_value=args.clamp_value, debias=False)
+    builders = {"lamb": lamb, "adamw": PortableAdamW, "muon": PortableMuon}
     optimizer = builders[args.optimizer](
         param_groups,
         lr=args.learning_rate,
@@ -94,6 +132,7 @@ def build_local_optimizer(param_groups: list[dict], args: HyperparameterArgument
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
     )
+    optimizer.second_moments = ("exp_avg_sq",)  # of all three; Muon's matrices have none
     initialize_optimizer_state(optimizer)
     return optimizer
 
@@ -127,6 +166,7 @@ def build_outer_optimizer(param_groups: list[dict], args: HyperparameterArgument
     """Build the optimizer of the global steps with local updates: SGD with Nesterov momentum, as in DiLoCo."""
     groups = [{"params": group["params"]} for group in param_groups]
     optimizer = torch.optim.SGD(groups, lr=args.outer_learning_rate, momentum=args.outer_momentum, nesterov=True)
+    optimizer.second_moments = ()
     initialize_optimizer_state(optimizer)
     return optimizer
 
@@ -176,7 +216,7 @@ def build_optimizer(
             f"{batch_size_per_step}, the samples of one local step (--per_device_train_batch_size x devices x "
             "--gradient_accumulation_steps)"
         )
-    params = build_param_groups(model, training_args.weight_decay)
+    params = build_param_groups(model, training_args.weight_decay, training_args.optimizer)
     optimizer_class = CollaborativeOptimizer
     if training_args.local_updates:
         optimizer_class = partial(
@@ -230,7 +270,7 @@ def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tu
         auxiliary=True,
         args=args,
     )
-    groups = build_param_groups(model, args.weight_decay)
+    groups = build_param_groups(model, args.weight_decay, args.optimizer)
     averager = RoundAverager(
         [parameter.detach().cpu().float().clone() for group in groups for parameter in group["params"]],
         dht=peer.dht,
@@ -275,7 +315,7 @@ def open_observer(
         dht=peer.dht,
         public_key=peer.public_key,
         prefix=f"{run_id}_state_averager",
-        params=build_param_groups(model, args.weight_decay),
+        params=build_param_groups(model, args.weight_decay, args.optimizer),
         **_step_optimizer(args),
         initialize_optimizer=False,  # see initialize_optimizer_state
         offload_optimizer=False,

@@ -5,18 +5,12 @@ Checkpoints may come from strangers: weights are read from safetensors only, and
 
 from pathlib import Path
 
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.config import read_fields
-from cotrain.models.objectives import OBJECTIVE_OF_MODEL, OBJECTIVES
+from cotrain.models.model import get_objective, read_config, set_objective
+from cotrain.models.objectives import OBJECTIVES
 from cotrain.training.checkpoints import list_checkpoints
 
 _REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, such as monitor_outputs"
@@ -39,14 +33,14 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
 
     :raises UserError: if it is no checkpoint of a supported model
     """
-    fields = read_fields(str(folder), flag="CHECKPOINT")
-    is_causal = OBJECTIVES[OBJECTIVE_OF_MODEL[fields["model_type"]]].is_causal
+    config = read_config(str(folder), flag="CHECKPOINT")
     tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
-    auto_class = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+    set_objective(config, tokenizer)
+    auto_class = AutoModelForCausalLM if OBJECTIVES[get_objective(config)].is_causal else AutoModelForMaskedLM
     try:
         model, info = auto_class.from_pretrained(
             folder,
-            config=AutoConfig.for_model(**fields),
+            config=config,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,

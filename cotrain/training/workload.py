@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 from cotrain.arguments import TrainerArguments
 from cotrain.common.errors import UserError
-from cotrain.models.model import enable_gradient_checkpointing
+from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.task import Task
 from cotrain.tasks.loading import build_model, load_samples, load_task
 from cotrain.training.hf_trainer import choose_devices
@@ -45,4 +45,5 @@ def load_workload(args: TrainerArguments) -> Workload:
     model = build_model(task, args.collaboration.run_id)
     if args.training.gradient_checkpointing:
         enable_gradient_checkpointing(model)
+    choose_kernels(model, args.training, num_devices if device.type == "cuda" else 0)
     return Workload(task, samples, model, device, num_devices)

@@ -217,6 +217,7 @@ def test_copy_is_freed_after_a_while(monkeypatch):
 
 def build_rmsprop(groups: list[dict]) -> torch.optim.Optimizer:
     optimizer = torch.optim.RMSprop(groups, lr=0.01, momentum=0.9)
+    optimizer.second_moments = ("square_avg",)
     initialize_optimizer_state(optimizer)
     return optimizer
 

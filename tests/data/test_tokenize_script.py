@@ -24,10 +24,11 @@ from cotrain.common.errors import UserError, describe
 from cotrain.data import corpus, preparation
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import split_documents
-from cotrain.data.loading import load_datasets, max_tokens
+from cotrain.data.loading import load_datasets
 from cotrain.data.manifest import FORMAT_VERSION, Manifest, tokenizer_sha256
 from cotrain.data.packing import SCHEMAS, group_documents
 from cotrain.data.tokenizer_training import train_tokenizer
+from cotrain.models.model import max_tokens
 from cotrain.training.workload import load_workload
 from tests.support.fakes import make_arguments, make_text_task
 from tests.support.peers import ROOT, TINY_ALBERT

@@ -4,10 +4,14 @@ import pytest
 import torch
 from transformers import AlbertForPreTraining, AutoConfig
 
-from cotrain.arguments import HyperparameterArguments
-from cotrain.models.model import build_model, enable_gradient_checkpointing
+from cotrain.arguments import HyperparameterArguments, LocalTrainingArguments
+from cotrain.common.errors import UserError
+from cotrain.common.flags import parse_arguments
+from cotrain.models.model import build_model, choose_kernels, enable_gradient_checkpointing
+from cotrain.peer.run_config import SETTINGS
 from cotrain.training.optimizer import build_local_optimizer, build_param_groups, initialize_optimizer_state
 from tests.support.fakes import make_batch
+from tests.support.families import FAMILIES
 from tests.support.peers import TINY_CONFIGS
 from tests.support.swarm import CONFIG
 
@@ -74,16 +78,17 @@ def test_lamb_takes_the_step_of_its_paper():
     assert (parameter.detach() - weights).norm() == pytest.approx(0.1 * 13.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["lamb", "adamw"])
+@pytest.mark.parametrize("name", ["lamb", "adamw", "muon"])
 def test_initializing_the_optimizer_moves_nothing(name):
     model = AlbertForPreTraining(CONFIG)
     before = [parameter.clone() for parameter in model.parameters()]
     args = HyperparameterArguments(learning_rate=0.5, optimizer=name)
-    optimizer = build_local_optimizer(build_param_groups(model, 0.1), args)
+    optimizer = build_local_optimizer(build_param_groups(model, 0.1, name), args)
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert len(optimizer.state) == len(before), "hivemind would take a step to fill it"
-    assert all(state["step"] == 0 and not state["exp_avg"].any() for state in optimizer.state.values())
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    for state in optimizer.state.values():
+        assert not any(torch.as_tensor(value).any() for value in state.values())
+    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
     assert all(parameter.grad is None for parameter in model.parameters())
     initialize_optimizer_state(optimizer)  # a second call changes nothing either
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
@@ -110,3 +115,106 @@ def test_adamw_is_torchs_and_its_steps_survive_compression():
     reference.state[theirs]["step"] += 69_999
     step_both([0.25, 2.0])
     assert optimizer.state_dict()["state"][0]["step"] == 70_001
+
+
+def tiny_llama(run_id: str = "run") -> torch.nn.Module:
+    model_type, fields, *_ = FAMILIES["llama"]
+    return build_model(AutoConfig.for_model(**{**fields, "model_type": model_type}, vocab_size=600), run_id)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "albert", "deberta-v3", "opt"])
+def test_muon_is_for_matrices_of_hidden_layers(family):
+    """Not for embeddings, the head of the model, biases and norms."""
+    model_type, fields, *_ = FAMILIES[family]
+    model = build_model(AutoConfig.for_model(**{**fields, "model_type": model_type}, vocab_size=600), "run")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    hidden, *others = ([names[id(p)] for p in group["params"]] for group in build_param_groups(model, 0.1, "muon"))
+    assert len(hidden) + sum(map(len, others)) == len(names)
+    assert hidden and not [name for name in hidden if "embed" in name and "project" not in name and "map" not in name]
+    assert not [name for name in hidden if "head" in name or "predictions" in name or "classifier" in name]
+    assert any("embed" in name or "wte" in name for name in others[0])
+
+
+def test_muon_is_torchs_beside_torchs_adamw():
+    """Each group takes the step of torch's optimizer, also after a transfer of the state."""
+    ours, theirs = tiny_llama(), tiny_llama()
+    args = HyperparameterArguments(optimizer="muon", learning_rate=0.01, weight_decay=0.1, adam_epsilon=1e-7)
+    optimizer = build_local_optimizer(build_param_groups(ours, 0.1, "muon"), args)
+    hidden, matrices, vectors = build_param_groups(theirs, 0.1, "muon")
+    muon = torch.optim.Muon(hidden["params"], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", eps=1e-7)
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in (matrices, vectors)]
+    adamw = torch.optim.AdamW(groups, lr=0.01, eps=1e-7)
+    tokens = torch.randint(600, (2, 16), generator=torch.Generator().manual_seed(0))
+    for step in range(3):
+        for model, optimizers in ((ours, [optimizer]), (theirs, [muon, adamw])):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            for an_optimizer in optimizers:
+                an_optimizer.step()
+                an_optimizer.zero_grad()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    steps = [state["step"] for state in optimizer.state_dict()["state"].values() if "step" in state]
+    assert set(steps) == {3} and type(steps[0]) is int and len(steps) < len(optimizer.state)
+
+
+# How this machine computes
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementations_compute_the_same(implementation, tmp_path):
+    model, tokens = tiny_llama(), torch.arange(5, 21)[None]
+    expected = model(input_ids=tokens).logits
+    choose_kernels(model, LocalTrainingArguments(attn_implementation=implementation), num_gpus=0)
+    assert model.config._attn_implementation == implementation
+    assert torch.allclose(model(input_ids=tokens).logits, expected, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    assert "attn_implementation" not in (tmp_path / "config.json").read_text(), "it is no property of the model"
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "fault"),
+    [
+        (
+            "llama",
+            {"attn_implementation": "flash_attention_2"},
+            "--attn_implementation flash_attention_2 .* needs a GPU",
+        ),
+        ("llama", {"attn_implementation": "flex_attention"}, "--attn_implementation flex_attention .* needs a GPU"),
+        ("deberta-v3", {"attn_implementation": "sdpa"}, "--attn_implementation sdpa .*the model has another one"),
+        ("llama", {"torch_compile": True}, "--torch_compile .*several GPUs"),
+    ],
+)
+def test_what_is_not_available_is_one_line(family, flags, fault):
+    model_type, fields, *_ = FAMILIES[family]
+    model = build_model(AutoConfig.for_model(**{**fields, "model_type": model_type}, vocab_size=600), "run")
+    with pytest.raises(UserError, match=fault) as error:
+        choose_kernels(model, LocalTrainingArguments(**flags), num_gpus=2 if "torch_compile" in flags else 0)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_compiler_is_one_line(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("No working C++ compiler found\nin this test")
+
+    monkeypatch.setattr(torch, "compile", lambda _: fail)
+    with pytest.raises(UserError, match="--torch_compile .* compiler found") as error:
+        choose_kernels(tiny_llama(), LocalTrainingArguments(torch_compile=True), num_gpus=0)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.long
+def test_compiled_model_computes_the_same():
+    model, tokens = tiny_llama(), torch.arange(5, 21)[None]
+    names, expected = list(model.state_dict()), model(input_ids=tokens, labels=tokens).loss
+    choose_kernels(model, LocalTrainingArguments(torch_compile=True), num_gpus=0)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4) and list(model.state_dict()) == names
+
+
+def test_kernels_are_local_and_have_known_names():
+    """A name with a slash would be downloaded from the Hub and run."""
+    assert not {"attn_implementation", "torch_compile"} & SETTINGS
+    with pytest.raises(SystemExit):
+        parse_arguments([LocalTrainingArguments], "test", ["--attn_implementation", "someone/kernel"])

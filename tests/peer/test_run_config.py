@@ -285,12 +285,23 @@ FIELDS = {"model_type": "albert"}
     [
         ({"hidden_act": "me/kernel"}, "'hidden_act' is 'me/kernel'"),
         ({"hidden_size": 10**7}, "out of bounds"),
-        ({"hidden_size": -1}, "out of bounds"),
+        ({"hidden_size": -(10**7)}, "out of bounds"),
+        ({"hidden_size": -64}, "cannot be built"),
         ({"initializer_range": float("nan")}, "out of bounds"),
-        ({"hidden_size": {"x": 1}}, "out of bounds"),
-        ({"num_hidden_groups": 100, "inner_group_num": 100, "num_hidden_layers": 1}, "10000 layers"),
+        ({"hidden_size": {"x": 1}}, "expected int"),
+        ({"model_type": ["llama"]}, "supported are"),
+        ({"num_hidden_groups": 200, "inner_group_num": 200, "num_hidden_layers": 1}, "more than 20000 modules"),
+        ({"model_type": "llama", "num_hidden_layers": 10**5}, "'num_hidden_layers' is 100000"),
+        ({"model_type": "qwen2_moe", "num_experts": 10**6, "num_hidden_layers": 1}, " GB; this machine has"),
+        ({"model_type": "llama", "rope_parameters": {"rope_theta": 1e10}}, "'rope_parameters' is"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "me/code"}}, "'rope_parameters' is"),
+        ({"model_type": "llama", "rope_parameters": {"me/code": 1}}, "'rope_parameters' is"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "no_such_type"}}, "cannot be built"),
+        ({"model_type": "llama", "rope_parameters": {"factor": [[[1.0]]]}}, "'rope_parameters' is"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 1000}, "'layer_types' is"),
+        ({"eos_token_id": [10**7]}, "'eos_token_id' is"),
         ({"hidden_size": "64"}, "expected int"),
-        ({"model_type": "llama"}, "a llama model; supported are"),
+        ({"model_type": "t5"}, "a t5 model; supported are"),
         ({"hidden_size": 10**6, "num_attention_heads": 1}, " GB; this machine has"),
         ({"hidden_size": 7}, "cannot be built"),
         ({"hidden_act": "no_such_function"}, "cannot be built"),
@@ -303,5 +314,10 @@ def test_hostile_model_configurations_are_refused(fields, fault):
 
 
 def test_fields_that_load_code_are_ignored(caplog):
-    config = read_config(json.dumps({**FIELDS, "auto_map": {"AutoModel": "x--y.Z"}, "attn_implementation": "me/k"}))
-    assert not hasattr(config, "auto_map") and config._attn_implementation != "me/k"
+    code = {"auto_map": {"AutoModel": "x--y.Z"}, "attn_implementation": "me/k", "_attn_implementation": "eager",
+            "experts_implementation": "me/k", "quantization_config": {"quant_method": "x"}}  # fmt: skip
+    for model_type in ("albert", "llama", "modernbert", "gemma3"):
+        config = read_config(json.dumps({"model_type": model_type, **code, "text_config": code}))
+        for part in (config, config.get_text_config()):
+            assert not hasattr(part, "auto_map") and not hasattr(part, "quantization_config")
+            assert part._attn_implementation is None and part._experts_implementation is None
