@@ -33,9 +33,9 @@ test-gpu: .venv/installed-dev  ## Run the tests that need a GPU or two
 test-browser: .venv/installed-dev  ## Run the tests of the dashboard in Chromium (apt install chromium)
 	.venv/bin/python -m pytest -n 0 -m browser $(ARGS)
 
-soak: .venv/installed-dev  ## Run for half an hour: once under fault injection, once looking for leaks
-	.venv/bin/python -W ignore tests/support/soak.py faults --steps 40
-	.venv/bin/python -W ignore tests/support/soak.py leaks --steps 500
+soak: .venv/installed-dev  ## Run for half an hour: an evening with faults and attacks (as root), and a search for leaks
+	.venv/bin/python -W ignore tests/support/evening.py --minutes 20 --attacks
+	.venv/bin/python -W ignore tests/support/soak.py --steps 500
 
 bench: .venv/installed-dev  ## Measure on this machine, in about 20 minutes; docs/tested.md lists all benchmarks
 	$(BENCH)/preparation.py --repeat 1
