@@ -33,7 +33,8 @@ test-gpu: .venv/installed-dev  ## Run the tests that need a GPU or two
 test-browser: .venv/installed-dev  ## Run the tests of the dashboard in Chromium (apt install chromium)
 	.venv/bin/python -m pytest -n 0 -m browser $(ARGS)
 
-soak: .venv/installed-dev  ## Look for leaks of memory, threads, files and processes in a run of 500 steps
+soak: .venv/installed-dev  ## Run for half an hour: an evening with faults and attacks (as root), and a search for leaks
+	.venv/bin/python -W ignore tests/support/evening.py --minutes 20 --attacks
 	.venv/bin/python -W ignore tests/support/soak.py --steps 500
 
 bench: .venv/installed-dev  ## Measure on this machine, in about 20 minutes; docs/tested.md lists all benchmarks

@@ -50,15 +50,20 @@ class PeerRecords:
         return counts[end] - counts[begin]
 
 
-def read_records(name: str, folder: Path, absences: Iterable[tuple[float, float]] = ()) -> PeerRecords:
-    """Read what a trainer has recorded in its output folder, see tests/support/altered.py and cotrain/averaging."""
+def read_records(
+    name: str, folder: Path, absences: Iterable[tuple[float, float]] = (), clock: float = 0.0
+) -> PeerRecords:
+    """Read what a trainer has recorded in its output folder, see tests/support/altered.py and cotrain/averaging.
+
+    :param clock: seconds by which the trainer's clock is ahead
+    """
     peer = PeerRecords(name, absences=[*absences])
     if (identity := folder / "identity.key").exists():
         peer.peer_id = str(PeerID.from_identity(identity.read_bytes()))
     for record in read_jsonl(folder / "record.jsonl"):
-        event, moment = record.pop("event"), record.pop("time")
+        event, moment = record.pop("event"), record.pop("time") - clock
         if event == "download":
-            peer.downloads.append((record["began"], moment))
+            peer.downloads.append((record["began"] - clock, moment))
         elif event == "local step":
             peer.local_steps.append((moment, record["samples"], record["waited"]))
         elif event == "read":
@@ -67,7 +72,7 @@ def read_records(name: str, folder: Path, absences: Iterable[tuple[float, float]
             peer.requests.append((moment, Counter(record)))
     for entry in read_jsonl(folder / "rounds.jsonl"):
         seconds = entry["seconds"]
-        end = entry["time"] - seconds.get("update", 0.0)
+        end = entry["time"] - clock - seconds.get("update", 0.0)
         begin = end - seconds.get("round", 0.0) - seconds.get("load", 0.0)
         peer.rounds[entry["step"]] = {**entry, "begin": begin, "end": end}
     return peer

@@ -7,6 +7,8 @@ PACE              seconds of a local step on any machine: the trainer sleeps unt
 RECORD            a file: the trainer appends its local steps, downloads of the training state, reads of the others'
                   progress, and numbers of DHT requests, as JSON lines
 DOWNLOAD_SECONDS  more seconds for each download of the training state, as on a slow connection
+CLOCK             seconds by which this machine's clock is ahead
+SEND_NAN          the trainer sends NaN in place of each gradient, and has no guards against NaN
 PAUSE             the script pauses in the middle of its first checkpoint until a signal has arrived
 """
 
@@ -126,6 +128,29 @@ def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
     TrainingStateAverager.download_state = download_state
 
 
+def set_clock(seconds: float) -> None:
+    """Let the clock of this process, and of those forked from it, be ahead."""
+    read = time.time
+    time.time = lambda: read() + seconds
+
+
+def send_nan() -> None:
+    from cotrain.averaging import optimizer
+    from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+    from cotrain.averaging.bounds import Bounds
+    from cotrain.training import session
+
+    def load_nan(self, max_norm: float) -> int:
+        num_samples, self.num_samples = self.num_samples, 0
+        for gradient in self.contribution:
+            gradient.fill_(float("nan"))
+        return num_samples
+
+    session.all_finite = optimizer.all_finite = lambda tensors: True
+    Bounds.find_violation = lambda *args: None
+    GradientAccumulator.load = UpdateAccumulator.load = load_nan
+
+
 def pause_in_checkpoint() -> None:
     """Pause before a file of the checkpoint is synced, which is the last step before the checkpoint is renamed."""
     signals: list[int] = []
@@ -163,6 +188,8 @@ def alter(train: Callable) -> Callable:
 
 def main() -> None:
     del sys.argv[0]  # error messages name the script that is now sys.argv[0]
+    if "CLOCK" in os.environ:
+        set_clock(float(os.environ["CLOCK"]))
     if "PAUSE" in os.environ:
         pause_in_checkpoint()
     for script in (run_trainer, run_custom_trainer):

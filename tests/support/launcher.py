@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from multiprocessing import Pipe
+from multiprocessing import Pipe, RawValue
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -39,7 +39,7 @@ PYTHON = (sys.executable, "-u", "-W", "ignore")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 # Variables that nothing reads during the imports: a forked script may have other values than the launcher
 LATE_VARIABLES = frozenset({
-    "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "DOWNLOAD_SECONDS", "FAKE_NGROK",
+    "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "CLOCK", "DOWNLOAD_SECONDS", "FAKE_NGROK",
     "FAKE_NGROK_CERTIFICATE", "HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR",
     "NGROK_AUTHTOKEN", "PACE", "PAUSE", "PYTHONPATH", "RECORD", "TRACKIO_DIR", "TRACKIO_WRITE_TOKEN",
     "XDG_CONFIG_HOME",
@@ -180,7 +180,10 @@ def run_forked(command: list[str]) -> None:
     """Run a script in this process, which has been forked from one with hivemind."""
     from hivemind.utils import MPFuture
 
+    from cotrain.dht import clock
+
     MPFuture.reset_backend()  # all scripts would share its locks
+    clock._offset = RawValue("d", 0.0)  # and the correction of their clocks
     sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
     runpy.run_path(command[0], run_name="__main__")
 

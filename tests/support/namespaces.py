@@ -34,10 +34,13 @@ def why_unavailable() -> str | None:
 
 
 class Host:
-    """A host with its own network namespace. Its attribute `address` is empty behind a router."""
+    """A host with its own network namespace. Its attribute `address` is empty behind a router.
+
+    Its attribute `router` is the host that is connected to the switch: itself, or the router of its home.
+    """
 
     def __init__(self):
-        self.address = ""
+        self.address, self.router = "", self
         machine = os.readlink("/proc/self/ns/net")
         self._holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=leave_with_parent)
         self.namespace = f"/proc/{self._holder.pid}/ns/net"
@@ -79,8 +82,9 @@ class Internet(ExitStack):
     def __init__(self):
         super().__init__()
         self._switch = self._new_host()
-        self._switch.run("ip link add switch type bridge")
-        self._switch.run("ip link set switch up")
+        for bridge in ("switch", "apart"):
+            self._switch.run(f"ip link add {bridge} type bridge")
+            self._switch.run(f"ip link set {bridge} up")
         self._ports: dict[str, str] = {}  # address -> interface of the switch
 
     def _new_host(self) -> Host:
@@ -103,10 +107,16 @@ class Internet(ExitStack):
         self._plug_in(host)
         return host
 
-    def limit(self, public: Host, upload: float, download: float) -> None:
+    def limit(self, host: Host, upload: float, download: float) -> None:
         """Limit the rates of a host's connection to the switch, in Mbit/s."""
-        _limit(public, "wan", upload)
-        _limit(self._switch, self._ports[public.address], download)
+        _limit(host.router, "wan", upload)
+        _limit(self._switch, self._ports[host.router.address], download)
+
+    def divide(self, *hosts: Host) -> None:
+        """Let these hosts reach only each other, and the other hosts, too, until the next call. None: no partition."""
+        apart = {host.router.address for host in hosts}
+        for address, port in self._ports.items():
+            self._switch.run(f"ip link set {port} master {'apart' if address in apart else 'switch'}")
 
     def add_home(self) -> Host:
         """Add a host with a private address, behind a router.
@@ -114,6 +124,7 @@ class Internet(ExitStack):
         The router forwards outgoing connections and their answers, and drops incoming connections.
         """
         host, router = self._new_host(), self._new_host()
+        host.router = router
         self._plug_in(router)
         router.add_link("lan", host, "eth0")
         router.run(f"ip address add {_ROUTER_ADDRESS}/24 dev lan")

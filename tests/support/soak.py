@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Long run that must not grow: `make soak`, or python tests/support/soak.py --steps 500
+"""A long run that must not grow: memory, threads, file descriptors and processes of a monitor and a trainer.
 
-Measures memory, threads, file descriptors and processes of a monitor and a trainer, while another trainer joins and
-leaves every few steps. It fails if one of these figures grew after the first fifth of the run.
+    python tests/support/soak.py --steps 500
+
+Another trainer joins and leaves every few steps. It fails if one of the figures grew after the first fifth of the run.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import psutil
 from cotrain.common.processes import guard_children
 from tests.support.peers import Script, Scripts, prepare_data, read_jsonl, steps_of
 
-MAX_SECONDS = 3000  # after which a run is given up
+MAX_SECONDS = 3000  # after which the run is given up
 PACE = 0.05  # seconds for a micro-batch; a global step takes less than a second
 # Largest growth allowed from the warm-up to the end: a factor, and an absolute amount that counts as noise
 LIMITS = {"memory MB": (1.2, 60.0), "threads": (1.1, 6), "file descriptors": (1.1, 12), "processes": (1.0, 1)}
@@ -76,7 +77,7 @@ def find_leaks(folder: Path, num_steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, required=True, help="global steps of the run")
+    parser.add_argument("--steps", type=int, required=True, help="global steps")
     args = parser.parse_args()
     guard_children()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
