@@ -98,6 +98,7 @@ class Search:
     refused: dict[PeerID, str] = field(default_factory=dict)  # leader -> its answer
     given_up: set[PeerID] = field(default_factory=set)  # leaders that accepted this peer and did not begin
     triggered_at: float | None = None
+    patience: asyncio.Timeout | None = None  # for the leader that has accepted this peer
 
 
 @dataclass
@@ -210,6 +211,7 @@ class StepMatchmaking(Matchmaking):
         with suppress(Exception):
             await search.control.wait_for_trigger()
             search.triggered_at = time.monotonic()
+            self._limit_patience(search)
             self._changed.set()
 
     def _on_group(self, group: GroupInfo, search: Search) -> None:
@@ -364,20 +366,23 @@ class StepMatchmaking(Matchmaking):
         self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search
     ) -> averaging_pb2.MessageFromLeader:
         """Wait for the leader's next message; TimeoutError long after the step was due: the leader may be frozen."""
-        answer = asyncio.ensure_future(anext(stream))
-        accepted_at = time.monotonic()
+        # No second task: `await task` cannot tell a cancellation of the search from that of the task.
         try:
-            while not answer.done():
-                due_at = max(accepted_at, math.inf if search.triggered_at is None else search.triggered_at)
-                if time.monotonic() > due_at + self.min_matchmaking_time + LEADER_MARGIN:
-                    search.given_up.add(self._leader)
-                    raise TimeoutError("the leader did not begin the round in time")
-                await asyncio.wait({answer}, timeout=0.25)
-            return answer.result()
+            async with asyncio.timeout(None) as search.patience:
+                if search.triggered_at is not None:
+                    self._limit_patience(search)
+                return await anext(stream)
+        except TimeoutError:
+            search.given_up.add(self._leader)
+            raise
         finally:
-            answer.cancel()
-            with suppress(BaseException):
-                await answer
+            search.patience = None
+
+    def _limit_patience(self, search: Search) -> None:
+        """Let the search abandon its leader, if it has one, some time from now on."""
+        if search.patience is not None and not search.patience.expired():
+            now = asyncio.get_running_loop().time()
+            search.patience.reschedule(now + self.min_matchmaking_time + LEADER_MARGIN)
 
     def _parse_group(self, message: averaging_pb2.MessageFromLeader) -> GroupInfo | None:
         peer_ids = tuple(PeerID(peer_id) for peer_id in message.ordered_peer_ids)

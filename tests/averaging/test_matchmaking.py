@@ -263,6 +263,24 @@ async def test_search_ends_when_it_is_cancelled_while_the_roster_changes():
     assert_one_group(await network.find(ids, number=2), ids)
 
 
+@pytest.mark.parametrize("later", range(6))
+async def test_search_ends_when_it_is_cancelled_while_it_abandons_its_leader(later):
+    """`later` counts the turns of the event loop from the decision to the cancellation."""
+    network, ids = make_network(2, patience=0.0)
+    network.search(ids[0], is_due=False)  # accepts the other peer, and does not begin
+    _, search = network.search(ids[1])
+    async with asyncio.timeout(5):
+        while (state := network.peers[ids[1]]._search) is None or not state.given_up:
+            await asyncio.sleep(0)
+    for _ in range(later):
+        await asyncio.sleep(0)
+    search.cancel()
+    done, _ = await asyncio.wait({search}, timeout=1)
+    if not done:
+        search.cancel()  # the test itself must end
+    assert done and search.cancelled()
+
+
 async def test_clients_wait_for_a_peer_that_accepts_connections():
     network, ids = make_network(3, clients=2, patience=30.0)
     network.know(ids[1:])
