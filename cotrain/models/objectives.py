@@ -17,7 +17,6 @@ class Objective:
     :param columns: columns of the prepared data, in this order; their types are in cotrain/data/packing.py
     :param model_types: transformers' model types that are trained with this objective
     :param model_class: transformers' class that trains these models and loads their checkpoints
-    :param required_tokens: special tokens that the tokenizer must have: its attributes without the suffix "_token"
     :param tokenizer_type: default type of tokenizer for --train_tokenizer
     :param is_causal: whether the model predicts each next token, instead of masked tokens
     :param has_sentence_order: whether the model also predicts if two segments are swapped
@@ -28,7 +27,6 @@ class Objective:
     columns: tuple[str, ...]
     model_types: tuple[str, ...]
     model_class: str
-    required_tokens: tuple[str, ...]
     tokenizer_type: str
     is_causal: bool = False
     has_sentence_order: bool = False
@@ -41,7 +39,6 @@ _ALL = (
         columns=("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask", "sentence_order_label"),
         model_types=("albert",),
         model_class="AlbertForPreTraining",
-        required_tokens=("cls", "sep", "pad", "mask"),
         tokenizer_type="sentencepiece",
         has_sentence_order=True,
     ),
@@ -51,7 +48,6 @@ _ALL = (
         columns=("input_ids", "attention_mask", "special_tokens_mask"),
         model_types=("bert", "roberta", "distilbert"),
         model_class="AutoModelForMaskedLM",
-        required_tokens=("cls", "sep", "pad", "mask"),
         tokenizer_type="wordpiece",
     ),
     Objective(
@@ -60,7 +56,6 @@ _ALL = (
         columns=("input_ids", "attention_mask"),
         model_types=("gpt2",),
         model_class="AutoModelForCausalLM",
-        required_tokens=("eos",),
         tokenizer_type="bpe",
         is_causal=True,
     ),

@@ -79,6 +79,7 @@ def is_valid(validator: RecordValidatorBase, record: DHTRecord) -> bool:
         ("history", FULL_HISTORY),
         ("evaluation", {"step": 3, "samples": 64, "loss": 1.5, "mlm_accuracy": 0.5, "sop_accuracy": None}),
         ("evaluation", {"step": 3, "samples": 64, "loss": 1.5, "perplexity": 4.5, "of_another_task": 0.5}),
+        ("evaluation", {"step": 3, "samples": 64, **{f"metric_{number}": -1.5 for number in range(8)}}),
         ("monitor", {"stores_checkpoints": True, "checkpoint_step": -1}),
         ("peers", {"username": "", "leaving": False}),
         ("peers", {"username": "", "leaving": False, "field of another version": 4096}),
@@ -100,6 +101,12 @@ def test_good_records_are_accepted(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("evaluation", {"step": 3, "samples": 64, "a name": 1.5}),
+        ("evaluation", {"step": 3, "samples": 64, "x" * 33: 1.5}),
+        ("evaluation", {"step": 3, "samples": 64, "loss": float("nan")}),
+        ("evaluation", {"step": 3, "samples": 64, "loss": "1.5"}),
+        ("evaluation", {"step": 3, "samples": 64, **{f"metric_{number}": 1.5 for number in range(9)}}),
+        ("evaluation", {"step": 3, "samples": 64, "dict": 1.5}),
         ("metrics", {**GOOD, "step": -1}),
         ("metrics", {**GOOD, "step": 10**18}),
         ("metrics", {**GOOD, "step": 3.0}),
