@@ -49,7 +49,7 @@ def _open_tokenizer(name: str, cache_dir: str | None = None) -> PreTrainedTokeni
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> None:
     """Raise UserError if the tokenizer lacks a special token that the objective needs."""
-    required = OBJECTIVES[objective].required_tokens
+    required = ("eos",) if OBJECTIVES[objective].is_causal else ("cls", "sep", "pad", "mask")
     missing = [name for name in required if getattr(tokenizer, f"{name}_token") is None]
     if missing:
         raise UserError(

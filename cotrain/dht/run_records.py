@@ -76,9 +76,9 @@ class Evaluation(ExtensibleRecord):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics by name, the loss first: pydantic keeps no order."""
-        names = sorted(self.dict().keys() - self.__fields__.keys(), key=lambda name: (name != "loss", name))
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        """The metrics by name, the loss first: pydantic keeps no order. A stranger's may be named as a method."""
+        names = sorted(vars(self).keys() - self.__fields__.keys(), key=lambda name: (name != "loss", name))
+        return {name: value for name in names if (value := vars(self)[name]) is not None}
 
 
 class MetricSchema(pydantic.BaseModel):

@@ -46,8 +46,7 @@ class Evaluator:
     def evaluate(self, model: torch.nn.Module, step: int) -> Evaluation | None:
         """Evaluate a copy of a model; None if `should_stop` ended it."""
         model = copy.deepcopy(model).to(self.device).eval()
-        batch_size, sums = self.args.per_device_eval_batch_size, defaultdict(float)
-        counts = Counter()
+        batch_size, sums, counts = self.args.per_device_eval_batch_size, defaultdict(float), Counter()
         starts = range(0, self.num_samples, batch_size)
         hide_bar = self.args.disable_tqdm or None
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):

@@ -42,14 +42,7 @@ class CheckpointKeeper:
     :param args: TrainingMonitorArguments of run_training_monitor.py
     """
 
-    def __init__(
-        self,
-        averager: TrainingStateAverager,
-        task: Task,
-        model: torch.nn.Module,
-        run_id: str,
-        args,
-    ):
+    def __init__(self, averager: TrainingStateAverager, task: Task, model: torch.nn.Module, run_id: str, args):
         self.averager, self.task, self.model, self.run_id, self.args = averager, task, model, run_id, args
         self.folder = Path(args.output_dir)
         self.saved_step = self._reported_step = -1

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
 TABLE_GROWTH = 1.05
+MAX_METRICS = 16  # of all evaluations together: any peer may publish one, with names of its choice
 
 
 class Reporters:
@@ -34,6 +35,7 @@ class Reporters:
         self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
         self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
         self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
+        self._metrics: set[str] = set()  # of evaluations
         self.dashboard = None
         if report_to != "none":
             from cotrain.monitoring.trackers import Dashboard, build_tracker  # a second
@@ -58,7 +60,9 @@ class Reporters:
 
     def report_evaluation(self, evaluation: Evaluation, remark: str = "") -> None:
         """:param remark: added to the line in the log"""
-        values = {curve_name(name): value for name, value in evaluation.metrics.items()}
+        metrics, known = evaluation.metrics, self._metrics
+        known.update([name for name in metrics if name not in known][: MAX_METRICS - len(known)])
+        values = {curve_name(name): value for name, value in metrics.items() if name in known}
         described = "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
         logger.info(f"Step #{evaluation.step}\t{described}{remark}")
         self.evaluations_file.write({"step": evaluation.step, **values, "time": round(time.time(), 3)})

@@ -41,8 +41,7 @@ def read_task(path: Path) -> Task:
         classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Task)]
         own = [task_class for task_class in classes if task_class.__module__ == module.__name__]
         if len(own) != 1:
-            found = " and ".join(task_class.__name__ for task_class in own) or "none"
-            raise UserError(f"--task: '{path}' defines {found}; it must define one subclass of cotrain.Task")
+            raise UserError(f"--task: '{path}' defines {len(own)} subclasses of cotrain.Task; it must define one")
         return own[0]()
 
 
@@ -53,10 +52,8 @@ def build_model(task: Task, run_id: str) -> torch.nn.Module:
     """
     with _explained(path := inspect.getfile(type(task))), seeded_by(run_id):
         model = task.build_model()
-        if not isinstance(model, torch.nn.Module):
-            raise UserError(f"'{path}': build_model must return a torch.nn.Module, not {type(model).__name__}")
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UserError(f"'{path}': the model of build_model has no parameters to train")
+        if not (isinstance(model, torch.nn.Module) and any(p.requires_grad for p in model.parameters())):
+            raise UserError(f"'{path}': build_model must return a torch.nn.Module with parameters to train")
         return model.float()  # in which peers exchange parameters and gradients
 
 

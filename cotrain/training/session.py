@@ -305,13 +305,9 @@ class TrainingSession:
 
 @contextlib.contextmanager
 def open_session(
-    peer: Peer,
-    optimizer: CollaborativeOptimizer,
-    task: Task,
-    model: torch.nn.Module,
-    args: TrainerArguments,
+    peer: Peer, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module, args: TrainerArguments,
     stop: StopSignal,
-) -> Iterator[TrainingSession]:
+) -> Iterator[TrainingSession]:  # fmt: skip
     """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long.
 
     :raises UserError: if a flag differs from the settings of the run

@@ -39,9 +39,7 @@ def load_workload(args: TrainerArguments) -> Workload:
     task = load_task(args.dataset, args.training, has_weights=True, disable_tqdm=args.training.disable_tqdm)
     samples, batch_size = load_samples(task, "train"), args.training.per_device_train_batch_size
     if len(samples) < batch_size:
-        raise UserError(
-            f"the task has {len(samples)} samples to train on, fewer than --per_device_train_batch_size {batch_size}"
-        )
+        raise UserError(f"the task has {len(samples)} samples, fewer than --per_device_train_batch_size {batch_size}")
     model = build_model(task, args.collaboration.run_id)
     if args.training.gradient_checkpointing:
         enable_gradient_checkpointing(model)

@@ -97,6 +97,17 @@ def test_records_have_the_names_of_hiveminds_example(tmp_path):
     assert Reporters(folder, "run").last_step() == 7
 
 
+def test_names_that_strangers_choose_are_few_and_shadow_nothing(tmp_path):
+    """A name may be that of a method, or of a curve of the steps."""
+    reporters = Reporters(tmp_path, "run")
+    for number in range(5):
+        names = ["dict", "performance", *(f"m{number}_{place}" for place in range(6))]
+        reporters.report_evaluation(Evaluation(step=number, samples=1, **dict.fromkeys(names, 0.5)))
+    records = read_jsonl(tmp_path / "evaluations.jsonl")
+    assert {"validation dict", "validation performance"} <= records[0].keys()
+    assert len(set().union(*records) - {"step", "time"}) == 16
+
+
 @settings(max_examples=100, deadline=None)
 @given(cut=st.integers(0, 50))
 def test_file_that_was_cut_anywhere_is_repaired_and_continued(tmp_path_factory, cut):
