@@ -88,7 +88,8 @@ def parse(tmp_path, monkeypatch):
     monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
     monkeypatch.chdir(tmp_path)
     Path("my_text.txt").touch()
-    Path("configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "examples"):
+        Path(name).symlink_to(ROOT / name)
     return parse_command
 
 
