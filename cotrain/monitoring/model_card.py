@@ -13,10 +13,10 @@ import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PretrainedConfig
 
+from cotrain.common.json_file import read_records
 from cotrain.models.model import get_model_class, get_objective
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.contributors import Contributors, build_table
-from cotrain.monitoring.reporters import read_records
 from cotrain.status.status import plural
 
 CURVE_ROWS = 12
