@@ -81,10 +81,10 @@ class PortableMuon(PortableSteps, torch.optim.Optimizer):
         for group in self.param_groups:
             group |= {**self._parts[group["is_hidden"]].defaults, **group}
 
-    def __setstate__(self, state: dict) -> None:  # of `load_state_dict`. AdamW needs tensors as step counts
+    def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         for statistics in self.state.values():
-            if "step" in statistics:
+            if "step" in statistics:  # in a loaded state a number, which torch's AdamW makes a tensor
                 statistics["step"] = torch.tensor(float(statistics["step"]))
 
     def step(self, closure: None = None) -> None:
