@@ -18,19 +18,3 @@ from cotrain.arguments import (
     SampleArguments,
     TrainerArguments,
 )
-
-__all__ = [
-    "TRAINER_ARGUMENTS",
-    "BaseTrainingArguments",
-    "CollaborationArguments",
-    "DataSourceArguments",
-    "DatasetArguments",
-    "HyperparameterArguments",
-    "LocalTrainingArguments",
-    "ModelArguments",
-    "OptimizerArguments",
-    "ProgressTrackerArguments",
-    "ReportingArguments",
-    "SampleArguments",
-    "TrainerArguments",
-]

@@ -28,6 +28,7 @@ from cotrain.common.atomic_files import check_target, lock_folder
 from cotrain.common.diagnosis import HINT
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import Flags, flag, parse_arguments
+from cotrain.common.json_file import read_records
 from cotrain.common.processes import leave_with_parent
 
 SCRIPTS = Path(__file__).parent
@@ -66,8 +67,8 @@ def main() -> None:
         workers = Workers(folder)
         with closing(workers):
             train_together(args, workers)
-        steps = read_jsonl(folder / "monitor" / "metrics.jsonl")
-        rounds = count_rounds(entry for path in folder.glob("trainer-*/rounds.jsonl") for entry in read_jsonl(path))
+        steps = read_records(folder / "monitor" / "metrics.jsonl")
+        rounds = count_rounds(entry for path in folder.glob("trainer-*/rounds.jsonl") for entry in read_records(path))
         print(f"\nDone in {time.monotonic() - started:.0f} s: {len(steps)} steps")
         print(summarize(steps, rounds, folder))
 
@@ -124,10 +125,10 @@ def train_together(args: DemoArguments, workers: Workers) -> None:
     metrics, num_steps = folder / "monitor" / "metrics.jsonl", 0
     while any(map(workers.is_running, trainers)):
         workers.wait_for(
-            lambda: len(read_jsonl(metrics)) > num_steps or not any(map(workers.is_running, trainers)),  # noqa: B023
+            lambda: len(read_records(metrics)) > num_steps or not any(map(workers.is_running, trainers)),  # noqa: B023
             "the next step",
         )
-        steps = read_jsonl(metrics)
+        steps = read_records(metrics)
         for step in steps[num_steps:]:
             loss = "unknown" if step["loss"] is None else f"{step['loss']:.3f}"
             print(
@@ -215,14 +216,6 @@ class Workers:
 
 
 # --- result ----------------------------------------------------------------------------------------------------------
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """Read the complete lines of a JSON Lines file that a process may be writing; empty if there is no file."""
-    if not path.exists():
-        return []
-    *lines, _incomplete = path.read_text().split("\n")
-    return [json.loads(line) for line in lines]
 
 
 def count_rounds(entries: Iterable[dict]) -> Counter[int]:

@@ -11,15 +11,3 @@ from cotrain.dht.run_records import (
     make_validators,
     store_record,
 )
-
-__all__ = [
-    "Evaluation",
-    "LocalMetrics",
-    "MetricSchema",
-    "MonitorStatus",
-    "PeerInfo",
-    "RoundStatistics",
-    "get_dictionary",
-    "make_validators",
-    "store_record",
-]

@@ -126,7 +126,7 @@ class Deployment:
         """Return EC2's descriptions of the instances that are not terminated, the oldest first."""
         running = {"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}
         pages = self.ec2.get_paginator("describe_instances").paginate(Filters=[*self._ours, running])
-        found = [one for page in pages for reservation in page["Reservations"] for one in reservation["Instances"]]
+        found = pages.search("Reservations[].Instances[]")
         return sorted(found, key=lambda one: (one["LaunchTime"], one["InstanceId"]))
 
     @readable_errors()
@@ -297,8 +297,7 @@ class Deployment:
         }
 
     def _group(self, role: str, types: Iterable[str], sizes: tuple[int, int], distribution: dict) -> dict:
-        """Return an Auto Scaling group; `sizes` are its smallest and largest number of instances."""
-        subnets = self.ec2.describe_subnets(Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
+        """Return an Auto Scaling group in all zones; `sizes` are its smallest and largest number of instances."""
         version = {"Fn::GetAtt": [f"{role}Template", "LatestVersionNumber"]}
         template = {
             "LaunchTemplateSpecification": {"LaunchTemplateId": {"Ref": f"{role}Template"}, "Version": version},
@@ -309,7 +308,7 @@ class Deployment:
             AutoScalingGroupName=f"{self.settings.name}-{role}s",
             MinSize=str(sizes[0]),
             MaxSize=str(sizes[1]),
-            VPCZoneIdentifier=[subnet["SubnetId"] for subnet in subnets],
+            AvailabilityZones={"Fn::GetAZs": ""},
             MixedInstancesPolicy={"LaunchTemplate": template, "InstancesDistribution": distribution},
         )
 

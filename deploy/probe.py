@@ -26,21 +26,16 @@ def main() -> None:
 
 def probe(args: BaseTrainingArguments, stop: StopSignal) -> None:
     from cotrain.common.logs import setup_logging
-    from cotrain.peer.peer import start_peer
+    from cotrain.peer.peer import open_peer
     from utils import LocalMetrics, get_dictionary
 
     setup_logging(args.debug)
     exit_after(args.bootstrap_timeout + 60.0, 1, "The probe did not finish in time")
-    with tempfile.TemporaryDirectory() as folder:
-        stop.defer()
-        peer = start_peer(args, Path(folder) / "identity.key", client_mode=True, should_stop=stop.event)
-        try:
-            records = get_dictionary(peer.dht, f"{args.run_id}_metrics").values()
-            steps = [LocalMetrics.parse_obj(record.value).step for record in records]
-            newest = f"step #{max(steps)}" if steps else "no step yet"
-            print(f"Joined the run '{args.run_id}': {len(steps)} trainers reported in the last minutes, {newest}")
-        finally:
-            peer.dht.shutdown()
+    with tempfile.TemporaryDirectory() as folder, open_peer(args, Path(folder), client_mode=True, stop=stop) as peer:
+        records = get_dictionary(peer.dht, f"{args.run_id}_metrics").values()
+        steps = [LocalMetrics.parse_obj(record.value).step for record in records]
+        newest = f"step #{max(steps)}" if steps else "no step yet"
+        print(f"Joined the run '{args.run_id}': {len(steps)} trainers reported in the last minutes, {newest}")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
 
         A checkpoint has no local updates: a peer that resumes from it lacks those of one global step at most.
         """
-        with self.frozen_state():
+        with super().saved_state(), self.accumulator.lock:  # a step that begins now waits for the local updates
             changes = self.accumulator.local_changes()
             self.accumulator.rebase([torch.zeros_like(change) for change in changes])
             try:

@@ -234,12 +234,16 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     @contextmanager
     def frozen_state(self) -> Iterator[None]:
-        """Keep model, parameters and optimizer statistics at one step while the context is open."""
-        with self._step_lock, self._update_lock:
-            self._apply_update()
+        """Keep model, parameters and optimizer statistics at one step, with no step running."""
+        with self._step_lock, CollaborativeOptimizer.saved_state(self):
             yield
 
-    saved_state = frozen_state  # for writing a checkpoint; LocalUpdatesOptimizer hides the local updates, too
+    @contextmanager
+    def saved_state(self) -> Iterator[None]:
+        """Keep them at one step for writing a checkpoint. A round may run: it changes none of them before it ends."""
+        with self._update_lock:
+            self._apply_update()
+            yield
 
     # Global steps, in the step thread
 

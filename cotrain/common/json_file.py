@@ -1,5 +1,6 @@
-"""A small JSON file that a process keeps across restarts. It is written atomically; an invalid one is set aside."""
+"""JSON files: a small one that a process keeps across restarts, written atomically, and JSON Lines."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -18,6 +19,15 @@ def write_json(path: Path, content: object) -> None:
     """Write a JSON file atomically."""
     with new_file(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_records(path: Path) -> list[dict]:
+    """Return the records of a JSON Lines file that have a step. Damaged lines are skipped."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # also raised for invalid UTF-8
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and type(record.get("step")) is int]
 
 
 class JsonFile:

@@ -84,12 +84,8 @@ def read_fields(name: str, flag: str = "--model_name_or_path", cache_dir: str | 
 
 def find_model_classes(model_type: str) -> dict[str, str]:
     """Return the objectives that a model type is trained with, its default first, and transformers' class for each."""
-    tables = {
-        name: getattr(modeling_auto, objective.model_classes)
-        if isinstance(objective.model_classes, str)
-        else objective.model_classes
-        for name, objective in OBJECTIVES.items()
-    }
+    tables = {name: objective.model_classes for name, objective in OBJECTIVES.items()}
+    tables |= {name: getattr(modeling_auto, table) for name, table in tables.items() if isinstance(table, str)}
     return {name: table[model_type] for name, table in tables.items() if model_type in table}
 
 

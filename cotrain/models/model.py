@@ -74,8 +74,7 @@ def set_objective(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) 
     tokenize_wikitext103.py states it in the tokenizer's configuration, the only part of the data that a monitor has.
     """
     classes = find_model_classes(config.model_type)
-    objective = str(tokenizer.init_kwargs.get("objective"))
-    objective = objective if objective in classes else next(iter(classes))
+    objective = next((x for x in classes if x == tokenizer.init_kwargs.get("objective")), next(iter(classes)))
     config.architectures = [classes[objective]]
     if len(classes) > 1 and OBJECTIVES[objective].is_causal:
         config.is_decoder = True  # BERT and its like attend to later tokens otherwise
@@ -114,13 +113,11 @@ def check_size(config: PretrainedConfig) -> None:
 
 
 def max_tokens(config: PretrainedConfig) -> float:
-    """Return the length of the longest sequence that a model takes; infinity if neither it nor its configuration says.
-
-    RoBERTa's positions begin after that of the padding.
-    """
+    """Return the length of the longest sequence that a model takes; infinity if nothing bounds it."""
     lengths = [getattr(config, "max_position_embeddings", None) or math.inf]
     for name, module in build_without_weights(config).named_modules():
         if isinstance(module, torch.nn.Embedding) and "position" in name.rpartition(".")[2]:
+            # RoBERTa's positions begin after that of the padding.
             lengths.append(module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1))
     return min(lengths)
 

@@ -151,16 +151,12 @@ class MetricsAggregator:
             # Metrics stay in the DHT for minutes after their peer has died: where heartbeats are available, metrics
             # are a sign of life only when they change.
             self._record_newest(self._peers[record.peer], record, is_life_sign=not heartbeats)
-        for record in (*parse_history(history, self._is_known, self.schema), *newest):
-            if not self._is_known(record.peer, record.step):
-                pending = self._peers[record.peer].pending
-                pending[record.step] = record
-                if len(pending) > MAX_PENDING_STEPS:
-                    del pending[min(pending)]
-
-    def _is_known(self, key: bytes, step: int) -> bool:
-        peer = self._peers.get(key)
-        return peer is None or step <= peer.done or step in peer.pending
+        for record in (*parse_history(history, self.schema), *newest):
+            peer = self._peers.get(record.peer)
+            if peer is not None and record.step > peer.done and record.step not in peer.pending:
+                peer.pending[record.step] = record
+                if len(peer.pending) > MAX_PENDING_STEPS:
+                    del peer.pending[min(peer.pending)]
 
     def _record_heartbeat(self, peer: TrackedPeer, heartbeat: Heartbeat) -> None:
         if heartbeat.goodbye:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 
+from cotrain.common.json_file import read_records
 from cotrain.models.model import get_model_class
 from cotrain.monitoring.contributors import Contributors, build_table
-from cotrain.monitoring.reporters import read_records
 from cotrain.status.status import plural
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask

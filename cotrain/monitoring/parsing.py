@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections import Counter, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 import pydantic.v1 as pydantic
@@ -61,21 +61,10 @@ def parse_metrics(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics
     return [peer_step(peer, *map(value.get, names), expires) for peer, value, expires in _records(raw)]
 
 
-def parse_history(
-    raw: Mapping | None,
-    is_known: Callable[[bytes, int], bool] = lambda peer, step: False,
-    schema: type[LocalMetrics] = LocalMetrics,
-) -> list[PeerStep]:
-    """Parse the records under `{run_id}_history`; arguments and result as for `parse_metrics`, one item per entry.
-
-    :param is_known: called with public key and step; known entries, most of a history, are skipped unread
-    """
-    return [
-        peer_step_class(schema)(peer, *read_row(entry, schema))
-        for peer, entries, _ in _records(raw)
-        for entry in entries
-        if not is_known(peer, entry[0])
-    ]
+def parse_history(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics) -> list[PeerStep]:
+    """Parse the records under `{run_id}_history`: like `parse_metrics`, with one item per entry."""
+    peer_step = peer_step_class(schema)
+    return [peer_step(peer, *read_row(entry, schema)) for peer, entries, _ in _records(raw) for entry in entries]
 
 
 def parse_progress(raw: Mapping | None) -> tuple[list[Heartbeat], Counter]:

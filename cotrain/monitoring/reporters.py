@@ -4,7 +4,6 @@ metrics.jsonl is the durable record: no step is lost from it, and a restarted mo
 dashboard (trackers.py) is for display only.
 """
 
-import contextlib
 import errno
 import json
 import logging
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cotrain.common.errors import describe
+from cotrain.common.json_file import read_records
 from cotrain.dht.run_records import Evaluation
 from cotrain.monitoring.aggregation import StepReport
 
@@ -105,15 +105,6 @@ def to_record(report: StepReport) -> dict:
         "performance": report.performance,
         **report.metrics,
     }
-
-
-def read_records(path: Path) -> list[dict]:
-    """Return the records of a JSON Lines file that have a step. Damaged lines are skipped."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # also raised for invalid UTF-8
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and type(record.get("step")) is int]
 
 
 class JsonLinesFile:

@@ -81,16 +81,11 @@ class PortableMuon(PortableSteps, torch.optim.Optimizer):
         for group in self.param_groups:
             group |= {**self._parts[group["is_hidden"]].defaults, **group}
 
-    def __setstate__(self, state: dict) -> None:  # of `load_state_dict`. AdamW needs tensors as step counts
-        super().__setstate__(state)
-        for statistics in self.state.values():
-            if "step" in statistics:
-                statistics["step"] = torch.tensor(float(statistics["step"]))
-
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             part = self._parts[group["is_hidden"]]
-            part.param_groups, part.state = [group], self.state
+            # In a loaded state, `step` is a number: this makes it the tensor that torch's AdamW takes.
+            part.__setstate__({"state": self.state, "param_groups": [group]})
             part.step()
 
 

@@ -278,8 +278,8 @@ def test_slow_link_delays_nobody_for_long(shares, monkeypatch):
     if shares[3]:  # most of what the slow one reduces is lost, nothing else
         assert all(received(member) > 0.75 for member in fast) and max(seconds) < 4.0
         return
-    assert all(received(member) == 1.0 for member in fast) and max(seconds[:3]) < 1.5
-    assert received(group.members[3]) == 1.0 and seconds[3] < 2.0, "its values came too late"
+    assert all(received(member) == 1.0 for member in fast) and max(seconds[:3]) < 2.5  # the slow one needs 6
+    assert received(group.members[3]) == 1.0 and seconds[3] < 2.9, "its values came too late"
     assert [member.was_late for member in group.members] == [False, False, False, True]
     for average_of_all, values in zip(zip(*group.outputs, strict=True), group.inputs[0], strict=True):
         assert all(torch.allclose(average_of_all[0], average, atol=1e-5) for average in average_of_all)

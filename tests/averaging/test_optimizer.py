@@ -4,6 +4,7 @@ import copy
 import time
 from dataclasses import replace
 from queue import Queue
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -418,3 +419,50 @@ def test_checkpoint_has_the_parameters_of_the_last_step():
     with optimizer.saved_state():
         assert torch.equal(parameter, optimizer._offloaded_parameters()[0]) and not torch.equal(parameter, before)
     assert torch.allclose(parameter, before)
+
+
+@pytest.mark.parametrize("make", [build, build_local])
+def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(make):
+    """A round takes up to --averaging_timeout, during which a local step cannot begin either."""
+    optimizer, begun, may_end = make(), Event(), Event()
+    (parameter,) = optimizer.state_averager.main_parameters
+    compute(optimizer, 0.2)
+    take(optimizer)
+    compute(optimizer, 0.2)
+
+    def hang() -> None:
+        begun.set()
+        may_end.wait(30)
+
+    optimizer.coordinator.during = hang
+
+    def take_next() -> None:
+        with optimizer._step_lock:
+            optimizer._take_step(2)
+
+    thread = Thread(target=take_next)
+    thread.start()
+    saved = Event()
+
+    def save() -> None:
+        with optimizer.saved_state():
+            metadata, (copy, *_) = optimizer.state_averager.snapshot()
+            assert metadata["epoch"] == 1 and torch.equal(copy, parameter)
+            may_end.set()  # the step cannot change the state before the context is closed
+            time.sleep(0.2)
+            assert torch.equal(copy, optimizer._offloaded_parameters()[0]) and torch.equal(copy, parameter)
+            saved.set()
+
+    try:
+        assert begun.wait(5)
+        saver = Thread(target=save)
+        saver.start()
+        assert saved.wait(1), "it has waited for the round"
+        saver.join()
+    finally:
+        may_end.set()
+        thread.join(5)
+    assert optimizer.local_epoch == optimizer.state_averager.applied_epoch == 2
+    assert not optimizer.accumulator.num_samples
+    optimizer.finish_pending_update()
+    assert torch.allclose(parameter, optimizer._offloaded_parameters()[0]), "the local updates are in the step"

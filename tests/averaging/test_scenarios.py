@@ -161,7 +161,8 @@ def test_newcomer_whose_download_takes_six_steps_becomes_equal():
         assert joined - newcomer.downloads[0][1] >= 3
         scenario.unite()
         # Without the gradients of the download's steps, its updates differ by 0.0033 to 0.0049 six steps later.
-        assert newcomer.step <= joined + 10, "late"
+        # Given within 2 steps, averaged again in the round with parameters up to 8 steps later; seen up to 2 later.
+        assert newcomer.step <= joined + 12, "late"
         given = next(entry for entry in newcomer.rounds if entry["outcome"] == "averaged")
         assert given["step"] <= joined + 2 and given["distance"] == 0
         assert not any(peer.downloads for peer in others) and newcomer.applied_samples

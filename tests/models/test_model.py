@@ -178,9 +178,9 @@ def test_attention_implementations_compute_the_same(implementation, tmp_path):
         (
             "llama",
             {"attn_implementation": "flash_attention_2"},
-            "--attn_implementation flash_attention_2 .* needs a GPU",
+            "--attn_implementation flash_attention_2 .*needs a GPU",
         ),
-        ("llama", {"attn_implementation": "flex_attention"}, "--attn_implementation flex_attention .* needs a GPU"),
+        ("llama", {"attn_implementation": "flex_attention"}, "--attn_implementation flex_attention .*needs a GPU"),
         ("deberta-v3", {"attn_implementation": "sdpa"}, "--attn_implementation sdpa .*the model has another one"),
         ("llama", {"torch_compile": True}, "--torch_compile .*several GPUs"),
     ],
@@ -198,7 +198,7 @@ def test_missing_compiler_is_one_line(monkeypatch):
         raise RuntimeError("No working C++ compiler found\nin this test")
 
     monkeypatch.setattr(torch, "compile", lambda _: fail)
-    with pytest.raises(UserError, match="--torch_compile .* compiler found") as error:
+    with pytest.raises(UserError, match="--torch_compile .*compiler found") as error:
         choose_kernels(tiny_llama(), LocalTrainingArguments(torch_compile=True), num_gpus=0)
     assert "\n" not in str(error.value)
 

@@ -23,9 +23,6 @@ def test_reads_what_the_dht_returns():
     assert parse_metrics(raw) == [PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 7.5, 2, 99.0)]
 
     assert steps_of(parse_history({tagged: entries(metric(1), metric(2))})) == [1, 2]
-    unread = {b"ssh-rsa AAAA": 1}
-    steps = parse_history({tagged: entries(metric(1), metric(2))}, lambda peer, step: unread[peer] == step)
-    assert steps_of(steps) == [2]
     assert parse_usernames({tagged: {"username": "alice", "leaving": False}}) == {b"ssh-rsa AAAA": "alice"}
 
     alive = Heartbeat(peer=b"ssh-rsa AAAA", epoch=3, samples_per_second=2.5, reported_at=5.0)

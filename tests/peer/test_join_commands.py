@@ -7,16 +7,17 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.arguments import TRAINER_ARGUMENTS, ModelArguments
 from cotrain.common.argument_parser import ArgumentParser, CommandLine
 from cotrain.common.errors import UserError
 from cotrain.models.model import read_config
 from cotrain.peer import run_config
-from cotrain.peer.run_config import SETTINGS, RunConfig, adopt_run_config
+from cotrain.peer.run_config import SETTINGS, TASK, RunConfig, adopt_run_config
 from deploy.aws import Deployment
 from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
@@ -54,6 +55,7 @@ assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "compose.yaml"
 def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], tuple]:
     """Return a function for the arguments that a script's command leads to in a run with some settings."""
     monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
 
     def adopt(run: dict, script: str, words: list[str]) -> tuple:
         config = RunConfig.sign(run, ORGANISER)
@@ -73,8 +75,10 @@ def settings_in(arguments: tuple) -> dict[str, object]:
 
 @pytest.mark.parametrize(("place", "script", "words"), COMMANDS, ids=[place for place, _, _ in COMMANDS])
 def test_command_takes_the_settings_of_the_run(adopt, place, script, words):
-    stated = {name: value for name, value in parse(script, words).values.items() if name in SETTINGS}
-    run = {**RUN, **stated}
+    line = parse(script, words)
+    stated = {name: value for name, value in line.values.items() if name in SETTINGS}
+    (digest,) = [args.task_sha256 for args in line.arguments if isinstance(args, ModelArguments)]
+    run = {**RUN, **stated, **({} if digest is None else {TASK: digest})}
     taken = settings_in(adopt(run, script, words))
     assert "learning_rate" in taken
     assert {name: taken[name] for name in taken.keys() & run} == {name: run[name] for name in taken.keys() & run}

@@ -16,7 +16,8 @@ import pytest
 
 import run_local_demo
 from cotrain.common.errors import UserError
-from run_local_demo import Workers, count_rounds, new_demo_folder, read_jsonl, summarize
+from cotrain.common.json_file import read_records
+from run_local_demo import Workers, count_rounds, new_demo_folder, summarize
 from tests.support.peers import ROOT, Script, hold_until_all_begin, wait_until
 
 FOLDER = "it's a demo"
@@ -110,9 +111,9 @@ def test_rounds_are_counted_once():
 
 def test_steps_without_the_line_that_is_being_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert read_jsonl(path) == []
+    assert read_records(path) == []
     path.write_text(json.dumps(STEPS[0]) + "\n" + json.dumps(STEPS[1])[:10])
-    assert read_jsonl(path) == STEPS[:1]
+    assert read_records(path) == STEPS[:1]
 
 
 def test_summary(tmp_path, monkeypatch):
@@ -172,7 +173,7 @@ def test_demo(demo, tmp_path, forks):
     assert re.search(r"Gradients averaged  \d x 2 peers", script.output)
     assert (tmp_path / FOLDER / "monitor" / "checkpoint-2" / "model.safetensors").is_file()
     assert (tmp_path / FOLDER / "monitor" / "trackio").is_dir()
-    steps = read_jsonl(tmp_path / FOLDER / "monitor" / "metrics.jsonl")
+    steps = read_records(tmp_path / FOLDER / "monitor" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[0]["loss"] - steps[-1]["loss"] > 0.1
     command = (tmp_path / FOLDER / "commands.txt").read_text().splitlines()[-2]

@@ -46,9 +46,9 @@ def test_digits_survive_the_loss_of_all_trainers_and_are_learnt_as_by_one_proces
         "run_evaluator.py", "--task", DIGITS, *joins, "--output_dir", scripts.folder / "evaluator",
         "--evaluation_steps", 1, "--refresh_period", 0.5, "--max_global_steps", STEPS, log="evaluator",
     )  # fmt: skip
-    one = scripts.trainer("one", *common, pace=0.08)
+    one = scripts.trainer("one", *common, pace=0.06)
     monitor.wait_for(r"Step #1\t", 60)
-    two = scripts.trainer("two", *common, name_of_script="run_custom_trainer.py", pace=0.16)
+    two = scripts.trainer("two", *common, name_of_script="run_custom_trainer.py", pace=0.12)
     two.wait_for("Averaged gradients with 2 peers", 60)
     two.kill()
     before = newest_checkpoint(folder)
@@ -57,7 +57,7 @@ def test_digits_survive_the_loss_of_all_trainers_and_are_learnt_as_by_one_proces
     saved = newest_checkpoint(folder)
     assert 1 <= saved < STEPS - 2
 
-    newcomer = scripts.trainer("newcomer", *common, pace=0.08)
+    newcomer = scripts.trainer("newcomer", *common, pace=0.06)
     joined = int(newcomer.wait_for(r"Joined the collaboration at step #(\d+)", 60)[1])
     assert joined >= saved
     assert newcomer.wait(120) == 0, newcomer.output

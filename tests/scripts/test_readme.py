@@ -21,7 +21,6 @@ MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in p
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 ADDRESS = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
 PLACEHOLDERS = [
-    (r"(?<=--task )examples/", f"{ROOT}/examples/"),
     (r"\b(ADDRESS(_OF_[AB])?|FIRST|SECOND)\b", ADDRESS),
     (r"(?<=--initial_peers )…", ADDRESS),
     (r"(?<=/p2p/)(Qm\w*…|XXXX|PEER_ID)", PEER_ID),
@@ -91,7 +90,8 @@ def parse(tmp_path, monkeypatch):
     monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
     monkeypatch.chdir(tmp_path)
     Path("my_text.txt").touch()
-    Path("configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "examples"):
+        Path(name).symlink_to(ROOT / name)
     return parse_command
 
 

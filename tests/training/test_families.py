@@ -13,16 +13,11 @@ from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_model, load_config
 from cotrain.tasks import loading as tasks
 from cotrain.training.checkpoints import list_checkpoints
-from tests.support.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
+from tests.support.families import FAMILIES
+from tests.support.peers import LONG_STEPS, Scripts, join_together, local_peer, prepare_data
 
-# model type -> objective, kind of tokenizer, class that loads its checkpoint
-FAMILIES = {
-    "albert": ("mlm_sop", "sentencepiece", AutoModelForPreTraining),
-    "bert": ("mlm", "wordpiece", AutoModelForMaskedLM),
-    "roberta": ("mlm", "bpe", AutoModelForMaskedLM),
-    "distilbert": ("mlm", "wordpiece", AutoModelForMaskedLM),
-    "gpt2": ("clm", "bpe", AutoModelForCausalLM),
-}
+# objective -> class that loads a checkpoint
+CLASSES = {"mlm_sop": AutoModelForPreTraining, "mlm": AutoModelForMaskedLM, "clm": AutoModelForCausalLM}
 VOCAB_SIZE = 600
 COMMON = (*LONG_STEPS, "--max_global_steps", 2, "--optimizer", "adamw", "--learning_rate", 1e-3,
           "--logging_steps", 1000, "--leave_timeout", 0)  # fmt: skip
@@ -42,17 +37,16 @@ def make_data(tmp_path_factory, launcher):
     return make
 
 
-# They share their objective with RoBERTa.
-LONG = [pytest.param(family, marks=pytest.mark.long) for family in ("albert", "bert", "distilbert", "roberta")]
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in FAMILIES if family != "gpt2"]
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("family", ["gpt2", *LONG])
 def test_two_peers_train_a_family(family, make_data, tmp_path, launcher):
-    objective, kind, auto_class = FAMILIES[family]
+    model_type, fields, objective, kind = FAMILIES[family]
     data = make_data(objective, kind)
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(TINY_CONFIGS[family]))
+    config.write_text(json.dumps({**fields, "model_type": model_type}))
     scripts = Scripts(tmp_path, data, launcher=launcher)
     try:
         with local_peer(tmp_path, "albert") as peer:
@@ -69,8 +63,8 @@ def test_two_peers_train_a_family(family, make_data, tmp_path, launcher):
         expected = math.log(VOCAB_SIZE) + (math.log(2) if objective == "mlm_sop" else 0)
         assert first_loss == pytest.approx(expected, rel=0.05)
         checkpoint = list_checkpoints(tmp_path / "two")[0]
-        model, info = auto_class.from_pretrained(checkpoint, output_loading_info=True)
-        assert model.config.model_type == family
+        model, info = CLASSES[objective].from_pretrained(checkpoint, output_loading_info=True)
+        assert model.config.model_type == model_type
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert len(AutoTokenizer.from_pretrained(checkpoint)) == model.config.vocab_size == VOCAB_SIZE
     finally:
