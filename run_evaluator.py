@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Evaluate a running collaboration: download its state now and then, and compute the metrics on validation data.
+"""Evaluate a running collaboration: download its state periodically, and compute the metrics on validation data.
 
 It joins as a read-only observer and does not slow down training: it offers no state, averages nothing, and need not be
 reachable.

@@ -1,4 +1,4 @@
-"""A task of its own: a small network that reads handwritten digits, scikit-learn's 1,797 images of 8 x 8 pixels.
+"""Example of a task: a small network that reads handwritten digits, scikit-learn's 1,797 images of 8 x 8 pixels.
 
 See docs/own-model.md for the commands of monitor, trainers and evaluator.
 """

@@ -1,4 +1,4 @@
-"""Whose gradients and parameters count in a round, who reduces how much, and and who gives parameters.
+"""Whose gradients and parameters count in a round, who reduces how much, and who gives parameters.
 
 All members of a group know what each of them claims, and so come to the same decisions.
 """
