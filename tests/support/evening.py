@@ -37,12 +37,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.round_records import PeerRecords, read_records, summarize
-from cotrain.arguments import DatasetArguments
+from cotrain.arguments import DatasetArguments, SampleArguments
 from cotrain.common.processes import guard_children
-from cotrain.data.loading import load_validation_data
-from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import load_config
 from cotrain.monitoring.evaluation import Evaluator
+from cotrain.tasks.text import build_text_task
 from cotrain.training.checkpoints import TrainingState, list_checkpoints, load_training_state
 from run_evaluator import EvaluatorArguments
 from tests.support.launcher import Launcher
@@ -237,13 +235,12 @@ class Evening:
         """Return the loss on the held-out text of each peer's newest checkpoint."""
         paths = {"model_name_or_path": "config.json", "dataset_path": "dataset", "tokenizer_path": "tokenizer"}
         args = DatasetArguments(**{name: str(self.data / value) for name, value in paths.items()})
-        tokenizer = load_tokenizer(args.tokenizer_path)
-        samples = load_validation_data(args, 0.15, tokenizer, load_config(args, tokenizer))
-        evaluator = Evaluator(*samples, lambda: False, EvaluatorArguments(use_cpu=True, disable_tqdm=True))
+        task = build_text_task(args, SampleArguments())
+        evaluator = Evaluator(task, lambda: False, EvaluatorArguments(use_cpu=True, disable_tqdm=True))
         models = {
             name: AutoModelForCausalLM.from_pretrained(list_checkpoints(self.folder / name)[0]) for name in PEERS
         }
-        return {name: evaluator.evaluate(model, 0).loss for name, model in models.items()}
+        return {name: evaluator.evaluate(model, 0).metrics["loss"] for name, model in models.items()}
 
     def read_plain(self, step: int) -> tuple[int, float]:
         """Wait until the one process is at a step, end it, and return its nearest evaluated step and the loss."""
