@@ -182,7 +182,7 @@ class ProgressTrackerArguments(Flags):
         at_most=1,
     )
     metadata_expiration: float = flag(
-        120, "A peer's progress report expires after this many seconds without a new one"
+        120, "A peer's progress report expires after this many seconds without a new one", at_most=120
     )
 
     def __post_init__(self):
@@ -274,7 +274,9 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
     _argument_group_name = "Collaboration"
 
-    statistics_expiration: float = flag(600, "Reported metrics expire after this many seconds without an update")
+    statistics_expiration: float = flag(
+        600, "Reported metrics expire after this many seconds without an update", at_most=3600
+    )
     backup_every_steps: int = flag(
         10,
         "Back up the training state every this many global steps, for a rollback if the parameters become NaN or Inf",

@@ -102,7 +102,16 @@ class DHTProtocol(dht_protocol.DHTProtocol):
 
     A dictionary expires when the newest of its records does. With an empty one that never expires, a single node ended
     each search for a key, and hid the records of all others. The name is part of the protocol.
+
+    hivemind also drops a whole answer for one record that is refused. Here only that record is dropped.
     """
+
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        with dictionary.freeze():
+            for subkey, (value, expiration) in list(dictionary.items()):
+                if not self._validate_record(key_bytes, self.serializer.dumps(subkey), value, expiration):
+                    del dictionary[subkey]
+        return True
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict | None:
         found = await super().call_find(peer, keys)

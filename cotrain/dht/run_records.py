@@ -103,12 +103,31 @@ AveragerSchema = pydantic.create_model(
 )
 
 
+class SignedConfig(pydantic.BaseModel):
+    """Settings of a run with the organiser's signature, see cotrain/peer/run_config.py."""
+
+    text: pydantic.StrictStr
+    public_key: pydantic.StrictBytes
+    signature: pydantic.StrictBytes
+
+
+class ConfigSchema(pydantic.BaseModel):
+    """The DHT key that names no run: a newcomer reads there which run it joins."""
+
+    run_config: dict[BytesWithPublicKey, SignedConfig]
+
+
+# Seconds to the expiration of a record, at most: what the flags allow, and some more for clocks that differ
+MAX_LIFETIME = 5400.0
+LIFETIMES = {"training_progress": 180.0, "state_averager.all_averagers": 180.0}
+
+
 class SignatureValidator(SafeValidatorMixin, RSASignatureValidator):
     """Requires that a record under a subkey with a public key is signed with the private key."""
 
 
 class RunSchemaValidator(SafeValidatorMixin, SchemaValidator):
-    """Requires that a record under a key of the run matches MetricSchema or AveragerSchema."""
+    """Requires that a record under a key of the run matches its schema."""
 
 
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
@@ -119,8 +138,11 @@ def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tu
     """
     signature_validator = SignatureValidator(private_key)
     schemas = [RunSchemaValidator(schema, prefix=run_id) for schema in (MetricSchema, AveragerSchema)]
+    schemas.append(RunSchemaValidator(ConfigSchema))
+    keys = {key: name for schema in schemas for key, name in schema._key_id_to_field_name.items()}
+    lifetimes = {key: LIFETIMES.get(name, MAX_LIFETIME) for key, name in keys.items()}
     validators = [ReadableValidator(), *schemas, signature_validator]
-    return [RunValidator(validators)], signature_validator.local_public_key
+    return [RunValidator(validators, lifetimes)], signature_validator.local_public_key
 
 
 def get_dictionary(dht: DHT, key: str, timeout: float = 10.0) -> dict:

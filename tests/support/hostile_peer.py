@@ -40,7 +40,7 @@ METRICS = [
 HISTORIES = [[[10**9, 1.0, 1, 1.0, 1]] * 64, [[NAN] * 5], [[1, 2]], "x" * 12_000, [[0] * 5] * 1000, {"a": 1}]
 PRIORITIES = [INFINITY, NAN, 1e308, 10**6, -1, "text", None, 30_000.0]  # of the offered state
 EPOCHS = [10**18, 2**31, 10**6, 30_000]
-DAY = 86_000.0
+LONG = 170.0  # seconds; a node refuses records that live much longer
 JUNK = 1000  # records under each key: as many as a node keeps
 
 
@@ -95,9 +95,9 @@ class Attack:
         self.write("peers", self.own, {"username": "\x1b[31m" + "x" * 10_000, "leaving": True})
         for name in ("round_averager.0b", self.offers, self.reports, self.metrics, "peers"):
             for raw in RAW:
-                self.write_raw(name, b"raw", raw, DAY)
-                self.write_raw(name, self.own, raw, DAY)
-            self.write(name, None, True, DAY)  # a record without a subkey, beside which no other may be stored
+                self.write_raw(name, b"raw", raw, LONG)
+                self.write_raw(name, self.own, raw, LONG)
+            self.write(name, None, True, LONG)  # a record without a subkey, beside which no other may be stored
 
     def write_false_claims(self, trainers: list[bytes]) -> None:
         self.write(self.reports, self.own, progress(10**6, when=10**6))
@@ -112,14 +112,14 @@ class Attack:
             forged = {**progress(epoch=1, when=50.0), "peer_id": peer_id, "auxiliary": True}
             for subkey in (trainer, peer_id, b"x%d" % number + self.own):
                 self.write(self.reports, subkey, forged)
-                self.write(self.offers, subkey, None, DAY)
+                self.write(self.offers, subkey, None, LONG)
                 self.write(self.metrics, subkey, GOOD)
 
     def write_junk(self) -> None:
         for name in (self.reports, self.offers, self.metrics, "peers", "run_config"):
             for number in range(JUNK):
-                self.write(name, b"%d" % number, None, DAY)
-                self.write(name, b"y%d" % number + self.own, None, DAY)
+                self.write(name, b"%d" % number, None, LONG)
+                self.write(name, b"y%d" % number + self.own, None, LONG)
 
     async def send(self) -> None:
         """Store the records at all known nodes, whichever are responsible for the keys."""

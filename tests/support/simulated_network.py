@@ -25,7 +25,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.matchmaking import StepMatchmaking
-from cotrain.dht.records import ReadableValidator, signer_of
+from cotrain.dht.records import RunValidator, signer_of
 from tests.support.simulated_time import EPOCH, SimulatedTime, owner
 
 LATENCY, DIAL_SECONDS, DHT_SECONDS = 0.05, 3.0, 0.1  # of a message, a dial in vain, a DHT request
@@ -170,7 +170,7 @@ class Node:
 
     def store(self, key: str, value: object, expiration_time: float, subkey: bytes, **_) -> None:
         packed = MSGPackSerializer.dumps(value)
-        assert len(packed) + len(subkey) <= ReadableValidator.MAX_BYTES, f"the record under {key} is too large"
+        assert len(packed) + len(subkey) <= RunValidator.MAX_BYTES, f"the record under {key} is too large"
         record = ValueWithExpiration(MSGPackSerializer.loads(packed), expiration_time)
         self.network.call_in_loop(partial(self.network.store, self, key, subkey, record), DHT_SECONDS)
 
