@@ -29,8 +29,8 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import achain, amap_in_executor, as_aiter
 
-from cotrain.averaging.bounds import MIN_WEIGHT, NORM_TOLERANCE, Bounds
-from cotrain.averaging.reducer import Part, Reducer, ViolationError
+from cotrain.averaging.bounds import ANSWERED_CHANGE, MIN_WEIGHT, NORM_TOLERANCE, Bounds, ViolationError
+from cotrain.averaging.reducer import Part, Reducer
 from cotrain.averaging.wire import check_tensor
 
 logger = get_logger(__name__)
@@ -117,7 +117,9 @@ class AllReduce:
         self.peer_id, self.group_id, self.peer_ids = p2p.peer_id, group_id, peer_ids
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
         self._weight, self._parameter_weight = max(weight, MIN_WEIGHT), max(parameter_weight, MIN_WEIGHT)
-        self._answer_bounds = replace(bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm)
+        self._answer_bounds = replace(
+            bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm, parameter_change=ANSWERED_CHANGE
+        )
         cuts = [block.cut(compression, part_size_bytes, int.from_bytes(group_id, "big")) for block in blocks]
         parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
         self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
@@ -139,6 +141,7 @@ class AllReduce:
         )
         self.was_late = False  # whether a reducer has closed a part without this peer's values
         self._violations: dict[PeerID, str] = {}
+        self._excesses: dict[PeerID, str] = {}  # of answers
         # Parts of a reducer of which this peer has compressed its values, and those whose averages have arrived
         self._num_opened, self._num_answered = dict.fromkeys(peer_ids, 0), dict.fromkeys(peer_ids, 0)
         # Elements that this peer receives, and those that it has received
@@ -171,7 +174,12 @@ class AllReduce:
         return own | self.reducer.weights
 
     def violations(self) -> dict[PeerID, str]:
-        return self.reducer.outliers() | self._violations
+        """Return the members that have sent what no honest peer sends, and what it was."""
+        return self._violations
+
+    def excesses(self) -> dict[PeerID, str]:
+        """Return the members that have sent what exceeds the bounds, and what it was."""
+        return self.reducer.excesses() | self._excesses
 
     async def run(self) -> None:
         """Average. Returns once all averages have arrived and this reducer has closed its parts, or at the timeout."""
@@ -248,9 +256,9 @@ class AllReduce:
                 index = (answered + number) // 2
 
     async def _accept(self, peer_id: PeerID, part: Part, message: averaging_pb2.AveragingData) -> None:
-        """Accept the average of a part.
+        """Accept the average of a part. Parameters too far from this peer's are not, gradients are scaled down.
 
-        :raises ValueError: if it is malformed, or exceeds what honest senders can produce
+        :raises ValueError: if it is malformed or not finite
         """
         try:
             check_tensor(message.tensor_part, part.spec)
@@ -258,14 +266,15 @@ class AllReduce:
             average = await loop.run_in_executor(None, deserialize_torch_tensor, message.tensor_part)
             if message.weight == DIFFERENCE:
                 average = part.own + average
-            violation = self._answer_bounds.find_violation(part.info, average, part.own, weight=1.0)
-            if violation is not None:
-                raise ViolationError(violation)
+            average, _, excess = self._answer_bounds.clip(part.info, average, part.own, weight=1.0)
         except ValueError as error:
             self._violations[peer_id] = str(error)
             raise
-        part.output.copy_(average)
-        self._received[part.info.role] += part.own.numel()
+        if excess is not None:
+            self._excesses[peer_id] = excess
+        if excess is None or part.is_gradient:
+            part.output.copy_(average)
+            self._received[part.info.role] += part.own.numel()
         self._num_answered[peer_id] += not part.is_given
         self.was_late |= self._num_answered[peer_id] > self._num_opened[peer_id]
 

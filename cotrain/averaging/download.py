@@ -5,6 +5,7 @@ Any peer can offer a state: the time per donor, the number of bytes and the cost
 
 import asyncio
 import math
+import os
 import random
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from cotrain.averaging.comparison import agrees
 from cotrain.averaging.history import Marks, different_marks, read_marks
 from cotrain.averaging.wire import TensorAssembler
 from cotrain.dht.metrics_schema import MAX_STEP
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DHT_TIMEOUT = 30.0  # seconds for reading the offers
+State = tuple[str, dict, list[torch.Tensor]]  # a donor's peer ID, metadata and tensors
 
 
 class StateLoadError(ValueError):
@@ -50,6 +53,8 @@ class StateDownload:
     sent metadata with a credible step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports
     lag), plus one per second since the query: no run takes more than one step per second.
 
+    A state that most of up to NUM_COMPARED other donors contradict is used only if no donor has a better one.
+
     Time: all donors are dialed in advance, MAX_DIALS at a time. While other reachable donors are left, a donor may be
     silent for a quarter of the remaining time, and is abandoned once it would need, at its mean rate, more than three
     quarters of the time that was left when it began.
@@ -61,6 +66,8 @@ class StateDownload:
 
     MAX_ATTEMPTS = 3  # a newcomer that gives up too early would start a second run
     MAX_DIALS = 64
+    NUM_COMPARED = 7  # other donors that are asked for some elements of a state
+    COMPARE_TIMEOUT = 10.0  # seconds
     EPOCH_SLACK = 2
     GRACE_SECONDS = 10.0  # before a donor's rate is judged
 
@@ -81,20 +88,26 @@ class StateDownload:
         self._dials: dict[PeerID, asyncio.Task] = {}
         self._queue: deque[PeerID] = deque()  # donors that were not asked yet
         self._doubted: list[PeerID] = []
+        self._contradicted: State | None = None
         self._told_credible_step = False
         self._may_retry = False
 
-    async def run(self) -> tuple[str, dict, list[torch.Tensor]] | None:
+    async def run(self) -> State | None:
         """Return a donor's peer ID, metadata and tensors."""
         for attempt in range(self.MAX_ATTEMPTS):
             await asyncio.sleep(attempt)
             self._may_retry = False
             state = await self._ask_all()
             if state is not None or not self._may_retry:
-                return state
-        return None
+                break
+        if state is None and self._contradicted is not None:
+            state = self._contradicted
+            logger.warning(
+                f"Using the state of {state[0]} although other peers have another: nobody offers a better one"
+            )
+        return state
 
-    async def _ask_all(self) -> tuple[str, dict, list[torch.Tensor]] | None:
+    async def _ask_all(self) -> State | None:
         """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
         offers = await self._find_offers()
         likely, unlikely = rank_donors(offers, self.max_epoch)
@@ -115,7 +128,7 @@ class StateDownload:
                 dial.cancel()
             await asyncio.gather(*self._dials.values(), return_exceptions=True)
 
-    async def _ask_in_turn(self, donors: Iterable[PeerID], believe_all: bool) -> tuple | None:
+    async def _ask_in_turn(self, donors: Iterable[PeerID], believe_all: bool) -> State | None:
         self._queue = deque(donor for donor in donors if donor != self.averager.peer_id)
         while self._queue and time.monotonic() < self.deadline:
             if (state := await self._ask(self._queue.popleft(), believe_all)) is not None:
@@ -150,7 +163,7 @@ class StateDownload:
             except Exception as error:
                 return error
 
-    async def _ask(self, donor: PeerID, believe_all: bool) -> tuple[str, dict, list[torch.Tensor]] | None:
+    async def _ask(self, donor: PeerID, believe_all: bool) -> State | None:
         """Request and check the state of a donor, if the donor is reachable; None if it has failed."""
         try:
             if (error := await self._dials[donor]) is not None:
@@ -160,7 +173,12 @@ class StateDownload:
             logger.info(f"Downloading the state from {donor}")
             metadata, tensors = await self._receive(donor, believe_all)
             self.averager.check_state(metadata, tensors)
-            return str(donor), metadata, tensors
+            state = str(donor), metadata, tensors
+            if await self._is_contradicted(donor, tensors):
+                logger.warning(f"Postponed the state that {donor} offers: other peers have other parameters")
+                self._contradicted = self._contradicted or state
+                return None
+            return state
         except DoubtfulStepError as error:
             logger.warning(f"Postponed the state that {donor} offers: {error}")
             self._doubted.append(donor)
@@ -172,6 +190,28 @@ class StateDownload:
             logger.warning(f"Could not download the state from {donor}: {error!r}")
             self._may_retry |= not isinstance(error, TimeoutError)
         return None
+
+    async def _is_contradicted(self, donor: PeerID, tensors: list[torch.Tensor]) -> bool:
+        """Whether most of some other donors have other parameters, by elements that the donor could not know of."""
+        reached = (peer for peer, dial in self._dials.items() if dial.done() and dial.result() is None)
+        others = [peer for peer in reached if peer not in (donor, self.averager.peer_id)]
+        chosen = random.sample(others, min(self.NUM_COMPARED, len(others)))
+        answers = [
+            found for found in await asyncio.gather(*(self._compare(p, tensors) for p in chosen)) if found is not None
+        ]
+        return answers.count(False) * 2 > len(answers)
+
+    async def _compare(self, peer: PeerID, tensors: list[torch.Tensor]) -> bool | None:
+        """Whether a peer has about the same parameters as a state; None if it does not say."""
+        averager, seed = self.averager, os.urandom(8)
+        try:
+            stub = averager.get_stub(averager._p2p, peer, namespace=averager.prefix)
+            async with asyncio.timeout(self.COMPARE_TIMEOUT):
+                answer = await stub.rpc_compare_state(averaging_pb2.DownloadData(metadata=seed))
+            return agrees(tensors[: len(averager._optimized_parameters())], seed, answer)
+        except Exception as error:
+            logger.debug(f"{peer} does not say whether its parameters are the same: {error!r}")
+            return None
 
     async def _receive(self, donor: PeerID, believe_all: bool) -> tuple[dict, list[torch.Tensor]]:
         """Receive the state of a donor.
@@ -186,7 +226,7 @@ class StateDownload:
             async with asyncio.timeout(self._max_silence()):
                 message = await anext(stream, None)
             if message is None:
-                raise StateLoadError("the donor has no state to offer")
+                raise ConnectionError("it offers no state any more, or serves too many peers")
             metadata = self._read_metadata(message.metadata, believe_all)
             assembler, began = TensorAssembler(averager.expected_tensors(metadata)), time.monotonic()
             while True:

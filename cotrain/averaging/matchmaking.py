@@ -13,10 +13,11 @@ import asyncio
 import hashlib
 import itertools
 import math
+import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
@@ -25,7 +26,6 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
-from hivemind.dht import DHTID
 from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, get_logger
@@ -39,6 +39,7 @@ MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop 
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
 MAX_DISTANCE = 1e6  # bound on the distance that a peer claims, in updates
 MAX_CLAIM_BYTES = 64
+NONCE_BYTES = 8  # of the ID of a group
 
 
 class RoundControl(StepControl):
@@ -127,6 +128,12 @@ def parse_group_key(prefix: str, key: str) -> int | None:
     return int(bits, 2) if head == prefix and 0 < len(bits) <= 62 and not set(bits) - {"0", "1"} else None
 
 
+def make_group_id(nonce: bytes, number: int, peer_ids: Sequence[PeerID], gathered: Sequence[bytes]) -> bytes:
+    """Return the ID of a group: members to whom the leader has told different things have different groups."""
+    content = [nonce, number, *(peer_id.to_bytes() for peer_id in peer_ids), *gathered]
+    return nonce + hashlib.sha256(MSGPackSerializer.dumps(content)).digest()
+
+
 def parse_claims(gathered: bytes) -> Claims:
     """Return what a member claims; ValueError if it is malformed."""
     try:
@@ -172,6 +179,7 @@ class StepMatchmaking(Matchmaking):
 
     def ban(self, peer_id: PeerID, until: float) -> None:
         """Form no group with a peer before `until` (`time.time`)."""
+        self._banned_until = {banned: end for banned, end in self._banned_until.items() if time.time() < end}
         self._banned_until[peer_id] = until
 
     def is_banned(self, peer_id: PeerID) -> bool:
@@ -179,8 +187,8 @@ class StepMatchmaking(Matchmaking):
 
     @property
     def requested_number(self) -> int:
-        """Newest step for which another peer asks this one for a group; -1 if none does."""
-        return max((request.number for request in self._requests.values()), default=-1)
+        """The next step for which another peer asks this one for a group; -1 if none does."""
+        return min((request.number for request in self._requests.values()), default=-1)
 
     # Search for a group
 
@@ -304,11 +312,11 @@ class StepMatchmaking(Matchmaking):
         nodes = [peer_id for peer_id in peer_ids if peer_id not in clients]
         num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.target_group_size or len(peer_ids))))
         dealt = [*nodes, *clients]  # each group has a peer that accepts connections
-        groups, nonce = [], DHTID.generate().to_bytes()[:-2]  # the IDs begin alike: one mark of the step's history
+        groups, nonce = [], os.urandom(NONCE_BYTES)  # the IDs begin alike: one mark of the step's history
         for index in range(num_groups):
             members = tuple(dealt[index::num_groups])
-            group_id = nonce + index.to_bytes(2, "big")
-            group = GroupInfo(group_id, members, tuple(gathered[peer_id] for peer_id in members))
+            claims = tuple(gathered[peer_id] for peer_id in members)
+            group = GroupInfo(make_group_id(nonce, number, members, claims), members, claims)
             for peer_id in members:
                 if peer_id != self.peer_id:
                     joined[peer_id].answer.set_result(group)
@@ -345,7 +353,7 @@ class StepMatchmaking(Matchmaking):
         finally:
             self._leader = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
-            if (group := self._parse_group(message)) is None:
+            if (group := self._parse_group(message, control.number)) is None:
                 logger.warning(f"{leader} formed an invalid group, such as one without this peer")
                 search.given_up.add(leader)
             return group
@@ -384,9 +392,12 @@ class StepMatchmaking(Matchmaking):
             now = asyncio.get_running_loop().time()
             search.patience.reschedule(now + self.min_matchmaking_time + LEADER_MARGIN)
 
-    def _parse_group(self, message: averaging_pb2.MessageFromLeader) -> GroupInfo | None:
+    def _parse_group(self, message: averaging_pb2.MessageFromLeader, number: int) -> GroupInfo | None:
         peer_ids = tuple(PeerID(peer_id) for peer_id in message.ordered_peer_ids)
         if self.peer_id not in peer_ids or not len(set(peer_ids)) == len(peer_ids) == len(message.gathered):
+            return None
+        nonce = message.group_id[:NONCE_BYTES]
+        if message.group_id != make_group_id(nonce, number, peer_ids, message.gathered):
             return None
         with suppress(ValueError):
             for gathered in message.gathered:

@@ -12,6 +12,7 @@ TOLERANCE = 4.0  # of a norm, relative to the median of the others
 # An honest peer's part may exceed the tolerance: rare tokens that only its samples have move their rows of an
 # embedding. It is clipped once it exceeds the tolerance in more than this fraction of its parts.
 MAX_OUTLIER_FRACTION = 0.25
+MAX_RATIO = 4.0  # of the samples of two senders
 
 
 class OutlierFilter:
@@ -39,7 +40,8 @@ def _bound(sender: int, norms: dict[int, float], weights: dict[int, float]) -> f
     """Return the bound on a sender's part: TOLERANCE times the median norm of the others.
 
     The sum of n local updates has at most n times the norm of one. For a sender with more samples than another one,
-    the other one's norm counts as larger by that ratio.
+    the other one's norm counts as larger by that ratio, up to MAX_RATIO: the samples are a claim.
     """
-    others = [norms[other] * max(1.0, weights[sender] / weights[other]) for other in norms if other != sender]
+    ratios = {other: min(max(1.0, weights[sender] / weights[other]), MAX_RATIO) for other in norms}
+    others = [norms[other] * ratios[other] for other in norms if other != sender]
     return TOLERANCE * statistics.median(others)

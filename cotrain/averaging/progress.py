@@ -356,13 +356,15 @@ class ProgressTracker(threading.Thread):
             is_own = progress is own
             until = min(now, progress.seen + HEARTBEAT_SECONDS, progress.computed + MAX_EXTRAPOLATION)
             rate += progress.samples_per_second
+            samples, extrapolated = progress.contributed, 0.0
             if progress.epoch == step - 1:
-                total += progress.samples_accumulated
-                estimated += progress.samples_accumulated
-                estimated += 0.0 if is_own else max(0.0, until - progress.computed) * progress.samples_per_second
-            elif progress.epoch == step:
-                total += progress.contributed
-                estimated += progress.contributed
+                samples = progress.samples_accumulated
+                extrapolated = 0.0 if is_own else max(0.0, until - progress.computed) * progress.samples_per_second
+            elif progress.epoch != step:
+                continue
+            # A peer counts for one step at most, as in the round: its samples are a claim.
+            total += min(samples, self.target_batch_size)
+            estimated += min(samples + extrapolated, self.target_batch_size)
         eta = max(0.0, self.target_batch_size - estimated) / rate
         return GlobalTrainingProgress(
             epoch=self.global_epoch,

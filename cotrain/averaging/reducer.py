@@ -17,17 +17,13 @@ from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, d
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
 
-from cotrain.averaging.bounds import MIN_WEIGHT, Bounds, norm_of
+from cotrain.averaging.bounds import MIN_WEIGHT, Bounds, ViolationError, norm_of
 from cotrain.averaging.outliers import TOLERANCE, OutlierFilter
 from cotrain.averaging.wire import TensorSpec
 
 # A sender is late for a part after LATE_FACTOR times the median time of the senders, plus LATE_SECONDS. Later parts do
 # not wait for it: if each one did, a round would take more than twice as long as without that sender.
 LATE_FACTOR, LATE_SECONDS = 2.0, 3.0
-
-
-class ViolationError(ValueError):
-    """Raised if a sender sends what no honest peer sends."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +121,7 @@ class Reducer:
         self._senders = {sender: _Sender() for sender in senders}
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
         self._outliers = OutlierFilter()
+        self._excesses: dict[PeerID, str] = {}
         self._changed = asyncio.Event()
         self._begun = time.monotonic()
         self._first_message_by, self._deadline = self._begun + sender_timeout, self._begun + timeout
@@ -153,16 +150,16 @@ class Reducer:
         self._changed.set()
 
     def add(self, sender: PeerID, index: int, values: torch.Tensor, weight: float) -> None:
-        """Add a sender's values of a part, unless the part is closed.
+        """Add a sender's values of a part, scaled down to the bounds, unless the part is closed.
 
-        :raises ViolationError: if the part is not a later one than the last, or violates the bounds
+        :raises ViolationError: if the part is not a later one than the last, or not finite
         """
         state, part, sums = self._senders[sender], self.parts[index], self._sums[index]
         if index < state.next:
             raise ViolationError("a part again")
-        violation = self.bounds.find_violation(part.info, values, part.own, weight)
-        if violation is not None:
-            raise ViolationError(violation)
+        values, weight, excess = self.bounds.clip(part.info, values, part.own, weight)
+        if excess is not None:
+            self._excesses[sender] = excess
         state.next = index + 1
         if self.averages[index].done():
             return
@@ -240,7 +237,7 @@ class Reducer:
             for sender, (values, weight) in sums.held.items():
                 sums.add(values * factors.get(sender, 1.0), weight)
 
-    def outliers(self) -> dict[PeerID, str]:
-        """Return the senders whose gradients are too large, compared with the others', with the violation."""
+    def excesses(self) -> dict[PeerID, str]:
+        """Return the senders of values that were scaled down, and what was wrong."""
         text = f"gradients of more than {TOLERANCE:g} times the norm of the other peers'"
-        return {sender: text for sender in self._outliers.senders if sender is not None}
+        return self._excesses | {sender: text for sender in self._outliers.senders if sender is not None}

@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -37,11 +37,13 @@ from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
 
-PROTOCOL = 7  # version of rounds and progress reports; peers of different versions do not average
-BAN_SECONDS = 600.0  # duration of the ban for values out of bounds; short, since the fault may be transient
+PROTOCOL = 8  # version of rounds and progress reports; peers of different versions do not average
+BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
+REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal
 PACED_MBITS = 50.0  # below this --bandwidth a peer sends its values at that rate
-MAX_WAITING_STREAMS = 256  # from peers whose part arrives before this peer's round has begun
+# Of a peer, and of all peers, whose part of an unknown group arrives before this peer has the group
+MAX_WAITING_STREAMS, MAX_WAITING_STREAMS_OF_ALL = 2, 256
 
 
 @dataclass
@@ -107,7 +109,8 @@ class RoundAverager(SafeAverager):
         self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
         self._finished_groups: deque[bytes] = deque(maxlen=64)
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
-        self._num_waiting = 0
+        self._waiting: Counter[PeerID] = Counter()  # streams of unknown groups
+        self._reported_at: dict[PeerID, float] = {}  # excesses; `time.monotonic`
         # Peer ID -> end of the ban, in the main process; new bans come through the queue
         self._banned: dict[bytes, float] = {}
         self._newly_banned, self._lock_bans = multiprocessing.SimpleQueue(), threading.Lock()
@@ -268,6 +271,7 @@ class RoundAverager(SafeAverager):
             await runner.run()
         finally:
             self._ban_violators(runner)
+            self._report_excesses(runner)
         received = runner.received_fraction(TensorRole.GRADIENT)
         return RoundResult(
             members=group.peer_ids,
@@ -291,6 +295,13 @@ class RoundAverager(SafeAverager):
             until = time.time() + BAN_SECONDS
             self._matchmaking.ban(peer_id, until)
             self._newly_banned.put((peer_id.to_bytes(), until))
+
+    def _report_excesses(self, runner: AllReduce) -> None:
+        now = time.monotonic()
+        for peer_id, excess in runner.excesses().items():
+            if now >= self._reported_at.get(peer_id, -math.inf) + REPORT_SECONDS:
+                self._reported_at[peer_id] = now
+                logger.warning(f"{peer_id} sent {excess}: scaled it down, or kept this peer's parameters")
 
     # Answers to other peers
 
@@ -318,21 +329,24 @@ class RoundAverager(SafeAverager):
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         request = await anext(stream)
-        if await self._will_begin(request.group_id):
+        if await self._will_begin(request.group_id, context.remote_id):
             async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
                 yield message
         else:
             self._refused.append((request.group_id, context.remote_id))
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
 
-    async def _will_begin(self, group_id: bytes) -> bool:
+    async def _will_begin(self, group_id: bytes, sender: PeerID) -> bool:
         """Wait until this peer's round of a group begins; False if it has ended or does not begin in time."""
         if group_id in self._running_groups:
             return True
-        if self._num_waiting >= MAX_WAITING_STREAMS:
+        is_unknown = group_id not in self._matchmaking.found
+        if is_unknown and (
+            self._waiting[sender] >= MAX_WAITING_STREAMS or self._waiting.total() >= MAX_WAITING_STREAMS_OF_ALL
+        ):
             return False
         started = time.monotonic()
-        self._num_waiting += 1
+        self._waiting[sender] += is_unknown
         try:
             while group_id not in self._running_groups:
                 control = self._matchmaking.found.get(group_id)
@@ -349,4 +363,4 @@ class RoundAverager(SafeAverager):
                         await self._pending_groups_registered.wait()
             return True
         finally:
-            self._num_waiting -= 1
+            self._waiting -= Counter({sender: is_unknown})

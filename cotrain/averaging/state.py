@@ -4,6 +4,7 @@ import asyncio
 import copy
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
@@ -11,12 +12,13 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 import torch
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim import state_averager
-from hivemind.p2p import P2PContext
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
 from torch.optim.lr_scheduler import LambdaLR
 
 from cotrain.averaging.base import SafeAverager
+from cotrain.averaging.comparison import pack_elements
 from cotrain.averaging.download import StateDownload, StateLoadError, check_epoch
 from cotrain.averaging.history import Marks, read_marks
 from cotrain.averaging.wire import SCALAR, TensorSpec
@@ -60,7 +62,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
       with a warning: there is no alternative.
     """
 
-    UPLOAD_TIMEOUT = 3600.0  # seconds; a stalled reader keeps a copy of the state in memory
+    # Bounds on the downloads of other peers, since a reader that has stalled keeps a copy of the state in memory
+    MAX_UPLOADS, MAX_UPLOADS_OF_ALL = 2, 16  # at the same time, of a peer and of all
+    LEAST_RATE, GRACE_SECONDS = 25_000.0, 60.0  # bytes per second, after so many seconds
     COPY_SECONDS = 60.0  # for which an unchanged copy of the state is kept for further downloads
 
     def __init__(
@@ -80,6 +84,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self._copy: tuple[dict, list[torch.Tensor]] | None = None  # see get_current_state
         self._copy_timer: threading.Timer | None = None
         self._downloads: set = set()  # tasks, in the averager's process
+        self._uploads: Counter[PeerID] = Counter()  # in the averager's process
         super().__init__(*args, **kwargs)
 
     # Changing the state
@@ -218,9 +223,27 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        async with asyncio.timeout(self.UPLOAD_TIMEOUT):
-            async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
-                yield message
+        reader, now = context.remote_id, asyncio.get_running_loop().time
+        if self._uploads[reader] >= self.MAX_UPLOADS or self._uploads.total() >= self.MAX_UPLOADS_OF_ALL:
+            return
+        self._uploads[reader] += 1
+        deadline = now() + self.GRACE_SECONDS
+        try:
+            async with asyncio.timeout_at(deadline) as limit:
+                async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
+                    yield message
+                    deadline += len(message.tensor_part.buffer) / self.LEAST_RATE
+                    limit.reschedule(deadline)
+        finally:
+            self._uploads -= Counter({reader: 1})
+
+    async def rpc_compare_state(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> averaging_pb2.DownloadData:
+        """Answer with some elements of the parameters, see cotrain/averaging/comparison.py; none without an offer."""
+        if not self.allow_state_sharing:
+            return averaging_pb2.DownloadData()
+        return pack_elements(self._optimized_parameters(), request)
 
     # Downloading a state
 

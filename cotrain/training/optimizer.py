@@ -38,10 +38,6 @@ from cotrain.peer.upload import MAX_BANDWIDTH, measure_bandwidth
 # Bound on the distance between an element of two peers' parameters, in learning rates. LAMB and AdamW move an element
 # by about three learning rates in their first steps.
 PARAMETER_STEPS = 10.0
-# The same with local updates: two peers may differ by the local steps of a round. Some hundred at most.
-LOCAL_PARAMETER_STEPS = 3000.0
-# Bound on the weight of a peer in a round, in target batches
-MAX_TARGET_BATCHES = 4.0
 
 
 class PortableSteps:
@@ -176,12 +172,11 @@ def _step_optimizer(args: HyperparameterArguments) -> dict:
 def _round_options(hyperparameter_args: HyperparameterArguments, args: OptimizerArguments, bandwidth: float) -> dict:
     """Return the options of RoundAverager. The bounds on contributions are the same at all peers of a run."""
     local_updates = hyperparameter_args.local_updates
-    steps = LOCAL_PARAMETER_STEPS if local_updates else PARAMETER_STEPS
     return {
         "local_updates": local_updates,
         "max_grad_norm": hyperparameter_args.max_update_norm if local_updates else hyperparameter_args.max_grad_norm,
-        "parameter_step": steps * hyperparameter_args.learning_rate,
-        "max_weight": MAX_TARGET_BATCHES * args.target_batch_size,
+        "parameter_step": PARAMETER_STEPS * hyperparameter_args.learning_rate,
+        "max_weight": float(args.target_batch_size),  # a peer counts for a whole step at most
         "gradient_compression": COMPRESSIONS[args.gradient_compression](),
         "parameter_compression": COMPRESSIONS[args.state_compression](),
         "average_parameters_every": args.average_state_every,

@@ -23,7 +23,7 @@ from hivemind.proto import averaging_pb2
 from cotrain.averaging import allreduce, reducer
 from cotrain.averaging.accumulators import clip_norm
 from cotrain.averaging.allreduce import AllReduce, Block
-from cotrain.averaging.bounds import MAX_RMS, MIN_WEIGHT, Bounds
+from cotrain.averaging.bounds import MAX_RMS, MIN_WEIGHT, Bounds, ViolationError, norm_of
 from cotrain.averaging.compression import COMPRESSIONS
 from cotrain.averaging.outliers import TOLERANCE
 
@@ -45,36 +45,55 @@ def with_bad_values(value: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("part_info", "part", "weight", "reason"),
+    ("part_info", "part", "weight"),
     [
-        (GRADIENT, OWN, 256.0, None),
-        (GRADIENT, -OWN, 1.0, None),
-        (GRADIENT, 1.05 * OWN, 1.0, None),  # error of compression
-        (GRADIENT, 0 * OWN, MIN_WEIGHT, None),
-        (PARAMETER, OWN, 64.0, None),
-        (PARAMETER, 1.4 * OWN, 64.0, None),
-        (PARAMETER, 100 * OWN, MIN_WEIGHT, None),  # a sender that missed updates, without weight in the average
-        *((GRADIENT, with_bad_values(value), 1.0, "") for value in (math.nan, math.inf, -math.inf, 1e38)),
-        *((PARAMETER, with_bad_values(value), 1.0, "") for value in (math.nan, math.inf, -math.inf, 1e38)),
-        *((GRADIENT, OWN, weight, "weight") for weight in (257.0, 1e30, math.inf, math.nan, -1.0, MIN_WEIGHT / 2)),
-        *((GRADIENT, scale * OWN, 1.0, "gradient of norm") for scale in (1.2, 1e10, 1e20)),
-        *((PARAMETER, part, 1.0, "parameters") for part in (3 * OWN, -OWN, OWN + 0.2, 1e22 * OWN)),
+        (GRADIENT, OWN, 256.0),
+        (GRADIENT, -OWN, 1.0),
+        (GRADIENT, 1.05 * OWN, 1.0),  # error of compression
+        (GRADIENT, 0 * OWN, MIN_WEIGHT),
+        (PARAMETER, OWN, 64.0),
+        (PARAMETER, 1.15 * OWN, 64.0),
+        (PARAMETER, 100 * OWN, MIN_WEIGHT),  # a sender that missed updates, without weight in the average
     ],
 )
-def test_only_parts_out_of_bounds_are_refused(part_info, part, weight, reason):
-    violation = BOUNDS.find_violation(part_info, part, OWN, weight)
-    assert violation is None if reason is None else reason in violation
+def test_honest_parts_are_not_changed(part_info, part, weight):
+    clipped, kept, excess = BOUNDS.clip(part_info, part, OWN, weight)
+    assert clipped is part and kept == weight and excess is None
+
+
+@pytest.mark.parametrize("part_info", [GRADIENT, PARAMETER])
+def test_only_parts_that_are_not_finite_are_violations(part_info):
+    for value, weight in [*((value, 1.0) for value in (math.nan, math.inf, -math.inf)), (1.0, math.nan)]:
+        with pytest.raises(ViolationError):
+            BOUNDS.clip(part_info, with_bad_values(value), OWN, weight)
+
+
+@pytest.mark.parametrize(
+    ("part_info", "part", "weight", "norm", "reason"),
+    [
+        *((GRADIENT, scale * OWN, 1.0, 1.1, "gradient of norm") for scale in (1.2, 1e10, 1e20, -5.0)),
+        (GRADIENT, with_bad_values(1e38), 1.0, 1.1, "gradient of norm"),
+        *((PARAMETER, OWN + change, 1.0, 0.2, "parameters at") for change in (2 * OWN, -2 * OWN, 0.2, 1e22)),
+        (PARAMETER, with_bad_values(1e38), 1.0, 0.2, "parameters at"),
+        *((GRADIENT, OWN, weight, 1.0, "weight") for weight in (257.0, 1e30, -1.0, MIN_WEIGHT / 2)),
+    ],
+)
+def test_larger_parts_and_weights_are_scaled_down_to_the_bounds(part_info, part, weight, norm, reason):
+    clipped, kept, excess = BOUNDS.clip(part_info, part, OWN, weight)
+    reference = OWN if part_info is PARAMETER else 0 * OWN
+    assert norm_of(clipped - reference) == pytest.approx(norm, rel=1e-3) and reason in excess
+    assert kept == min(max(weight, MIN_WEIGHT), 256.0)
 
 
 def test_parts_are_bounded_without_clipping_and_without_parameters_of_this_peer():
     bounds = Bounds(weight=256.0)
-    for part_info, part, is_refused in [
+    for part_info, part, is_clipped in [
         (GRADIENT, 1e10 * OWN, False),
         (GRADIENT, 1e20 * OWN, True),
         (PARAMETER, 100 * OWN, False),
         (PARAMETER, torch.full((100,), 2 * MAX_RMS), True),
     ]:
-        assert (bounds.find_violation(part_info, part, OWN, 1.0) is not None) == is_refused
+        assert (bounds.clip(part_info, part, OWN, 1.0)[2] is not None) == is_clipped
 
 
 # Whole rounds, in memory
@@ -238,7 +257,7 @@ def test_round_averages_gradients_and_parameters_by_their_weights():
         assert torch.allclose(parameters, torch.tensor(1.01))
         assert torch.equal(gradient, group.outputs[0][0])
     assert [received(member) for member in group.members] == [1.0] * 4
-    assert not any(member.violations() for member in group.members)
+    assert not any(member.violations() | member.excesses() for member in group.members)
     first, second, third, _ = group.ids
     assert group.members[0].weights() == {first: 1.0, second: 3.0, third: 2.0}
 
@@ -404,10 +423,7 @@ def average_with(alter: Callable, monkeypatch) -> tuple[Group, set]:
     return group, deserialized
 
 
-@pytest.mark.parametrize(
-    "change", [expand, enlarge, recompress, demand_gradient, renumber, repeat, overweight,
-               fill(math.nan), fill(1e20), fill(-100.0)],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [expand, enlarge, recompress, demand_gradient, renumber, repeat, fill(math.nan)])
 def test_sender_of_what_no_honest_peer_sends_is_left_out(change, monkeypatch):
     group, deserialized = average_with(of_kind(averaging_pb2.PART_FOR_AVERAGING, change), monkeypatch)
     assert {entry[::2] for entry in deserialized} == {("float32", 0)}
@@ -418,9 +434,30 @@ def test_sender_of_what_no_honest_peer_sends_is_left_out(change, monkeypatch):
         assert parameters.isfinite().all() and parameters.min() >= 1.0 and parameters.max() <= 1.02
 
 
-@pytest.mark.parametrize(
-    "change", [expand, enlarge, recompress, demand_gradient, *map(fill, (math.nan, 1e20, 10.0, 0.1075))]
-)
+@pytest.mark.parametrize("change", [overweight, fill(1e20), fill(-100.0)])
+def test_sender_of_too_large_values_moves_nobody_far_and_is_not_banned(change, monkeypatch):
+    """Others could bring about that its values are too large beside theirs."""
+    group, _ = average_with(of_kind(averaging_pb2.PART_FOR_AVERAGING, change), monkeypatch)
+    for member, (gradient, parameters) in list(zip(group.members, group.outputs, strict=True))[:2]:
+        assert not member.violations() and list(member.excesses()) == [group.ids[2]] and received(member) == 1
+        assert gradient.norm() < 2.5 and (parameters - 1).abs().max() < 0.5
+        if change is overweight:  # it counts for the 100 samples of the bound
+            assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 100 * 3) / 104 * 1e-3))
+
+
+@pytest.mark.parametrize("value", [1e20, 10.0, 0.1075])
+def test_reducer_of_too_large_values_moves_nobody_far_and_is_not_banned(value, monkeypatch):
+    group, _ = average_with(of_kind(averaging_pb2.AVERAGED_PART, fill(value)), monkeypatch)
+    for member, own, (gradient, parameters) in list(zip(group.members, group.inputs, group.outputs, strict=True))[:2]:
+        assert not member.violations() and list(member.excesses()) == [group.ids[2]]
+        assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
+        assert gradient.norm() < 4.5
+        if value > 1:
+            assert torch.equal(parameters[-100:], own[1][-100:]), "what it reduces stays"
+            assert received(member) == pytest.approx(5 / 6, abs=0.05)
+
+
+@pytest.mark.parametrize("change", [expand, enlarge, recompress, demand_gradient, fill(math.nan)])
 def test_reducer_that_answers_what_no_honest_peer_answers_has_failed(change, monkeypatch):
     group, deserialized = average_with(of_kind(averaging_pb2.AVERAGED_PART, change), monkeypatch)
     assert {entry[::2] for entry in deserialized} == {("float32", 0)}
@@ -446,7 +483,7 @@ def test_pseudo_gradients_are_bounded_by_each_other():
     honest = [0, 1, 3]
     for number in honest:
         assert torch.allclose(group.outputs[number][0], torch.tensor(expected), rtol=1e-3)
-        assert list(group.members[number].violations()) == [group.ids[2]]
+        assert list(group.members[number].excesses()) == [group.ids[2]] and not group.members[number].violations()
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
@@ -462,7 +499,7 @@ def test_honest_average_is_accepted_with_every_compression(name):
     group, _ = average(
         lambda: Group([FAST, FAST / 20, FAST], compression=name, tensors=tensors, part_size_bytes=20000)
     )
-    assert not any(member.violations() for member in group.members)
+    assert not any(member.violations() | member.excesses() for member in group.members)
     assert [received(member) for member in group.members] == [1.0] * 3
 
 
@@ -508,7 +545,7 @@ def test_members_that_lack_parameters_receive_them_from_the_others(silent):
     assert all(member.received_fraction(TensorRole.PARAMETER) is None for member in others)
     for own, outputs in list(zip(group.inputs, group.outputs, strict=True))[1:]:
         assert torch.equal(outputs[1], own[1])
-    assert not any(member.violations() for member in group.members)
+    assert not any(member.violations() | member.excesses() for member in group.members)
 
 
 def equal_but_first(number: int) -> list[torch.Tensor]:

@@ -17,7 +17,15 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from cotrain.averaging import matchmaking
-from cotrain.averaging.matchmaking import Claims, RosterEntry, StepMatchmaking, group_key, parse_group_key, rank
+from cotrain.averaging.matchmaking import (
+    Claims,
+    RosterEntry,
+    StepMatchmaking,
+    group_key,
+    make_group_id,
+    parse_group_key,
+    rank,
+)
 
 PATIENCE = 0.6  # min_matchmaking_time in seconds
 CLAIMS = Claims(100.0, AveragingMode.NODE).pack()
@@ -372,6 +380,17 @@ async def test_pending_requests_are_disbanded_with_the_step():
         assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
 
 
+async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
+    network, ids = make_network(3)
+    held = []
+    for peer_id, number in ((ids[1], 2**61), (ids[2], 1)):
+        held.append(network.peers[ids[0]].rpc_join_group(request(number), SimpleNamespace(remote_id=peer_id)))
+        assert (await anext(held[-1])).code == averaging_pb2.ACCEPTED
+    assert network.peers[ids[0]].requested_number == 1
+    for answers in held:
+        await answers.aclose()
+
+
 async def test_number_of_pending_requests_is_bounded(monkeypatch):
     monkeypatch.setattr(matchmaking, "MAX_HELD_REQUESTS", 2)
     network, ids = make_network(4)
@@ -386,18 +405,24 @@ async def test_number_of_pending_requests_is_bounded(monkeypatch):
     assert not network.peers[ids[0]]._requests
 
 
-@pytest.mark.parametrize("members", ["without us", "one twice", "malformed claims"])
+OTHER_CLAIMS = Claims(1e9, AveragingMode.NODE).pack()
+
+
+@pytest.mark.parametrize("members", ["without us", "one twice", "malformed claims", "other claims", "another step"])
 async def test_invalid_group_is_not_joined(members):
+    """A leader that told two members different claims made them cut the tensors differently, and ban each other."""
     network, ids = make_network(2)
 
     async def lie(_request, _context):
         peers = {"without us": ids[:1], "one twice": [*ids, ids[1]]}.get(members, ids)
+        gathered = [b"" if members == "malformed claims" else CLAIMS] * len(peers)
+        group_id = make_group_id(b"8 bytes!", 2 if members == "another step" else 1, peers, gathered)
         yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
         yield averaging_pb2.MessageFromLeader(
             code=averaging_pb2.BEGIN_ALLREDUCE,
-            group_id=b"group",
+            group_id=group_id,
             ordered_peer_ids=[peer.to_bytes() for peer in peers],
-            gathered=[CLAIMS if members != "malformed claims" else b""] * len(peers),
+            gathered=[OTHER_CLAIMS, *gathered[1:]] if members == "other claims" else gathered,
         )
 
     network.peers[ids[0]].rpc_join_group = lie

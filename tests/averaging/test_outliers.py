@@ -2,7 +2,7 @@
 
 import pytest
 
-from cotrain.averaging.outliers import TOLERANCE, OutlierFilter
+from cotrain.averaging.outliers import MAX_RATIO, TOLERANCE, OutlierFilter
 
 RARE = [{0: 1.0, 1: 1.0, 2: 100.0 if part % 5 == 4 else 1.0} for part in range(20)]
 
@@ -13,9 +13,9 @@ RARE = [{0: 1.0, 1: 1.0, 2: 100.0 if part % 5 == 4 else 1.0} for part in range(2
         ([{0: 1.0, 1: 0.5, 2: 2.0, 3: 1.3}] * 20, 10.0, {}, []),  # honest peers
         ([{0: 1.0, 1: 2.0, 2: 3.0, 3: 100.0}] * 3, 10.0, {3: TOLERANCE * 2.0 / 100}, [3]),  # the others' median
         (RARE, 10.0, {}, []),  # rows of an embedding that only one peer's samples have
-        # One peer has ten times the samples of the others: its norm may be ten times as large, with the tolerance 40.
-        ([{0: 1.0, 1: 1.0, 2: 30.0}], 100.0, {}, []),
-        ([{0: 1.0, 1: 1.0, 2: 100.0}], 100.0, {2: TOLERANCE * 10.0 / 100}, [2]),
+        # One peer claims ten times the samples of the others: its norm may be four times as large, bound 16.
+        ([{0: 1.0, 1: 1.0, 2: 15.0}], 100.0, {}, []),
+        ([{0: 1.0, 1: 1.0, 2: 100.0}], 100.0, {2: TOLERANCE * MAX_RATIO / 100}, [2]),
         ([{0: 1.0, 1: 1e6}], 10.0, {}, []),  # of two, none is the larger one
     ],
 )

@@ -5,6 +5,7 @@ import gc
 import signal
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -216,7 +217,7 @@ class LateAverager(RoundAverager):
     """Averager without a process. Another round has just ended, after which hivemind stops waiting for this round."""
 
     def __init__(self):
-        self._running_groups, self._finished_groups, self._refused, self._num_waiting = {}, [], [], 0
+        self._running_groups, self._finished_groups, self._refused, self._waiting = {}, [], [], Counter()
         known = b"called off", b"known, but never triggered", b"group"
         self._matchmaking = SimpleNamespace(
             found={group: SimpleNamespace(done=lambda group=group: group == b"called off") for group in known},
@@ -265,10 +266,13 @@ async def test_part_for_a_round_that_has_ended_is_refused_at_once(group_id, redu
     assert averager._refused == [(group_id, None)]
 
 
-async def test_number_of_waiting_parts_is_bounded(monkeypatch):
+async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(monkeypatch):
     monkeypatch.setattr("cotrain.averaging.rounds.MAX_WAITING_STREAMS", 0)
+    averager = LateAverager()
     async with asyncio.timeout(0.4):
-        assert (await LateAverager().first_answer(b"unknown")).code == BAD_GROUP_ID
+        assert (await averager.first_answer(b"unknown")).code == BAD_GROUP_ID
+    assert (await averager.first_answer()).code == AVERAGED_PART, "that of a known group waits"
+    assert not averager._waiting.total()
 
 
 async def test_part_for_a_round_that_begins_later_is_taken():

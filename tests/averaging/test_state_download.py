@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.averaging import wire
+from cotrain.averaging.comparison import choose_elements, pack_elements
 from cotrain.averaging.download import StateDownload, rank_donors
 from cotrain.averaging.state import StateLoadError, TrainingStateAverager
 from cotrain.dht.records import signer_of
@@ -250,6 +252,61 @@ def test_doubtful_step_is_refused_although_the_credible_donor_fails(donors):
     assert newcomer.download_state()[1]["epoch"] == 30_000
 
 
+# Comparison with other peers
+
+
+@pytest.mark.parametrize(("num_honest", "expected"), [(3, 1.0), (1, -1.0)])
+def test_state_that_most_other_donors_contradict_is_the_last_resort(donors, num_honest, expected):
+    """Two liars offer the same false state, at a higher priority. Against one honest peer they are the majority."""
+    for value, priority, number in ((-1.0, 5, 2), (1.0, 4, num_honest)):
+        for _ in range(number):
+            donor = donors.add()
+            fill_parameters(donor, value + 0.01 * number)  # honest peers differ, and are a step apart
+            donor._apply_optimizer_parameters_()
+            offer(donor, step=5, priority=priority)
+    newcomer = donors.add()
+    _, _, tensors = newcomer.download_state(credible_epoch=5)
+    assert torch.sign(tensors[0].flatten()[0]) == expected
+
+
+def test_donor_whom_the_only_other_one_contradicts_is_used_all_the_same(donors):
+    for value in (1.0, -1.0):
+        fill_parameters(donor := donors.add(), value)
+        donor._apply_optimizer_parameters_()
+        offer(donor, step=5)
+    assert donors.add().download_state() is not None
+
+
+def test_elements_are_chosen_from_all_tensors_by_the_seed():
+    tensors = [torch.arange(5000.0).view(50, 100), torch.arange(5000.0, 5007.0), torch.arange(5007.0, 9000.0)]
+    chosen = choose_elements(tensors, 7)
+    assert torch.equal(chosen, choose_elements(tensors, 7)) and not torch.equal(chosen, choose_elements(tensors, 8))
+    assert len(chosen.unique()) > 900 and chosen.min() < 100 and chosen.max() > 8900
+    for count in (0, 9):
+        with pytest.raises(ValueError):
+            pack_elements(tensors, DownloadData(metadata=bytes(count)))
+
+
+async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monkeypatch):
+    """Each keeps a copy of the state."""
+    monkeypatch.setattr(TrainingStateAverager, "GRACE_SECONDS", 0.5)
+    donor, started = donors.add(), []
+    offer(donor, step=5)
+    readers = [SimpleNamespace(remote_id=peer.peer_id) for peer in (donors.add(), donors.add())]
+
+    async def stall(reader: SimpleNamespace) -> None:
+        async for _ in donor.rpc_download_state(DownloadRequest(), reader):
+            started.append(reader)
+            await asyncio.sleep(60)
+
+    tasks = [asyncio.create_task(stall(reader)) for reader in (readers[0], readers[0], readers[0], readers[1])]
+    async with asyncio.timeout(10):
+        await asyncio.wait(tasks)
+    assert [started.count(reader) for reader in readers] == [2, 1]
+    assert [task.cancelled() for task in tasks] == [True, True, False, True]
+    assert not donor._uploads.total()
+
+
 def test_credible_step_grows_with_the_time_of_a_download():
     download = make_download(credible_epoch=10)
     assert 12 <= download.max_epoch < 13
@@ -329,3 +386,15 @@ def test_download_closes_the_stream_when_complete_and_ends_with_its_averager(bui
         assert not wait([answer], timeout=1).done
         newcomer.shutdown()
         assert answer.result(5) is None
+
+
+def test_newcomer_compares_the_state_of_a_donor_with_those_of_others(build_swarm):
+    """The donor with the highest step, whom a newcomer asks first, has other parameters than the two others."""
+    swarm = build_swarm()
+    *honest, liar = swarm.add_several(False, False, False)
+    swarm.global_step(4, 4, 4)
+    fill_parameters(liar.optimizer.state_averager, 7.0)
+    liar.optimizer.state_averager.offer(priority=2)
+    newcomer = swarm.add()
+    newcomer.join()
+    assert torch.equal(newcomer.parameters, honest[0].parameters)

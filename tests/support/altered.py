@@ -147,7 +147,7 @@ def send_nan() -> None:
         return num_samples
 
     session.all_finite = optimizer.all_finite = lambda tensors: True
-    Bounds.find_violation = lambda *args: None
+    Bounds.clip = lambda self, info, part, own_part, weight: (part, weight, None)
     GradientAccumulator.load = UpdateAccumulator.load = load_nan
 
 

@@ -110,7 +110,7 @@ class Donors:
         subkey = RSASignatureValidator(RSAPrivateKey()).local_public_key
         dht = SimpleNamespace(peer_id=signer_of(subkey), client_mode=False, get=self._find_offers)
         averager = offline_averager(SimpleNamespace(dht=dht, public_key=subkey), **options)
-        averager.behaviour, averager.get_stub = behaviour, self._get_stub
+        averager.behaviour, averager.get_stub = behaviour, partial(self._get_stub, dht.peer_id)
         averager._p2p = SimpleNamespace(_client=SimpleNamespace(connect=self._connect))
         averager._outer_pipe = SimpleNamespace(send=partial(self._call, averager))
         averager._get_current_state_from_host_process = partial(self._get_state, averager)
@@ -136,11 +136,14 @@ class Donors:
             await asyncio.sleep(self.DIAL_SECONDS)
             raise P2PDaemonError("not found")
 
-    def _get_stub(self, _p2p, peer_id: PeerID, namespace: str) -> SimpleNamespace:
-        return SimpleNamespace(rpc_download_state=partial(self._open, self.averagers[peer_id]))
+    def _get_stub(self, caller: PeerID, _p2p, peer_id: PeerID, namespace: str) -> SimpleNamespace:
+        donor, context = self.averagers[peer_id], SimpleNamespace(remote_id=caller)
 
-    async def _open(self, donor: TrainingStateAverager, request) -> AsyncIterator:
-        return donor.behaviour(donor.rpc_download_state(request, None))
+        async def open_download(request) -> AsyncIterator:
+            return donor.behaviour(donor.rpc_download_state(request, context))
+
+        compare = partial(donor.rpc_compare_state, context=context)
+        return SimpleNamespace(rpc_download_state=open_download, rpc_compare_state=compare)
 
     async def _get_state(self, donor: TrainingStateAverager) -> tuple:
         metadata, *state = await asyncio.get_running_loop().run_in_executor(self.pool, donor.get_current_state)

@@ -8,14 +8,20 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
+from hivemind.dht.schema import SchemaValidator
+from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import PerformanceEMA
+from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.arguments import ProgressTrackerArguments
 from cotrain.averaging.accumulators import clip_norm
 from cotrain.averaging.matchmaking import RoundControl, rank
+from cotrain.dht.run_records import make_validators
 from cotrain.models.model import build_model
 from cotrain.monitoring.auxiliary_peer import AuxiliaryPeer
+from cotrain.peer import peer as peer_module
 from cotrain.peer.peer import Peer
 from cotrain.training.optimizer import build_auxiliary, build_local_optimizer, build_param_groups, build_scheduler
 from run_training_monitor import RunArguments
@@ -28,6 +34,7 @@ TRACKER = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.
 SAMPLES = make_batch(size=200)
 # The local steps of one trainer: a batch, and the global step at whose parameters its gradient was computed
 Contribution = list[tuple[dict[str, torch.Tensor], int]]
+MAX_SWARMS = 200  # of one process
 DELAYED = {"delay_grad_averaging": True, "delay_optimizer_step": True}
 
 
@@ -150,7 +157,22 @@ class Network:
     def start(self, stack: ExitStack, folder: Path, client_mode: bool = False) -> Peer:
         """Start another peer, which ends with `stack`."""
         addresses = (self.address,) if self._peers else ()
-        return stack.enter_context(local_peer(folder, "run", addresses, client_mode=client_mode))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peer_module, "make_validators", make_validators_of_all)
+            return stack.enter_context(local_peer(folder, "run", addresses, client_mode=client_mode))
+
+
+def make_validators_of_all(run_id: str, private_key: RSAPrivateKey) -> tuple[list[RecordValidatorBase], bytes]:
+    """Build the validators of a peer that swarms with different run IDs use one after the other."""
+    (validator,), public_key = make_validators(run_id, private_key)
+    schemas = next(part for part in validator._validators if isinstance(part, SchemaValidator))
+    for number in range(MAX_SWARMS):
+        (other,), _ = make_validators(f"{run_id}{number}", private_key)
+        validator._lifetimes |= other._lifetimes
+        for part in other._validators:
+            if isinstance(part, SchemaValidator):
+                schemas._key_id_to_field_name |= part._key_id_to_field_name
+    return [validator], public_key
 
 
 class Swarm:
