@@ -1,52 +1,108 @@
-"""Peers that write arbitrary records to the DHT."""
+"""Attacks on a run of three unequal trainers: by outsiders with records and streams, and by members of its rounds."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 
+from cotrain.admission.invitations import load_identity
+from cotrain.dht.records import peer_id_of
 from cotrain.training.checkpoints import list_checkpoints
-from tests.support.peers import join_together, read_jsonl, steps_of, wait_until
+from tests.support.attacks import ATTACKS
+from tests.support.peers import Script, join_together, read_jsonl, steps_of, wait_until
+
+PACES = {"quick": 0.25, "usual": 0.5, "slow": 1.0}
+SECONDS = 20.0
+OUTSIDERS = {"records": "tests/support/hostile_peer.py", "streams": "tests/support/flooding_peer.py"}
 
 
-def rounds_of(folder, names) -> int:
-    """Return the number of rounds that all trainers have completed together."""
-    counts = []
-    for name in names:
-        rounds = read_jsonl(folder / name / "rounds.jsonl")
-        counts.append(sum(entry["outcome"] == "averaged" and len(entry["group"]) >= len(names) for entry in rounds))
-    return min(counts)
+def count_samples(folder) -> int:
+    """Return the samples of the honest trainers that a round with others has applied."""
+    rounds = [entry for name in PACES for entry in read_jsonl(folder / name / "rounds.jsonl")]
+    return sum(entry["samples"] for entry in rounds if entry["outcome"] == "averaged")
+
+
+class Run:
+    """A monitor and three trainers, with the samples that they apply without an attack."""
+
+    def __init__(self, scripts):
+        self.scripts = scripts
+        self.monitor = scripts.monitor("--save_checkpoint_step_interval", 4)
+        self.common = (
+            "--initial_peers", self.monitor.address, *steps_of(seconds=2, num_trainers=2), "--target_group_size", 8,
+            "--averaging_timeout", 6,
+        )  # fmt: skip
+        self.trainers = [scripts.trainer(name, *self.common, pace=pace) for name, pace in PACES.items()]
+        join_together(*self.trainers)
+        wait_until(lambda: count_samples(scripts.folder) > 0, 120, "the first rounds")
+        self.without = self.measure()
+
+    def measure(self, seconds: float = SECONDS) -> int:
+        before = count_samples(self.scripts.folder)
+        time.sleep(seconds)
+        return count_samples(self.scripts.folder) - before
+
+    def check(self, attacker: Script, least: float = 0.9) -> None:
+        """Check that the honest trainers apply as many samples as without the attack."""
+        measured = []
+        for _ in range(3):  # a busy machine may take a part of one period, and not of another
+            measured.append(self.measure() / self.without)
+            if measured[-1] >= least:
+                break
+        assert max(measured) >= least, (measured, self.without)
+        for script in (self.monitor, *self.trainers):
+            assert script.process.poll() is None and "Traceback" not in script.output, script.output
+            lines = script.output.splitlines()
+            warnings = [line for line in lines if "WARN" in line and attacker.peer_id and attacker.peer_id in line]
+            assert len(warnings) <= 12, warnings
+        print(f"{attacker.log.stem}: {measured}")
+
+
+def start_outsider(run: Run, name: str) -> Script:
+    script = run.scripts.start(OUTSIDERS[name], "albert", run.monitor.address, log=name)
+    script.wait_for("attacked 3 trainers")
+    script.peer_id = ""
+    return script
+
+
+def start_member(run: Run, name: str) -> Script:
+    script = run.scripts.trainer(name, *run.common, pace=0.5, env={"ATTACK": name})
+    script.wait_for("Beginning optimizer step")
+    identity = load_identity(run.scripts.folder / name / "identity.key")
+    script.peer_id = str(peer_id_of(identity.get_public_key()))
+    return script
+
+
+def attack(run: Run, name: str, start: Callable[[Run, str], Script]) -> None:
+    attacker = start(run, name)
+    try:
+        run.check(attacker)
+    finally:
+        attacker.kill_all()
 
 
 @pytest.mark.early
 def test_hostile_records_stop_neither_trainers_nor_monitor(scripts):
     """Their writer knows one address. Such records brought a run from 29 rounds a minute to 0."""
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 4)
-    common = ("--initial_peers", monitor.address, *steps_of(seconds=2, num_trainers=2), "--target_group_size", 4)
-    paces = {"quick": 0.25, "usual": 0.5, "slow": 1.0}
-    trainers = [scripts.trainer(name, *common, pace=pace) for name, pace in paces.items()]
-    join_together(*trainers)
-    wait_until(lambda: rounds_of(scripts.folder, paces) >= 3, 120, "the first rounds")
-
-    def count_rounds(seconds: float) -> int:
-        before = rounds_of(scripts.folder, paces)
-        time.sleep(seconds)
-        return rounds_of(scripts.folder, paces) - before
-
-    without = count_rounds(20)
-    hostile = scripts.start("tests/support/hostile_peer.py", "albert", monitor.address, log="hostile")
-    hostile.wait_for("attacked 3 trainers")
-    # A busy machine may take a part of one period, and not of another.
-    assert without >= 4 and any(count_rounds(20) >= 0.8 * without for _ in range(3)), without
-    newcomer = scripts.trainer("newcomer", *common)
+    run = Run(scripts)
+    hostile = start_outsider(run, "records")
+    run.check(hostile, least=0.8)
+    newcomer = scripts.trainer("newcomer", *run.common)
     newcomer.wait_for("Loaded the state of step #", 60)
     newcomer.wait_for(r"Averaged gradients with [34] peers", 60)
     hostile.wait_for("attacked [34] trainers")
     step = int(newcomer.wait_for(r"\bStep #(\d+)")[1])
-    monitor.wait_for(rf"Step #{step}\t", 120)
+    run.monitor.wait_for(rf"Step #{step}\t", 120)
     records = scripts.metrics()
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, false or repeated"
     assert all(5 < record["loss"] < 8 for record in records)
-    assert list_checkpoints(scripts.folder / "monitor"), monitor.output
-    assert 1 <= monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
-    for script in (monitor, *trainers, newcomer, hostile):
-        assert script.process.poll() is None and "Traceback" not in script.output, script.output
+    assert list_checkpoints(scripts.folder / "monitor"), run.monitor.output
+    assert 1 <= run.monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
+
+
+@pytest.mark.long
+def test_no_attack_stops_the_honest_trainers(scripts):
+    run = Run(scripts)
+    attack(run, "streams", start_outsider)
+    for name in ATTACKS:
+        attack(run, name, start_member)

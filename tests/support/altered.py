@@ -8,7 +8,7 @@ RECORD            a file: the trainer appends its local steps, downloads of the 
                   progress, and numbers of DHT requests, as JSON lines
 DOWNLOAD_SECONDS  more seconds for each download of the training state, as on a slow connection
 CLOCK             seconds by which this machine's clock is ahead
-SEND_NAN          the trainer sends NaN in place of each gradient, and has no guards against NaN
+ATTACK            how the trainer attacks its run, see attacks.py
 PAUSE             the script pauses in the middle of its first checkpoint until a signal has arrived
 """
 
@@ -134,23 +134,6 @@ def set_clock(seconds: float) -> None:
     time.time = lambda: read() + seconds
 
 
-def send_nan() -> None:
-    from cotrain.averaging import optimizer
-    from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-    from cotrain.averaging.bounds import Bounds
-    from cotrain.training import session
-
-    def load_nan(self, max_norm: float) -> int:
-        num_samples, self.num_samples = self.num_samples, 0
-        for gradient in self.contribution:
-            gradient.fill_(float("nan"))
-        return num_samples
-
-    session.all_finite = optimizer.all_finite = lambda tensors: True
-    Bounds.clip = lambda self, info, part, own_part, weight: (part, weight, None)
-    GradientAccumulator.load = UpdateAccumulator.load = load_nan
-
-
 def pause_in_checkpoint() -> None:
     """Pause before a file of the checkpoint is synced, which is the last step before the checkpoint is renamed."""
     signals: list[int] = []
@@ -192,6 +175,10 @@ def main() -> None:
         set_clock(float(os.environ["CLOCK"]))
     if "PAUSE" in os.environ:
         pause_in_checkpoint()
+    if "ATTACK" in os.environ:
+        from tests.support.attacks import ATTACKS
+
+        ATTACKS[os.environ["ATTACK"]]()
     for script in (run_trainer, run_custom_trainer):
         script.train = alter(script.train)
     if sys.argv[0].startswith("examples/"):  # a user's script, without `main`

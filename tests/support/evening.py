@@ -161,7 +161,7 @@ class Evening:
 
     def attack(self, _: str) -> None:
         hostile = self.scripts["monitor"].start("tests/support/hostile_peer.py", RUN_ID, self.address, log="hostile")
-        self.attackers = [hostile, self.start_trainer("poisoner", "monitor", {"SEND_NAN": "1"})]
+        self.attackers = [hostile, self.start_trainer("poisoner", "monitor", {"ATTACK": "send_nan"})]
 
     def repel(self, _: str) -> None:
         for script in self.attackers:

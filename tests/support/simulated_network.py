@@ -25,6 +25,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.matchmaking import StepMatchmaking
+from cotrain.averaging.state import TrainingStateAverager
 from cotrain.dht.records import RunValidator, signer_of
 from tests.support.simulated_time import EPOCH, SimulatedTime, owner
 
@@ -209,6 +210,7 @@ class Network:
     def __enter__(self) -> "Network":
         self._patches.setattr(SafeAverager, "run_in_background", lambda averager, **_: self._host(averager))
         self._patches.setattr(StepControl, "attach", _attach_once)
+        self._patches.setattr(TrainingStateAverager, "LEAST_RATE", 1.0)  # the links are as small as the models
         MPFuture()  # starts a thread of hivemind's that stays
         self.time.start()
         return self

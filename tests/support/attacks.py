@@ -1,0 +1,146 @@
+"""Trainers that attack their run from within its rounds; see the variable ATTACK of altered.py.
+
+They know what any member knows, so an outsider of an open run and an invited peer of a closed run do the same.
+tests/support/hostile_peer.py attacks with records alone, flooding_peer.py with streams.
+"""
+
+import asyncio
+import functools
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.proto import averaging_pb2
+
+from cotrain.averaging import optimizer
+from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+from cotrain.averaging.allreduce import AllReduce
+from cotrain.averaging.bounds import Bounds
+from cotrain.averaging.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, parse_claims
+from cotrain.averaging.progress import MAX_SAMPLES, PeerProgress
+from cotrain.averaging.state import TrainingStateAverager
+from cotrain.training import session
+
+LARGE = 1e9
+
+
+def wrap(owner: type, name: str, change: Callable) -> None:
+    """Replace a method by `change(original, self, ...)`."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(lambda *args, **kwargs: change(original, *args, **kwargs)))
+
+
+def send_nan() -> None:
+    """Send NaN in place of each gradient (and have no guards against NaN)."""
+
+    def load_nan(self, max_norm: float) -> int:
+        num_samples, self.num_samples = self.num_samples, 0
+        for gradient in self.contribution:
+            gradient.fill_(float("nan"))
+        return num_samples
+
+    session.all_finite = optimizer.all_finite = lambda tensors: True
+    Bounds.clip = lambda self, info, part, own_part, weight: (part, weight, None)
+    GradientAccumulator.load = UpdateAccumulator.load = load_nan
+
+
+def claim_everything() -> None:
+    """Claim the largest bandwidth, rate and number of samples, and the largest weight in the round."""
+    wrap(Claims, "pack", lambda pack, self: pack(Claims(MAX_BANDWIDTH, self.mode)))
+    most = {"samples_accumulated": MAX_SAMPLES, "contributed": MAX_SAMPLES, "samples_per_second": float(MAX_SAMPLES)}
+    wrap(PeerProgress, "to_record", lambda to_record, self: to_record(self) | most)
+    AllReduce._weight_of = lambda self, part: LARGE
+
+
+def send_large() -> None:
+    """Send gradients and parameters that are a thousand times too large."""
+    wrap(AllReduce, "_outgoing", lambda outgoing, self, peer_id: scaled(outgoing(self, peer_id), 1000.0))
+
+
+def answer_two_faced() -> None:
+    """Answer some members with an average that is too large, and the others with its opposite."""
+
+    def answer(rpc, self, stream, context):
+        sign = 1.0 if context.remote_id.to_bytes()[-1] % 2 else -1.0
+        return scaled(rpc(self, stream, context), 3.0 * sign)
+
+    wrap(AllReduce, "rpc_aggregate_part", answer)
+
+
+async def scaled(messages, factor: float):
+    async for message in messages:
+        if message.tensor_part.buffer:
+            tensor, index = deserialize_torch_tensor(message.tensor_part).float() * factor, message.tensor_part.chunks
+            message.tensor_part.CopyFrom(serialize_torch_tensor(tensor, message.tensor_part.compression))
+            message.tensor_part.chunks = index
+        yield message
+
+
+def stay_silent() -> None:
+    """Join each group, and then neither send nor answer anything."""
+
+    async def run(self) -> None:
+        await asyncio.sleep(self.timeout)
+
+    async def answer(self, stream, context):
+        await asyncio.sleep(self.timeout)
+        yield averaging_pb2.AveragingData()
+
+    AllReduce.run, AllReduce.rpc_aggregate_part = run, answer
+
+
+def lead_nowhere() -> None:
+    """Accept every request to lead, and never begin."""
+    StepMatchmaking._choose_leader = lambda self, search: self.peer_id
+    StepMatchmaking._joined = lambda self, search: {}
+
+
+def lead_apart() -> None:
+    """As a leader, tell each member other claims."""
+
+    async def answer(rpc, self, request, context):
+        async for message in rpc(self, request, context):
+            if message.code == averaging_pb2.BEGIN_ALLREDUCE:
+                message.gathered[0] = replace(
+                    parse_claims(message.gathered[0]), bandwidth=random.uniform(1.0, 100.0)
+                ).pack()
+            yield message
+
+    wrap(StepMatchmaking, "rpc_join_group", answer)
+    StepMatchmaking._choose_leader = lambda self, search: self.peer_id
+
+
+def malform_claims() -> None:
+    """Join with claims that no member can read."""
+    wrap(Claims, "pack", lambda pack, self: random.choice([b"", b"\xc1", os.urandom(10**6)]))
+
+
+def offer_false_state() -> None:
+    """Offer random parameters, as of a later step than any other peer has."""
+
+    def copy(make_copy, self):
+        metadata, tensors = make_copy(self)
+        noise = [torch.randn_like(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
+        return metadata | {"epoch": metadata["epoch"] + 1}, [tensor.abs() for tensor in noise]
+
+    wrap(TrainingStateAverager, "_make_copy", copy)
+    wrap(TrainingStateAverager, "offer", lambda offer, self, priority: offer(self, priority + 1))
+
+
+def report_false_steps() -> None:
+    """Report, signed, that this peer is far ahead, with marks of a history that nobody has."""
+    marks = [[2**30 + step, os.urandom(6).hex()] for step in range(8)]
+    false = {"epoch": 2**30 + 8, "completed": 2**30 + 8, "marks": marks, "distance": 0.0, "away": False}
+    wrap(PeerProgress, "to_record", lambda to_record, self: to_record(self) | false)
+
+
+ATTACKS = {
+    attack.__name__: attack
+    for attack in (
+        send_nan, claim_everything, send_large, answer_two_faced, stay_silent, lead_nowhere, lead_apart,
+        malform_claims, offer_false_state, report_false_steps,
+    )
+}  # fmt: skip
