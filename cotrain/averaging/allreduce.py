@@ -142,6 +142,7 @@ class AllReduce:
         self.was_late = False  # whether a reducer has closed a part without this peer's values
         self._violations: dict[PeerID, str] = {}
         self._excesses: dict[PeerID, str] = {}  # of answers
+        self._answered: set[PeerID] = set()  # reducers of which an answer has arrived
         # Parts of a reducer of which this peer has compressed its values, and those whose averages have arrived
         self._num_opened, self._num_answered = dict.fromkeys(peer_ids, 0), dict.fromkeys(peer_ids, 0)
         # Elements that this peer receives, and those that it has received
@@ -176,6 +177,11 @@ class AllReduce:
     def violations(self) -> dict[PeerID, str]:
         """Return the members that have sent what no honest peer sends, and what it was."""
         return self._violations
+
+    def silent_reducers(self) -> set[PeerID]:
+        """Return the other reducers that have answered nothing; none if nobody has: it may be this peer's link."""
+        asked = {peer_id for peer_id, parts in self._answers.items() if parts and self.is_sender} - {self.peer_id}
+        return asked - self._answered if self._answered else set()
 
     def excesses(self) -> dict[PeerID, str]:
         """Return the members that have sent what exceeds the bounds, and what it was."""
@@ -270,6 +276,7 @@ class AllReduce:
         except ValueError as error:
             self._violations[peer_id] = str(error)
             raise
+        self._answered.add(peer_id)
         if excess is not None:
             self._excesses[peer_id] = excess
         if excess is None or part.is_gradient:

@@ -17,9 +17,9 @@ import os
 import struct
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 from hivemind.averaging.allreduce import AveragingMode
@@ -36,6 +36,7 @@ MAX_HELD_REQUESTS = 1024
 LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
+MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
 MAX_DISTANCE = 1e6  # bound on the distance that a peer claims, in updates
 MAX_CLAIM_BYTES = 64
@@ -159,6 +160,8 @@ class StepMatchmaking(Matchmaking):
         self._search: Search | None = None
         self._leader: PeerID | None = None  # leader that has accepted this peer
         self._banned_until: dict[PeerID, float] = {}
+        self._silences: Counter[PeerID] = Counter()  # consecutive rounds in which a reducer answered nothing
+        self._spared_until: dict[PeerID, float] = {}  # silent members -> `time.monotonic`
         # Group ID -> this peer's round, which may have ended before it began; the newest 16
         self.found: dict[bytes, RoundControl] = {}
         self._changed = asyncio.Event()
@@ -181,6 +184,14 @@ class StepMatchmaking(Matchmaking):
         """Form no group with a peer before `until` (`time.time`)."""
         self._banned_until = {banned: end for banned, end in self._banned_until.items() if time.time() < end}
         self._banned_until[peer_id] = until
+
+    def record_silence(self, silent: Collection[PeerID], members: Collection[PeerID]) -> None:
+        """Record the reducers of a round that have answered nothing. As a leader, give them no share for a while."""
+        for peer_id in members:
+            self._silences[peer_id] = self._silences[peer_id] + 1 if peer_id in silent else 0
+            if self._silences[peer_id] >= MAX_SILENCES:
+                self._spared_until[peer_id] = time.monotonic() + SPARE_SECONDS
+        self._silences += Counter()  # drops those of 0
 
     def is_banned(self, peer_id: PeerID) -> bool:
         return time.time() < self._banned_until.get(peer_id, 0.0)
@@ -305,7 +316,7 @@ class StepMatchmaking(Matchmaking):
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
         """Form groups of equal size, of at most `target_group_size` peers, and return this peer's."""
         number = search.control.number
-        gathered = {peer_id: request.gather for peer_id, request in joined.items()}
+        gathered = {peer_id: self._spare(peer_id, request.gather) for peer_id, request in joined.items()}
         gathered[self.peer_id] = search.control.data_for_gather
         peer_ids = sorted(gathered, key=lambda peer_id: rank(number, peer_id))
         clients = [peer_id for peer_id in peer_ids if peer_id in joined and joined[peer_id].is_client]
@@ -322,6 +333,15 @@ class StepMatchmaking(Matchmaking):
                     joined[peer_id].answer.set_result(group)
             groups.append(group)
         return next(group for group in groups if self.peer_id in group)
+
+    def _spare(self, peer_id: PeerID, gathered: bytes) -> bytes:
+        """Return the claims of a member, without a share if it was silent. An auxiliary peer gets a small one."""
+        if time.monotonic() >= self._spared_until.get(peer_id, -math.inf):
+            return gathered
+        claims = parse_claims(gathered)
+        if claims.mode == AveragingMode.AUX:
+            return replace(claims, bandwidth=1e-9).pack()
+        return replace(claims, mode=AveragingMode.CLIENT).pack()
 
     async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
         """Ask a peer to lead and wait until it begins; None if it does not."""

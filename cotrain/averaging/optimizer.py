@@ -344,7 +344,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             parameters = self._take_parameters(step, result)
             logger.info(f"Averaged gradients with {len(result.members)} peers")
             if result.received < 1:
-                logger.warning(f"The round of step #{step} was partial: received {result.received:.1%} of it")
+                silent = "".join(f"; {peer_id} answered nothing" for peer_id in result.silent)
+                logger.warning(f"The round of step #{step} was partial: received {result.received:.1%} of it{silent}")
             if result.was_late and time.monotonic() >= self._warn_at:
                 self._warn_at = time.monotonic() + WARN_SECONDS
                 logger.warning(

@@ -60,6 +60,7 @@ class RoundResult:
     distance: float = 0.0  # of this peer's parameters from the group's before the round, in updates
     group_id: bytes = b""
     was_late: bool = False  # whether a reducer closed a part without this peer's values
+    silent: Collection[PeerID] = ()  # reducers that have answered nothing
 
     @property
     def is_complete(self) -> bool:
@@ -272,6 +273,7 @@ class RoundAverager(SafeAverager):
         finally:
             self._ban_violators(runner)
             self._report_excesses(runner)
+            self._matchmaking.record_silence(runner.silent_reducers(), group.peer_ids)
         received = runner.received_fraction(TensorRole.GRADIENT)
         return RoundResult(
             members=group.peer_ids,
@@ -282,6 +284,7 @@ class RoundAverager(SafeAverager):
             distance=standing.distances[own],
             group_id=group.group_id,
             was_late=runner.was_late,
+            silent=runner.silent_reducers(),
         )
 
     def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:

@@ -23,6 +23,7 @@ from cotrain.averaging.matchmaking import (
     StepMatchmaking,
     group_key,
     make_group_id,
+    parse_claims,
     parse_group_key,
     rank,
 )
@@ -378,6 +379,25 @@ async def test_pending_requests_are_disbanded_with_the_step():
         assert (await anext(answers)).code == averaging_pb2.ACCEPTED
         peer.finish(1)
         assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
+
+
+async def test_silent_members_get_no_share_for_a_while(monkeypatch):
+    """A member that answers nothing would cost all others its share of each gradient."""
+    network, ids = make_network(3)
+    leader = network.peers[ids[0]]
+    leader.record_silence({ids[1]}, ids)
+    groups = await network.find(ids, 1)
+    assert {parse_claims(claims).mode for claims in groups[0].gathered} == {AveragingMode.NODE}, "once is no rule"
+    leader.record_silence({ids[1]}, ids)
+    for number in (2, 3):
+        network.know(ids)
+        (group, *_) = await network.find(ids, number)
+        modes = {peer: parse_claims(claims).mode for peer, claims in zip(group.peer_ids, group.gathered, strict=True)}
+        is_led = min(ids, key=lambda peer_id, number=number: rank(number, peer_id)) == ids[0]
+        assert modes[ids[1]] == (AveragingMode.CLIENT if is_led else AveragingMode.NODE)
+        assert modes[ids[0]] == modes[ids[2]] == AveragingMode.NODE
+    leader.record_silence(set(), ids)
+    assert not leader._silences
 
 
 async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
