@@ -67,7 +67,14 @@ class BaseTrainingArguments(Flags):
         "HOST:PORT of a tunnel or forwarded port that you have set up, announced in addition to the "
         "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337",
     )
-    use_relay: bool = flag(True, "Reach peers behind NAT or firewalls through relays, and relay for others")
+    use_relay: bool = flag(
+        False,
+        "Reach peers behind NAT or firewalls through relays and, if this peer is public, serve as one: to any peer of "
+        "libp2p, 4 GiB per connection. For runs with --use_auto_relay",
+        setting=True,
+        optional=True,
+    )
+    map_port: bool = flag(False, "Ask the router for a public port (UPnP or NAT-PMP), and so become reachable")
     use_auto_relay: bool = flag(
         False,
         "Become reachable through relays, about 20 seconds after joining, if this peer is behind NAT or "
@@ -124,7 +131,7 @@ class BaseTrainingArguments(Flags):
         require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
                  "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
         require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays also needs --use_auto_relay")
-        require(self.use_relay or not self.use_auto_relay, "--use_auto_relay needs relays: drop --no_use_relay")
+        self.use_relay = self.use_relay or self.use_auto_relay
         if self.use_auto_relay and not self.use_ipfs:
             self.trusted_relays = self.trusted_relays or self.initial_peers
         for maddr in self.announce_maddrs:

@@ -186,12 +186,18 @@ class StepMatchmaking(Matchmaking):
         self._banned_until[peer_id] = until
 
     def record_silence(self, silent: Collection[PeerID], members: Collection[PeerID]) -> None:
-        """Record the reducers of a round that have answered nothing. As a leader, give them no share for a while."""
+        """Record the reducers of a round that have answered nothing.
+
+        For a while, this peer does not follow those that were silent repeatedly, and as a leader gives them no share.
+        """
         for peer_id in members:
             self._silences[peer_id] = self._silences[peer_id] + 1 if peer_id in silent else 0
             if self._silences[peer_id] >= MAX_SILENCES:
                 self._spared_until[peer_id] = time.monotonic() + SPARE_SECONDS
         self._silences += Counter()  # drops those of 0
+
+    def _is_spared(self, peer_id: PeerID) -> bool:
+        return time.monotonic() < self._spared_until.get(peer_id, -math.inf)
 
     def is_banned(self, peer_id: PeerID) -> bool:
         return time.time() < self._banned_until.get(peer_id, 0.0)
@@ -252,7 +258,11 @@ class StepMatchmaking(Matchmaking):
 
     def _candidates(self, search: Search) -> list[PeerID]:
         """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
-        nodes = [entry for entry in self.roster.values() if not entry.is_client and not self.is_banned(entry.peer_id)]
+        nodes = [
+            entry
+            for entry in self.roster.values()
+            if not (entry.is_client or self.is_banned(entry.peer_id) or self._is_spared(entry.peer_id))
+        ]
         established = [entry for entry in nodes if entry.is_established]
         number = search.control.number
         return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(number, peer_id))
@@ -336,7 +346,7 @@ class StepMatchmaking(Matchmaking):
 
     def _spare(self, peer_id: PeerID, gathered: bytes) -> bytes:
         """Return the claims of a member, without a share if it was silent. An auxiliary peer gets a small one."""
-        if time.monotonic() >= self._spared_until.get(peer_id, -math.inf):
+        if not self._is_spared(peer_id):
             return gathered
         claims = parse_claims(gathered)
         if claims.mode == AveragingMode.AUX:

@@ -11,12 +11,14 @@ import hivemind
 from hivemind.averaging import averager
 from hivemind.compression import serialization
 from hivemind.dht import dht
+from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer, get_logger
 
 from cotrain.averaging.base import switch_to_safe_loop
 from cotrain.averaging.blockwise import Blockwise8Bit
 from cotrain.averaging.matchmaking import StepMatchmaking
 from cotrain.dht.clock import run_time
+from cotrain.dht.node import receive_raw_data
 from cotrain.dht.records import BoundedExtensions
 
 logger = get_logger(__name__)
@@ -34,6 +36,7 @@ def apply_patches() -> None:
     averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
     serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores both blockwise formats
+    P2P.receive_raw_data = staticmethod(receive_raw_data)
     MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))
 
 

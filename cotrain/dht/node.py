@@ -2,25 +2,30 @@
 
 import asyncio
 import atexit
+import fcntl
+import functools
 import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
-import psutil
 from hivemind.dht import DHT
 from hivemind.dht import node as dht_node
 from hivemind.dht import protocol as dht_protocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+SOCKET_FOLDER = "hivemind-sockets-"
 WITHOUT_RELAYS = Path(__file__).with_name("without_relays.json")
 
 
@@ -51,19 +56,45 @@ class RelayedP2P(P2P):
         return P2P._make_process_args(*args, **kwargs)
 
 
-def use_own_socket_folder() -> None:
+@functools.cache
+def use_own_socket_folder(_pid: int) -> None:
     """Keep the Unix sockets of DHTs that are built later in a folder that is removed when this process ends.
 
-    hivemind leaves two or more sockets per start in /tmp. The folder of a killed process is removed by the next call.
+    hivemind leaves two or more sockets per start in /tmp. The folder of a killed process is removed by the next call:
+    its lock has ended with the process. Another user of the machine could make a folder whose name is known.
     """
-    parent = Path(tempfile.gettempdir())
-    for folder in parent.glob("hivemind-sockets-*"):
-        if not psutil.pid_exists(int(folder.name.rsplit("-", 1)[-1])):
-            shutil.rmtree(folder, ignore_errors=True)
-    folder = parent / f"hivemind-sockets-{os.getpid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    for folder in Path(tempfile.gettempdir()).glob(f"{SOCKET_FOLDER}*"):
+        with suppress(OSError):  # a live process has the lock, or another one removes the folder
+            status = folder.lstat()
+            if status.st_uid == os.getuid() and status.st_mtime < time.time() - 60:  # a newer one may get its lock
+                os.close(_lock(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=SOCKET_FOLDER))  # of this user alone
+    _lock(folder)
     RelayedP2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder until this process and those forked from it end; OSError if others have the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
+    """Receive a message of a stream. hivemind believes any length: one stream could fill the memory.
+
+    :raises ValueError: if the message is larger than a unary one may be. The largest are parts of tensors, of 0.5 MiB
+    """
+    num_bytes = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
+    if num_bytes > DEFAULT_MAX_MSG_SIZE:
+        raise ValueError(f"a message of {num_bytes} bytes is too large")
+    return await reader.readexactly(num_bytes)
 
 
 async def close_relayed_connections(p2p: P2P, delay: float = 4.0) -> None:

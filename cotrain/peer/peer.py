@@ -3,6 +3,7 @@
 import contextlib
 import math
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ def start_peer(
     apply_patches()
     start_shared_memory_manager()
     keep_memory_shared()
-    use_own_socket_folder()
+    use_own_socket_folder(os.getpid())
     build_dht = SafeDHT
     has_new_identity = args.invitation is None and not identity_path.exists()
     if args.invitation is not None:
@@ -132,6 +133,8 @@ def start_peer(
             identity_path=str(identity_path),
             check_if_identity_free=not has_new_identity,  # which takes a second and another p2pd
             client_mode=client_mode,
+            no_listen=client_mode,
+            nat_port_map=args.map_port and not client_mode,
             record_validators=validators,
             startup_timeout=args.bootstrap_timeout,
             shutdown_timeout=5,

@@ -186,7 +186,6 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--dataset_url https://example.org/x --tokenizer_path d/t --dataset_path d", "each other"),
         ("run_trainer.py", f"--trusted_relays {PEER}", "--use_auto_relay"),
         ("run_trainer.py", "--use_auto_relay --trusted_relays /ip4/203.0.113.1/tcp/80", "--trusted_relays"),
-        ("run_trainer.py", "--use_auto_relay --no_use_relay", "--no_use_relay"),
         ("run_trainer.py", "--use_auto_relay --client_mode", "--client_mode"),
         ("run_training_monitor.py", "--refresh_period 0", "--refresh_period"),
         ("run_training_monitor.py", "--assistant_maddrs 0.0.0.0:31338", "--assistant_maddrs"),

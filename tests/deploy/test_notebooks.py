@@ -302,7 +302,7 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
     for name, value in {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NGROK_AUTHTOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FAKE_NGROK_CERTIFICATE", str(tmp_path / "certificate.pem"))
-    local = f"--host_maddrs {LOCAL} --no_use_relay --dataloader_num_workers 0 --gradient_accumulation_steps 1"
+    local = f"--host_maddrs {LOCAL} --dataloader_num_workers 0 --gradient_accumulation_steps 1"
     settings = "--model_name_or_path albert-tiny --target_batch_size 96 --learning_rate 0.01 --warmup_steps 0"
     with FakeNgrok() as servers:
         monkeypatch.setenv("FAKE_NGROK", str(servers.port))

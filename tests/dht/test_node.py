@@ -15,6 +15,7 @@ import psutil
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
@@ -24,7 +25,13 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.admission.invitations import load_identity
 from cotrain.common.errors import TemporaryError
-from cotrain.dht.node import RelayedP2P, _without_claims, close_relayed_connections, use_own_socket_folder
+from cotrain.dht.node import (
+    RelayedP2P,
+    _without_claims,
+    close_relayed_connections,
+    receive_raw_data,
+    use_own_socket_folder,
+)
 from cotrain.dht.run_records import get_dictionary, store_record
 from cotrain.peer import peer as peer_module
 from cotrain.peer.peer import _end
@@ -48,7 +55,7 @@ def test_daemon_uses_the_relays_that_it_is_given_and_no_others(tmp_path):
 
 @pytest.mark.peers
 @pytest.mark.parametrize("use_relay", [True, False])
-def test_peer_without_relays_relays_for_nobody(tmp_path, use_relay):
+def test_peer_relays_for_nobody_unless_it_is_asked_to(tmp_path, use_relay):
     with local_peer(tmp_path / "one", "run", use_relay=use_relay) as one:
         address = str(one.dht.get_visible_maddrs()[0])
         with local_peer(tmp_path / "two", "run", (address,)) as two:
@@ -57,8 +64,31 @@ def test_peer_without_relays_relays_for_nobody(tmp_path, use_relay):
                 p2p = await two.dht.replicate_p2p()
                 await p2p._client.stream_open(one.dht.peer_id, (HOP,))
 
-            with contextlib.nullcontext() if use_relay else pytest.raises(ControlFailure, match="not supported"):
+            is_refused = pytest.raises(ControlFailure, match="not supported")
+            with contextlib.nullcontext() if use_relay else is_refused:
                 asyncio.run(ask_for_a_relay())
+
+
+@pytest.mark.peers
+def test_client_listens_nowhere_and_asks_no_router_for_a_port(tmp_path):
+    with local_peer(tmp_path / "one", "run") as one:
+        address = str(one.dht.get_visible_maddrs()[0])
+        for name, options in {"two": {"client_mode": True, "map_port": True}, "three": {}}.items():
+            with local_peer(tmp_path / name, "run", (address,), **options) as peer:
+                (daemon,) = psutil.Process(peer.dht.pid).children()
+                listening = [c for c in daemon.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+                assert bool(listening) == (name == "three") and "-natPortMap=0" in daemon.cmdline()
+                assert get_dictionary(peer.dht, "run_peers") == {}
+
+
+async def test_announced_length_of_a_message_is_bounded():
+    """One stream that announces 1 TiB could fill the memory."""
+    reader = asyncio.StreamReader()
+    for length, content in ((7, b"message"), (2**40, b"")):
+        reader.feed_data(length.to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + content)
+    assert await receive_raw_data(reader) == b"message"
+    with pytest.raises(ValueError, match="too large"):
+        await receive_raw_data(reader)
 
 
 @pytest.mark.peers
@@ -83,9 +113,10 @@ def test_only_peers_without_a_direct_connection_are_disconnected():
 
 
 @pytest.mark.peers
-def test_sockets_are_in_a_folder_of_this_process(tmp_path):
+def test_sockets_are_in_a_folder_of_this_user_alone(tmp_path):
     with local_peer(tmp_path, "run") as peer:
-        folder = Path(tempfile.gettempdir()) / f"hivemind-sockets-{os.getpid()}"
+        folder = Path(RelayedP2P._UNIX_SOCKET_PREFIX.removeprefix("/unix"))
+        assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (os.getuid(), 0o700)
         process = psutil.Process(peer.dht.pid)
         (daemon,) = process.children()
         assert any(f"/unix{folder}/" in argument for argument in daemon.cmdline())
@@ -95,16 +126,31 @@ def test_sockets_are_in_a_folder_of_this_process(tmp_path):
         assert [path for path in paths if "hivemind" in path and not path.startswith(f"{folder}/")] == []
 
 
+def use_folder_and_sleep() -> None:
+    use_own_socket_folder(os.getpid())
+    time.sleep(600)
+
+
 def test_socket_folders_of_processes_that_were_killed_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(RelayedP2P, "_UNIX_SOCKET_PREFIX", "")
-    process = multiprocessing.Process(target=time.sleep, args=(0,))
+    (tmp_path / "hivemind-sockets-x").mkdir(mode=0o777)
+    process = multiprocessing.Process(target=use_folder_and_sleep, daemon=True)
     process.start()
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 30, "the folder of a live process")
+    folders = sorted(tmp_path.iterdir())
+    for folder in folders:
+        os.utime(folder, (0, 0))
+    use_own_socket_folder.cache_clear()
+    use_own_socket_folder(os.getpid())
+    left = set(tmp_path.iterdir()) & {*folders}
+    assert len(left) == 1 and "hivemind-sockets-x" not in {path.name for path in left}, "that of the live process"
+    process.kill()
     process.join()
-    (tmp_path / f"hivemind-sockets-{process.pid}").mkdir()
-    (tmp_path / f"hivemind-sockets-{os.getppid()}").mkdir()
-    use_own_socket_folder()
-    assert {int(path.name.rsplit("-", 1)[-1]) for path in tmp_path.iterdir()} == {os.getpid(), os.getppid()}
+    use_own_socket_folder.cache_clear()
+    use_own_socket_folder(os.getpid())
+    assert not left & {*tmp_path.iterdir()}
+    use_own_socket_folder.cache_clear()
 
 
 def hold_the_lock(has_lock) -> None:

@@ -21,7 +21,7 @@ def build():
     return torch.nn.Linear(4, 2)
 
 with join_run(MODEL, batch_size=8, run_id="own", target_batch_size=1024, initial_peers=sys.argv[1:], OPTIONS
-              host_maddrs="/ip4/127.0.0.1/tcp/0", use_relay=False, matchmaking_time=3.1) as run:
+              host_maddrs="/ip4/127.0.0.1/tcp/0", matchmaking_time=3.1) as run:
     for number in range(NUMBER):
         run.step(run.model(torch.randn(8, 4)).square().mean())
         time.sleep(0.02)
@@ -69,7 +69,7 @@ def averaged(script: Script) -> int:
 def test_example_reaches_the_accuracy_of_one_process(scripts):
     """The second peer comes later and is slower; the first one is killed, and resumes."""
     monitor = scripts.start("run_training_monitor.py", "--no_store_checkpoints", "--run_id", "digits", "--host_maddrs",
-                            LOCAL, "--refresh_period", 1.0, "--no_use_relay", log="monitor")  # fmt: skip
+                            LOCAL, "--refresh_period", 1.0, log="monitor")  # fmt: skip
     first = scripts.start(EXAMPLE, monitor.address, log="first")
     first.wait_for("Local step 1:")
     second = scripts.start(ALTERED, EXAMPLE, monitor.address, log="second", env={"PACE": "0.05"})

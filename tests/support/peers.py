@@ -27,8 +27,6 @@ from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
 ALTERED = "tests/support/altered.py"
-# A daemon that can relay reads a table of the internet's networks at its start, for 0.4 CPU seconds.
-WITHOUT_RELAYS = "--no_use_relay"
 # Seconds of a micro-batch, see altered.py. The model needs 0.02 s of them.
 PACE = 0.25
 BATCH_SIZE = 16
@@ -295,7 +293,7 @@ class Scripts:
         self, folder: Path, data: Path, namespace: str | None = None, launcher: Launcher | None = None
     ):  # fmt: skip
         self.folder, self.data, self.namespace, self.launcher = folder, data, namespace, launcher
-        self._relays = (WITHOUT_RELAYS,) if namespace is None else ()
+        self._relays = () if namespace is None else ("--use_relay",)
         self.running: list[Script] = []
 
     def start(self, name: str, *args: object, log: str, env: dict[str, str] | None = None) -> Script:
@@ -362,10 +360,10 @@ def invite(authority, path: Path, days: float = 1.0) -> str:
 def local_peer(
     folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options
 ) -> Iterator:
-    """Start a DHT peer in the test's process. By default it uses no relays, see `WITHOUT_RELAYS`."""
+    """Start a DHT peer in the test's process."""
     from cotrain.peer.peer import start_peer
 
-    options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, "use_relay": False, **options}
+    options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, **options}
     args = BaseTrainingArguments(run_id=run_id, initial_peers=list(initial_peers), **options)
     peer = start_peer(args, folder / "identity.key", client_mode, threading.Event())
     try:
