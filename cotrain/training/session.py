@@ -64,11 +64,8 @@ class TrainingSession:
     ):
         self.peer, self.optimizer, self.task, self.model, self.args = peer, optimizer, task, model, args.collaboration
         self.folder, self.num_checkpoints = Path(args.training.output_dir), args.training.save_total_limit
-        self.should_stop, self.relay, self.watchdog = (
-            should_stop,
-            relay or RunConfigRelay(peer, None, 0.0),
-            watchdog or Watchdog({}),
-        )
+        self.should_stop, self.watchdog = should_stop, watchdog or Watchdog({})
+        self.relay = relay or RunConfigRelay(peer, None, lifetime=0.0)
         peer_id = str(peer.dht.peer_id)
         self.name = self.args.username or derive_name(peer_id)
         self.loss_meter, panel = LossMeter(), open_panel(args.training.disable_tqdm)
