@@ -86,7 +86,7 @@ class CheckpointKeeper:
         try:
             downloaded = self.averager.download_state(min_epoch=min_step)
             if downloaded is None:
-                raise TemporaryError("no trainer offers its state yet")
+                raise TemporaryError("No trainer offers its state yet")
             donor, metadata, tensors = downloaded
             if metadata["epoch"] > max_step:
                 raise TemporaryError(f"{donor} offers step #{metadata['epoch']}, which no trainer has reported")
@@ -102,7 +102,7 @@ class CheckpointKeeper:
                 self.on_saved(state.step)
         except Exception as error:
             self._backoff.fail()
-            logger.warning(f"Could not save a checkpoint of step #{min_step} or later ({error}); trying again later")
+            logger.warning(f"Could not save step #{min_step} or later. {error}; trying again later")
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
