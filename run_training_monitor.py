@@ -26,7 +26,7 @@ from arguments import (
     SampleArguments,
 )
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import check_maddr, flag, parse_command_line, parse_repo_id, require
+from cotrain.common.flags import check_maddr, check_peer, flag, parse_command_line, parse_repo_id, require
 from cotrain.common.json_file import write_json
 from cotrain.common.processes import StopSignal, guard_children
 
@@ -46,6 +46,14 @@ class TrainingMonitorArguments(ReportingArguments):
     store_checkpoints: bool = flag(True, "Regularly download the training state from trainers and save checkpoints")
     save_checkpoint_step_interval: int = flag(5, "Global steps between two checkpoints")
     save_total_limit: int = flag(2, "Keep this many checkpoints")
+    hourly_checkpoints: int = flag(
+        8, "Also keep the first checkpoint of each of this many hours, in case the newest are bad", at_least=0
+    )
+    evaluators: list[str] = flag(
+        list,
+        "Report the results of these peers only: run_evaluator.py logs 'This evaluator is PEER_ID' at its start. "
+        "Default: of the first three peers that publish results, once a minute; they may be anybody",
+    )
     space_id: str | None = flag(
         None,
         "Show the curves in public with trackio in this Hugging Face Space, which is created if it does not exist: "
@@ -95,6 +103,8 @@ class TrainingMonitorArguments(ReportingArguments):
         )
         for maddr in self.assistant_maddrs:
             check_maddr("--assistant_maddrs", maddr)
+        for peer_id in self.evaluators:
+            check_peer("--evaluators", f"/p2p/{peer_id}")
         if self.repo_id is not None:
             self.repo_id = parse_repo_id("--repo_id", self.repo_id)
             require(self.store_checkpoints, "--repo_id uploads checkpoints: drop --no_store_checkpoints")

@@ -111,6 +111,7 @@ class MetricsAggregator:
         self.target_batch_size, self.schema = target_batch_size, schema
         self.refused: Counter = Counter()  # heartbeats refused in the newest update, by reason
         self.live_peers: list[TrackedPeer] = []  # in the newest update
+        self.contributors: set[bytes] = set()  # public keys of the peers in the newest report
         self._peers: dict[bytes, TrackedPeer] = {}
         self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
         self._now = -math.inf
@@ -252,6 +253,7 @@ class MetricsAggregator:
         elif step > self.last_reported_step + MAX_JUMP:
             self._is_doubtful = True
         self.last_reported_step, self._last_report_time = step, self._now
+        self.contributors = {peer.key for peer in contributors}
         contributions, bound = [], MAX_OVERSHOOT * self.target_batch_size
         for peer in contributors:
             peer.is_newcomer, own = False, peer.pending[step]

@@ -10,13 +10,15 @@ from hivemind.utils import get_logger
 
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
+from cotrain.common.errors import TemporaryError
 from cotrain.dht import run_records
 from cotrain.dht.clock import run_time
+from cotrain.dht.records import signer_of
 from cotrain.dht.run_records import Evaluation, MonitorStatus
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
 from cotrain.monitoring.hub_upload import HubUploader
-from cotrain.monitoring.parsing import parse_shares, parse_usernames
+from cotrain.monitoring.parsing import parse_peers, parse_shares
 from cotrain.monitoring.progress_log import ProgressLog
 from cotrain.monitoring.reporters import Reporters
 from cotrain.peer.peer import Peer
@@ -31,6 +33,7 @@ MAX_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
 # Steps that a downloaded state may be ahead of the reports, which lag by a refresh period and a download. The monitor
 # offers a saved checkpoint permanently: all trainers would adopt the state of a fabricated step.
 MAX_LEAD = MAX_JUMP
+MAX_EVALUATORS = 3  # without --evaluators
 
 
 class CheckpointKeeper:
@@ -83,28 +86,23 @@ class CheckpointKeeper:
         try:
             downloaded = self.averager.download_state(min_epoch=min_step)
             if downloaded is None:
-                self._backoff.fail()
-                logger.warning(f"No trainer offers the state of step #{min_step} or later yet; trying again")
-                return
+                raise TemporaryError("No trainer offers its state yet")
             donor, metadata, tensors = downloaded
             if metadata["epoch"] > max_step:
-                self._backoff.fail()
-                step = metadata["epoch"]
-                logger.warning(f"Refused the state of {donor}: step #{step}, which no trainer has reported")
-                return
+                raise TemporaryError(f"{donor} offers step #{metadata['epoch']}, which no trainer has reported")
             self.averager.restore(metadata, tensors)
             state = TrainingState(self.run_id, *self.averager.snapshot())
             info = {"time": time.time(), "donor": donor}
             path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, info)
             self._offer(state.step)
             logger.info(f"Saved {path}")
-            checkpoints.remove_old_checkpoints(self.folder, keep=self.args.save_total_limit)
+            checkpoints.remove_old_checkpoints(self.folder, self.args.save_total_limit, self.args.hourly_checkpoints)
             self._backoff.reset()
             if self.on_saved is not None:
                 self.on_saved(state.step)
         except Exception as error:
             self._backoff.fail()
-            logger.error(f"Could not save a checkpoint of step #{min_step} or later ({error}); trying again later")
+            logger.warning(f"Could not save step #{min_step} or later. {error}; trying again later")
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -135,32 +133,31 @@ class TrainingMonitor:
         self._client_mode_alarm = ClientModeAlarm()
         self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
         self._newest_step = aggregator.last_reported_step
-        self._evaluated: dict[bytes, int] = {}  # an evaluator's public key -> its newest step that was reported
+        self._evaluated: dict[str, int] = {}  # an evaluator's peer ID -> its newest step that was reported
+        self._evaluations_read_at = float("-inf")
         self._leaders_shown_at = contributors.step
-
-    @property
-    def checkpoint_step(self) -> int:
-        return -1 if self.keeper is None else self.keeper.saved_step
 
     def refresh(self, page: str | None = None) -> None:
         """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status."""
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
-        peers = self._read("peers")
-        self.contributors.record_names(parse_usernames(peers))
+        peers = parse_peers(self._read("peers"))
+        self.contributors.record_names({key: info["username"] for key, info in peers.items()})
         reports = self.aggregator.update(run_time(), *views)
         trainers = self.aggregator.live_peers
-        self._progress_log.update(time.monotonic(), trainers, bool(reports), self.checkpoint_step)
+        checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
+        self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
         self._report(reports)
         self._log_refused()
         num_clients = sum(trainer.heartbeat is not None and trainer.heartbeat.client_mode for trainer in trainers)
         self._client_mode_alarm.check(len(trainers), num_clients)
         self._report_evaluations()
-        leaving = [info.value["leaving"] for info in peers.values()]
+        # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
+        leaving = [key in peers and peers[key]["leaving"] for key in self.aggregator.contributors]
         if self.keeper is not None:
-            self.keeper.update(self.aggregator.last_reported_step, any(leaving))
+            self.keeper.update(self.aggregator.last_reported_step, 2 * sum(leaving) > len(leaving))
         if self.uploader is not None:
             self.uploader.update(page, run_is_over=bool(leaving) and all(leaving))
-        status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=self.checkpoint_step)
+        status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=checkpoint_step)
         lifetime = 4 * self.args.refresh_period + 60
         run_records.store_record(
             self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime
@@ -199,13 +196,20 @@ class TrainingMonitor:
         return build_curves(self.contributors)
 
     def _report_evaluations(self) -> None:
-        """Report evaluations published since the last refresh. Those of steps not reported yet are postponed."""
-        records = {owner: Evaluation(**record.value) for owner, record in self._read("evaluation").items()}
-        for owner, evaluation in records.items():
-            if self._evaluated.get(owner, -1) < evaluation.step <= self.aggregator.last_reported_step:
-                self.reporter.report_evaluation(evaluation)
-                self._evaluated[owner] = evaluation.step
-        self._evaluated = {owner: step for owner, step in self._evaluated.items() if owner in records}
+        """Report evaluations published since the last refresh. Those of steps not reported yet are postponed.
+
+        Anybody may publish them: without --evaluators, those of the first MAX_EVALUATORS peers count, once a minute.
+        """
+        now, named = time.monotonic(), self.args.evaluators
+        if not named and now < self._evaluations_read_at + 60:
+            return
+        self._evaluations_read_at, records = now, self._read("evaluation")
+        found = {str(signer_of(subkey)): Evaluation(**record.value) for subkey, record in records.items()}
+        counting = named or [*(self._evaluated | found)][:MAX_EVALUATORS]
+        for peer in found.keys() & set(counting):
+            if self._evaluated.setdefault(peer, -1) < found[peer].step <= self.aggregator.last_reported_step:
+                self.reporter.report_evaluation(found[peer])
+                self._evaluated[peer] = found[peer].step
 
     def _log_refused(self) -> None:
         """Log the refused records, at most once a minute: any peer can write to the DHT."""

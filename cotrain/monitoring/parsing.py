@@ -101,6 +101,6 @@ def parse_shares(raw: Mapping | None) -> dict[str, float]:
     return shares
 
 
-def parse_usernames(raw: Mapping | None) -> dict[bytes, str]:
-    """Parse the names under `{run_id}_peers`: public key -> name, an arbitrary string that the peer chose."""
-    return {peer: value["username"] for peer, value, _ in _records(raw)}
+def parse_peers(raw: Mapping | None) -> dict[bytes, dict]:
+    """Parse the records under `{run_id}_peers`: public key -> PeerInfo, whose name the peer chose."""
+    return {peer: value for peer, value, _ in _records(raw)}

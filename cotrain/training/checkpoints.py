@@ -106,10 +106,12 @@ def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -
     return None
 
 
-def remove_old_checkpoints(folder: Path, keep: int) -> None:
+def remove_old_checkpoints(folder: Path, keep: int, keep_hourly: int = 0) -> None:
+    """Keep the newest checkpoints and, of those before, the first one of each of the newest `keep_hourly` hours."""
     # Earlier versions of run_trainer.py numbered checkpoints by local step: they would be the newest for ever.
     complete = [path for path in list_checkpoints(folder) if (path / STATE_FILE).is_file()]
-    for path in complete[keep:]:
+    first = {(path / STATE_FILE).stat().st_mtime // 3600: path for path in complete[keep:]}  # of each hour, by step
+    for path in set(complete[keep:]).difference(list(first.values())[:keep_hourly]):
         # Renamed first: a partly removed folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)

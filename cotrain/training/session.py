@@ -20,8 +20,9 @@ from cotrain.common.names import derive_name
 from cotrain.common.processes import StopSignal, Watchdog
 from cotrain.dht import run_records
 from cotrain.dht.metrics_schema import history_length
+from cotrain.dht.records import signer_of
 from cotrain.dht.run_records import LocalMetrics, PeerInfo, RoundStatistics
-from cotrain.peer.addresses import log_visible_maddrs
+from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.peer import Peer, supervise
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.console import ClientModeAlarm, open_panel
@@ -63,7 +64,8 @@ class TrainingSession:
     ):
         self.peer, self.optimizer, self.task, self.model, self.args = peer, optimizer, task, model, args.collaboration
         self.folder, self.num_checkpoints = Path(args.training.output_dir), args.training.save_total_limit
-        self.should_stop, self.relay, self.watchdog = should_stop, relay, watchdog or Watchdog({})
+        self.should_stop, self.watchdog = should_stop, watchdog or Watchdog({})
+        self.relay = relay or RunConfigRelay(peer, None, lifetime=0.0)
         peer_id = str(peer.dht.peer_id)
         self.name = self.args.username or derive_name(peer_id)
         self.loss_meter, panel = LossMeter(), open_panel(args.training.disable_tqdm)
@@ -258,11 +260,10 @@ class TrainingSession:
     def introduce(self, leaving: bool) -> None:
         """Publish this peer's name, and whether it waits for a monitor to save the last step."""
         self._store("peers", PeerInfo(username=self.name, leaving=leaving).dict())
-        if self.relay is not None:
-            self.relay.publish()
+        self.relay.publish()
 
     def leave(self) -> None:
-        """Report the last steps. After the last one of the run, wait until the monitors have saved it."""
+        """Report the last steps. After the last one of the run, wait until the organiser's monitors have saved it."""
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
@@ -272,11 +273,14 @@ class TrainingSession:
             return
         deadline = time.monotonic() + self.args.leave_timeout
         self.introduce(leaving=True)
+        config = self.relay.config
+        # Anybody may claim to be a monitor that has not saved the step.
+        monitors = {*map(peer_id_in, self.args.initial_peers), config and config.organiser}
         while time.monotonic() < deadline and not self.should_stop():
             self.watchdog.record_work()
-            records = run_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").values()
-            monitors = [record.value for record in records if record.value["stores_checkpoints"]]
-            if all(monitor["checkpoint_step"] >= step for monitor in monitors):
+            records = run_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").items()
+            statuses = [record.value for subkey, record in records if signer_of(subkey) in monitors]
+            if all(status["checkpoint_step"] >= step for status in statuses if status["stores_checkpoints"]):
                 return
             time.sleep(0.5)
         logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")

@@ -22,7 +22,7 @@ from cotrain.tasks.text import measure
 from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch, make_text_task
-from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, read_jsonl, wait_until
+from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, make_identity, read_jsonl, wait_until
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -145,7 +145,8 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
 
 
 def test_evaluator_reports_to_the_monitor_and_joins_no_round(scripts):
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
+    peer_id = make_identity(scripts.folder / "evaluator")
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 2, "--evaluators", peer_id)
     common = ("--initial_peers", monitor.address, *LONG_STEPS)
     trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
     evaluator = scripts.start(
@@ -173,7 +174,7 @@ def test_evaluator_reports_to_the_monitor_and_joins_no_round(scripts):
     assert re.search(r"Step #\d+\tvalidation loss = [\d.]+\tmlm accuracy", monitor.output)
 
     # the evaluator is an observer: groups have the two trainers only, and it offers no training state
-    peer_id = re.search(r"This evaluator is (\w+)", evaluator.output)[1]
+    assert re.search(r"This evaluator is (\w+)", evaluator.output)[1] == peer_id
     for trainer in trainers:
         assert "Averaged gradients with 2 peers" in trainer.output
         assert "with 3 peers" not in trainer.output

@@ -5,10 +5,13 @@ from types import SimpleNamespace
 from unittest.mock import ANY, Mock
 
 import pytest
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.dht import run_records
+from cotrain.dht.records import signer_of
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.monitor import TrainingMonitor
@@ -83,15 +86,50 @@ def test_share_of_applied_samples_comes_from_the_sessions(stored, make_trainer):
     assert parse_shares(records)["applied share"] == (64 + 48) / 128
 
 
-@pytest.mark.parametrize(("leaving", "run_is_over"), [([], False), ([True, False], False), ([True, True], True)])
-def test_last_checkpoint_is_uploaded_when_all_trainers_leave(tmp_path, stored, make_trainer, leaving, run_is_over):
-    for number, leaves in enumerate(leaving):
+@pytest.mark.parametrize(
+    ("leaving", "is_due", "run_is_over"),
+    [
+        ([], False, False),
+        ([True, False], False, False),
+        ([True, True, False], True, False),
+        ([True, True], True, True),
+    ],
+)
+def test_last_checkpoint_is_saved_and_uploaded_when_trainers_leave(
+    tmp_path, stored, make_trainer, leaving, is_due, run_is_over
+):
+    """A stranger that took no step and claims to leave has no effect."""
+    for number, leaves in enumerate([*leaving, True, True, True]):
         session = make_trainer(b"%d" % number)
+        if number < len(leaving):
+            session.report(step=10, samples=8)
         session.introduce(leaving=leaves)
         session.close()
     uploader = Mock()
-    make_monitor(tmp_path, Mock(), uploader=uploader).refresh()
+    monitor = make_monitor(tmp_path, Mock(), MetricsAggregator(last_reported_step=9), uploader)
+    monitor.keeper = Mock(saved_step=-1)
+    monitor.refresh()
+    monitor.keeper.update.assert_called_once_with(10 if leaving else 9, is_due)
     uploader.update.assert_called_once_with(None, run_is_over=run_is_over)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_evaluations_of_strangers_are_not_reported_or_few(tmp_path, stored, is_named):
+    subkeys = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in range(6)]
+    reporter = Mock()
+    monitor = make_monitor(tmp_path, reporter, MetricsAggregator(last_reported_step=100))
+    monitor.args.evaluators = [str(signer_of(subkeys[5]))] if is_named else []
+    for step in range(1, 11):
+        values = [{"step": step, "samples": 1, "loss": float(number)} for number in range(6)]
+        stored["run_evaluation"] = {
+            key: SimpleNamespace(value=value) for key, value in zip(subkeys, values, strict=True)
+        }
+        monitor.refresh()
+    reported = [call.args[0] for call in reporter.report_evaluation.call_args_list]
+    if is_named:
+        assert [(record.step, record.loss) for record in reported] == [(step, 5.0) for step in range(1, 11)]
+    else:
+        assert sorted((record.step, record.loss) for record in reported) == [(1, 0.0), (1, 1.0), (1, 2.0)]
 
 
 def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path, stored, caplog):

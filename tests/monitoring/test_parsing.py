@@ -10,9 +10,9 @@ from cotrain.monitoring.parsing import (
     PeerStep,
     parse_history,
     parse_metrics,
+    parse_peers,
     parse_progress,
     parse_shares,
-    parse_usernames,
 )
 from tests.support.dht_records import entries, heartbeat, metric, steps_of
 
@@ -23,7 +23,8 @@ def test_reads_what_the_dht_returns():
     assert parse_metrics(raw) == [PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 7.5, 2, 99.0)]
 
     assert steps_of(parse_history({tagged: entries(metric(1), metric(2))})) == [1, 2]
-    assert parse_usernames({tagged: {"username": "alice", "leaving": False}}) == {b"ssh-rsa AAAA": "alice"}
+    info = {"username": "alice", "leaving": False}
+    assert parse_peers({tagged: info}) == {b"ssh-rsa AAAA": info}
 
     alive = Heartbeat(peer=b"ssh-rsa AAAA", epoch=3, samples_per_second=2.5, reported_at=5.0)
     gone = Heartbeat(peer=b"gone", goodbye=True)

@@ -141,6 +141,7 @@ def test_one_good_initial_peer_among_bad_ones_is_enough(trainer, tmp_path):
 def test_monitor_and_evaluator(run, tmp_path):
     flags = ("--tokenizer_path", "nowhere", "--output_dir", tmp_path / "out")
     assert "--tokenizer_path" in run(run_training_monitor, *flags)
+    assert "--evaluators: 'alice'" in run(run_training_monitor, "--evaluators", "alice", code=2)
     assert "--initial_peers is missing" in run(run_evaluator)
 
 

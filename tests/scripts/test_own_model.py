@@ -7,7 +7,7 @@ import torch
 
 from cotrain.tasks.loading import build_model, read_task
 from cotrain.training.checkpoints import list_checkpoints
-from tests.support.peers import ROOT, read_jsonl, wait_until
+from tests.support.peers import ROOT, make_identity, read_jsonl, wait_until
 
 DIGITS = ROOT / "examples" / "digits.py"
 STEPS, TARGET, LEARNING_RATE = 12, 1024, 0.01
@@ -38,7 +38,8 @@ def test_digits_survive_the_loss_of_all_trainers_and_are_learnt_as_by_one_proces
     """The second trainer comes later, is slower, and has a training loop of its own."""
     settings = ("--task", DIGITS, "--target_batch_size", TARGET, "--optimizer", "adamw", "--adam_epsilon", 1e-8,
                 "--learning_rate", LEARNING_RATE, "--warmup_steps", 0, "--metadata_expiration", 10)  # fmt: skip
-    monitor = scripts.monitor(*settings, "--save_checkpoint_step_interval", 1)
+    named = ("--evaluators", make_identity(scripts.folder / "evaluator"))
+    monitor = scripts.monitor(*settings, *named, "--save_checkpoint_step_interval", 1)
     folder, joins = scripts.folder / "monitor", ("--initial_peers", monitor.address)
     common = (*settings, *joins, "--per_device_train_batch_size", 32, "--matchmaking_time", 4, "--seed", 1,
               "--statistics_expiration", 20, "--max_global_steps", STEPS)  # fmt: skip

@@ -69,6 +69,18 @@ def test_newest_is_by_step_and_old_ones_are_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-20"]
 
 
+def test_first_checkpoint_of_each_hour_is_kept_within_a_limit(tmp_path):
+    """Otherwise two saves of a bad state would remove all good checkpoints."""
+    for step in range(24):  # four an hour, for six hours
+        state = save(tmp_path, step) / checkpoints.STATE_FILE
+        os.utime(state, (3600.0 * 1000 + 900 * step,) * 2)
+        checkpoints.remove_old_checkpoints(tmp_path, keep=2, keep_hourly=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-12", "checkpoint-16", "checkpoint-20", "checkpoint-22", "checkpoint-23"
+    ]  # fmt: skip
+    assert checkpoints.restore_newest(tmp_path, "run", FakeAverager(step=0)).step == 23
+
+
 def test_what_cannot_be_read_is_skipped_and_the_one_before_is_used(tmp_path, caplog):
     for step in range(1, 7):
         save(tmp_path, step)

@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.common.errors import UserError
 from cotrain.common.names import derive_name
 from cotrain.dht import run_records
+from cotrain.dht.records import signer_of
 from cotrain.status.console import ClientModeAlarm
 from cotrain.training import session as session_module
 from cotrain.training.checkpoints import BackupWriter
@@ -205,21 +208,29 @@ def test_trainer_that_is_asked_to_stop_says_goodbye(session):
     assert not session.after_local_step() and said == ["goodbye"]
 
 
+@pytest.mark.parametrize("is_initial_peer", [True, False], ids=["initial peer", "organiser"])
 @pytest.mark.parametrize(
     ("saved", "num_reads"), [([-1, 8, 9], 3), ([9], 1), ([8] * 1000, None)], ids=["late", "at once", "never"]
 )
 def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
-    session, clock, monkeypatch, caplog, saved, num_reads
+    session, clock, monkeypatch, caplog, saved, num_reads, is_initial_peer
 ):
-    """A monitor that stores no checkpoints is not waited for."""
+    """It waits neither for a monitor that stores no checkpoints nor for that of a stranger."""
     reads, steps = [], iter(saved)
 
     def read(_dht, key: str) -> dict:
         reads.append(key)
         records = ({"stores_checkpoints": True, "checkpoint_step": next(steps)},
-                   {"stores_checkpoints": False, "checkpoint_step": -1})  # fmt: skip
-        return dict(enumerate(SimpleNamespace(value=value) for value in records))
+                   {"stores_checkpoints": False, "checkpoint_step": -1},
+                   {"stores_checkpoints": True, "checkpoint_step": -1})  # fmt: skip
+        return dict(zip(subkeys, (SimpleNamespace(value=value) for value in records), strict=True))
 
+    subkeys = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in range(3)]
+    monitor, other = map(signer_of, subkeys[:2])
+    if is_initial_peer:
+        session.args.initial_peers = [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in (monitor, other)]
+    else:
+        session.relay = SimpleNamespace(config=SimpleNamespace(organiser=monitor))
     monkeypatch.setattr(run_records, "get_dictionary", read)
     session.args.max_global_steps, session.args.leave_timeout = 9, 90.0
     session.leave()
