@@ -13,10 +13,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class GuardedAdapter(HTTPAdapter):
-    """Transport of requests that connects to the internet and to trusted private networks only.
-
-    The address of each socket is checked before anything is sent, so no redirect and no answer of the DNS leads
-    elsewhere.
+    """Transport of requests that connects to the internet and to trusted private networks only, also by redirects.
 
     :param near: addresses of peers in trusted networks; None: the network that the first connection leads to is one
     """
@@ -33,6 +30,8 @@ class GuardedAdapter(HTTPAdapter):
 
 
 class GuardedConnection(HTTPConnection):
+    """Checks the address of its socket before anything is sent, whatever the DNS and the parsers of URLs say."""
+
     def __init__(self, *args, adapter: GuardedAdapter, **options):
         super().__init__(*args, **options)
         self._adapter = adapter
@@ -45,10 +44,8 @@ class GuardedConnection(HTTPConnection):
             self._adapter.near = [address]
         elif not (address.is_global or _is_near(address, self._adapter.near)):
             connected.close()
-            raise UserError(
-                f"--dataset_url leads to {address}, which is not on the internet: refused; if you trust it, pass the "
-                "address yourself"
-            )
+            text = "is not on the internet: refused; if you trust it, pass the address yourself"
+            raise UserError(f"--dataset_url leads to {address}, which {text}")
         return connected
 
 

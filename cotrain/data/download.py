@@ -276,10 +276,8 @@ def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: Dataset
         while block := body.read1(BLOCK, decode_content=False):
             if max(size or 0, file.tell() + len(block)) > limit:
                 path.unlink()
-                raise UserError(
-                    f"--dataset_url: {address} has more than {limit / 1e9:.0f} GB: refused; if you want it, pass the "
-                    "address yourself"
-                )
+                text = f"has more than {limit / 1e9:.0f} GB: refused; if you want it, pass the address yourself"
+                raise UserError(f"--dataset_url: {address} {text}")
             if file.tell() >= checked:
                 check_space(path.parent, 0)
                 checked += SPACE_BYTES

@@ -119,10 +119,7 @@ def check_published(url: str | None) -> None:
     """Raise UserError if the address of a run's data, if there is one, contains a user, a password or a signature."""
     parts = parse_url(url or "")
     if parts.auth is not None or _SECRET.search(parts.query or ""):
-        raise UserError(
-            "the run's --dataset_url has a user, a password or a signature, which every peer could read: use another "
-            "address, or let each volunteer pass it"
-        )
+        raise UserError("the run's --dataset_url has a user, a password or a signature: use a public address")
 
 
 def _is_plain(value: object) -> bool:
@@ -155,7 +152,7 @@ def choose(
     ranks = {
         (c.settings["run_id"] == run_id, c.organiser in initial_peers, c.publisher in initial_peers, c.signed_at): c
         for c in configs
-        if c.organiser == known or not {c.organiser, c.publisher}.isdisjoint(initial_peers)
+        if c.organiser in {known, *initial_peers} or c.publisher in initial_peers
     }
     if not ranks:
         return None
@@ -192,7 +189,7 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
         return command_line.arguments
     if config is None:
         raise TemporaryError(
-            "the initial peers publish no settings of a run; try again later, or pass --run_id and its other settings"
+            "the initial peers publish no settings of a run; try again later, or pass --run_id and all others"
         )
     if config.protocol != PROTOCOL:
         raise UserError(
