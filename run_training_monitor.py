@@ -208,6 +208,8 @@ def monitor(
         if args.assist_in_averaging:
             stack.enter_context(open_auxiliary_peer(model, peer_args, args, run_args, visible_maddrs, stop))
 
+        relay = RunConfigRelay(peer, RunConfig.sign({"run_id": run_id, **stated}, peer.private_key), longest_wait)
+        relay.publish()  # before anybody knows the address
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.
         write_json(output_dir / "peer.json", {"initial_peers": choose_maddrs(visible_maddrs, peer_args.use_ipfs)})
@@ -231,13 +233,11 @@ def monitor(
             target_batch_size=run_args.target_batch_size,
         )
         training_monitor = TrainingMonitor(peer, run_id, aggregator, reporter, contributors, keeper, uploader, args)
-        relay = RunConfigRelay(peer, None, lifetime=longest_wait)
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
         while not stop.is_set() and time.time() < end_time:
             page = peer_args.page or reporter.page  # wandb's is known after its start
-            if relay.config is None or relay.config.settings.get("page") != page:
-                published = {"run_id": run_id, **stated, **({} if page is None else {"page": page})}
-                relay.config = RunConfig.sign(published, peer.private_key)
+            if relay.config.settings.get("page") != page:
+                relay.config = RunConfig.sign({**relay.config.settings, "page": page}, peer.private_key)
             relay.publish()
             training_monitor.refresh(page)
             watchdog.record_work()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cotrain.data.packing import PackingConfig
 
 # A folder is only replaced if it has one of these files.
-DATASET_FILES = ("dataset_dict.json",)
+DATASET_FILES = ("manifest.json",)
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 

@@ -348,6 +348,12 @@ class ModelArguments(Flags):
             require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
 
     @property
+    def hub_options(self) -> dict[str, object]:
+        """Options of transformers for files on the Hub, with less trust in a repository that the run has chosen."""
+        own = {"cache_dir": self.cache_dir, "trust_remote_code": False}
+        return own | ({"token": False, "use_safetensors": True} if "model_name_or_path" in self.adopted else {})
+
+    @property
     def task_sha256(self) -> str | None:
         """SHA-256 of the file of --task, by which the peers of a run find that they have the same one."""
         return None if self.task is None else hashlib.sha256(Path(self.task).read_bytes()).hexdigest()

@@ -15,7 +15,7 @@ from cotrain.common.logs import setup_logging
 from cotrain.common.processes import StopSignal, call_off_exits, guard_children
 from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
-from cotrain.peer.run_config import RunConfig, adopt_run_config
+from cotrain.peer.run_config import adopt_run_config
 from cotrain.task import Task
 from cotrain.training.hf_trainer import choose_devices
 from cotrain.training.loop import TrainingLoop, open_loop
@@ -69,8 +69,6 @@ def join_run(
 
         # Session: joining, metrics, rollback, checkpoints
         session = stack.enter_context(open_session(peer, optimizer, Task(), model, args, stop))
-        if not run_args.initial_peers:
-            session.relay.config = RunConfig.sign({"run_id": run_args.run_id, **command_line.values}, peer.private_key)
 
         # The caller's loop
         yield stack.enter_context(open_loop(session, args.training, next(model.parameters()).device))

@@ -14,7 +14,8 @@ from dataclasses import field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+
+from urllib3.util import parse_url
 
 if TYPE_CHECKING:
     from cotrain.common.argument_parser import CommandLine
@@ -48,6 +49,9 @@ def flag(default: Any, help: str, *, setting: bool = False, optional: bool = Fal
 
 class Flags:
     """Base of the dataclasses of flags, which checks the bounds of their numbers."""
+
+    adopted = frozenset()  # names of the flags whose values the run has chosen: a stranger
+    near = ()  # addresses of the initial peers
 
     def __post_init__(self):
         for option in fields(self):
@@ -103,8 +107,9 @@ def require_apart(name: str, path: str, other_name: str, other_path: str) -> Non
 def check_web_address(flag: str, url: str) -> None:
     """Check that a value is an HTTP or HTTPS URL. The message omits the URL, which may contain a password."""
     try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = parse_url(url)
+        is_plain = url.isprintable() and "\\" not in url  # parsers disagree about the host otherwise
+        valid = is_plain and parts.scheme in ("http", "https") and bool(parts.host) and parts.port != 0
     except ValueError:
         valid = False
     require(valid, f"{flag} must be an http(s) address like https://example.org/data.tar.gz; FTP is not supported")

@@ -1,21 +1,60 @@
-"""IP addresses of hosts."""
+"""Connections to a web server that a stranger may have chosen."""
 
 import ipaddress
 import socket
+from collections.abc import Iterable
+
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection, HTTPSConnection
+
+from cotrain.common.errors import UserError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def find_addresses(host: str) -> list[Address]:
-    """Return the IP addresses of a host; none if its name is not known."""
-    try:
-        found = socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError):
-        return []
-    addresses = [ipaddress.ip_address(entry[4][0].partition("%")[0]) for entry in found]
-    return [getattr(address, "ipv4_mapped", None) or address for address in addresses]
+class GuardedAdapter(HTTPAdapter):
+    """Transport of requests that connects to the internet and to trusted private networks only, also by redirects.
+
+    :param near: addresses of peers in trusted networks; None: the network that the first connection leads to is one
+    """
+
+    def __init__(self, near: Iterable[Address] | None):
+        self.near = near
+        super().__init__()
+
+    def get_connection_with_tls_context(self, *args, **options):
+        pool = super().get_connection_with_tls_context(*args, **options)
+        pool.ConnectionCls = GuardedTLSConnection if pool.scheme == "https" else GuardedConnection
+        pool.conn_kw["adapter"] = self
+        return pool
 
 
-def is_on_internet(host: str) -> bool:
-    """Whether all addresses of a host are public ones; also if there are none."""
-    return all(address.is_global for address in find_addresses(host))
+class GuardedConnection(HTTPConnection):
+    """Checks the address of its socket before anything is sent, whatever the DNS and the parsers of URLs say."""
+
+    def __init__(self, *args, adapter: GuardedAdapter, **options):
+        super().__init__(*args, **options)
+        self._adapter = adapter
+
+    def _new_conn(self) -> socket.socket:
+        connected = super()._new_conn()
+        address = ipaddress.ip_address(connected.getpeername()[0].partition("%")[0])
+        address = getattr(address, "ipv4_mapped", None) or address
+        if self._adapter.near is None:
+            self._adapter.near = [address]
+        elif not (address.is_global or _is_near(address, self._adapter.near)):
+            connected.close()
+            text = "is not on the internet: refused; if you trust it, pass the address yourself"
+            raise UserError(f"--dataset_url leads to {address}, which {text}")
+        return connected
+
+
+class GuardedTLSConnection(GuardedConnection, HTTPSConnection):
+    pass
+
+
+def _is_near(address: Address, peers: Iterable[Address]) -> bool:
+    """Whether one of some peers is in this machine, or in a private network as `address` is."""
+    if address.is_loopback:
+        return any(peer.is_loopback for peer in peers)
+    return address.is_private and not address.is_link_local and any(peer.is_private for peer in peers)

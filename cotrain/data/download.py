@@ -6,24 +6,26 @@ or killed. The partial archive is kept under a hidden name beside the dataset un
 
 import contextlib
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urljoin, urlsplit
 
 import requests
 import urllib3
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm.auto import tqdm
+from urllib3.util import parse_url
 
 from cotrain.arguments import DatasetArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_folder
-from cotrain.common.errors import TemporaryError, UserError
-from cotrain.common.hosts import is_on_internet
+from cotrain.common.errors import TemporaryError, UserError, first_line
+from cotrain.common.hosts import GuardedAdapter
 from cotrain.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
+from cotrain.data.loading import check_samples
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,6 +33,8 @@ T = TypeVar("T")
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
 BLOCK = 2**20
+MAX_BYTES = 20e9  # of an archive at an address that the user has not typed
+SPACE_BYTES = 64 * 2**20  # less than archive.SPARE_BYTES; the free space is checked before each of these
 PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
@@ -101,9 +105,11 @@ def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable
     address = public_address(args.dataset_url)
     with requests.Session() as session:
         session.max_redirects = 10
-        session.hooks["response"].append(partial(_check_redirect, session))
+        session.trust_env = "dataset_url" not in args.adopted  # a password in .netrc, or a proxy, which checks nothing
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, GuardedAdapter(args.near if "dataset_url" in args.adopted else None))
         expected = args.dataset_sha256 or _retry(args.dataset_url, partial(_fetch_checksum, session, args.dataset_url))
-        digest = _download(session, args.dataset_url, path, expected, disable_tqdm)
+        digest = _download(session, args, path, expected, disable_tqdm)
     if expected is None:
         logger.warning(
             f"Could not verify the archive: there is no .sha256 file next to {address}. Compare its SHA-256 "
@@ -134,37 +140,26 @@ def _unpack(path: Path, missing: dict[str, Path], digest: str) -> None:
             if not (folder / _MARKS[name]).is_file():
                 raise ArchiveError(f"it lacks {name}/{_MARKS[name]}")
         if DATASET in folders:
+            try:
+                check_samples(folders[DATASET])
+            except Exception as error:  # of any kind, since a stranger has written all of it
+                raise ArchiveError(f"its samples are damaged ({first_line(error)})") from None
             (folders[DATASET] / RECEIPT).write_text(f"{digest}\n")
 
 
 def public_address(url: str) -> str:
     """Return an address without query, user name and password, which may be credentials."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    return parse_url(url)._replace(auth=None, query=None, fragment=None).url
 
 
 def _fetch_checksum(session: requests.Session, url: str) -> str | None:
     """Return the checksum in the .sha256 file (of `sha256sum`) beside the archive; None if there is none."""
-    parts = urlsplit(url)
-    url = parts._replace(path=f"{parts.path}.sha256", fragment="").geturl()
+    parts = parse_url(url)
+    url = parts._replace(path=f"{parts.path or '/'}.sha256", fragment=None).url
     with _get(session, url, expected={200, *NOT_PUBLISHED}) as response:
         text = response.raw.read(1000, decode_content=True).decode(errors="replace")
         match = re.match(r"([0-9a-fA-F]{64})\b", text)  # some hosts answer any request with a web page
         return match[1].lower() if match else None
-
-
-def _check_redirect(session: requests.Session, response: requests.Response, **_) -> None:
-    """Refuse a redirect from the internet into this machine or its network.
-
-    A stranger may have chosen the address of the data. Called for each response, before a redirect is followed.
-    """
-    if (target := session.get_redirect_target(response)) is None:
-        return
-    host = urlsplit(urljoin(response.url, target)).hostname or ""
-    if is_on_internet(urlsplit(response.url).hostname) and not is_on_internet(host):
-        raise UserError(
-            f"--dataset_url: {public_address(response.url)} redirects to {host}, which is not on the internet: refused"
-        )
 
 
 @contextlib.contextmanager
@@ -222,12 +217,15 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
     raise TemporaryError(f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later")
 
 
-def _download(session: requests.Session, url: str, path: Path, expected: str | None, disable_tqdm: bool) -> str:
+def _download(
+    session: requests.Session, args: DatasetArguments, path: Path, expected: str | None, disable_tqdm: bool
+) -> str:
     """Download the archive, and resume a partial file at `path` if the SHA-256 is known.
 
     :param expected: SHA-256; None: any
     :returns: SHA-256 of the archive
     """
+    url = args.dataset_url
 
     def count() -> int:
         return path.stat().st_size if path.exists() else 0
@@ -239,7 +237,7 @@ def _download(session: requests.Session, url: str, path: Path, expected: str | N
             if response.status_code == 416:
                 return True  # nothing is missing, or it is another file: the SHA-256 shows which
             start = start if response.status_code == 206 else 0
-            _write(response.raw, path, start, url, disable_tqdm)
+            _write(response.raw, path, start, args, disable_tqdm)
             return start > 0
 
     for _ in range(2):
@@ -257,13 +255,15 @@ def _download(session: requests.Session, url: str, path: Path, expected: str | N
     )
 
 
-def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, url: str, disable_tqdm: bool) -> None:
+def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: DatasetArguments, disable_tqdm: bool) -> None:
     """Write the body of a response to a file, after the first `start` bytes."""
     missing = body.length_remaining
     size = None if missing is None else start + missing
     verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
-    logger.info(f"{verb} {public_address(url)}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
+    address, limit = public_address(args.dataset_url), MAX_BYTES if "dataset_url" in args.adopted else math.inf
+    logger.info(f"{verb} {address}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
     check_space(path.parent, missing or 0)
+    checked = start
     with (
         open(path, "ab" if start else "wb") as file,
         tqdm(
@@ -274,6 +274,13 @@ def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, url: str, dis
         since, received = time.monotonic(), 0
         # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
         while block := body.read1(BLOCK, decode_content=False):
+            if max(size or 0, file.tell() + len(block)) > limit:
+                path.unlink()
+                text = f"has more than {limit / 1e9:.0f} GB: refused; if you want it, pass the address yourself"
+                raise UserError(f"--dataset_url: {address} {text}")
+            if file.tell() >= checked:
+                check_space(path.parent, 0)
+                checked += SPACE_BYTES
             file.write(block)
             progress.update(len(block))
             received += len(block)

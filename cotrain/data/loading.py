@@ -2,28 +2,69 @@
 
 from pathlib import Path
 
-import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+from datasets.table import MemoryMappedTable, Table, concat_tables
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.manifest import REMEDY, Manifest, tokenizer_sha256
+from cotrain.data.packing import SCHEMAS
 from cotrain.models.model import get_objective, max_tokens
-from cotrain.models.objectives import OBJECTIVES, SPLITS
+from cotrain.models.objectives import SPLITS
 
 
-def load_datasets(dataset_path: str | Path) -> datasets.DatasetDict:
+def load_datasets(dataset_path: str | Path) -> dict[str, Dataset]:
     """Load the splits "train" and "validation"; UserError if one is missing, damaged, or not as in the manifest."""
     manifest = Manifest.load(dataset_path)
     try:
-        splits = datasets.DatasetDict.load_from_disk(str(dataset_path))
+        return {split: Dataset(_open_split(dataset_path, split, manifest), fingerprint=split) for split in SPLITS}
     except Exception as error:  # an interrupted copy raises anything from OSError to ArrowInvalid
-        raise UserError(f"--dataset_path: '{dataset_path}' cannot be read ({first_line(error)}); {REMEDY}") from error
-    columns = set(OBJECTIVES[manifest.objective].columns)
+        raise UserError(f"--dataset_path: '{dataset_path}' is damaged ({first_line(error)}); {REMEDY}") from error
+
+
+def _open_split(dataset_path: str | Path, split: str, manifest: Manifest) -> Table:
+    """Map the Arrow files of a split into memory.
+
+    The columns have the types of the objective. The files' metadata and the JSON files beside them, which could name
+    other types and files, are not read: `datasets` opens the paths and URLs in a column of images.
+    """
+    files = sorted(Path(dataset_path, split).glob("*.arrow"))
+    table = concat_tables([MemoryMappedTable.from_file(str(file)).replace_schema_metadata(None) for file in files])
+    table = table.select(SCHEMAS[manifest.objective].names)
+    if table.schema != SCHEMAS[manifest.objective]:
+        raise ValueError(f"split '{split}': the columns have other types")
+    if len(table) != manifest.splits[split]["instances"]:
+        raise ValueError(f"split '{split}': {len(table)} samples")
+    return table
+
+
+def check_samples(dataset_path: str | Path) -> None:
+    """Check all samples of data from a stranger; ValueError or UserError if a model could not train on one.
+
+    WikiText-103, 118 million tokens, takes 0.1 s if it is in the page cache.
+    """
+    manifest = Manifest.load(dataset_path)
     for split in SPLITS:
-        expected = manifest.splits.get(split, {}).get("instances")
-        if split not in splits or len(splits[split]) != expected or set(splits[split].column_names) != columns:
-            raise UserError(f"--dataset_path: '{dataset_path}' is damaged (split '{split}'); {REMEDY}")
-    return splits
+        table = _open_split(dataset_path, split, manifest).table
+        table.validate(full=True)
+        for batch in filter(len, table.to_batches()):
+            lengths = batch["input_ids"].value_lengths()
+            _check_bounds("lengths", lengths, 1, manifest.max_seq_length)
+            for name in batch.schema.names:
+                values = batch[name]
+                if pa.types.is_list(values.type):
+                    if values.value_lengths() != lengths:
+                        raise ValueError(f"the sequences of {name} have other lengths than input_ids")
+                    values = values.flatten()
+                _check_bounds(name, values, 0, manifest.vocab_size - 1 if name == "input_ids" else 1)
+
+
+def _check_bounds(name: str, values: pa.Array, low: int, high: int) -> None:
+    bounds = pc.min_max(values).as_py()
+    if values.null_count or not low <= bounds["min"] <= bounds["max"] <= high:
+        raise ValueError(f"{name} must be from {low} to {high}")
 
 
 def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Manifest:
@@ -36,7 +77,7 @@ def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config:
             f"{manifest.objective}; choose another model, or make other data with ./tokenize_wikitext103.py "
             f"--objective {objective}"
         )
-    if tokenizer_sha256(tokenizer) != manifest.tokenizer_sha256:
+    if (tokenizer_sha256(tokenizer), len(tokenizer)) != (manifest.tokenizer_sha256, manifest.vocab_size):
         raise UserError(
             f"--tokenizer_path: this tokenizer ({len(tokenizer)} tokens) is not the one that the data was made "
             f"with ({manifest.tokenizer_class}, {manifest.vocab_size} tokens); take both from the same archive"

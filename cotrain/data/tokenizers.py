@@ -28,15 +28,16 @@ def load_tokenizer(
     if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
         raise UserError(f"{flag}: there is no folder '{name}'; {remedy}")
     try:
-        return _open_tokenizer(name, cache_dir)
+        return _open_tokenizer(name, cache_dir, token=None if use_hub else False)
     except Exception as error:
         what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
         raise UserError(f"{flag}: '{name}' {what} ({first_line(error)}); {remedy}") from None
 
 
-def _open_tokenizer(name: str, cache_dir: str | None = None) -> PreTrainedTokenizerBase:
+def _open_tokenizer(name: str, cache_dir: str | None, token: bool | None) -> PreTrainedTokenizerBase:
     """Load a tokenizer as AutoTokenizer does, which imports torch only to find the class: 2 seconds."""
-    path = cached_file(name, "tokenizer_config.json", cache_dir=cache_dir, _raise_exceptions_for_missing_entries=False)
+    options = {"cache_dir": cache_dir, "token": token}
+    path = cached_file(name, "tokenizer_config.json", **options, _raise_exceptions_for_missing_entries=False)
     config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     tokenizer_class = getattr(transformers, config.get("tokenizer_class") or "", None)
     if not (isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)):
@@ -44,7 +45,7 @@ def _open_tokenizer(name: str, cache_dir: str | None = None) -> PreTrainedTokeni
             raise ValueError("it has code with it, which is never run")
         tokenizer_class = transformers.AutoTokenizer
     # The default of trust_remote_code asks at the terminal whether the repository's code may run.
-    return tokenizer_class.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
+    return tokenizer_class.from_pretrained(name, **options, trust_remote_code=False)
 
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> None:

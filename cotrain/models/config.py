@@ -54,10 +54,11 @@ def to_published_model(name: str) -> str:
     return name if is_published_name(name) else json.dumps(read_fields(name), separators=(",", ":"), sort_keys=True)
 
 
-def read_fields(name: str, flag: str = "--model_name_or_path", cache_dir: str | None = None) -> dict[str, Field]:
+def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) -> dict[str, Field]:
     """Read and check the fields of a model configuration.
 
     :param name: JSON, path of a config.json or of a folder that has one, or a name in configs/ or on the Hub
+    :param hub_options: see `ModelArguments.hub_options`
     :raises UserError: if there is none, the model family is not supported, or a value is out of bounds
     """
     built_in = CONFIGS / f"{name}.json"
@@ -67,7 +68,7 @@ def read_fields(name: str, flag: str = "--model_name_or_path", cache_dir: str | 
         elif (file := built_in if built_in.is_file() else Path(name)).is_file():
             fields = json.loads(file.read_text())
         else:
-            fields, _ = PretrainedConfig.get_config_dict(name, cache_dir=cache_dir)
+            fields, _ = PretrainedConfig.get_config_dict(name, **hub_options)
         model_type = fields["model_type"]
     except Exception as error:
         raise UserError(

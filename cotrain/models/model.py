@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cotrain.arguments import LocalTrainingArguments, ModelArguments
 from cotrain.common.errors import UserError, first_line
-from cotrain.models.config import find_model_classes, is_inline, read_fields
+from cotrain.models.config import find_model_classes, is_inline, is_published_name, read_fields
 from cotrain.models.objectives import OBJECTIVES
 
 disable_progress_bar()  # reading and writing weights takes only a second
@@ -37,9 +37,9 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def read_config(name: str, flag: str = "--model_name_or_path", cache_dir: str | None = None) -> PretrainedConfig:
+def read_config(name: str, flag: str = "--model_name_or_path", **hub_options) -> PretrainedConfig:
     """Read a model configuration; arguments and errors as for `read_fields`."""
-    fields = read_fields(name, flag, cache_dir)
+    fields = read_fields(name, flag, **hub_options)
     try:
         return AutoConfig.for_model(**fields)
     except Exception as error:
@@ -49,14 +49,18 @@ def read_config(name: str, flag: str = "--model_name_or_path", cache_dir: str | 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Load the model configuration and set the tokenizer's vocabulary size and special tokens in it.
 
-    :raises UserError: if there is no configuration at `args.model_name_or_path`, the model family is not supported,
-        pretrained weights have a smaller vocabulary than the tokenizer, or the weights do not fit into memory
+    :raises UserError: if there is no configuration at `args.model_name_or_path`, the run has named a path, the model
+        family is not supported, pretrained weights have a smaller vocabulary than the tokenizer, or the weights do not
+        fit into memory
     """
-    config = read_config(args.model_name_or_path, cache_dir=args.cache_dir)
+    name = args.model_name_or_path
+    is_read = not is_inline(name) and (args.from_pretrained or not is_published_name(name))
+    if "model_name_or_path" in args.adopted and is_read and Path(name).exists():  # the run's data may have created it
+        raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
+    config = read_config(name, **args.hub_options)
     if not args.from_pretrained:
         config.vocab_size = len(tokenizer)
     elif config.vocab_size < len(tokenizer):  # a larger one is common: models round it up
-        name = args.model_name_or_path
         raise UserError(
             f"--from_pretrained: the model at '{name}' has a vocabulary of {config.vocab_size}, the tokenizer of "
             f"{len(tokenizer)}: prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
@@ -158,7 +162,7 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
             f"--from_pretrained: '{name:.200}' is a configuration; pass a folder that also contains the weights"
         )
     try:
-        model = get_model_class(config).from_pretrained(name, config=config, cache_dir=args.cache_dir)
+        model = get_model_class(config).from_pretrained(name, config=config, **args.hub_options)
     except Exception as error:
         raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
     return _try(model.to(torch.float32))

@@ -1,35 +1,36 @@
 """The settings of a run, stated once by the organiser and adopted by all peers.
 
 The monitor signs what its flags or its --run_config file state, and publishes it in the DHT under a key that names no
-run. Every trainer publishes the signed text again, so that the run does not need its organiser. A newcomer reads all
-of these texts. It trusts a configuration signed by one of its --initial_peers; otherwise one that an initial peer
-relays. Settings are data: they become flags, which are parsed and checked like those of a command line.
+run. In a run without a monitor, the trainer that starts without --initial_peers does so. Every trainer publishes the
+signed text again, so that the run does not need its organiser. A newcomer reads all of these texts. It trusts an
+organiser that is one of its --initial_peers; otherwise one that an initial peer vouches for. Settings are data: they
+become flags, which are parsed and checked like those of a command line.
 """
 
 import ipaddress
 import json
+import re
 import shlex
 import tempfile
-import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from hivemind.dht import DHT
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from urllib3.util import parse_url
 
 from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments, ModelArguments
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError
-from cotrain.common.flags import check_maddr, check_web_address, find_settings
-from cotrain.common.hosts import Address, find_addresses
+from cotrain.common.flags import check_maddr, find_settings
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging
 from cotrain.common.processes import StopSignal
+from cotrain.dht.clock import run_time
 from cotrain.dht.records import peer_id_of, signer_of
 from cotrain.dht.run_records import get_dictionary, store_record
 from cotrain.models.config import is_inline, is_published_name, to_published_model
@@ -41,8 +42,10 @@ logger = get_logger(__name__)
 KEY = "run_config"
 ORGANISER_FILE = "organiser.json"  # in the output folder: peer ID of the organiser whose settings were taken
 MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see ReadableValidator
+MAX_LEAD = 3600.0  # seconds by which the time of a signature may be ahead of the run's clock
 TASK = "task_sha256"  # setting of a run with a --task: it names the version of the file, which no peer sends
 SETTINGS = find_settings(TRAINER_ARGUMENTS) | {TASK}
+_SECRET = re.compile(r"(?i)\b(x-amz-\w+|x-goog-\w+|signature|sig|\w*token|password)=")
 OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
 
 Setting = str | int | float | bool | None
@@ -56,20 +59,21 @@ class RunConfig:
     protocol: int  # of rounds and progress reports
     organiser: PeerID  # the signer
     publisher: PeerID
-    signed_at: float  # time.time
+    signed_at: float  # run_time
     record: dict[str, object]
 
     @classmethod
     def sign(cls, stated: dict[str, object], private_key: RSAPrivateKey) -> "RunConfig":
         """Sign the settings of a run; other flags in `stated` are left out.
 
-        :raises UserError: if they are too long, or the model's configuration cannot be read
+        :raises UserError: if they are too long, contain a password, or the model's configuration cannot be read
         """
         settings = {name: stated[name] for name in sorted(SETTINGS & stated.keys())}
+        check_published(settings.get("dataset_url"))
         if (model := settings.get("model_name_or_path")) is not None:
             is_folder = settings.get("from_pretrained", False) and not is_published_name(model)
             settings["model_name_or_path"] = None if is_folder else to_published_model(model)
-        text = json.dumps({"protocol": PROTOCOL, "time": time.time(), "settings": settings}, separators=(",", ":"))
+        text = json.dumps({"protocol": PROTOCOL, "time": run_time(), "settings": settings}, separators=(",", ":"))
         if len(text) > MAX_CHARACTERS:
             raise UserError(f"the settings of the run have {len(text)} characters, the limit is {MAX_CHARACTERS}")
         public_key = private_key.get_public_key()
@@ -91,32 +95,31 @@ class RunConfig:
             wrong = [name for name, value in settings.items() if name not in SETTINGS or not _is_plain(value)]
             if wrong or "run_id" not in settings or type(protocol) is not int:
                 raise ValueError(f"wrong or missing settings: {wrong}")
+            if not content["time"] <= run_time() + MAX_LEAD:  # it would outlast what the organiser signs later
+                raise ValueError("signed in the future")
             return cls(settings, protocol, peer_id_of(public_key), publisher, float(content["time"]), dict(record))
         except Exception as error:
             raise ValueError(f"not a run configuration: {error!r:.100}") from None
 
 
-def check_safe(settings: Mapping[str, Setting], initial_peers: Iterable[str]) -> None:
+def check_safe(settings: Mapping[str, Setting]) -> None:
     """Check what a stranger could misuse: the name of the model and the address of the data.
 
-    The data may be in this machine or in a private network only if one of the initial peers is there.
+    Where they lead is checked when they are used, by `load_config` and `GuardedAdapter`.
 
     :raises UserError: if a value is not safe
     """
-    model, url = settings.get("model_name_or_path"), settings.get("dataset_url")
+    model = settings.get("model_name_or_path")
     if model is not None and not (is_inline(str(model)) or is_published_name(str(model))):
         raise UserError(f"this run's --model_name_or_path '{model!s:.80}' is not a name: refused")
-    if url is None:
-        return
-    check_web_address("this run's --dataset_url", str(url))
-    peers = [check_maddr("--initial_peers", maddr) for maddr in initial_peers]
-    near = [ipaddress.ip_address(peer[name]) for peer in peers for name in ("ip4", "ip6") if name in peer]
-    for address in find_addresses(urlsplit(str(url)).hostname):
-        if not (address.is_global or _is_near(address, near)):
-            raise UserError(
-                f"this run's --dataset_url leads to {address}, which is not on the internet: refused; if you trust "
-                f"it, pass --dataset_url {url} yourself"
-            )
+    check_published(settings.get("dataset_url"))
+
+
+def check_published(url: str | None) -> None:
+    """Raise UserError if the address of a run's data, if there is one, contains a user, a password or a signature."""
+    parts = parse_url(url or "")
+    if parts.auth is not None or _SECRET.search(parts.query or ""):
+        raise UserError("the run's --dataset_url has a user, a password or a signature: use a public address")
 
 
 def _is_plain(value: object) -> bool:
@@ -126,43 +129,42 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float)
 
 
-def _is_near(address: Address, peers: Iterable[Address]) -> bool:
-    """Whether one of some peers is in this machine, or in a private network as `address` is."""
-    if address.is_loopback:
-        return any(peer.is_loopback for peer in peers)
-    return address.is_private and not address.is_link_local and any(peer.is_private for peer in peers)
-
-
 def choose(
-    records: Mapping[bytes, object], trusted: Collection[PeerID], run_id: str | None = None
+    records: Mapping[bytes, object],
+    initial_peers: Collection[PeerID],
+    known: PeerID | None = None,
+    run_id: str | None = None,
 ) -> RunConfig | None:
-    """Return the configuration to believe.
+    """Return the newest configuration of the organiser to believe.
 
     :param records: subkey of the publisher -> record
-    :param trusted: the newest configuration signed by one of these peers is believed, otherwise the newest one that
-        one of them publishes
+    :param initial_peers: an organiser among these peers is believed; otherwise one whose settings one of them
+        publishes; otherwise the known one
+    :param known: the organiser that was believed before
     :param run_id: prefer configurations of this run
     """
-    believed = []
+    configs = []
     for subkey, record in records.items():
         try:
-            config = RunConfig.parse(record, signer_of(subkey))
+            configs.append(RunConfig.parse(record, signer_of(subkey)))
         except ValueError as error:
             logger.debug(f"Ignoring a run configuration: {error}")
-            continue
-        if config.organiser in trusted or config.publisher in trusted:
-            believed.append(config)
-    return max(
-        believed,
-        key=lambda config: (config.settings["run_id"] == run_id, config.organiser in trusted, config.signed_at),
-        default=None,
-    )
+    ranks = {
+        (c.settings["run_id"] == run_id, c.organiser in initial_peers, c.publisher in initial_peers, c.signed_at): c
+        for c in configs
+        if c.organiser in {known, *initial_peers} or c.publisher in initial_peers
+    }
+    if not ranks:
+        return None
+    best = ranks[max(ranks)]
+    of_run = [c for c in configs if (c.organiser, c.settings["run_id"]) == (best.organiser, best.settings["run_id"])]
+    return replace(max(of_run, key=lambda config: config.signed_at), publisher=best.publisher)
 
 
-def _find(dht: DHT, initial_peers: Iterable[str], organiser: PeerID | None, run_id: str | None) -> RunConfig | None:
+def _find(dht: DHT, initial_peers: Iterable[str], known: PeerID | None, run_id: str | None) -> RunConfig | None:
     """Return the configuration in the DHT to believe, see `choose`."""
     records = {subkey: record.value for subkey, record in get_dictionary(dht, KEY).items()}
-    return choose(records, {organiser, *map(peer_id_in, initial_peers)}, run_id)
+    return choose(records, set(map(peer_id_in, initial_peers)), known, run_id)
 
 
 def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
@@ -172,6 +174,7 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
     settings.
 
     :raises UserError: if a flag of the command line differs from the settings, or these are not safe
+    :raises TemporaryError: if there are none, and the command line does not state the run either
     """
     (peer_args,) = [args for args in command_line.arguments if isinstance(args, BaseTrainingArguments)]
     if not peer_args.initial_peers:
@@ -181,23 +184,33 @@ def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
     config = _visit(peer_args, organiser, command_line.values.get("run_id"), stop)
     if config is None and organiser is not None:
         raise TemporaryError(f"no peer has the settings that organiser {organiser} stated; is a trainer running?")
-    if config is None:
+    if config is None and "run_id" in command_line.stated:
         logger.info("The initial peers publish no settings of a run: using the command line's settings")
         return command_line.arguments
+    if config is None:
+        raise TemporaryError(
+            "the initial peers publish no settings of a run; try again later, or pass --run_id and all others"
+        )
     if config.protocol != PROTOCOL:
         raise UserError(
             f"the run has protocol {config.protocol}, this checkout {PROTOCOL}: use the organiser's version"
         )
     adopted = {name: value for name, value in config.settings.items() if name not in command_line.stated}
-    check_safe(adopted, peer_args.initial_peers)
     if adopted.get("model_name_or_path", "") is None:
         raise UserError(
             "this run starts from weights in a folder of the organiser: ask for it, and pass --model_name_or_path"
         )
     arguments = command_line.with_settings(adopted)
+    check_safe(adopted)
     refuse_differences(config, arguments)
+    maddrs = [check_maddr("--initial_peers", maddr) for maddr in peer_args.initial_peers]
+    near = [ipaddress.ip_address(maddr[name]) for maddr in maddrs for name in ("ip4", "ip6") if name in maddr]
+    for args in arguments:
+        args.adopted, args.near = frozenset(adopted), near
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, config.organiser.to_base58())
+    if organiser not in (None, config.organiser):
+        logger.warning(f"The organiser has changed: it was {organiser}, and is {config.organiser} now")
     vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
     logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
     return arguments
@@ -267,18 +280,26 @@ class RunConfigRelay:
 
     @classmethod
     def of_run(cls, peer: Peer, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":
-        """Return the relay of a trainer that has joined a run.
+        """Return the relay of a trainer that has joined a run, or begins one and is its organiser.
 
         :raises TemporaryError: if the organiser has published other settings since they were adopted
         """
+        relay = cls(peer, None, args.statistics_expiration)
+        if not args.initial_peers:
+            stated = {name: getattr(part, name) for part in arguments for name in SETTINGS if hasattr(part, name)}
+            try:
+                relay.config = RunConfig.sign(stated, peer.private_key)
+            except UserError as error:
+                logger.warning(f"Newcomers need the flags of this trainer, which publishes no settings: {error}")
+            return relay
         _, organiser = _remembered_organiser(arguments)
-        config = _find(peer.dht, args.initial_peers, organiser, args.run_id) if args.initial_peers else None
+        relay.config = _find(peer.dht, args.initial_peers, organiser, args.run_id)
         try:
-            if config is not None:
-                refuse_differences(config, arguments)
+            if relay.config is not None:
+                refuse_differences(relay.config, arguments)
         except UserError as error:
             raise TemporaryError(f"the settings of the run have changed, start again: {error}") from None
-        return cls(peer, config, args.statistics_expiration)
+        return relay
 
     def publish(self) -> None:
         """Publish the settings, if there are any. Does not wait for the result."""

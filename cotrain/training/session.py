@@ -316,9 +316,10 @@ def open_session(
 
     :raises UserError: if a flag differs from the settings of the run
     """
+    relay = RunConfigRelay.of_run(peer, args, args.collaboration)
+    relay.publish()  # before anybody knows the address
     if not args.collaboration.client_mode:
         log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=args.collaboration.use_ipfs)
-    relay = RunConfigRelay.of_run(peer, args, args.collaboration)
     children = {"DHT": peer.dht, **optimizer.processes}
     with supervise(children, 15.0, exit_code=1, longest_wait=args.collaboration.longest_wait) as watchdog:
         session = TrainingSession(peer, optimizer, task, model, args, stop.is_set, watchdog, relay)

@@ -1,14 +1,19 @@
 """Download of the data: from a good web server, and from one that fails, misreports, changes or is malicious."""
 
+import contextlib
+import dataclasses
 import errno
 import gzip
 import io
+import ipaddress
+import json
 import logging
 import os
 import random
 import shutil
 import signal
 import socket
+import struct
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -18,15 +23,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
+from urllib3 import connection
 
 from cotrain.arguments import DatasetArguments
 from cotrain.common.errors import UserError, describe
-from cotrain.common.hosts import is_on_internet
+from cotrain.common.hosts import GuardedAdapter, GuardedConnection
 from cotrain.data import archive
 from cotrain.data import download as fetch
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.download import fetch_data
+from cotrain.data.loading import load_datasets
+from cotrain.data.manifest import Manifest
+from cotrain.data.packing import SCHEMAS
 from tests.support.peers import wait_until
 
 SECRET = "hunter2"
@@ -37,12 +47,13 @@ class Host(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, content: bytes, digest: str | None):
-        super().__init__(("127.0.0.1", 0), Answer)
+    def __init__(self, content: bytes, digest: str | None, address: str = "127.0.0.1"):
+        super().__init__((address, 0), Answer)
         self.content, self.digest = content, digest
         self.script: list[Callable[[Answer], None]] = []
         self.requests: list[str] = []  # paths with query
         self.asked: list[str | None] = []  # ranges of the archive
+        self.passwords: list[str | None] = []
         self.closing = threading.Event()
 
     @property
@@ -64,6 +75,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.requests.append(self.path)
+        self.server.passwords.append(self.headers.get("Authorization"))
         if ".sha256" in self.path:
             text = f"{self.server.digest}  data.tar.gz\n".encode()
             self.reply(404) if self.server.digest is None else self.reply(200, text)
@@ -119,14 +131,39 @@ class Answer(BaseHTTPRequestHandler):
         self.reply(200, f"{len(content):x}\r\n".encode() + content + b"\r\n0\r\n\r\n", Transfer_Encoding="chunked")
 
 
+def arrow(input_ids: object, *, attention_mask: object = None, metadata: dict | None = None) -> bytes:
+    """Return an Arrow file with samples for causal LM. Columns that are Arrow arrays are written as they are."""
+    mask = [[1] * len(sample) for sample in input_ids] if attention_mask is None else attention_mask
+    columns = {"input_ids": input_ids, "attention_mask": mask}
+    fields = {name: SCHEMAS["clm"].field(name).type for name in columns}
+    arrays = [x if isinstance(x, pa.Array) else pa.array(x, fields[name]) for name, x in columns.items()]
+    table = pa.table(arrays, names=list(columns)).replace_schema_metadata(metadata)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def manifest(**changes: object) -> bytes:
+    values = {"source": "", "objective": "clm", "max_seq_length": 1000, "seed": 0, "language": "en", "tokenizer": "",
+              "tokenizer_class": "", "vocab_size": 2**31 - 1, "tokenizer_sha256": ""}  # fmt: skip
+    splits = {"train": {"instances": 2}, "validation": {"instances": 1}}
+    return json.dumps(dataclasses.asdict(Manifest(**{**values, "splits": splits, **changes}))).encode()
+
+
+SAMPLES, SAMPLE = arrow([[1, 2], [3, 4]]), arrow([[5, 6]])
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """Write folders that look like prepared data."""
     folder = tmp_path_factory.mktemp("prepared")
+    generator = random.Random(0)
+    train = arrow([[generator.randrange(2**31 - 1) for _ in range(750)] for _ in range(100)])  # 300 KB, compressed too
+    splits = {"train": {"instances": 100}, "validation": {"instances": 1}}
     files = {
-        DATASET: {"manifest.json": b"{}", "dataset_dict.json": b"{}", "train/state.json": b"{}",
-                  "train/data-00000-of-00001.arrow": random.Random(0).randbytes(300_000),
-                  "validation/data-00000-of-00001.arrow": b"v"},
+        DATASET: {"manifest.json": manifest(splits=splits), "dataset_dict.json": b"{}", "train/state.json": b"{}",
+                  "train/data-00000-of-00001.arrow": train, "validation/data-00000-of-00001.arrow": SAMPLE},
         TOKENIZER: {"tokenizer_config.json": b"{}", "tokenizer.json": b"{}", "spiece.model": b"s"},
     }  # fmt: skip
     for name, contents in files.items():
@@ -144,16 +181,35 @@ def packed(folders, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def host(packed, monkeypatch) -> Iterator[Host]:
-    monkeypatch.setattr(fetch, "PAUSES", (0, 0))
-    with Host(packed.read_bytes(), file_sha256(packed)) as host:
+@contextlib.contextmanager
+def serve(packed: Path, address: str) -> Iterator[Host]:
+    with Host(packed.read_bytes(), file_sha256(packed), address) as host:
         thread = threading.Thread(target=partial(host.serve_forever, poll_interval=0.02))
         thread.start()
         yield host
         host.closing.set()
         host.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def host(packed, monkeypatch) -> Iterator[Host]:
+    monkeypatch.setattr(fetch, "PAUSES", (0, 0))
+    with serve(packed, "127.0.0.1") as host:
+        yield host
+
+
+@pytest.fixture
+def gateway(packed, monkeypatch) -> Iterator[Host]:
+    """A web server at 127.0.0.2, which stands for an address on the internet."""
+    for name, value in (("is_global", True), ("is_private", False), ("is_loopback", False)):
+        known = getattr(ipaddress.IPv4Address, name).fget
+        answer = partial(
+            lambda known, value, address: value if str(address) == "127.0.0.2" else known(address), known, value
+        )
+        monkeypatch.setattr(ipaddress.IPv4Address, name, property(answer))
+    with serve(packed, "127.0.0.2") as host:
+        yield host
 
 
 @pytest.fixture
@@ -283,21 +339,103 @@ def test_addresses_that_cannot_work(args, host, url):
     assert "--dataset_url" in fail(args)
 
 
+REFUSED = "leads to 127.0.0.1, which is not on the internet: refused; if you trust it, pass"
+
+
+def chosen_by_the_run(args: DatasetArguments, *initial_peers: str) -> None:
+    args.adopted, args.near = {"dataset_url"}, [ipaddress.ip_address(peer) for peer in initial_peers]
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
 @pytest.mark.parametrize("target", ["http://127.0.0.1:{port}/data.tar.gz", "//127.0.0.1:{port}/data.tar.gz"])
-def test_a_redirect_from_the_internet_into_this_machine_is_refused(args, host, monkeypatch, target):
-    monkeypatch.setattr(fetch, "is_on_internet", {"localhost": True, "127.0.0.1": False}.get)
-    args.dataset_url = f"http://localhost:{host.server_port}/data.tar.gz?token={SECRET}"
-    host.script = [partial(Answer.reply, status=302, Location=target.format(port=host.server_port))]
-    assert "redirects to 127.0.0.1, which is not on the internet: refused" in fail(args)
-    assert len(host.asked) == 1
+def test_a_redirect_from_the_internet_into_this_machine_is_refused(args, host, gateway, target, is_chosen):
+    args.dataset_url = f"http://127.0.0.2:{gateway.server_port}/data.tar.gz?token={SECRET}"
+    gateway.digest = None
+    gateway.script = [partial(Answer.reply, status=302, Location=target.format(port=host.server_port))]
+    if is_chosen:
+        chosen_by_the_run(args, "8.8.4.4")
+    assert REFUSED in fail(args)
+    assert len(gateway.asked) == 1 and host.requests == []
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"),
-    [("169.254.169.254", False), ("::ffff:192.168.0.1", False), ("host.invalid", True), ("2001:4860:4860::1", True)],
+    "url",
+    [
+        "http://127.0.0.1:{port}/data.tar.gz",
+        "http://127.0.0.1:{port}\\@8.8.8.8/../latest/meta-data?x=",
+        "http://[::ffff:127.0.0.1]:{port}/data.tar.gz",
+        "http://2130706433:{port}/data.tar.gz",
+        "http://0x7f.1:{port}/data.tar.gz",
+        "https://localhost:{port}/data.tar.gz",
+        "http://rebound.example:{port}/data.tar.gz",
+    ],
 )
-def test_hosts_on_the_internet(host, expected):
-    assert is_on_internet(host) == expected
+def test_an_address_of_the_run_leads_to_the_internet_only(args, host, monkeypatch, url):
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda name, *rest: look_up(name.replace("rebound.example", "127.0.0.1"), *rest)
+    )
+    args.dataset_url = url.format(port=host.server_port)
+    chosen_by_the_run(args, "8.8.4.4", "192.168.1.2")
+    assert REFUSED in fail(args)
+    assert host.requests == []
+
+
+@pytest.mark.parametrize(
+    ("address", "initial_peer", "is_safe"),
+    [
+        ("203.0.113.7", "8.8.4.4", False),  # reserved for documentation
+        ("8.8.8.8", "8.8.4.4", True),
+        ("2001:4860:4860::1", "8.8.4.4", True),
+        ("127.0.0.1", "8.8.4.4", False),
+        ("127.0.0.1", "192.168.1.2", False),
+        ("127.0.0.1", "127.0.0.1", True),
+        ("192.168.1.7", "8.8.4.4", False),
+        ("192.168.1.7", "192.168.1.2", True),
+        ("10.0.0.7", "127.0.0.1", True),
+        ("169.254.169.254", "192.168.1.2", False),
+        ("::1", "8.8.4.4", False),
+        ("fe80::1%eth0", "8.8.4.4", False),
+        ("::ffff:127.0.0.1", "8.8.4.4", False),
+        ("::ffff:192.168.0.1", "8.8.4.4", False),
+    ],
+)
+def test_data_is_not_fetched_from_a_private_network_of_the_volunteer(address, initial_peer, is_safe, monkeypatch):
+    connected = SimpleNamespace(getpeername=lambda: (address, 80), close=lambda: None)
+    monkeypatch.setattr(connection.HTTPConnection, "_new_conn", lambda _: connected)
+    adapter = GuardedAdapter([ipaddress.ip_address(initial_peer)])
+    with contextlib.nullcontext() if is_safe else pytest.raises(UserError, match="not on the internet"):
+        assert GuardedConnection("name.example", adapter=adapter)._new_conn() is connected
+
+
+def test_an_address_of_the_run_gets_no_password_and_no_proxy(args, host, folders, tmp_path, monkeypatch):
+    (tmp_path / ".netrc").write_text(f"default login me password {SECRET}\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    chosen_by_the_run(args, "127.0.0.1")
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert host.passwords == [None, None]
+
+
+@pytest.mark.parametrize("method", [Answer.serve, Answer.serve_chunked])
+def test_an_archive_that_the_run_has_chosen_has_a_limit(args, host, folders, monkeypatch, method):
+    monkeypatch.setattr(fetch, "MAX_BYTES", 250_000)
+    host.script, address = [method], args.dataset_url
+    chosen_by_the_run(args, "127.0.0.1")
+    assert "has more than 0 GB: refused; if you want it, pass the address yourself" in fail(args, leftovers=set())
+    args.adopted, args.dataset_url = frozenset(), address
+    host.script = [method]
+    fetch_data(args)
+    assert_fetched(args, folders)
+
+
+def test_disk_space_is_checked_during_a_transfer_of_unknown_size(args, host, monkeypatch):
+    host.script, host.digest, spaces = [Answer.serve_chunked], None, iter([10**9, 10**9])
+    monkeypatch.setattr(fetch, "SPACE_BYTES", 100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(spaces, 10**7)))
+    assert "MB are needed, 10 MB are free" in fail(args)
+    assert 90_000 < (Path(args.dataset_path).parent / ".dataset.download").stat().st_size < 250_000
 
 
 @pytest.mark.parametrize(
@@ -397,9 +535,11 @@ def pack(*entries: tuple[tarfile.TarInfo, bytes], format: int = tarfile.PAX_FORM
 
 
 GOOD = (
-    entry(f"{DATASET}/manifest.json", b"{}"),
+    entry(f"{DATASET}/manifest.json", manifest()),
     entry(f"{DATASET}/dataset_dict.json", b"{}"),
     entry(f"{TOKENIZER}/tokenizer_config.json", b"{}"),
+    entry(f"{DATASET}/train/data-0.arrow", SAMPLES),
+    entry(f"{DATASET}/validation/data-0.arrow", SAMPLE),
 )
 ARROW = f"{DATASET}/train/data.arrow"
 NEITHER = "neither a file nor a folder"
@@ -475,6 +615,67 @@ def test_an_archive_that_lacks_something(args, host, left_out):
 def test_damaged_archives(args, host, damage):
     host.content, host.digest = damage(host.content), None
     assert "damaged or not a .tar.gz file" in fail(args, leftovers=set())
+
+
+def with_offsets(offset: int) -> bytes:
+    """Return a file whose second sample reaches beyond the values."""
+    good, bad = struct.pack("<3i", 0, 2, 4), struct.pack("<3i", 0, 2, offset)
+    assert good in SAMPLES
+    return SAMPLES.replace(good, bad)  # in both columns
+
+
+IMAGE = pa.array([{"bytes": None, "path": "webhdfs://127.0.0.1:9/secret"}] * 2)
+IMAGES = {"huggingface": json.dumps({"info": {"features": {"input_ids": {"_type": "Image"}}}})}
+
+
+@pytest.mark.parametrize(
+    ("train", "changes", "fault"),
+    [
+        (arrow(IMAGE, attention_mask=[[1], [1]]), {}, "the columns have other types"),
+        (arrow(pa.array([[1], [2]], pa.list_(pa.int64()))), {}, "the columns have other types"),
+        (arrow([[1, 2]]), {}, "1 samples"),
+        (with_offsets(3000), {}, "Length spanned by list offsets"),
+        (with_offsets(2**30), {}, "Length spanned by list offsets"),
+        (with_offsets(-1), {}, "offset"),
+        (arrow([[1, 2], [3, 10]]), {"vocab_size": 10}, "input_ids must be from 0 to 9"),
+        (arrow([[1, 2], [3, -1]]), {}, "input_ids must be from 0"),
+        (arrow([[1, 2], None], attention_mask=[[1, 1], [1]]), {}, "lengths must be"),
+        (arrow([[1, 2], [None, 1]]), {}, "input_ids must be"),
+        (arrow([[1, 2], [3, 4]], attention_mask=[[1, 1], [1]]), {}, "attention_mask have other lengths"),
+        (arrow([[1, 2], [3, 4]], attention_mask=[[1, 1], [1, 2]]), {}, "attention_mask must be from 0 to 1"),
+        (arrow([[1, 2], []]), {}, "lengths must be from 1 to 1000"),
+        (SAMPLES, {"max_seq_length": 1}, "lengths must be from 1 to 1"),
+        (SAMPLES, {"vocab_size": "many"}, ""),
+        (SAMPLES, {"objective": "x"}, ""),
+        (SAMPLES, {"splits": []}, ""),
+        (SAMPLES[:-200], {}, ""),
+        (b"x", {}, ""),
+    ],
+)
+def test_samples_on_which_no_model_could_train_are_refused(args, host, train, changes, fault):
+    files = (entry(f"{DATASET}/manifest.json", manifest(**changes)), *GOOD[1:3], entry(ARROW, train), GOOD[-1])
+    host.content, host.digest = pack(*files), None
+    message = fail(args, leftovers=set())
+    assert "its samples are damaged (" in message and fault in message
+
+
+def test_nothing_beside_the_samples_is_believed(args, host, tmp_path):
+    elsewhere = tmp_path / "private.arrow"
+    elsewhere.write_bytes(arrow([[7]]))
+    state = {"_data_files": [{"filename": str(elsewhere)}], "_split": "validation", "_fingerprint": "x"}
+    features = {"features": {"input_ids": {"_type": "Image"}, "attention_mask": {"_type": "Image"}}}
+    host.content, host.digest = pack(
+        *GOOD[:3],
+        entry(ARROW, arrow([[1, 2], [3, 4]], metadata=IMAGES)),
+        GOOD[-1],
+        *(entry(f"{DATASET}/validation/{name}.json", json.dumps(content).encode()) for name, content in
+          {"state": state, "dataset_info": features}.items()),
+    ), None  # fmt: skip
+    fetch_data(args)
+    splits = load_datasets(args.dataset_path)
+    assert splits["validation"][0] == {"input_ids": [5, 6], "attention_mask": [1, 1]}
+    assert [sample["input_ids"] for sample in splits["train"]] == [[1, 2], [3, 4]]
+    assert splits["train"].features.arrow_schema.remove_metadata() == SCHEMAS["clm"]
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------

@@ -113,10 +113,14 @@ def test_model_in_a_file_travels_with_the_settings(adopt, tmp_path):
         adopt(run, "run_trainer.py", [*joining, "--model_name_or_path", str(other)])
 
 
-def test_data_of_a_private_network_needs_the_volunteers_word(adopt):
-    url = "http://169.254.169.254/data.tar.gz"
-    run = {**RUN, "dataset_url": url}
-    with pytest.raises(UserError, match=f"not on the internet: refused; if you trust it, pass --dataset_url {url}"):
-        adopt(run, "run_trainer.py", ["--initial_peers", ADDRESS])
-    _, dataset_args, *_ = adopt(run, "run_trainer.py", ["--initial_peers", ADDRESS, "--dataset_url", url])
-    assert dataset_args.dataset_url == url
+@pytest.mark.parametrize("flag", ["--dataset_url", "--model_name_or_path"])
+def test_less_trust_in_what_the_volunteer_has_not_typed(adopt, flag):
+    run = {**RUN, "dataset_url": "http://169.254.169.254/data.tar.gz", "model_name_or_path": "name/model"}
+    name, joining = flag.removeprefix("--"), ["--initial_peers", ADDRESS]
+    _, dataset_args, *_ = adopt(run, "run_trainer.py", joining)
+    assert name in dataset_args.adopted and list(map(str, dataset_args.near)) == [ADDRESS.split("/")[2]]
+    strict = {"token": False, "use_safetensors": True, "trust_remote_code": False}
+    assert dataset_args.hub_options == {"cache_dir": "data/cache", **strict}
+    _, dataset_args, *_ = adopt(run, "run_trainer.py", [*joining, flag, run[name]])
+    assert dataset_args.dataset_url == run["dataset_url"] and name not in dataset_args.adopted
+    assert ("token" in dataset_args.hub_options) == (name == "dataset_url")

@@ -8,7 +8,9 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
@@ -23,21 +25,22 @@ from cotrain.arguments import (
     ModelArguments,
     OptimizerArguments,
     SampleArguments,
+    TrainerArguments,
 )
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.argument_parser import ArgumentParser
-from cotrain.common.errors import UserError
+from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.flags import find_settings
 from cotrain.common.processes import StopSignal
 from cotrain.models.model import check_size, read_config
 from cotrain.peer import run_config
-from cotrain.peer.run_config import RunConfig, adopt_run_config, check_safe, choose, refuse_differences
+from cotrain.peer.run_config import RunConfig, RunConfigRelay, adopt_run_config, check_safe, choose, refuse_differences
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
 
 SETTINGS = {"run_id": "tree", "learning_rate": 0.01, "local_updates": True, "gradient_compression": "blockwise8"}
 LOOPBACK = "/ip4/127.0.0.1/tcp/1/p2p/QmRgnx8Tgb2B3b9i7XfeAVDiD4z7hNrmXEUWgSAFZYVGVV"
-PUBLIC, PRIVATE = LOOPBACK.replace("127.0.0.1", "8.8.4.4"), LOOPBACK.replace("127.0.0.1", "192.168.1.2")
+PUBLIC = LOOPBACK.replace("127.0.0.1", "8.8.4.4")
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +60,8 @@ def parse(*words: str):
     return ArgumentParser(TRAINER_ARGUMENTS, "test").parse(words)
 
 
-def signed(key: RSAPrivateKey, settings: object) -> dict[str, object]:
-    text = json.dumps({"protocol": PROTOCOL, "time": 0.0, "settings": settings})
+def signed(key: RSAPrivateKey, settings: object, signed_at: float = 0.0) -> dict[str, object]:
+    text = json.dumps({"protocol": PROTOCOL, "time": signed_at, "settings": settings})
     public_key = key.get_public_key().to_bytes()
     return {"text": text, "public_key": public_key, "signature": key.sign(text.encode())}
 
@@ -118,8 +121,8 @@ def test_the_organisers_peer_id_is_believed_before_what_a_trainer_relays(keys):
     organiser, trainer, stranger = keys
     true, false = RunConfig.sign(SETTINGS, organiser), RunConfig.sign({**SETTINGS, "learning_rate": 9.0}, stranger)
 
-    def believed(records: dict, *trusted: RSAPrivateKey) -> dict | None:
-        config = choose(records, set(map(id_of, trusted)))
+    def believed(records: dict, *initial_peers: RSAPrivateKey, known: RSAPrivateKey | None = None) -> dict | None:
+        config = choose(records, set(map(id_of, initial_peers)), known and id_of(known))
         return config and config.record
 
     records = published(true, trainer) | published(false, stranger)
@@ -128,6 +131,10 @@ def test_the_organisers_peer_id_is_believed_before_what_a_trainer_relays(keys):
     # A trainer that is asked may vouch for another organiser, but not against the one whose address is given.
     records = published(true, organiser) | published(false, trainer)
     assert believed(records, organiser, trainer) == true.record
+    # The organiser of an earlier start, whom a false trainer may have vouched for, is the last to be believed.
+    assert believed(records, organiser, known=stranger) == true.record
+    assert believed(records, trainer, known=organiser) == false.record
+    assert believed(records, known=organiser) == true.record
     assert believed(records, trainer) == false.record
     # A damaged record hides no other.
     records = {b"no owner": true.record, b"[owner:x]": true.record, "text": 1} | published(true, trainer)
@@ -137,43 +144,106 @@ def test_the_organisers_peer_id_is_believed_before_what_a_trainer_relays(keys):
 def test_the_newest_settings_and_those_of_the_stated_run_are_believed(keys, monkeypatch):
     records = {}
     for number, run_id in enumerate(("a", "b", "a")):
-        monkeypatch.setattr(run_config.time, "time", lambda now=float(number): now)
+        monkeypatch.setattr(run_config, "run_time", lambda now=float(number): now)
         records |= published(RunConfig.sign({"run_id": run_id, "seq_length": number}, keys[0]), keys[number])
     trusted = set(map(id_of, keys))
     for run_id, newest in (("a", 2), ("b", 1), (None, 2), ("c", 2)):
-        assert choose(records, trusted, run_id).settings["seq_length"] == newest
+        assert choose(records, trusted, run_id=run_id).settings["seq_length"] == newest
+
+
+def test_the_newest_settings_of_an_organiser_are_believed_whoever_publishes_them(keys, monkeypatch):
+    organiser, trainer, stranger = keys
+    records, now = {}, time.time()
+    for number, publisher in enumerate((trainer, stranger)):
+        monkeypatch.setattr(run_config, "run_time", lambda now=now + number: now)
+        records |= published(RunConfig.sign({"run_id": "a", "seq_length": number + 1}, organiser), publisher)
+    config = choose(records, {id_of(trainer)})
+    assert config.settings["seq_length"] == 2 and config.publisher == id_of(trainer), "who vouches for the organiser"
+
+
+@pytest.mark.parametrize(("signed_at", "valid"), [("9e15", False), ("NaN", False), ("+7200", False), ("+600", True)])
+def test_settings_from_the_future_are_refused(keys, signed_at, valid):
+    """They would outlast all that the organiser signs later."""
+    value = time.time() + float(signed_at) if signed_at[0] == "+" else float(signed_at)
+    record = signed(keys[0], SETTINGS, value)
+    with contextlib.nullcontext() if valid else pytest.raises(ValueError, match="signed in the future"):
+        assert RunConfig.parse(record, id_of(keys[0])).settings == SETTINGS
+
+
+def test_another_organiser_than_before_is_named(keys, tmp_path, monkeypatch, caplog):
+    for key, text in ((keys[0], ""), (keys[0], ""), (keys[1], "The organiser has changed: it was")):
+        monkeypatch.setattr(run_config, "_visit", lambda *_, key=key: RunConfig.sign(SETTINGS, key))
+        caplog.clear()
+        adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path)), stop=None)
+        assert (text in caplog.text) and ("has changed" in caplog.text) == bool(text)
+
+
+def test_a_run_without_settings_needs_the_flags(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_config, "_visit", lambda *_: None)
+    words = ["--initial_peers", PUBLIC, "--output_dir", str(tmp_path)]
+    with pytest.raises(
+        TemporaryError, match="publish no settings of a run; try again later, or pass --run_id"
+    ) as info:
+        adopt_run_config(parse(*words), stop=None)
+    assert "\n" not in str(info.value)
+    line = parse(*words, "--run_id", "mine")
+    assert adopt_run_config(line, stop=None) is line.arguments
+
+
+def test_trainer_without_initial_peers_is_the_organiser(keys, caplog, tmp_path, monkeypatch):
+    peer = SimpleNamespace(private_key=keys[0])
+    words = ["--run_id", "tree", "--learning_rate", "0.01", "--dataset_url", "https://example.org/data.tar.gz"]
+    line = parse(*words)
+    config = RunConfigRelay.of_run(peer, line.arguments, TrainerArguments(*line.arguments).collaboration).config
+    monkeypatch.setattr(run_config, "_visit", lambda *_: config)
+    *_, taken, _ = adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path)), stop=None)
+    assert config.organiser == id_of(keys[0]) and taken.run_id == "tree"
+    refuse_differences(config, line.arguments)
+    line = parse(*words[:-1], "https://me:hunter2@example.org/data.tar.gz")
+    assert RunConfigRelay.of_run(peer, line.arguments, TrainerArguments(*line.arguments).collaboration).config is None
+    assert "Newcomers need the flags of this trainer" in caplog.text and "hunter2" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("host", "initial_peer", "is_safe"),
+    ("url", "is_public"),
     [
-        ("203.0.113.7", PUBLIC, False),  # reserved for documentation
-        ("8.8.8.8", PUBLIC, True),
-        ("127.0.0.1", PUBLIC, False),
-        ("127.0.0.1", PRIVATE, False),
-        ("127.0.0.1", LOOPBACK, True),
-        ("192.168.1.7", PUBLIC, False),
-        ("192.168.1.7", PRIVATE, True),
-        ("10.0.0.7", LOOPBACK, True),
-        ("169.254.169.254", PRIVATE, False),
-        ("[::1]", PUBLIC, False),
-        ("[::ffff:127.0.0.1]", PUBLIC, False),
-        ("localhost", PUBLIC, False),
+        ("https://example.org/data.tar.gz", True),
+        ("https://example.org/data.tar.gz?dl=1&rlkey=x", True),
+        ("https://me:hunter2@example.org/data.tar.gz", False),
+        ("https://hunter2@example.org/data.tar.gz", False),
+        ("https://example.org/data.tar.gz?X-Amz-Algorithm=a&X-Amz-Signature=hunter2", False),
+        ("https://example.org/data.tar.gz?Expires=1&Signature=hunter2&Key-Pair-Id=x", False),
+        ("https://example.org/data.tar.gz?se=x&sig=hunter2", False),
+        ("https://example.org/data.tar.gz?access_token=hunter2", False),
     ],
 )
-def test_data_is_not_fetched_from_a_private_network_of_the_volunteer(host, initial_peer, is_safe):
-    with contextlib.nullcontext() if is_safe else pytest.raises(UserError, match="not on the internet"):
-        check_safe({"dataset_url": f"http://{host}/data.tar.gz"}, [initial_peer])
+def test_no_credentials_are_published(keys, url, is_public):
+    for check in (partial(RunConfig.sign, private_key=keys[0]), check_safe):
+        with contextlib.nullcontext() if is_public else pytest.raises(UserError, match="--dataset_url has a") as info:
+            check({**SETTINGS, "dataset_url": url})
+        assert is_public or ("hunter2" not in str(info.value) and str(info.value).isprintable())
 
 
-@pytest.mark.parametrize("setting", [{"dataset_url": "file:///etc/passwd"}, {"model_name_or_path": "/etc/x"}])
-def test_other_addresses_and_paths_are_refused(setting):
-    with pytest.raises((UserError, ValueError)):
-        check_safe(setting, [PUBLIC])
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/b/c", "https://example.org/x", "data/tokenizer"])
+def test_model_of_a_run_is_no_path(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data/tokenizer").mkdir(parents=True)
+    with pytest.raises(UserError, match="is not a name: refused"):
+        check_safe({"model_name_or_path": name})
+    check_safe({"model_name_or_path": "name/model"})
 
 
 @pytest.mark.parametrize(
-    "setting", [{"learning_rate": -1}, {"optimizer": "sgd"}, {"total_steps": "x"}, {"page": "https://a/ [click](x)"}]
+    "setting",
+    [
+        {"learning_rate": -1},
+        {"optimizer": "sgd"},
+        {"total_steps": "x"},
+        {"page": "https://a/ [click](x)"},
+        {"dataset_url": "file:///etc/passwd"},
+        {"dataset_url": "http://127.0.0.1\\@8.8.8.8/x"},
+        {"dataset_url": "http://127.0.0.1/\x7f"},
+    ],
 )
 def test_wrong_settings_are_named_as_those_of_the_run(capsys, setting):
     with pytest.raises(SystemExit) as exit_info:

@@ -9,7 +9,7 @@ import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.models.config import CONFIGS
-from tests.support.peers import ALTERED, LOCAL, Script, invite, reserve_maddr
+from tests.support.peers import ALTERED, LOCAL, Script, invite, local_peer, reserve_maddr
 
 
 def start_run(scripts, dataset_url: str, *flags: object) -> tuple[Script, Callable[..., Script]]:
@@ -100,3 +100,32 @@ def test_volunteers_take_all_settings_from_the_run(scripts, dataset_url, tmp_pat
     for trainer in (alice, carol):
         assert trainer.stop() == 0, trainer.output
         assert "Traceback" not in trainer.output
+
+
+def test_trainer_that_begins_a_run_needs_no_monitor(scripts, dataset_url):
+    """Its settings are signed and published; a peer that has none leaves a newcomer with an error for now."""
+    folder = scripts.folder
+
+    def trainer(name: str, *flags: object) -> Script:
+        return scripts.start(
+            ALTERED, "run_trainer.py", *flags, "--host_maddrs", LOCAL, "--output_dir", folder / name,
+            "--dataset_path", folder / name / "data", "--tokenizer_path", folder / name / "tokenizer",
+            log=name, env={"PACE": "0.5"},
+        )  # fmt: skip
+
+    alice = trainer(
+        "alice", "--run_id", "tree", "--model_name_or_path", scripts.data / "config.json",
+        "--dataset_url", dataset_url,
+        "--target_batch_size", 32, "--learning_rate", 0.01, "--warmup_steps", 0, "--matchmaking_time", 4,
+    )  # fmt: skip
+    bob = trainer("bob", "--initial_peers", alice.address)
+    bob.wait_for(r"Joining run tree of organiser Qm\w+\n")
+    bob.wait_for(rf"Downloading {dataset_url}, [\d.]+ MB")
+    bob.wait_for("Averaged gradients with 2 peers")
+    for script in (alice, bob):
+        assert script.stop() == 0, script.output
+    with local_peer(folder, "tree") as peer:
+        carol = trainer("carol", "--initial_peers", str(peer.dht.get_visible_maddrs()[0]))
+        assert carol.wait(120) == 75
+    assert re.search(r"error: the initial peers publish no settings of a run; .*\n", carol.output)
+    assert "Traceback" not in carol.output and not (folder / "carol" / "data").exists()

@@ -1,10 +1,14 @@
 """Two real peers train each model family, with its tokenizer and objective."""
 
+import contextlib
 import json
 import math
+import shutil
 
+import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
 from cotrain.arguments import ModelArguments, SampleArguments
@@ -92,6 +96,27 @@ def build(data, path, run_id: str = "run") -> dict[str, torch.Tensor]:
 def test_pretrained_weights_are_loaded(data, pretrained):
     loaded, expected = build(data, pretrained), AutoModelForPreTraining.from_pretrained(pretrained).state_dict()
     assert all(loaded[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("chosen_by_the_run", [False, True])
+def test_a_run_gives_weights_in_safetensors_only(data, pretrained, tmp_path, monkeypatch, chosen_by_the_run):
+    """A repository is in the cache, with weights that torch would unpickle. A user's own may have them."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "cache/models--me--model/snapshots/a"
+    shutil.copytree(pretrained, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "cache/models--me--model/refs").mkdir()
+    (tmp_path / "cache/models--me--model/refs/main").write_text("a")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    args = ModelArguments("me/model", from_pretrained=True, tokenizer_path=str(data / "tokenizer"), cache_dir="cache")
+    args.adopted = {"model_name_or_path"} if chosen_by_the_run else set()
+    task = tasks.load_task(args, SampleArguments(), has_weights=True)
+    with pytest.raises(UserError, match="no weights") if chosen_by_the_run else contextlib.nullcontext():
+        tasks.build_model(task, "run")
+    shutil.copytree(pretrained, "me/model")  # as the data of a run might
+    with pytest.raises(UserError, match="is a path on this") if chosen_by_the_run else contextlib.nullcontext():
+        tasks.load_task(args, SampleArguments(), has_weights=True)
 
 
 def test_layers_without_pretrained_weights_are_the_same_on_each_peer(data, pretrained, tmp_path):
