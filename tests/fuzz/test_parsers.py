@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock, patch
 
+import pytest
 import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import deserialize_torch_tensor
@@ -461,3 +462,46 @@ def test_archives(draw):
         assert set(target.rglob("*")) <= {target / name for name in ("manifest.json", "train", "train/data.arrow")}
         (target / "manifest.json").write_bytes(draw(st.one_of(st.just(manifest), damaged(manifest))))
         bounded(Manifest.load, target, refusals=(UserError,))
+
+
+# What the mutations, or their making, have found
+
+
+@pytest.mark.usefixtures("patches")
+def test_peer_ids_of_impossible_length_are_refused():
+    """base58 takes 2 s for 50 KB, and hours for a message of 4 MiB."""
+    message = averaging_pb2.MessageFromLeader(ordered_peer_ids=[PEER.to_bytes(), bytes(10**6)], gathered=[b"", b""])
+    assert bounded(matchmaking()._parse_group, message, refusals=()) is None
+    with pytest.raises(ValueError, match="1000000 bytes"):
+        PeerID(bytes(10**6))
+
+
+@pytest.mark.usefixtures("patches")
+def test_unknown_extension_types_are_refused_without_a_warning(caplog):
+    """hivemind logs one for each: 20 in the 64 bytes of a member's claims."""
+    with pytest.raises(ValueError, match="unknown extension type 99"):
+        MSGPackSerializer.loads(b"\xd4\x63\0")
+    assert not caplog.records
+
+
+def test_scalar_with_a_mean_and_a_deviation_is_refused():
+    message = runtime_pb2.Tensor(compression=runtime_pb2.MEANSTD_16BIT, dtype="float32", buffer=bytes(10))
+    with pytest.raises(ValueError, match="not supported"):
+        TensorAssembler([SCALAR]).add(message)
+
+
+@pytest.mark.parametrize("change", [{"name": f"{TOKENIZER}/{'n' * 300}.json"}, {"pax_headers": {"mtime": "inf"}}])
+def test_archive_with_an_impossible_name_or_time(tmp_path, change):
+    entry = tarfile.TarInfo(f"{TOKENIZER}/vocab.txt")
+    for name, value in change.items():
+        setattr(entry, name, value)
+    with tarfile.open(tmp_path / "archive", "w:gz") as archive:
+        archive.addfile(entry)
+    with pytest.raises(UserError, match="damaged|not part of the prepared data"):
+        unpack_archive(tmp_path / "archive", {TOKENIZER: tmp_path})
+
+
+def test_manifest_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="cannot be read"):
+        Manifest.load(tmp_path)
