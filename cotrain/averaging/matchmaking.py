@@ -147,6 +147,12 @@ def parse_claims(gathered: bytes) -> Claims:
         raise ValueError(f"malformed claims: {error!r:.100}") from None
 
 
+def _read_peer_id(content: bytes) -> PeerID | None:
+    """Return a peer ID that another peer has sent; None if it has no possible length, see patches.py."""
+    with suppress(ValueError):
+        return PeerID(content) if content else None
+
+
 class StepMatchmaking(Matchmaking):
     """Finds the group of a global step. Runs in the averager's process."""
 
@@ -389,7 +395,7 @@ class StepMatchmaking(Matchmaking):
             return group
         search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
         search.unreachable[leader] = time.monotonic()
-        suggested = PeerID(message.suggested_leader) if message.suggested_leader else None
+        suggested = _read_peer_id(message.suggested_leader)
         if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or self.is_banned(suggested):
             return None
         return await self._follow(search, suggested, redirected=True)
@@ -423,8 +429,10 @@ class StepMatchmaking(Matchmaking):
             search.patience.reschedule(now + self.min_matchmaking_time + LEADER_MARGIN)
 
     def _parse_group(self, message: averaging_pb2.MessageFromLeader, number: int) -> GroupInfo | None:
-        peer_ids = tuple(PeerID(peer_id) for peer_id in message.ordered_peer_ids)
-        if self.peer_id not in peer_ids or not len(set(peer_ids)) == len(peer_ids) == len(message.gathered):
+        peer_ids = tuple(map(_read_peer_id, message.ordered_peer_ids))
+        if None in peer_ids or self.peer_id not in peer_ids:
+            return None
+        if not len(set(peer_ids)) == len(peer_ids) == len(message.gathered):
             return None
         nonce = message.group_id[:NONCE_BYTES]
         if message.group_id != make_group_id(nonce, number, peer_ids, message.gathered):

@@ -11,7 +11,7 @@ import hivemind
 from hivemind.averaging import averager
 from hivemind.compression import serialization
 from hivemind.dht import dht
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
 from hivemind.utils import MSGPackSerializer, get_logger
 
 from cotrain.averaging.base import switch_to_safe_loop
@@ -23,6 +23,9 @@ from cotrain.dht.records import BoundedExtensions
 
 logger = get_logger(__name__)
 
+MAX_PEER_ID_BYTES = 64  # they have 34, or up to 42 with the key itself
+_init_peer_id = PeerID.__init__
+
 TESTED_VERSION = "1.1.12"  # tests/averaging/test_upstream.py has digests of the modules that this project relies on
 
 
@@ -33,11 +36,19 @@ def apply_patches() -> None:
     for name, module in list(sys.modules.items()):  # some twenty modules have the function under its name
         if name.startswith("hivemind.") and vars(module).get("get_dht_time") is time.time:
             module.get_dht_time = run_time
+    PeerID.__init__ = _init_bounded_peer_id
     averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
     serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores both blockwise formats
     P2P.receive_raw_data = staticmethod(receive_raw_data)
     MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))
+
+
+def _init_bounded_peer_id(self: PeerID, peer_id_bytes: bytes) -> None:
+    """hivemind's, for bytes that can be a peer ID: base58 takes 2 s for 50 KB and hours for a message of 4 MiB."""
+    if len(peer_id_bytes) > MAX_PEER_ID_BYTES:
+        raise ValueError(f"a peer ID has {len(peer_id_bytes)} bytes")
+    _init_peer_id(self, peer_id_bytes)
 
 
 def warn_of_another_version() -> None:

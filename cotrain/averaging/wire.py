@@ -52,7 +52,7 @@ def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int:
         return spec.numel * _ITEM_SIZES[header.dtype]
     if header.compression == FLOAT16:
         return spec.numel * 2
-    if header.compression == MEANSTD_16BIT:
+    if header.compression == MEANSTD_16BIT and spec.shape:  # hivemind's has an IndexError for scalars
         return spec.numel * 2 + math.prod(spec.shape[:-1]) * 2 * 4  # one mean and one deviation per row, float32
     if header.compression == BLOCKWISE_8BIT:
         return find_format(header.buffer).num_bytes(spec.numel)

@@ -19,8 +19,8 @@ from cotrain.common.errors import UserError
 
 DATASET, TOKENIZER = "data/albert_tokenized_wikitext", "data/tokenizer"  # names of the folders in an archive
 _LAYOUT = {
-    DATASET: re.compile(r"(manifest|dataset_dict)\.json|(train|validation)/\w[\w.-]*\.(arrow|json)", re.ASCII),
-    TOKENIZER: re.compile(r"\w[\w.-]*\.(json|model|txt|jinja)", re.ASCII),  # no code
+    DATASET: re.compile(r"(manifest|dataset_dict)\.json|(train|validation)/\w[\w.-]{0,99}\.(arrow|json)", re.ASCII),
+    TOKENIZER: re.compile(r"\w[\w.-]{0,99}\.(json|model|txt|jinja)", re.ASCII),  # no code
 }
 
 # Bounds against decompression bombs. WikiText-103 compresses to a quarter, repetitive text to less.
@@ -124,7 +124,15 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
                     check_space(folders[part], entry.size)
                     archive.extract(entry.replace(name=name, mode=0o644, deep=False), folders[part], filter="data")
             compressed.read(MIN_LIMIT)  # the padding; gzip's checksum follows it
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError) as error:
+    except (
+        tarfile.TarError,
+        EOFError,
+        zlib.error,
+        gzip.BadGzipFile,
+        RecursionError,
+        ValueError,
+        OverflowError,
+    ) as error:
         raise ArchiveError(f"it is damaged or not a .tar.gz file ({type(error).__name__})") from None
 
 

@@ -51,7 +51,7 @@ class Manifest:
             if content["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"it has format {content['format_version']}, this version reads {FORMAT_VERSION}")
             return cls(**content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"--dataset_path: '{path}' cannot be read ({first_line(error)}); {REMEDY}") from error
 
     def save(self, dataset_path: str | Path) -> None:

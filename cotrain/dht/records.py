@@ -18,7 +18,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils import get_logger
+from hivemind.utils import MSGPackSerializer, get_logger
 from hivemind.utils.crypto import RSAPublicKey
 
 from cotrain.dht.clock import run_time
@@ -182,7 +182,7 @@ def _digest(record: DHTRecord) -> bytes:
 
 
 class BoundedExtensions:
-    """Bounds the depth of nested extension types in hivemind's serializer.
+    """Bounds the depth of nested extension types in hivemind's serializer, and refuses unknown ones.
 
     Each level takes some 20 KB of the C stack: 300 levels, in 2 KB of untrusted data, end the process with a
     segmentation fault. A dictionary of records has 1 level.
@@ -197,6 +197,8 @@ class BoundedExtensions:
         depth = getattr(self._local, "depth", 0)
         if depth >= self.MAX_DEPTH:
             raise ValueError("extension types are nested too deeply")
+        if type_code not in (*MSGPackSerializer._ext_type_codes, MSGPackSerializer._TUPLE_EXT_TYPE_CODE):
+            return _refuse(type_code, data)  # hivemind logs a warning for each: 1.4 million in a message of 4 MiB
         self._local.depth = depth + 1
         try:
             return self._unpack(type_code, data)

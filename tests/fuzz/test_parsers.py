@@ -1,0 +1,507 @@
+"""Each parser of what comes from the network, with mutations of valid messages, signed where a stranger may sign."""
+
+import asyncio
+import dataclasses
+import gzip
+import io
+import json
+import math
+import socket
+import tarfile
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock, patch
+
+import pytest
+import torch
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.compression import deserialize_torch_tensor
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID, ServicerBase
+from hivemind.proto import averaging_pb2, dht_pb2, runtime_pb2
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.streaming import split_for_streaming
+from hivemind.utils.timed_storage import ValueWithExpiration
+from hypothesis import strategies as st
+
+from cotrain.admission.admission import Admission
+from cotrain.admission.invitations import InvitationError, check_token, make_invitation
+from cotrain.admission.revocations import Revocations, RevocationStore
+from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.averaging.compression import COMPRESSIONS
+from cotrain.averaging.download import StateDownload, StateLoadError, check_epoch, rank_donors
+from cotrain.averaging.history import NUM_MARKS, add_mark, parse_marks, read_marks
+from cotrain.averaging.matchmaking import Claims, StepMatchmaking, group_key, parse_claims, parse_group_key
+from cotrain.averaging.progress import PeerProgress, parse_progress
+from cotrain.averaging.wire import SCALAR, TensorAssembler, TensorSpec, check_tensor
+from cotrain.common.argument_parser import ArgumentParser
+from cotrain.common.errors import UserError
+from cotrain.data.archive import DATASET, TOKENIZER, unpack_archive
+from cotrain.data.manifest import Manifest
+from cotrain.dht.node import DHTProtocol
+from cotrain.dht.records import peer_id_of
+from cotrain.dht.run_records import Evaluation, make_validators
+from cotrain.monitoring.aggregation import MetricsAggregator
+from cotrain.monitoring.contributors import Contributors
+from cotrain.monitoring.parsing import parse_shares, parse_usernames
+from cotrain.peer import redial
+from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
+from cotrain.peer.upload import CHUNK_BYTES, NUM_CHUNKS, UploadSink
+from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
+from tests.support.dht_records import entries, metric
+from tests.support.offline import offline_averager
+
+KEY = RSAPrivateKey()
+PEER = peer_id_of(KEY.get_public_key())
+SUBKEY = make_validators("run", KEY)[1]
+MARKS = [list(mark) for mark in add_mark(((8, "0" * 12),), 16, bytes(range(20)))]
+PROGRESS = PeerProgress(b"", epoch=17, completed=17, samples_per_second=2.5, marks=MARKS).to_record() | {"schema": ""}
+SETTINGS = {"run_id": "run", "learning_rate": 0.01, "local_updates": True, "dataset_url": "https://1.1.1.1/x.tar.gz",
+            "model_name_or_path": '{"model_type":"gpt2","n_layer":3}', "optimizer": "lamb"}  # fmt: skip
+RECORDS = {
+    "metrics": metric(17),
+    "history": entries(metric(16), metric(17)),
+    "monitor": {"stores_checkpoints": True, "checkpoint_step": 17},
+    "peers": {"username": "alice", "leaving": False},
+    "rounds": {"rounds": 4, "complete": 3, "computed": 64, "applied": 60},
+    "evaluation": {"step": 17, "samples": 64, "loss": 1.5, "accuracy": None},
+    "training_progress": PROGRESS,
+    "state_averager.all_averagers": 17.0,
+    "run_config": RunConfig.sign(SETTINGS, KEY).record,
+}
+
+
+# Records in the DHT
+
+
+def key_of(name: str) -> bytes:
+    return DHTID.generate(name if name == "run_config" else f"run_{name}").to_bytes()
+
+
+def read_everywhere(name: str, value: object) -> None:
+    """Pass an accepted record to each of its readers."""
+    found = {SUBKEY: ValueWithExpiration(value, time.time() + 60)}
+    if name in ("metrics", "history", "training_progress"):
+        progress, history, metrics = (
+            found if name == kind else {SUBKEY: ValueWithExpiration(RECORDS[kind], time.time() + 60)}
+            for kind in ("training_progress", "history", "metrics")
+        )
+        aggregator = MetricsAggregator()
+        for seconds in (0, 40, 80):
+            aggregator.update(time.time() + seconds, metrics, history, progress)
+        bounded(parse_progress, SUBKEY, value)
+    elif name == "peers":
+        with tempfile.TemporaryDirectory() as folder:
+            contributors = Contributors(Path(folder), "run")
+            contributors.record_names(parse_usernames(found))
+            assert contributors.find_name(SUBKEY).isprintable()
+    elif name == "rounds":
+        assert all(0 <= share <= 1 for share in parse_shares(found).values())
+    elif name == "evaluation":
+        assert all(map(math.isfinite, Evaluation(**value).metrics.values()))
+    elif name == "run_config":
+        choose({SUBKEY: value}, {PEER}, "run")
+    else:
+        rank_donors(found, max_epoch=17)
+
+
+@fuzz(150)
+def test_records(draw):
+    name = draw(st.sampled_from(sorted(RECORDS)))
+    (validator,), _ = make_validators("run", KEY)
+    value = MSGPackSerializer.dumps(draw(altered(RECORDS[name])))
+    value = draw(st.one_of(st.just(value), damaged(value)))
+    subkey = draw(st.one_of(st.just(MSGPackSerializer.dumps(SUBKEY)), damaged(MSGPackSerializer.dumps(SUBKEY))))
+    lifetime = draw(st.sampled_from([60.0, 60.0, 60.0, *map(float, NUMBERS)]))
+    key = draw(st.sampled_from([key_of(name)] * 6 + [key_of("peers"), b"", SUBKEY]))
+    record = DHTRecord(key, subkey, value, time.time() + lifetime)
+    signed = dataclasses.replace(record, value=validator.sign_value(record))
+    if draw(st.integers(0, 7)) == 0:
+        signed = dataclasses.replace(signed, value=draw(damaged(signed.value)))
+    if bounded(validator.validate, signed, refusals=()):
+        value, subkey = (MSGPackSerializer.loads(part) for part in (validator.strip_value(signed), subkey))
+        assert subkey == SUBKEY
+        read_everywhere(name if key == key_of(name) else "peers", value)
+
+
+@fuzz(150)
+def test_answers_of_dht_nodes(draw):
+    """A node may send any value: hivemind's readers must get a dictionary of valid records or None."""
+    (validator,), _ = make_validators("run", KEY)
+    record = DHTRecord(key_of("metrics"), MSGPackSerializer.dumps(SUBKEY), MSGPackSerializer.dumps(metric(17)), 0.0)
+    record = dataclasses.replace(record, expiration_time=time.time() + 60)
+    item = [SUBKEY, validator.sign_value(record), record.expiration_time]
+    maxsize, newest, items = draw(altered([None, record.expiration_time, [item]]).filter(lambda x: type(x) is list
+                                          and len(x) == 3))  # fmt: skip
+    packed = b"\xc9" + b"%b\x50%b" % (
+        len(p := MSGPackSerializer.dumps([maxsize, newest, items])).to_bytes(4, "big"),
+        p,
+    )
+    result = dht_pb2.FindResult(
+        type=draw(st.sampled_from([dht_pb2.FOUND_DICTIONARY] * 3 + [dht_pb2.FOUND_REGULAR, dht_pb2.NOT_FOUND])),
+        value=draw(damaged(packed)),
+        expiration_time=draw(st.sampled_from(NUMBERS)),
+        nearest_node_ids=[draw(damaged(bytes(20)))],
+        nearest_peer_ids=[draw(damaged(PEER.to_bytes()))],
+    )
+
+    async def answer(*_args, **_options) -> dht_pb2.FindResponse:
+        return dht_pb2.FindResponse(results=[result])
+
+    async def find() -> dict | None:
+        protocol = DHTProtocol.__new__(DHTProtocol)
+        protocol.rpc_semaphore, protocol.record_validator = asyncio.Semaphore(), validator
+        protocol.node_info, protocol.wait_timeout = dht_pb2.NodeInfo(), 1.0
+        protocol.get_stub = lambda _peer: SimpleNamespace(rpc_find=answer)
+        protocol.routing_table, protocol.update_routing_table = Mock(), AsyncMock()
+        return await protocol.call_find(PEER, [DHTID.generate("run_metrics")])
+
+    found = bounded(asyncio.run, find(), refusals=())
+    for value, _ in (found or {}).values():
+        if value is not None and isinstance(value.value, DictionaryDHTValue):
+            assert math.isfinite(value.expiration_time)
+            assert all(
+                type(part) is bytes for subkey, (content, _) in value.value.items() for part in (subkey, content)
+            )
+
+
+@fuzz(150)
+def test_serializer(draw):
+    storage = DictionaryDHTValue()
+    storage.store(SUBKEY, b"value", time.time() + 60)
+    packed = MSGPackSerializer.dumps([(1, (2.5, "x")), storage, PROGRESS])
+    depth = draw(st.sampled_from([0, 1, 7, 8, 9, 400]))
+    for _ in range(depth):
+        packed = b"\x91\xc9" + len(packed).to_bytes(4, "big") + b"\x40" + b"\x91" + packed
+    bounded(MSGPackSerializer.loads, draw(damaged(packed)), refusals=(Exception,))
+
+
+# Rounds
+
+
+@fuzz(200)
+def test_marks(draw):
+    metadata = draw(altered({"epoch": 17, "marks": MARKS}))
+    marks = bounded(parse_marks, metadata.get("marks") if isinstance(metadata, dict) else metadata)
+    assert marks is None or len(add_mark(marks, 18, bytes(20))) <= NUM_MARKS
+    if isinstance(metadata, dict):
+        assert bounded(read_marks, metadata, refusals=()) == (marks if "marks" in metadata and marks else ())
+
+
+@cache
+def matchmaking() -> StepMatchmaking:
+    options = {"target_group_size": None, "min_group_size": 2, "min_matchmaking_time": 2.0, "request_timeout": 1.0}
+    p2p = SimpleNamespace(peer_id=PEER)
+
+    async def create() -> StepMatchmaking:  # it needs an event loop
+        names = {"servicer_type": ServicerBase, "prefix": "run", "client_mode": False}
+        return StepMatchmaking(p2p, b"schema", p2p, **names, **options)
+
+    return asyncio.run(create())
+
+
+@fuzz(200)
+def test_groups(draw):
+    claims = MSGPackSerializer.loads(Claims(100.0, AveragingMode.NODE, 1.0, True).pack())
+    claims = draw(damaged(MSGPackSerializer.dumps(draw(altered(claims)))))
+    parsed = bounded(parse_claims, claims)
+    assert parsed is None or (0 < parsed.bandwidth <= 1e9 and 0 <= parsed.distance <= 1e6)
+    other = draw(damaged(b"\x12\x20" + bytes(32)))
+    members = draw(altered([PEER.to_bytes(), other], most=1))
+    message = build(averaging_pb2.MessageFromLeader, ordered_peer_ids=members, gathered=[claims] * 2, group_id=b"id")
+    if message is not None:
+        group = bounded(matchmaking()._parse_group, message, refusals=())
+        assert group is None or (PEER in group.peer_ids and parsed is not None)
+    key = draw(st.one_of(st.just(group_key("run", 17)), st.text(), st.sampled_from(["run.0b", "run.0b" + "1" * 63])))
+    number = bounded(parse_group_key, "run", key, refusals=())
+    assert number is None or 0 <= number < 2**62
+    request = averaging_pb2.JoinRequest(schema_hash=b"schema", gather=claims, group_key=key)
+    accepts = bounded(matchmaking()._refuse, request, PeerID(b"other"), refusals=()) is None
+    assert accepts == (number is not None and parsed is not None)
+
+
+def build(message: type, **fields: object) -> object | None:
+    """Build a protobuf message; None if its fields cannot have these values."""
+    try:
+        return message(**fields)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+TENSORS = [torch.ones(300), torch.tensor(2.5), torch.zeros(0), torch.zeros(3, 0), torch.ones(3, 40).double()]
+
+
+def serialized(draw, tensor: torch.Tensor) -> runtime_pb2.Tensor | None:
+    name = draw(st.sampled_from(sorted(COMPRESSIONS)))
+    if name == "scaled_float16" and not (tensor.ndim and tensor.numel()):
+        name = "float16"
+    message = COMPRESSIONS[name]().compress(tensor, info=None)
+    fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return build(runtime_pb2.Tensor, **draw(altered_fields({**fields, "size": list(message.size)})))
+
+
+@fuzz(200)
+def test_tensors(draw):
+    tensor = draw(st.sampled_from(TENSORS))
+    numbers = frozenset(runtime_pb2.CompressionType.values())
+    spec = dataclasses.replace(SCALAR, shape=tuple(tensor.shape), compressions=numbers)
+    if (message := serialized(draw, tensor)) is None:
+        return
+    if bounded(lambda: check_tensor(message, spec) or True):
+        restored = bounded(deserialize_torch_tensor, message, refusals=())
+        assert restored.shape == tensor.shape and str(restored.dtype) == f"torch.{message.dtype}"
+        assert not restored.requires_grad
+
+
+@fuzz(100)
+def test_assembler(draw):
+    specs = [TensorSpec(tuple(tensor.shape), SCALAR.dtypes) for tensor in TENSORS]
+    assembler, size = TensorAssembler(specs), draw(st.sampled_from([1, 100, 2**16]))
+
+    def assemble() -> None:
+        for tensor in TENSORS:
+            if (message := serialized(draw, tensor)) is not None:
+                for chunk in split_for_streaming(message, size):
+                    assembler.add(chunk)
+                    assert 0 <= assembler.fraction <= 1
+
+    bounded(assemble)
+    assert all(a.shape == b.shape for a, b in zip(assembler.tensors, TENSORS, strict=False))
+
+
+# The training state
+
+
+@fuzz(150)
+def test_offers(draw):
+    offers = draw(altered({SUBKEY: 17.0}))
+    if isinstance(offers, dict):
+        offers = {key: ValueWithExpiration(value, 1e12) for key, value in offers.items()}
+    likely, unlikely = bounded(rank_donors, offers, 17.0, refusals=())
+    assert set(likely + unlikely) <= {PEER}
+    bounded(check_epoch, draw(altered({"epoch": 17})), 3, refusals=(StateLoadError,))
+
+
+@cache
+def averager():
+    return offline_averager()
+
+
+@fuzz(40)
+def test_states(draw):
+    own = averager()
+    download = StateDownload(own, min_epoch=0, credible_epoch=20, timeout=60.0)
+    metadata, tensors, _ = own.get_current_state()
+    metadata = {**metadata, "marks": MARKS}
+    entries_, index = metadata["optimizer_metadata"], draw(st.integers(0, len(metadata["optimizer_metadata"]) - 1))
+    metadata["optimizer_metadata"] = [*entries_[:index], draw(altered(entries_[index])), *entries_[index + 1 :]]
+    packed = draw(damaged(MSGPackSerializer.dumps(draw(altered(metadata, most=1)))))
+    position, value = draw(st.integers(0, len(tensors) - 1)), draw(st.sampled_from([0.0, *map(float, NUMBERS)]))
+    tensors = [tensor.clone() for tensor in tensors]
+    tensors[position].fill_(
+        min(max(value, -(2.0**62)), 2.0**62) if not tensors[position].is_floating_point() else value
+    )
+
+    def receive() -> bool:
+        received = download._read_metadata(packed, believe_all=False)
+        assembler = TensorAssembler(own.expected_tensors(received))
+        for tensor in tensors:
+            for chunk in split_for_streaming(COMPRESSIONS["none"]().compress(tensor, info=None)):
+                assembler.add(chunk)
+        own.unpack_state(received, assembler.tensors)
+        own.check_state(received, assembler.tensors)
+        own.restore(received, assembler.tensors)
+        return True
+
+    if bounded(receive):
+        state = own.optimizer.state.values()
+        assert all(torch.as_tensor(value).isfinite().all() for values in state for value in values.values())
+
+
+# Admission
+
+
+AUTHORITY = RSAPrivateKey()
+INVITATION = make_invitation(AUTHORITY, "alice", days=1)
+OWN = make_invitation(AUTHORITY, "bob", days=1)
+LIST = Revocations().extend({str(PEER)}, AUTHORITY).content
+
+
+@fuzz(150)
+def test_invitations(draw):
+    token, authority = INVITATION.token, AUTHORITY.get_public_key()
+    names = ("username", "public_key", "expiration_time", "signature")
+    changed = build(type(token), **draw(altered_fields({name: getattr(token, name) for name in names})))
+    if changed is not None:
+        is_valid = bounded(check_token, changed, authority, INVITATION.peer_id, refusals=(InvitationError,))
+        assert not is_valid or changed == token
+    content = draw(damaged(LIST))
+    revoked = bounded(Revocations.parse, content, authority, refusals=(InvitationError,))
+    assert revoked is None or revoked.peers == {str(PEER)}
+    serialized_token = (changed or token).SerializeToString()
+    request, answer = draw(altered([serialized_token, 0])), draw(altered([serialized_token, content]))
+    with tempfile.TemporaryDirectory() as folder:
+        admission = Admission(OWN, RevocationStore(authority, Path(folder) / "list"))
+
+        async def call(*_args) -> bytes:
+            return draw(damaged(MSGPackSerializer.dumps(answer)))
+
+        async def exchange() -> None:
+            p2p = SimpleNamespace(_client=SimpleNamespace(call_unary_handler=call))
+            await admission._exchange(p2p, INVITATION.peer_id, is_callee=True)
+
+        packed = draw(damaged(MSGPackSerializer.dumps(request)))
+        # hivemind returns each exception of this handler to the caller
+        bounded(lambda: asyncio.run(admission._answer(packed, INVITATION.peer_id)), refusals=(Exception,))
+        bounded(lambda: asyncio.run(exchange()), refusals=())
+        assert admission._admitted.keys() <= {INVITATION.peer_id}
+
+
+# The settings of a run
+
+
+@cache
+def command_line():
+    return ArgumentParser(TRAINER_ARGUMENTS, "test").parse([])
+
+
+@fuzz(60)
+def test_settings_of_a_run(draw):
+    content = json.loads(RECORDS["run_config"]["text"])
+    text = json.dumps(to_json(draw(altered(content))), separators=(",", ":"))
+    record = {**RECORDS["run_config"], "text": text, "signature": KEY.sign(text.encode())}
+    if draw(st.integers(0, 3)) == 0:
+        record = draw(altered(record))
+    config = bounded(RunConfig.parse, record, PEER)
+    choose({SUBKEY: record, b"x": config and config.record}, {PEER})
+    if config is None:
+        return
+
+    def adopt() -> None:
+        check_safe(config.settings, ["/ip4/8.8.8.8/tcp/1/p2p/QmRgnx8Tgb2B3b9i7XfeAVDiD4z7hNrmXEUWgSAFZYVGVV"])
+        refuse_differences(config, command_line().with_settings(config.settings))
+
+    with patch.object(socket, "getaddrinfo", side_effect=socket.gaierror):
+        bounded(adopt, refusals=(UserError, SystemExit))
+
+
+# Measurement of the upload, clocks of the initial peers
+
+
+@fuzz(100)
+def test_upload_sink(draw):
+    num_bytes = draw(st.sampled_from([0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, (NUM_CHUNKS + 1) * CHUNK_BYTES]))
+    answers = []
+
+    async def serve() -> None:
+        reader, sink = asyncio.StreamReader(), UploadSink()
+        reader.feed_data(bytes(num_bytes))
+        reader.feed_eof()
+        await sink.handle(None, reader, SimpleNamespace(write=answers.append, close=lambda: answers.append(None)))
+        assert sink._num_callers == 0
+
+    bounded(lambda: asyncio.run(serve()), refusals=())
+    assert answers[-1] is None and len(answers) == 2 + min(NUM_CHUNKS, num_bytes // CHUNK_BYTES)
+
+
+@fuzz(100)
+def test_clocks_of_initial_peers(draw):
+    times = draw(st.lists(st.one_of(st.sampled_from(NUMBERS), st.floats(), st.just(time.time())), max_size=4))
+    maddr = "/ip4/127.0.0.1/udp/1/quic/p2p/QmRgnx8Tgb2B3b9i7XfeAVDiD4z7hNrmXEUWgSAFZYVGVV"
+
+    async def dial(dht_time: float) -> float | None:
+        async def answer(*_args) -> dht_pb2.PingResponse:
+            return dht_pb2.PingResponse(dht_time=dht_time)
+
+        stub = SimpleNamespace(rpc_ping=answer)
+        protocol = SimpleNamespace(call_ping=answer, get_stub=lambda _peer: stub)
+        node = SimpleNamespace(p2p=SimpleNamespace(_client=SimpleNamespace(connect=answer)), protocol=protocol)
+        return await redial._dial(node, redial.Multiaddr(maddr), 1.0)
+
+    offsets = [bounded(asyncio.run, dial(float(dht_time)), refusals=()) for dht_time in times]
+    result = SimpleNamespace(result=lambda timeout: offsets)
+    with patch.object(redial, "correct_clock") as correct, patch.object(redial.logger, "warning"):
+        bounded(redial.set_run_clock, SimpleNamespace(run_coroutine=lambda *_, **__: result), [], refusals=())
+    assert all(math.isfinite(call.args[0]) for call in correct.call_args_list)
+
+
+# The prepared data
+
+
+MANIFEST = {"source": "x", "objective": "mlm", "max_seq_length": 64, "seed": 0, "language": "en", "tokenizer": "x",
+            "tokenizer_class": "x", "vocab_size": 9, "tokenizer_sha256": "0" * 64, "format_version": 1,
+            "splits": {"train": {"instances": 5}}}  # fmt: skip
+PAX = ["mtime", "size", "path", "uid", "uname", "linkpath", "hdrcharset", "GNU.sparse.major", "GNU.sparse.map",
+       "GNU.sparse.size", "GNU.sparse.name", "comment"]  # fmt: skip
+
+
+@fuzz(60)
+def test_archives(draw):
+    manifest = json.dumps(to_json(draw(altered(MANIFEST)))).encode()
+    buffer = io.BytesIO()
+    with tarfile.open(mode="w", fileobj=buffer, format=draw(st.sampled_from([0, 1, 2]))) as archive:
+        for name in ("manifest.json", "train/data.arrow"):
+            entry = tarfile.TarInfo(f"{DATASET}/{name}")
+            entry.size = len(manifest)
+            values = st.one_of(st.sampled_from(["", "1", "-1", "1e9", "inf", "nan", "9" * 30, "0,1", "x"]), st.text())
+            entry.pax_headers = draw(st.dictionaries(st.sampled_from(PAX), values, max_size=2))
+            entry.type = draw(st.sampled_from([tarfile.REGTYPE] * 8 + list(tarfile.SUPPORTED_TYPES)))
+            archive.addfile(entry, io.BytesIO(manifest))
+    packed = draw(damaged(gzip.compress(draw(damaged(buffer.getvalue())), 1)))
+    with tempfile.TemporaryDirectory() as folder:
+        path, target = Path(folder) / "archive", Path(folder) / "data"
+        path.write_bytes(packed)
+        target.mkdir()
+        bounded(unpack_archive, path, {DATASET: target, TOKENIZER: target}, refusals=(UserError,))
+        assert set(target.rglob("*")) <= {target / name for name in ("manifest.json", "train", "train/data.arrow")}
+        (target / "manifest.json").write_bytes(draw(st.one_of(st.just(manifest), damaged(manifest))))
+        bounded(Manifest.load, target, refusals=(UserError,))
+
+
+# What the mutations, or their making, have found
+
+
+@pytest.mark.usefixtures("patches")
+def test_peer_ids_of_impossible_length_are_refused():
+    """base58 takes 2 s for 50 KB, and hours for a message of 4 MiB."""
+    message = averaging_pb2.MessageFromLeader(ordered_peer_ids=[PEER.to_bytes(), bytes(10**6)], gathered=[b"", b""])
+    assert bounded(matchmaking()._parse_group, message, refusals=()) is None
+    with pytest.raises(ValueError, match="1000000 bytes"):
+        PeerID(bytes(10**6))
+
+
+@pytest.mark.usefixtures("patches")
+def test_unknown_extension_types_are_refused_without_a_warning(caplog):
+    """hivemind logs one for each: 20 in the 64 bytes of a member's claims."""
+    with pytest.raises(ValueError, match="unknown extension type 99"):
+        MSGPackSerializer.loads(b"\xd4\x63\0")
+    assert not caplog.records
+
+
+def test_scalar_with_a_mean_and_a_deviation_is_refused():
+    message = runtime_pb2.Tensor(compression=runtime_pb2.MEANSTD_16BIT, dtype="float32", buffer=bytes(10))
+    with pytest.raises(ValueError, match="not supported"):
+        TensorAssembler([SCALAR]).add(message)
+
+
+@pytest.mark.parametrize("change", [{"name": f"{TOKENIZER}/{'n' * 300}.json"}, {"pax_headers": {"mtime": "inf"}}])
+def test_archive_with_an_impossible_name_or_time(tmp_path, change):
+    entry = tarfile.TarInfo(f"{TOKENIZER}/vocab.txt")
+    for name, value in change.items():
+        setattr(entry, name, value)
+    with tarfile.open(tmp_path / "archive", "w:gz") as archive:
+        archive.addfile(entry)
+    with pytest.raises(UserError, match="damaged|not part of the prepared data"):
+        unpack_archive(tmp_path / "archive", {TOKENIZER: tmp_path})
+
+
+def test_manifest_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="cannot be read"):
+        Manifest.load(tmp_path)
