@@ -67,17 +67,28 @@ class BaseTrainingArguments(Flags):
         "HOST:PORT of a tunnel or forwarded port that you have set up, announced in addition to the "
         "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337",
     )
-    use_relay: bool = flag(True, "Reach peers behind NAT or firewalls through relays, and relay for others")
+    port_mapping: bool = flag(
+        False, "Ask the home router to forward a port to this peer (UPnP, NAT-PMP), which opens it to the internet"
+    )
+    use_relay: bool = flag(
+        True,
+        "Reach peers behind NAT or firewalls through relays. A public peer then relays 128 KiB per connection, too",
+    )
+    serve_as_relay: bool = flag(
+        False,
+        "Relay 4 GiB or 30 minutes per connection to peers behind NAT, if this peer is public. Any libp2p peer may "
+        "use it, also peers without an invitation",
+    )
     use_auto_relay: bool = flag(
         False,
         "Become reachable through relays, about 20 seconds after joining, if this peer is behind NAT or "
-        "a firewall. Needs two public peers",
+        "a firewall. Needs two public peers with --serve_as_relay",
     )
     trusted_relays: list[str] = flag(
         list,
-        "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer ID. Default: "
-        "initial_peers. Traffic to peers behind NAT passes through one of them, unless there are four and the routers "
-        "allow direct connections",
+        "Public peers of the run with --serve_as_relay, to use as relays with --use_auto_relay, as multiaddresses "
+        "with a peer ID. Default: initial_peers. Traffic to peers behind NAT passes through one of them, unless there "
+        "are four and the routers allow direct connections",
     )
     identity_path: str | None = flag(
         None,
@@ -124,7 +135,8 @@ class BaseTrainingArguments(Flags):
         require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
                  "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
         require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays also needs --use_auto_relay")
-        require(self.use_relay or not self.use_auto_relay, "--use_auto_relay needs relays: drop --no_use_relay")
+        needs_relays = self.use_auto_relay or self.serve_as_relay
+        require(self.use_relay or not needs_relays, "--use_auto_relay and --serve_as_relay: drop --no_use_relay")
         if self.use_auto_relay and not self.use_ipfs:
             self.trusted_relays = self.trusted_relays or self.initial_peers
         for maddr in self.announce_maddrs:
@@ -204,7 +216,8 @@ class OptimizerArguments(Flags):
     )
     client_mode: bool = flag(
         False,
-        "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
+        "Listen nowhere and accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may "
+        "be in client mode",
     )
     batch_size_lead: int = flag(
         0, "Begin looking for a group in advance, this many samples before target_batch_size", at_least=0
@@ -293,10 +306,12 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        is_reachable = self.use_auto_relay or self.tunnel != "none" or self.announce_tunnel is not None
+        is_reachable = self.use_auto_relay or self.serve_as_relay or self.port_mapping
+        is_reachable |= self.tunnel != "none" or self.announce_tunnel is not None
         require(
             not (self.client_mode and is_reachable),
-            "--client_mode accepts no connections, and --use_auto_relay, --tunnel and --announce_tunnel are for them",
+            "--client_mode accepts no connections, and --use_auto_relay, --serve_as_relay, --port_mapping, --tunnel "
+            "and --announce_tunnel are for them",
         )
         require(len(self.username) <= 64, "--username must have at most 64 characters")
 

@@ -6,12 +6,14 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
-import psutil
+from filelock import lock_descriptor
 from hivemind.dht import DHT
 from hivemind.dht import node as dht_node
 from hivemind.dht import protocol as dht_protocol
@@ -22,6 +24,25 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 WITHOUT_RELAYS = Path(__file__).with_name("without_relays.json")
+# Of a message in a stream; libp2p's daemon has the same bound for calls without streams. Parts have 2**19 bytes,
+# chunks of a state 2**16, and its metadata some 30 bytes per entry of the optimizer's state.
+MAX_MESSAGE_BYTES = 2**22
+MIN_AGE = 60.0  # seconds; a younger socket folder may not be locked yet
+
+
+class _BoundedReader:
+    """Reads from another peer's stream. A message of more than MAX_MESSAGE_BYTES counts as the end of the stream.
+
+    hivemind reads as many bytes into memory as the sender announces, up to 2**64.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader):
+        self._reader = reader
+
+    async def readexactly(self, size: int) -> bytes:
+        if size > MAX_MESSAGE_BYTES:
+            raise asyncio.IncompleteReadError(b"", size)
+        return await self._reader.readexactly(size)
 
 
 class RelayedP2P(P2P):
@@ -31,14 +52,24 @@ class RelayedP2P(P2P):
     minutes have passed. It waits as long for a relay that is given with two addresses, which it counts as two.
 
     Without relays the daemon needs a file: its flag can only switch them on, and they are on by default.
+
+    Unlike in hivemind, the daemon asks the router for a port only on request, and relays more than 128 KiB per
+    connection only with a `relay_hop_limit`, which has no other effect. If it uses relays, it always relays so much.
     """
 
     @classmethod
-    async def create(cls, *args, trusted_relays: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RelayedP2P":
+    async def create(
+        cls,
+        *args,
+        trusted_relays: Sequence[Multiaddr | str] | None = None,
+        nat_port_map: bool = False,
+        **kwargs,
+    ) -> "RelayedP2P":
         if not trusted_relays:
-            return await super().create(*args, **kwargs)
+            return await super().create(*args, nat_port_map=nat_port_map, **kwargs)
         addresses = {str(maddr).rsplit("/", 1)[-1]: maddr for maddr in reversed(trusted_relays)}  # peer ID -> first
-        p2p = await super().create(*args, trusted_relays=list(addresses.values()), **kwargs)
+        relays = list(addresses.values())
+        p2p = await super().create(*args, trusted_relays=relays, nat_port_map=nat_port_map, **kwargs)
         await close_relayed_connections(p2p)
         return p2p
 
@@ -48,20 +79,35 @@ class RelayedP2P(P2P):
             kwargs["relayDiscovery"] = False
         if not kwargs["relay"]:
             kwargs["f"] = WITHOUT_RELAYS
-        return P2P._make_process_args(*args, **kwargs)
+        return P2P._make_process_args(*args, relayService=kwargs["relayHopLimit"] > 0, **kwargs)
+
+    async def add_binary_stream_handler(self, name: str, handler: Callable, *args, **kwargs) -> None:
+        async def handle(info, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await handler(info, _BoundedReader(reader), writer)
+
+        await super().add_binary_stream_handler(name, handle, *args, **kwargs)
+
+    async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str):
+        info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
+        return info, _BoundedReader(reader), writer
 
 
 def use_own_socket_folder() -> None:
     """Keep the Unix sockets of DHTs that are built later in a folder that is removed when this process ends.
 
-    hivemind leaves two or more sockets per start in /tmp. The folder of a killed process is removed by the next call.
+    hivemind leaves two or more sockets per start in /tmp. The folder belongs to this user alone, and is locked while
+    this process or a child process runs. The folders of killed processes are removed by later calls.
     """
-    parent = Path(tempfile.gettempdir())
-    for folder in parent.glob("hivemind-sockets-*"):
-        if not psutil.pid_exists(int(folder.name.rsplit("-", 1)[-1])):
-            shutil.rmtree(folder, ignore_errors=True)
-    folder = parent / f"hivemind-sockets-{os.getpid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    for left in Path(tempfile.gettempdir()).glob("cotrain-sockets-*"):
+        with suppress(OSError):  # another process has just removed it
+            status = left.lstat()
+            if status.st_uid == os.geteuid() and status.st_mtime < time.time() - MIN_AGE:
+                descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                if lock_descriptor(descriptor, blocking=False):
+                    shutil.rmtree(left, ignore_errors=True)
+                os.close(descriptor)
+    folder = tempfile.mkdtemp(prefix="cotrain-sockets-")  # a socket's path has at most 107 bytes
+    lock_descriptor(os.open(folder, os.O_RDONLY), blocking=False)  # until the process ends
     RelayedP2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -15,16 +16,24 @@ import psutil
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
+from hivemind.proto.runtime_pb2 import Tensor
 from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.admission.invitations import load_identity
 from cotrain.common.errors import TemporaryError
-from cotrain.dht.node import RelayedP2P, _without_claims, close_relayed_connections, use_own_socket_folder
+from cotrain.dht.node import (
+    MAX_MESSAGE_BYTES,
+    RelayedP2P,
+    _without_claims,
+    close_relayed_connections,
+    use_own_socket_folder,
+)
 from cotrain.dht.run_records import get_dictionary, store_record
 from cotrain.peer import peer as peer_module
 from cotrain.peer.peer import _end
@@ -62,6 +71,14 @@ def test_peer_without_relays_relays_for_nobody(tmp_path, use_relay):
 
 
 @pytest.mark.peers
+@pytest.mark.parametrize("serves", [True, False])
+def test_peer_relays_more_than_128_kib_only_if_asked_to(tmp_path, serves):
+    with local_peer(tmp_path, "run", use_relay=True, serve_as_relay=serves) as peer:
+        (daemon,) = psutil.Process(peer.dht.pid).children()
+        assert f"-relayService={int(serves)}" in daemon.cmdline()
+
+
+@pytest.mark.peers
 def test_identity_that_another_peer_uses_is_named(tmp_path):
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
@@ -85,7 +102,8 @@ def test_only_peers_without_a_direct_connection_are_disconnected():
 @pytest.mark.peers
 def test_sockets_are_in_a_folder_of_this_process(tmp_path):
     with local_peer(tmp_path, "run") as peer:
-        folder = Path(tempfile.gettempdir()) / f"hivemind-sockets-{os.getpid()}"
+        folder = Path(RelayedP2P._UNIX_SOCKET_PREFIX.removeprefix("/unix"))
+        assert folder.parent == Path(tempfile.gettempdir()) and folder.stat().st_mode & 0o777 == 0o700
         process = psutil.Process(peer.dht.pid)
         (daemon,) = process.children()
         assert any(f"/unix{folder}/" in argument for argument in daemon.cmdline())
@@ -95,16 +113,90 @@ def test_sockets_are_in_a_folder_of_this_process(tmp_path):
         assert [path for path in paths if "hivemind" in path and not path.startswith(f"{folder}/")] == []
 
 
-def test_socket_folders_of_processes_that_were_killed_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(RelayedP2P, "_UNIX_SOCKET_PREFIX", "")
-    process = multiprocessing.Process(target=time.sleep, args=(0,))
-    process.start()
-    process.join()
-    (tmp_path / f"hivemind-sockets-{process.pid}").mkdir()
-    (tmp_path / f"hivemind-sockets-{os.getppid()}").mkdir()
+def use_sockets(pipe) -> None:
     use_own_socket_folder()
-    assert {int(path.name.rsplit("-", 1)[-1]) for path in tmp_path.iterdir()} == {os.getpid(), os.getppid()}
+    pipe.send(RelayedP2P._UNIX_SOCKET_PREFIX.removeprefix("/unix"))
+    time.sleep(600)
+
+
+def test_socket_folders_of_killed_processes_are_removed_and_no_others(tmp_path, monkeypatch):
+    """Not those of running processes, whatever their ID is, nor a folder or file that somebody else has made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(RelayedP2P, "_UNIX_SOCKET_PREFIX", "")
+    folders = []
+    processes = []
+    for _ in range(2):
+        receiver, sender = multiprocessing.Pipe()
+        processes.append(multiprocessing.Process(target=use_sockets, args=(sender,), daemon=True))
+        processes[-1].start()
+        folders.append(Path(receiver.recv()))
+    killed, running = folders
+    os.kill(processes[0].pid, signal.SIGKILL)
+    processes[0].join()
+    others = [
+        tmp_path / f"{name}-sockets-{suffix}" for name in ("hivemind", "cotrain") for suffix in ("x", os.getpid())
+    ]
+    (tmp_path / "elsewhere").mkdir()
+    others[2].write_text("a file")
+    others[3].symlink_to("elsewhere")
+    for path in (*folders, *others):
+        path.mkdir() if not os.path.lexists(path) else None
+        os.utime(path, (0, 0), follow_symlinks=False)
+    use_own_socket_folder()
+    assert not killed.exists() and running.exists() and all(os.path.lexists(path) for path in others)
+    assert (tmp_path / "elsewhere").exists()
+    processes[1].kill()
+
+
+@pytest.mark.peers
+def test_client_listens_nowhere_and_nobody_asks_the_router_for_a_port(tmp_path):
+    with (
+        local_peer(tmp_path / "one", "run") as one,
+        local_peer(tmp_path / "two", "run", (str(one.dht.get_visible_maddrs()[0]),), client_mode=True) as two,
+    ):
+        for peer, listens in ((one, True), (two, False)):
+            (daemon,) = psutil.Process(peer.dht.pid).children()
+            assert "-natPortMap=0" in daemon.cmdline()
+            ports = [socket for socket in daemon.net_connections("inet") if socket.status == psutil.CONN_LISTEN]
+            assert bool(ports) == listens
+            assert listens or all(socket.raddr for socket in daemon.net_connections("inet")), "no UDP either"
+
+
+async def count_bytes(tensors, _context):
+    async for tensor in tensors:
+        yield Tensor(buffer=str(len(tensor.buffer)).encode())
+
+
+@pytest.mark.peers
+def test_stream_that_announces_more_than_a_message_may_have_is_ended(tmp_path):
+    """hivemind reads into memory whatever is announced."""
+    with local_peer(tmp_path / "one", "run") as one, contextlib.ExitStack() as stack:
+        address = str(one.dht.get_visible_maddrs()[0])
+        two = stack.enter_context(local_peer(tmp_path / "two", "run", (address,)))
+
+        async def exchange() -> None:
+            server, client = await one.dht.replicate_p2p(), await two.dht.replicate_p2p()
+            options = {"stream_input": True, "stream_output": True}
+            await server.add_protobuf_handler("count", count_bytes, Tensor, **options)
+
+            async def parts():
+                yield Tensor(buffer=b"x" * (2**19 + 2**16))
+                yield Tensor(buffer=b"x" * (MAX_MESSAGE_BYTES - 16))
+
+            answers = await client.iterate_protobuf_handler(server.peer_id, "count", parts(), Tensor)
+            assert [int(answer.buffer) async for answer in answers] == [2**19 + 2**16, MAX_MESSAGE_BYTES - 16]
+            memory = psutil.Process().memory_info().rss
+            _, reader, writer = await client.call_binary_stream_handler(server.peer_id, "count")
+            writer.write(P2P.MESSAGE_MARKER + (2**40).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER))
+            with contextlib.suppress(ConnectionError):
+                for _ in range(64):
+                    writer.write(bytes(2**20))
+                    await asyncio.wait_for(writer.drain(), 10)
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await asyncio.wait_for(reader.readexactly(1), 10)
+            assert psutil.Process().memory_info().rss - memory < 2**25
+
+        asyncio.run(exchange())
 
 
 def hold_the_lock(has_lock) -> None:
