@@ -306,12 +306,10 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        is_reachable = self.use_auto_relay or self.serve_as_relay or self.port_mapping
-        is_reachable |= self.tunnel != "none" or self.announce_tunnel is not None
+        is_reachable = self.use_auto_relay or self.serve_as_relay or self.tunnel != "none" or self.announce_tunnel
         require(
             not (self.client_mode and is_reachable),
-            "--client_mode accepts no connections, and --use_auto_relay, --serve_as_relay, --port_mapping, --tunnel "
-            "and --announce_tunnel are for them",
+            "--client_mode accepts no connections, and --use_auto_relay, --serve_as_relay and tunnels are for them",
         )
         require(len(self.username) <= 64, "--username must have at most 64 characters")
 

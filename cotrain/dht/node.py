@@ -58,18 +58,12 @@ class RelayedP2P(P2P):
     """
 
     @classmethod
-    async def create(
-        cls,
-        *args,
-        trusted_relays: Sequence[Multiaddr | str] | None = None,
-        nat_port_map: bool = False,
-        **kwargs,
-    ) -> "RelayedP2P":
+    async def create(cls, *args, trusted_relays: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RelayedP2P":
+        kwargs.setdefault("nat_port_map", False)
         if not trusted_relays:
-            return await super().create(*args, nat_port_map=nat_port_map, **kwargs)
+            return await super().create(*args, **kwargs)
         addresses = {str(maddr).rsplit("/", 1)[-1]: maddr for maddr in reversed(trusted_relays)}  # peer ID -> first
-        relays = list(addresses.values())
-        p2p = await super().create(*args, trusted_relays=relays, nat_port_map=nat_port_map, **kwargs)
+        p2p = await super().create(*args, trusted_relays=list(addresses.values()), **kwargs)
         await close_relayed_connections(p2p)
         return p2p
 
