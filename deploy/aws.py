@@ -42,7 +42,7 @@ class Settings:
 
     :param name: name of the stack, and tag of all resources of this deployment
     :param dataset_url: archive written by `tokenize_wikitext103.py --archive`
-    :param revision: branch or tag of the project
+    :param revision: commit (its whole hash) of the project; a branch or tag may change between two boots
     :param monitor_flags: flags of the monitor, including the settings of the run, e.g. "--target_batch_size 2048"
     :param coordinator_price: on-demand price, for the limit of costs
     :param coordinator_image: an AMI, or the public parameter that names the newest one; so is `trainer_image`

@@ -5,7 +5,7 @@
 # anybody who may describe the instance, and any program on it, can read it.
 #
 #   ROLE                coordinator or trainer
-#   REPO_URL, REVISION  the project, and its branch or tag
+#   REPO_URL, REVISION  the project, and its commit, branch or tag
 #   SCRIPT, FLAGS       what the service runs
 #   PORT, REGION        where others reach this peer; AWS's region
 #   PUBLIC_IP, ALLOCATION_ID, DATASET_URL, DATASET_SHA256, IDENTITY_PARAMETER  for a coordinator
@@ -57,7 +57,9 @@ install_project() { # FILE: the list of requirements
     retry dnf install -q -y git python3.11 tar gzip
     useradd --system --create-home --home-dir "$FOLDER" collaboration
     as_user mkdir -p "$FOLDER/tmp" # /tmp is half of the memory, too little for pip
-    retry as_user git clone -q --depth 1 --branch "$REVISION" -- "$REPO_URL" "$FOLDER/project"
+    as_user git init -q "$FOLDER/project"
+    retry as_user git -C "$FOLDER/project" fetch -q --depth 1 -- "$REPO_URL" "$REVISION"
+    as_user git -C "$FOLDER/project" checkout -q FETCH_HEAD
     as_user python3.11 -m venv "$FOLDER/venv"
     retry as_user "$FOLDER/venv/bin/pip" install -q --no-cache-dir -r "$FOLDER/project/$1"
 }

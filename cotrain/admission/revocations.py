@@ -104,7 +104,10 @@ class RevocationStore:
 def record_invitation(invitation: Invitation, authority_path: Path) -> None:
     """Add an invitation to the organiser's list, `authority.issued.jsonl`, so that it can be revoked by name."""
     record = {"username": invitation.token.username, "peer_id": invitation.peer_id.to_base58()}
-    with authority_path.with_suffix(".issued.jsonl").open("a") as file:
+    path = authority_path.with_suffix(".issued.jsonl")
+    path.touch(mode=0o600)
+    path.chmod(0o600)  # of an earlier version
+    with path.open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 

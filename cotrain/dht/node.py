@@ -25,7 +25,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-SOCKET_FOLDER = "hivemind-sockets-"
+SOCKET_FOLDER = "cotrain-sockets-"
 WITHOUT_RELAYS = Path(__file__).with_name("without_relays.json")
 
 
@@ -89,11 +89,12 @@ def _lock(folder: Path) -> int:
 async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     """Receive a message of a stream. hivemind believes any length: one stream could fill the memory.
 
-    :raises ValueError: if the message is larger than a unary one may be. The largest are parts of tensors, of 0.5 MiB
+    A message larger than a unary one may be counts as the end of the stream, without a log line. The largest are parts
+    of tensors, of 0.5 MiB.
     """
     num_bytes = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if num_bytes > DEFAULT_MAX_MSG_SIZE:
-        raise ValueError(f"a message of {num_bytes} bytes is too large")
+        raise asyncio.IncompleteReadError(b"", num_bytes)
     return await reader.readexactly(num_bytes)
 
 

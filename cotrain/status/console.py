@@ -8,6 +8,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
 from cotrain.status.status import TrainerStatus, describe_status
@@ -33,8 +34,8 @@ class StatusPanel:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
-        for row in describe_status(status):
-            table.add_row(*row)
+        for label, text in describe_status(status):
+            table.add_row(label, Text("".join(filter(str.isprintable, text))))  # others' words are no markup
         bar = ProgressBar(total=status.target_batch_size, completed=status.all_samples, width=40)
         with tqdm.get_lock():
             self._live.start()

@@ -116,7 +116,7 @@ def test_script(tmp_path, monkeypatch, capfd):
     alice, bob = (load_invitation(tmp_path / f"{name}.invitation") for name in ("alice", "bob"))
     assert check_token(bob.token, alice.authority, bob.peer_id) == bob.expiration_time
     assert alice.authority.to_bytes() == bob.authority.to_bytes()
-    for name in ("authority.key", "alice.invitation"):
+    for name in ("authority.key", "authority.issued.jsonl", "alice.invitation"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
     assert "Revoked 1 invitations: authority.revoked" in run("revoke", "--username", "alice")
     with pytest.raises(SystemExit, match="1"):

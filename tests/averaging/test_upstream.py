@@ -25,6 +25,7 @@ REQUIREMENTS = ROOT / "requirements.txt"
 
 # Module of hivemind -> first 16 hexadecimal digits of the SHA-256 of its source
 TESTED = {
+    "p2p.p2p_daemon_bindings.datastructures": "20040a1ad5a7d564",
     "averaging.allreduce": "2a67006fc98b9683",
     "averaging.averager": "932a59ddb7e0933d",
     "averaging.control": "894d5d5cb517485c",

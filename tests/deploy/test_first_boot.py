@@ -16,7 +16,7 @@ from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.flags import parse_arguments
 from cotrain.data.archive import file_sha256
 from deploy.aws import Deployment
-from tests.deploy.test_notebooks import make_repository, write_program
+from tests.deploy.test_notebooks import commit_another, make_repository, write_program
 from tests.support.aws import make_settings, read_user_data
 
 pytestmark = pytest.mark.programs
@@ -103,7 +103,11 @@ def repository(tmp_path) -> Path:
 
 class TestFirstBoot:
     def test_trainer(self, started, repository, machine):
-        settings = make_settings(repo_url=f"file://{repository}", trainer_flags="--bandwidth 500 --username 'a b%c$d'")
+        settings = make_settings(
+            repo_url=f"file://{repository}",
+            revision=commit_another(repository),
+            trainer_flags="--bandwidth 500 --username 'a b%c$d'",
+        )
         result = machine.boot(Deployment(settings).trainer_user_data())
         assert result.returncode == 0, result.stdout + result.stderr
         training, _, peer, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", machine.service_arguments())

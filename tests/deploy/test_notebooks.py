@@ -219,10 +219,20 @@ def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
     return folder
 
 
-def test_join_notebook_clones_the_project(repository, tmp_path):
+def commit_another(repository: Path) -> str:
+    """Commit a trainer that fails, as somebody who can push to the branch; return the hash of the commit before."""
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", repository]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    (repository / "run_trainer.py").write_text("raise SystemExit('not the commit')\n")
+    subprocess.run([*git, "commit", "-q", "-a", "-m", "y"], check=True)
+    return commit
+
+
+def test_join_notebook_runs_the_commit_that_it_names(repository, tmp_path):
     folder = tmp_path / "content"
     folder.mkdir()
     values = {"INITIAL_PEERS": ADDRESS, "USERNAME": "ann", "REPO_URL": str(repository)}
+    values["REVISION"] = commit_another(repository)
     printed = execute(read("join_collaboration.ipynb", **values), folder)
     assert "Tesla T4 with 15 GiB: 8 samples at a time" in printed
     arguments = json.loads(re.search(r"ARGUMENTS (.*)", printed)[1])

@@ -1,5 +1,6 @@
 """The status panel on a terminal: log lines of the trainer and of its child processes stay whole above it."""
 
+import functools
 import io
 import os
 import pty
@@ -9,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from cotrain.status.console import open_panel
+from cotrain.status.console import StatusPanel, open_panel
+from tests.status.test_status import make_status
 from tests.support.peers import ROOT
 
 NUM_LINES = 20
@@ -93,3 +96,18 @@ def test_panel_needs_a_terminal_and_can_be_switched_off(monkeypatch, disable, is
     stderr.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stderr", stderr)
     assert (open_panel(disable) is not None) == shown
+
+
+@pytest.mark.parametrize(
+    "words", ["[link=http://evil.example]click[/link]", "[/x]", "\x1b]8;;http://evil.example\x07click"]
+)
+def test_what_others_wrote_is_shown_as_it_is(words, monkeypatch):
+    """It was read as markup: a stranger's hyperlink, or an error that ended the thread of the panel."""
+    output = io.StringIO()
+    console = functools.partial(Console, file=output, force_terminal=True, width=120)
+    monkeypatch.setattr("cotrain.status.console.Console", console)
+    panel = StatusPanel()
+    panel.show(make_status(last_miss=(7, words)))
+    panel.close()
+    shown = words.replace("\x1b", "").replace("\x07", "")
+    assert f"#7: {shown}" in output.getvalue() and "\x1b]8" not in output.getvalue()
