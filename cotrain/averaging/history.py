@@ -76,14 +76,14 @@ class Position:
 def outranks(other: Position, other_size: int, own: Position, own_size: int) -> bool:
     """Decide which of two trainers that are apart joins the other one's side. Both come to the same decision.
 
-    The smaller side joins the larger one. Without a common mark nothing is known of the two histories: whoever has no
-    mark joins, else the lower step. It may be a newcomer.
+    The smaller side joins the larger one, whatever steps it claims. Whoever has no mark joins, or the lower step if both
+    have none: it may be a newcomer.
 
     :param other_size, own_size: number of trainers on each side
     :returns: whether the other side is to be joined
     """
     different = different_marks(own.marks, other.marks)
-    if different is None:
+    if different is None and not (own.marks and other.marks):
         return (bool(other.marks), other.step) > (bool(own.marks), own.step)
     if different:  # the IDs of one step, which no longer changes
         own_id, other_id = different[-1]

@@ -35,6 +35,7 @@ def marks(history: str, steps: range = range(8, 72, 8)) -> Marks:
         (Position(30, ()), 9, Position(40, marks("aaaa")), 1, True),  # a run without a mark is a new one
         (Position(30, marks("aaa")), 9, Position(30_000, ()), 1, False),
         (Position(30, ()), 9, Position(40, ()), 1, True),  # nothing is known
+        (Position(90, marks("aaa")), 3, Position(2**30, marks("lie", range(2**30 - 24, 2**30, 8))), 1, False),
     ],
 )
 def test_both_sides_come_to_the_same_decision(own, own_size, other, other_size, expected):
