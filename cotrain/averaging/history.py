@@ -76,7 +76,7 @@ class Position:
 def outranks(other: Position, other_size: int, own: Position, own_size: int) -> bool:
     """Decide which of two trainers that are apart joins the other one's side. Both come to the same decision.
 
-    The smaller side joins the larger one, whatever steps it claims. Whoever has no mark joins, or the lower step if both
+    The smaller side joins the larger one, whatever steps it claims. Who has no mark joins, or the lower step if both
     have none: it may be a newcomer.
 
     :param other_size, own_size: number of trainers on each side
