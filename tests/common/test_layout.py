@@ -4,7 +4,11 @@ Ruff finds the uses of private attributes.
 """
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {ROOT / "cotrain" / name for name in ("admission", "averaging", "dht", "peer")}
@@ -42,3 +46,12 @@ def test_only_the_workarounds_patch_hivemind():
     assert not any(wrong.values()), (
         "move this to cotrain/averaging or cotrain/dht, with a row in docs/upgrading-hivemind.md"
     )
+
+
+@pytest.mark.programs
+def test_benchmarks_and_trials_can_be_imported():
+    """`make test` does not run them: the evening once imported a function that was no more."""
+    files = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/support/*.py")])
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(names)}"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
