@@ -143,6 +143,8 @@ class AllReduce:
         self._violations: dict[PeerID, str] = {}
         self._excesses: dict[PeerID, str] = {}  # of answers
         self._answered: set[PeerID] = set()  # reducers of which an answer has arrived
+        # Those that have answered with parameters, and those whose parameters were too far from this peer's
+        self._averaging, self._far = set[PeerID](), set[PeerID]()
         # Parts of a reducer of which this peer has compressed its values, and those whose averages have arrived
         self._num_opened, self._num_answered = dict.fromkeys(peer_ids, 0), dict.fromkeys(peer_ids, 0)
         # Elements that this peer receives, and those that it has received
@@ -182,6 +184,11 @@ class AllReduce:
         """Return the other reducers that have answered nothing; none if nobody has: it may be this peer's link."""
         asked = {peer_id for peer_id, parts in self._answers.items() if parts and self.is_sender} - {self.peer_id}
         return asked - self._answered if self._answered else set()
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the parameters of most other reducers are too far from this peer's."""
+        return len(self._far) * 2 > len(self._averaging)
 
     def excesses(self) -> dict[PeerID, str]:
         """Return the members that have sent what exceeds the bounds, and what it was."""
@@ -279,6 +286,10 @@ class AllReduce:
         self._answered.add(peer_id)
         if excess is not None:
             self._excesses[peer_id] = excess
+        if not part.is_gradient:
+            self._averaging.add(peer_id)
+            if excess is not None:
+                self._far.add(peer_id)
         if excess is None or part.is_gradient:
             part.output.copy_(average)
             self._received[part.info.role] += part.own.numel()

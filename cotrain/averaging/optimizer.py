@@ -35,9 +35,6 @@ from cotrain.dht.metrics_schema import MAX_ROUNDS
 logger = get_logger(__name__)
 
 IDLE_SECONDS = 0.1  # polling interval for a due step
-# Bound on the change of the parameters in a round if they lack no update, relative to their norm. Honest peers differ
-# by rounding and, after a step that one peer missed, by one update: at most some percent.
-MAX_PARAMETER_CHANGE = 0.2
 MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download or a sleep
 # Consecutive steps without a round after which a peer says that it is away, or takes the step without the others.
 # The trainer with the smallest peer ID goes first, the others only if it takes no step either.
@@ -415,14 +412,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         distance, self.distance = result.distance, result.distance + 1 - result.received
         if result.received_parameters is None:
             return None
-        averaged, own = self.grad_averager.averaged_parameters, self.grad_averager.parameters
-        change = float(torch.nn.utils.get_total_norm([new - old for new, old in zip(averaged, own, strict=True)]))
-        bound = MAX_PARAMETER_CHANGE * float(torch.nn.utils.get_total_norm(own)) * (1 + distance)
-        if not change <= bound and distance <= LACKING:
-            logger.warning(
-                f"The round of step #{step} would change the parameters by {change:.3g}, the bound is {bound:.3g}: "
-                "kept this peer's parameters"
-            )
+        if result.is_far:
+            logger.warning(f"The parameters of most peers in the round of step #{step} are far from this peer's")
             # One peer of the group keeps its parameters, and the others receive them in the next round.
             if self.dht.peer_id != min(result.members):
                 self.distance = MAX_DISTANCE
@@ -431,7 +422,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.coordinator.is_settling = distance >= EQUAL
         if self.grad_averager.includes_parameters(step) and result.is_complete:
             self._add_mark(step, result.group_id, is_alone=False)
-        return averaged
+        return self.grad_averager.averaged_parameters
 
     def _add_mark(self, step: int, mark_id: bytes, is_alone: bool) -> None:
         self.state_averager.marks = add_mark(self.state_averager.marks, step, mark_id, self._num_alone)

@@ -61,6 +61,7 @@ class RoundResult:
     group_id: bytes = b""
     was_late: bool = False  # whether a reducer closed a part without this peer's values
     silent: Collection[PeerID] = ()  # reducers that have answered nothing
+    is_far: bool = False  # whether this peer's parameters are too far from those of most others
 
     @property
     def is_complete(self) -> bool:
@@ -285,6 +286,7 @@ class RoundAverager(SafeAverager):
             group_id=group.group_id,
             was_late=runner.was_late,
             silent=runner.silent_reducers(),
+            is_far=runner.is_far,
         )
 
     def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:

@@ -233,14 +233,15 @@ def test_checkpoint_keeps_the_marks_of_the_history_and_older_ones_have_none():
 
 
 @pytest.mark.parametrize(
-    ("average", "distance", "after"), [(2.5, 0, 0), (2.3, 0, MAX_DISTANCE), (2.3, 1, 0), (0.5, 3, 0)]
+    ("is_far", "other", "after"),
+    [(False, PeerID(bytes(34)), 0), (True, PeerID(bytes(34)), MAX_DISTANCE), (True, None, 0)],
 )
-def test_averaged_parameters_that_are_far_away_are_refused(average, distance, after):
-    """20 % of the norm, and as much for each update that this peer lacks. It receives the group's later."""
+def test_peer_whose_parameters_are_far_from_those_of_most_receives_theirs(is_far, other, after):
+    """One peer of the group, with the smallest peer ID, keeps its own: else nobody would give any."""
     optimizer = build(average_state_every=1)
-    optimizer.distance, optimizer.coordinator.other = distance, PeerID(bytes(34))
-    take(optimizer, parameters=average)
-    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 if after else average, abs=0.02)
+    optimizer.coordinator.other = other
+    take(optimizer, parameters=2.5, is_far=is_far)
+    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 if is_far else 2.5, abs=0.02)
     assert optimizer.distance == after
 
 

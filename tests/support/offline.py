@@ -57,7 +57,7 @@ class Rounds:
     """
 
     num_attempts, last_error, has_group, is_called_off, other = 1, "", False, False, None
-    has_sent = was_late = False
+    has_sent = was_late = is_far = False
 
     def __init__(self, optimizer: CollaborativeOptimizer):
         self.averager = optimizer.grad_averager
@@ -82,7 +82,7 @@ class Rounds:
         distance = self.optimizer.distance
         return self.outcome, RoundResult(
             members, self.received, {}, received_parameters=parameters, distance=distance, group_id=bytes([step] * 20),
-            was_late=self.was_late,
+            was_late=self.was_late, is_far=self.is_far,
         )  # fmt: skip
 
     def call_off(self) -> None:
