@@ -139,6 +139,7 @@ class DHTProtocol(dht_protocol.DHTProtocol):
     """
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        dictionary.maxsize = math.inf  # not what the sender says, which may be no number
         with dictionary.freeze():
             for subkey, (value, expiration) in list(dictionary.items()):
                 if not self._validate_record(key_bytes, self.serializer.dumps(subkey), value, expiration):

@@ -5,7 +5,6 @@ docs/upgrading-hivemind.md lists what they replace.
 
 import functools
 import hashlib
-import math
 import struct
 import threading
 from collections import OrderedDict, defaultdict
@@ -145,12 +144,10 @@ class RunValidator(CompositeValidator):
         return True
 
     def _is_bounded(self, record: DHTRecord) -> bool:
-        lifetime = self._lifetimes.get(record.key, -math.inf)
-        num_bytes = len(record.value) + len(record.subkey or b"")
-        # NaN would disable the expiration
-        return (
-            num_bytes <= self.MAX_BYTES + self.MAX_SIGNATURE_BYTES and record.expiration_time <= run_time() + lifetime
-        )
+        if len(record.value) + len(record.subkey or b"") > self.MAX_BYTES + self.MAX_SIGNATURE_BYTES:
+            return False
+        lifetime = self._lifetimes.get(record.key)
+        return lifetime is not None and record.expiration_time <= run_time() + lifetime  # false for NaN
 
     def _has_signer(self, record: DHTRecord) -> bool:
         try:

@@ -315,9 +315,8 @@ def test_states(draw):
     packed = draw(damaged(MSGPackSerializer.dumps(draw(altered(metadata, most=1)))))
     position, value = draw(st.integers(0, len(tensors) - 1)), draw(st.sampled_from([0.0, *map(float, NUMBERS)]))
     tensors = [tensor.clone() for tensor in tensors]
-    tensors[position].fill_(
-        min(max(value, -(2.0**62)), 2.0**62) if not tensors[position].is_floating_point() else value
-    )
+    limit = 3e38 if tensors[position].is_floating_point() else 2.0**62
+    tensors[position].fill_(value if limit > 2.0**62 and math.isinf(value) else min(max(value, -limit), limit))
 
     def receive() -> bool:
         received = download._read_metadata(packed, believe_all=False)
