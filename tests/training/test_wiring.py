@@ -94,7 +94,7 @@ ROUNDS = (*BOTH, "plain_averager", "local_averager")
 # Flag, objects, attribute, value that they receive
 TABLE = [
     ("target_batch_size", BOTH, "target_batch_size", 640 - 64),
-    ("target_batch_size", ROUNDS, "max_weight", 4.0 * 640),
+    ("target_batch_size", ROUNDS, "max_weight", 640.0),
     ("batch_size_lead", ("plain_tracker", "local_tracker"), "target_batch_size", 640 - 64),
     ("client_mode", BOTH, "client_mode", False),
     ("bandwidth", ROUNDS, "bandwidth", 7.0),
@@ -116,8 +116,7 @@ TABLE = [
     ("local_updates", ("plain", "plain_averager"), "local_updates", False),
     ("max_grad_norm", ("plain", "plain_averager"), "max_grad_norm", 0.625),
     ("max_update_norm", ("local", "local_averager"), "max_grad_norm", 0.5625),
-    ("learning_rate", ("plain", "plain_averager"), "parameter_step", 10 * 0.25),
-    ("learning_rate", ("local", "local_averager"), "parameter_step", 3000 * 0.25),
+    ("learning_rate", ("plain", "plain_averager", "local", "local_averager"), "parameter_step", 10 * 0.25),
     ("performance_ema_alpha", BOTH, "performance_ema_alpha", 0.75),
     *((name, (*BOTH, "plain_tracker", "local_tracker"), "tracker_args", TRACKER) for name in TRACKER),
 ]  # fmt: skip
