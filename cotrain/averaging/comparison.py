@@ -18,10 +18,16 @@ MAX_DISTANCE = 0.3
 SPEC = TensorSpec((NUM_ELEMENTS,), compressions={runtime_pb2.NONE})
 
 
-def choose_elements(parameters: Sequence[torch.Tensor], seed: int) -> torch.Tensor:
-    """Return the elements of some parameters that a seed chooses, shape (NUM_ELEMENTS,), float32."""
+def choose_elements(parameters: Sequence[torch.Tensor], seed: bytes) -> torch.Tensor:
+    """Return the elements of some parameters that a seed of 8 bytes chooses, shape (NUM_ELEMENTS,), float32.
+
+    :raises ValueError: if the seed has another length
+    """
+    if len(seed) != 8:
+        raise ValueError("a seed has 8 bytes")
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)  # torch takes signed numbers
     ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)
-    places = torch.randint(int(ends[-1]), (NUM_ELEMENTS,), generator=torch.Generator().manual_seed(seed))
+    places = torch.randint(int(ends[-1]), (NUM_ELEMENTS,), generator=generator)
     owners = torch.searchsorted(ends, places, right=True).tolist()
     flat = [parameter.detach().view(-1) for parameter in parameters]
     pairs = zip(owners, places.tolist(), strict=True)
@@ -31,10 +37,8 @@ def choose_elements(parameters: Sequence[torch.Tensor], seed: int) -> torch.Tens
 def pack_elements(
     parameters: Sequence[torch.Tensor], request: averaging_pb2.DownloadData
 ) -> averaging_pb2.DownloadData:
-    """Answer a request, whose metadata are a seed of 8 bytes; ValueError if they are not."""
-    if len(request.metadata) != 8:
-        raise ValueError("a seed has 8 bytes")
-    elements = choose_elements(parameters, int.from_bytes(request.metadata, "big") >> 1)
+    """Answer a request, whose metadata are the seed; ValueError if they are not."""
+    elements = choose_elements(parameters, request.metadata)
     return averaging_pb2.DownloadData(tensor_part=serialize_torch_tensor(elements))
 
 
@@ -42,6 +46,6 @@ def agrees(parameters: Sequence[torch.Tensor], seed: bytes, answer: averaging_pb
     """Whether another peer has about the same parameters; ValueError if its answer is malformed."""
     check_tensor(answer.tensor_part, SPEC)
     others = deserialize_torch_tensor(answer.tensor_part)
-    own = choose_elements(parameters, int.from_bytes(seed, "big") >> 1)
+    own = choose_elements(parameters, seed)
     scale = torch.maximum(own.norm(), others.norm())
     return bool((own - others).norm() <= MAX_DISTANCE * scale)  # false for NaN

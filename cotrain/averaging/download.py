@@ -196,10 +196,8 @@ class StateDownload:
         reached = (peer for peer, dial in self._dials.items() if dial.done() and dial.result() is None)
         others = [peer for peer in reached if peer not in (donor, self.averager.peer_id)]
         chosen = random.sample(others, min(self.NUM_COMPARED, len(others)))
-        answers = [
-            found for found in await asyncio.gather(*(self._compare(p, tensors) for p in chosen)) if found is not None
-        ]
-        return answers.count(False) * 2 > len(answers)
+        answers = await asyncio.gather(*(self._compare(peer, tensors) for peer in chosen))
+        return answers.count(False) > answers.count(True)
 
     async def _compare(self, peer: PeerID, tensors: list[torch.Tensor]) -> bool | None:
         """Whether a peer has about the same parameters as a state; None if it does not say."""

@@ -130,7 +130,7 @@ def parse_group_key(prefix: str, key: str) -> int | None:
 
 
 def make_group_id(nonce: bytes, number: int, peer_ids: Sequence[PeerID], gathered: Sequence[bytes]) -> bytes:
-    """Return the ID of a group: members to whom the leader has told different things have different groups."""
+    """Return the ID of a group, which differs if the leader sends two members different lists or claims."""
     content = [nonce, number, *(peer_id.to_bytes() for peer_id in peer_ids), *gathered]
     return nonce + hashlib.sha256(MSGPackSerializer.dumps(content)).digest()
 

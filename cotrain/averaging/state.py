@@ -64,7 +64,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     # Bounds on the downloads of other peers, since a reader that has stalled keeps a copy of the state in memory
     MAX_UPLOADS, MAX_UPLOADS_OF_ALL = 2, 16  # at the same time, of a peer and of all
-    LEAST_RATE, GRACE_SECONDS = 25_000.0, 60.0  # bytes per second, after so many seconds
+    LEAST_RATE, GRACE_SECONDS = 25_000.0, 60.0  # bytes per second that a reader must take, after a grace period
     COPY_SECONDS = 60.0  # for which an unchanged copy of the state is kept for further downloads
 
     def __init__(

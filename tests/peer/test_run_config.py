@@ -131,7 +131,7 @@ def test_the_organisers_peer_id_is_believed_before_what_a_trainer_relays(keys):
     # A trainer that is asked may vouch for another organiser, but not against the one whose address is given.
     records = published(true, organiser) | published(false, trainer)
     assert believed(records, organiser, trainer) == true.record
-    # The organiser of an earlier start, whom a false trainer may have vouched for, is the last to be believed.
+    # The organiser of an earlier start is believed last: a false trainer may have vouched for it.
     assert believed(records, organiser, known=stranger) == true.record
     assert believed(records, trainer, known=organiser) == false.record
     assert believed(records, known=organiser) == true.record

@@ -101,7 +101,7 @@ def test_error_in_the_loop_ends_the_script_with_its_traceback(scripts):
 
 
 def test_loop_that_ignores_the_end_is_left(scripts):
-    """The block saves a checkpoint. The script goes on after it: no timer that would end a trainer is left."""
+    """The block saves a checkpoint. The script continues after it: no timer that would end the process is left."""
     path = write_script(scripts.folder / "own.py", after=AFTER)
     script = scripts.start(path, log="own")
     script.wait_for(r"Step #2\b")
