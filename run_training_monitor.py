@@ -25,6 +25,7 @@ from arguments import (
     ReportingArguments,
     SampleArguments,
 )
+from cotrain.arguments import check_compression
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import check_maddr, check_peer, flag, parse_command_line, parse_repo_id, require
 from cotrain.common.json_file import write_json
@@ -128,6 +129,10 @@ class RunArguments(
         "YAML file with flags of this script, such as configs/run.yaml. All settings of the run that are "
         "stated there or on the command line are signed and published: trainers need --initial_peers alone",
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_compression(self.gradient_compression, self.local_updates)
 
 
 ARGUMENTS = (TrainingMonitorArguments, RunArguments, BaseTrainingArguments)

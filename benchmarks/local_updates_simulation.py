@@ -18,8 +18,9 @@ from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 
 from cotrain.arguments import HyperparameterArguments
 from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-from cotrain.averaging.local_updates import LocalUpdatesOptimizer
+from cotrain.averaging.local_updates import KEPT_FRACTION, LocalUpdatesOptimizer
 from cotrain.averaging.outliers import OutlierFilter
+from cotrain.averaging.sparse import TopK
 from cotrain.averaging.state import set_schedule
 from cotrain.training.optimizer import (
     COMPRESSIONS,
@@ -102,8 +103,6 @@ def all_reduce(
 ) -> list[torch.Tensor]:
     """Return the weighted mean that the reducers of a round compute from compressed parts, one reducer per sender.
 
-    The compression of the answers is left out: its error differs between peers, and the next round averages it.
-
     :param compares_norms: bound each sender's parts by those of the others, as for pseudo-gradients
     """
     fractions = [1.0] * len(contributions)
@@ -120,7 +119,7 @@ def all_reduce(
             total = torch.zeros_like(parts[0])
             for sender, part in received.items():
                 total.add_(part, alpha=weights[sender] * factors.get(sender, 1.0))
-            means.append(total / sum(weights))
+            means.append(_send(total / sum(weights), compression))
     flat = torch.cat(means).split([tensor.numel() for tensor in contributions[0]])
     return [mean.view_as(tensor) for mean, tensor in zip(flat, contributions[0], strict=True)]
 
@@ -129,6 +128,15 @@ def _send(part: torch.Tensor, compression: CompressionBase) -> torch.Tensor:
     if isinstance(compression, NoCompression):
         return part
     return deserialize_torch_tensor(compression.compress(part, CompressionInfo.from_tensor(part)))
+
+
+def take_largest(contribution: Tensors, compression: CompressionBase) -> Tensors:
+    """Return what a peer sends of its contribution, which keeps the rest; all of it without a sparse compression."""
+    if not isinstance(compression, TopK):
+        return contribution
+    sent = [_send(compression.select(tensor), compression) for tensor in contribution]
+    torch._foreach_sub_(contribution, sent)
+    return sent
 
 
 def parameters_of(groups: Sequence[dict]) -> list[torch.nn.Parameter]:
@@ -184,7 +192,7 @@ class LocalTrainer(LocalUpdatesOptimizer):
     :param theta: parameters of the last global step
     """
 
-    def __init__(self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments):
+    def __init__(self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments, kept_fraction: float):
         self._parent_pid = 0  # hivemind's destructor has nothing to shut down
         self.model = model
         self._inner_params = build_param_groups(model, args.weight_decay)
@@ -193,7 +201,8 @@ class LocalTrainer(LocalUpdatesOptimizer):
         self.max_local_grad_norm = args.max_grad_norm
         parameters = parameters_of(self._inner_params)
         self.state_averager = SimpleNamespace(main_parameters=parameters, local_epoch=0)
-        self.accumulator = UpdateAccumulator(parameters, theta, [torch.zeros_like(p) for p in parameters])
+        contribution = [torch.zeros_like(p, requires_grad=False) for p in parameters]
+        self.accumulator = UpdateAccumulator(parameters, theta, contribution, kept_fraction)
         self._reset_inner()
 
     def train(self, batch: dict[str, torch.Tensor], num_samples: int) -> None:
@@ -216,7 +225,8 @@ class LocalUpdatePeers:
         groups = copies_of(build_param_groups(build_model(), args.weight_decay))
         self.theta = parameters_of(groups)
         self.outer = build_outer_optimizer(groups, args)
-        self.trainers = [LocalTrainer(build_model(), self.theta, args) for _ in range(variant.peers)]
+        kept_fraction = KEPT_FRACTION if isinstance(self._compression, TopK) else 0.0
+        self.trainers = [LocalTrainer(build_model(), self.theta, args, kept_fraction) for _ in range(variant.peers)]
         self.step = 0
 
     @property
@@ -239,7 +249,7 @@ class LocalUpdatePeers:
         if not self._senders:
             raise FloatingPointError("the parameters of all peers are NaN or Inf")
         weights = [samples[number] for number in self._senders]
-        sent = [self.accumulators[number].contribution for number in self._senders]
+        sent = [take_largest(self.accumulators[number].contribution, self._compression) for number in self._senders]
         self._mean = all_reduce(sent, weights, self._compression, compares_norms=True)
 
     def _bound(self, trainer: LocalTrainer) -> float:

@@ -64,6 +64,7 @@ SPECIAL_POINTS = {
     "h32-late32": Variant(0, 32, delay=32),
     "h32-8bit": Variant(0, 32, compression="blockwise8"),
     "h32-4bit": Variant(0, 32, compression="blockwise4"),
+    "h32-topk": Variant(0, 32, compression="topk"),
     "h32-missing": Variant(0, 32, missing=0.5),
     "dp-h32": Variant(0, 32, local_updates=False),
 }
@@ -73,7 +74,7 @@ LEGEND = """\
 dp           data parallel: an average of gradients after one local step per peer
 hN           local updates: an average after N local steps per peer, weighted by samples
 lateN        the result of a round arrives N local steps after the round has begun; the local steps continue
-8bit, 4bit   pseudo-gradients as blockwise8, blockwise4
+8bit, 4bit   pseudo-gradients as blockwise8, blockwise4; likewise topk
 missing      each peer misses each round with probability 0.5
 dp-h32       data parallel with the rounds of h32: equal communication, and batches 32 times as large
 rates        peak learning rate of the inner optimizer, or of data parallel; learning rate and momentum

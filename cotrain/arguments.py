@@ -25,7 +25,14 @@ from cotrain.common.flags import (
 )
 
 Compression = Literal["none", "float16", "scaled_float16"]
-GradientCompression = Literal[Compression, "blockwise8", "blockwise4"]
+GradientCompression = Literal[Compression, "blockwise8", "blockwise4", "topk"]
+
+
+def check_compression(compression: str, local_updates: bool) -> None:
+    require(
+        compression != "topk" or local_updates,
+        "--gradient_compression topk also needs --local_updates: a step of Adam needs all of a gradient",
+    )
 
 
 @dataclass
@@ -247,7 +254,8 @@ class OptimizerArguments(Flags):
     )
     gradient_compression: GradientCompression = flag(
         "float16",
-        "How peers compress gradients or pseudo-gradients while they average them; the number is that of the bits",
+        "How peers compress gradients or pseudo-gradients while they average them; the number is that of the bits. "
+        "topk: with --local_updates, some 0.6 bits, for slow connections; see docs/tuning.md",
         setting=True,
     )
     state_compression: Compression = flag(

@@ -7,6 +7,7 @@ of these parts and receive the averages. The wire format is hivemind's, the rule
 - The average of a gradient is compressed once. All members, the reducer included, use the same bytes.
 - Gradients and parameters have separate weights and compressions.
 - Everything that is received is checked, before it is deserialized and against bounds.
+- With a sparse compression, a contribution keeps what it does not send and what no reducer takes (error feedback).
 """
 
 import asyncio
@@ -35,8 +36,9 @@ from cotrain.averaging.wire import check_tensor
 
 logger = get_logger(__name__)
 
-# What an answer is, in its field `weight`
-VALUES, DIFFERENCE = 0.0, 1.0
+# What an answer is, in its field `weight`: values, the difference from those of its receiver, or values that have the
+# receiver's contribution
+VALUES, DIFFERENCE, TAKEN = 0.0, 1.0, 2.0
 # Fraction of the time of a round after which a reducer closes its parts. The rest is for sending the averages.
 REDUCE_FRACTION = 0.9
 
@@ -151,6 +153,7 @@ class AllReduce:
         self._totals, self._received = Counter[TensorRole](), Counter[TensorRole]()
         for part in chain(*self._answers.values()) if self.is_sender else ():
             self._totals[part.info.role] += part.own.numel()
+        self._contributed: dict[Part, runtime_pb2.Tensor] = {}  # what `own` loses at the end
         for part in chain(*parts.values()):  # without an average, a gradient is 0 and parameters stay
             part.output.zero_() if part.is_gradient else part.output.copy_(part.own)
 
@@ -208,6 +211,9 @@ class AllReduce:
             for task in tasks:  # if one has failed, the others run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            # Also what was sent and not answered: its reducer may have used it.
+            for part, message in self._contributed.items():
+                part.own.sub_(deserialize_torch_tensor(message))
 
     async def _reduce(self) -> None:
         await self.reducer.run()
@@ -230,6 +236,8 @@ class AllReduce:
                     if message.code == averaging_pb2.BAD_GROUP_ID:
                         self.drop_unstarted_sender(peer_id)
                     if message.code != averaging_pb2.AVERAGED_PART:
+                        for refused in self._parts[peer_id]:
+                            self._contributed.pop(refused, None)
                         raise AllreduceException(averaging_pb2.MessageCode.Name(message.code))
                     await self._accept(peer_id, part, message)
         except Exception as error:
@@ -240,7 +248,7 @@ class AllReduce:
         parts = self._parts[peer_id]
 
         def compress(index: int) -> averaging_pb2.AveragingData:
-            tensor = parts[index].compress(parts[index].own)
+            tensor = parts[index].compress_own()
             tensor.chunks = index
             return averaging_pb2.AveragingData(
                 code=averaging_pb2.PART_FOR_AVERAGING,
@@ -250,6 +258,8 @@ class AllReduce:
             )
 
         async for message in amap_in_executor(compress, self._open_parts(peer_id)):
+            if parts[message.tensor_part.chunks].keeps_error and self._weight > MIN_WEIGHT:
+                self._contributed[parts[message.tensor_part.chunks]] = message.tensor_part
             yield message
             now = time.monotonic()
             self._may_send_at = max(now, self._may_send_at) + len(message.tensor_part.buffer) / self._upload
@@ -284,6 +294,8 @@ class AllReduce:
             self._violations[peer_id] = str(error)
             raise
         self._answered.add(peer_id)
+        if message.weight != TAKEN:
+            self._contributed.pop(part, None)
         if excess is not None:
             self._excesses[peer_id] = excess
         if not part.is_gradient:
@@ -318,7 +330,7 @@ class AllReduce:
         try:
             for index, part in self._answers_for(sender, parts):
                 average = await asyncio.shield(self.reducer.averages[index])
-                answer, kind = average.message, VALUES
+                answer, kind = average.message, TAKEN if sender in average.senders else VALUES
                 if average.values is not None:
                     values, message = average.values, arrived.pop(index, None)
                     if message is not None:

@@ -22,8 +22,43 @@ from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.proto import runtime_pb2
 
 
-class BlockwiseCompression(CompressionBase):
-    """Base class of the formats. They define `_encode` and `_levels`.
+class CodedCompression(CompressionBase):
+    """Base class of this project's formats. They define `code`, `encode` and `decode`.
+
+    `encode` returns the buffer for values of float32, which begins with the byte `code`; `decode` restores as many
+    values, or raises ValueError, at a cost bounded by their number.
+    """
+
+    compression_type = runtime_pb2.BLOCKWISE_8BIT
+    code: int
+    bits: int  # of a value
+
+    def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
+        if not torch.is_floating_point(tensor):
+            raise ValueError(f"{type(self).__name__} does not support {tensor.dtype} tensors")
+        return runtime_pb2.Tensor(
+            compression=self.compression_type,
+            buffer=self.encode(tensor.detach().float().flatten()),
+            size=tensor.shape,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            requires_grad=tensor.requires_grad,
+        )
+
+    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
+        """Restore a tensor; ValueError if it is malformed."""
+        shape = tuple(serialized_tensor.size)
+        tensor = self.decode(serialized_tensor.buffer, math.prod(shape)).view(shape)
+        tensor = tensor.to(getattr(torch, serialized_tensor.dtype))
+        tensor.nan_to_num_()  # a scale that is rounded up may exceed the largest value of the type
+        return tensor.requires_grad_(serialized_tensor.requires_grad)
+
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Return the ratio without the scales: it makes the size of parts a power of 2, a multiple of the blocks."""
+        return self.bits / torch.finfo(info.descriptor.dtype).bits
+
+
+class BlockwiseCompression(CodedCompression):
+    """Base class of the formats with a scale for each block. They define `_encode` and `_levels`.
 
     `_encode` returns the codes, uint8, of the levels closest to values in [-1, 1]; `_levels` those levels, float32.
 
@@ -31,16 +66,17 @@ class BlockwiseCompression(CompressionBase):
     was restored is compressed again without an error. Its norm is not above the original's, but for rounded scales.
     """
 
-    compression_type = runtime_pb2.BLOCKWISE_8BIT
-    bits: int
     block_size: int
+
+    @property
+    def code(self) -> int:
+        return self.bits
 
     def num_bytes(self, numel: int) -> int:
         return 1 + 2 * math.ceil(numel / self.block_size) + math.ceil(numel * self.bits / 8)
 
-    def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales, bfloat16 of shape (blocks), and the codes, uint8 of shape (blocks, block_size)."""
-        values = tensor.detach().float().flatten()
         values = torch.nn.functional.pad(values, (0, -len(values) % self.block_size)).view(-1, self.block_size)
         largest = torch.linalg.vector_norm(values, math.inf, dim=1, keepdim=True).bfloat16().float()
         values = values / largest.masked_fill(largest == 0, 1.0)
@@ -50,36 +86,28 @@ class BlockwiseCompression(CompressionBase):
         factors = (levels * values).sum(1) / levels.square().sum(1).clamp_min_(1.0)
         return (largest.squeeze(1) * factors).bfloat16(), codes
 
-    def dequantize(self, scales: torch.Tensor, codes: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._levels(codes).mul_(scales.float().unsqueeze(1)).flatten()[: math.prod(shape)].view(shape)
-
-    def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
-        if not torch.is_floating_point(tensor):
-            raise ValueError(f"{type(self).__name__} does not support {tensor.dtype} tensors")
-        scales, codes = self.quantize(tensor)
-        codes = codes.flatten()[: tensor.numel()]
+    def encode(self, values: torch.Tensor) -> bytes:
+        scales, codes = self.quantize(values)
+        codes = codes.flatten()[: len(values)]
         if self.bits == 4:
             codes = torch.nn.functional.pad(codes, (0, len(codes) % 2))
             codes = codes[::2] | codes[1::2] << 4
-        return runtime_pb2.Tensor(
-            compression=self.compression_type,
-            buffer=bytes([self.bits]) + scales.view(torch.int16).numpy().tobytes() + codes.numpy().tobytes(),
-            size=tensor.shape,
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            requires_grad=tensor.requires_grad,
-        )
+        return bytes([self.code]) + scales.view(torch.int16).numpy().tobytes() + codes.numpy().tobytes()
 
-    def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """Restore a tensor of either format; ValueError if it is malformed."""
-        shape = tuple(serialized_tensor.size)
-        scales, codes, compression = read_buffer(serialized_tensor.buffer, math.prod(shape))
-        tensor = compression.dequantize(scales, codes, shape).to(getattr(torch, serialized_tensor.dtype))
-        tensor.nan_to_num_()  # a scale that is rounded up may exceed the largest value of the type
-        return tensor.requires_grad_(serialized_tensor.requires_grad)
-
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Return the ratio without the scales: it makes the size of parts a power of 2, a multiple of the blocks."""
-        return self.bits / torch.finfo(info.descriptor.dtype).bits
+    def decode(self, buffer: bytes, numel: int) -> torch.Tensor:
+        if len(buffer) != self.num_bytes(numel):
+            raise ValueError(f"a tensor has {len(buffer)} bytes instead of {self.num_bytes(numel)}")
+        num_blocks = math.ceil(numel / self.block_size)
+        begin = 1 + 2 * num_blocks
+        scales = torch.as_tensor(np.frombuffer(buffer[1:begin], dtype=np.int16).copy()).view(torch.bfloat16)
+        if not (scales.isfinite() & (scales >= 0)).all():
+            raise ValueError("a block has a scale that is negative or not finite")
+        codes = torch.as_tensor(np.frombuffer(buffer[begin:], dtype=np.uint8).copy())
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=1).flatten()[:numel]
+        codes = torch.nn.functional.pad(codes, (0, num_blocks * self.block_size - numel))
+        levels = self._levels(codes.view(num_blocks, self.block_size))
+        return levels.mul_(scales.float().unsqueeze(1)).flatten()[:numel]
 
 
 class Blockwise8Bit(BlockwiseCompression):
@@ -119,36 +147,3 @@ class Blockwise4Bit(BlockwiseCompression):
 
     def _levels(self, codes: torch.Tensor) -> torch.Tensor:
         return self.LEVELS.index_select(0, codes.flatten().int()).view(codes.shape)
-
-
-FORMATS: dict[bytes, BlockwiseCompression] = {
-    bytes([compression.bits]): compression for compression in (Blockwise8Bit(), Blockwise4Bit())
-}
-
-
-def find_format(buffer: bytes) -> BlockwiseCompression:
-    """Return the format of a buffer, or of the beginning of one; ValueError without one."""
-    if buffer[:1] not in FORMATS:
-        raise ValueError(f"a tensor has an unknown blockwise format: {buffer[:1]!r}")
-    return FORMATS[buffer[:1]]
-
-
-def read_buffer(buffer: bytes, numel: int) -> tuple[torch.Tensor, torch.Tensor, BlockwiseCompression]:
-    """Read the buffer of a tensor with `numel` values, at a cost bounded by the size of the buffer.
-
-    :returns: the scales and codes, as `quantize` returns them, and the format
-    :raises ValueError: if the buffer has another size, or a scale that no tensor of finite values has
-    """
-    compression = find_format(buffer)
-    if len(buffer) != compression.num_bytes(numel):
-        raise ValueError(f"a tensor has {len(buffer)} bytes instead of {compression.num_bytes(numel)}")
-    num_blocks = math.ceil(numel / compression.block_size)
-    begin = 1 + 2 * num_blocks
-    scales = torch.as_tensor(np.frombuffer(buffer[1:begin], dtype=np.int16).copy()).view(torch.bfloat16)
-    if not (scales.isfinite() & (scales >= 0)).all():
-        raise ValueError("a block has a scale that is negative or not finite")
-    codes = torch.as_tensor(np.frombuffer(buffer[begin:], dtype=np.uint8).copy())
-    if compression.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=1).flatten()[:numel]
-    codes = torch.nn.functional.pad(codes, (0, num_blocks * compression.block_size - numel))
-    return scales, codes.view(num_blocks, compression.block_size), compression

@@ -351,6 +351,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 )
         else:
             torch._foreach_copy_(self.grad_averager.averaged_gradients, self.grad_averager.gradients)
+            torch._foreach_zero_(self.grad_averager.gradients)  # nothing is left for the next round
             counts, self.distance, self.coordinator.is_settling = True, 0.0, False
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)

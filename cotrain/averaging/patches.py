@@ -15,7 +15,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils import MSGPackSerializer, get_logger
 
 from cotrain.averaging.base import switch_to_safe_loop
-from cotrain.averaging.blockwise import Blockwise8Bit
+from cotrain.averaging.compression import AnyFormat
 from cotrain.averaging.matchmaking import StepMatchmaking
 from cotrain.dht.clock import run_time
 from cotrain.dht.node import receive_raw_data
@@ -39,7 +39,7 @@ def apply_patches() -> None:
     PeerID.__init__ = _init_bounded_peer_id
     averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
-    serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores both blockwise formats
+    serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = AnyFormat()
     P2P.receive_raw_data = staticmethod(receive_raw_data)
     MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))
 

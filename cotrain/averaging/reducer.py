@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ from hivemind.proto import runtime_pb2
 
 from cotrain.averaging.bounds import MIN_WEIGHT, Bounds, ViolationError, norm_of
 from cotrain.averaging.outliers import TOLERANCE, OutlierFilter
+from cotrain.averaging.sparse import TopK
 from cotrain.averaging.wire import TensorSpec
 
 # A sender is late for a part after LATE_FACTOR times the median time of the senders, plus LATE_SECONDS. Later parts do
@@ -26,7 +27,7 @@ from cotrain.averaging.wire import TensorSpec
 LATE_FACTOR, LATE_SECONDS = 2.0, 3.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """A slice of this peer's tensor, shape (elements,), and of the output, which receives the average.
 
@@ -47,8 +48,17 @@ class Part:
     def spec(self) -> TensorSpec:
         return TensorSpec(tuple(self.own.shape), compressions={self.compression.compression_type})
 
+    @property
+    def keeps_error(self) -> bool:
+        """Whether what a contribution does not have stays in `own`, for the next round."""
+        return self.is_gradient and isinstance(self.compression, TopK)
+
     def compress(self, tensor: torch.Tensor) -> runtime_pb2.Tensor:
         return self.compression.compress(tensor, self.info)
+
+    def compress_own(self) -> runtime_pb2.Tensor:
+        """Compress this peer's contribution."""
+        return self.compress(self.compression.select(self.own) if self.keeps_error else self.own)
 
 
 @dataclass
@@ -70,6 +80,7 @@ class Average:
 
     message: runtime_pb2.Tensor | None = None
     values: torch.Tensor | None = None
+    senders: Collection[PeerID] = ()  # whose values it has
 
 
 @dataclass
@@ -78,12 +89,14 @@ class _Sum:
 
     :param held: sender -> values and weight, where they must be compared before they are added; None: this peer's
     :param times: seconds from the first message of a sender to its part
+    :param senders: the others whose values have arrived
     """
 
     total: torch.Tensor | None = None
     weight: float = 0.0
     held: dict[PeerID | None, tuple[torch.Tensor, float]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
+    senders: set[PeerID] = field(default_factory=set)
 
     def add(self, values: torch.Tensor, weight: float, sender: PeerID | None = None, is_held: bool = False) -> None:
         """Add values, or hold them until they are compared. Another sender's without weight are left out then."""
@@ -164,6 +177,7 @@ class Reducer:
         if self.averages[index].done():
             return
         sums.times.append(time.monotonic() - state.started)
+        sums.senders.add(sender)
         if part.is_gradient:
             self.weights[sender] = weight
         sums.add(values, weight, sender, self._compares(part))
@@ -217,7 +231,12 @@ class Reducer:
     async def _average(self, index: int) -> Average:
         part, sums, loop = self.parts[index], self._sums.pop(index, _Sum()), asyncio.get_running_loop()
         if self._own_weight is not None:
-            sums.add(part.own, self._own_weight(part), None, self._compares(part))
+            own, weight = part.own, self._own_weight(part)
+            if part.keeps_error:
+                own = deserialize_torch_tensor(await loop.run_in_executor(None, part.compress_own))
+                if weight > MIN_WEIGHT:
+                    part.own.sub_(own)
+            sums.add(own, weight, None, self._compares(part))
         self._add_held(sums)
         if sums.total is None:
             return Average()
@@ -227,7 +246,7 @@ class Reducer:
             return Average(values=values)
         message = await loop.run_in_executor(None, part.compress, values)
         part.output.copy_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
-        return Average(message)
+        return Average(message, senders=sums.senders)
 
     def _add_held(self, sums: _Sum) -> None:
         """Add the values that were held, scaled down where they are too large compared with the others'."""

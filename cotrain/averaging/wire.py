@@ -12,8 +12,6 @@ from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT, FLOAT16, MEANSTD_16BIT, NONE
 
-from cotrain.averaging.blockwise import find_format, read_buffer
-
 # Of the training state. A round accepts its own compression only.
 COMPRESSIONS = frozenset({NONE, FLOAT16, MEANSTD_16BIT})
 _ITEM_SIZES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
@@ -36,10 +34,10 @@ class TensorSpec:
 SCALAR = TensorSpec((), frozenset(_ITEM_SIZES))
 
 
-def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int:
+def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int | None:
     """Check everything but the buffer of a serialized tensor, or of its first chunk.
 
-    :returns: the number of bytes that its whole buffer must have
+    :returns: the number of bytes that its whole buffer must have; None if only the format's decoder can tell
     :raises ValueError: if the tensor is not the expected one
     """
     if tuple(header.size) != tuple(spec.shape):
@@ -55,22 +53,21 @@ def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int:
     if header.compression == MEANSTD_16BIT and spec.shape:  # hivemind's has an IndexError for scalars
         return spec.numel * 2 + math.prod(spec.shape[:-1]) * 2 * 4  # one mean and one deviation per row, float32
     if header.compression == BLOCKWISE_8BIT:
-        return find_format(header.buffer).num_bytes(spec.numel)
+        return None
     raise ValueError(f"a tensor has compression {header.compression}, which is not supported")
 
 
 def check_tensor(message: runtime_pb2.Tensor, spec: TensorSpec) -> None:
-    """Check a whole serialized tensor. Deserializing it then gives `spec.shape`, at a cost bounded by `spec`.
+    """Check a whole serialized tensor. Deserializing it then gives `spec.shape`, at a cost bounded by `spec`, or, in a
+    format of this project, raises ValueError.
 
     :raises ValueError: if the tensor is not the expected one
     """
     expected = expected_num_bytes(message, spec)
-    if len(message.buffer) != expected:
+    if expected is not None and len(message.buffer) != expected:
         raise ValueError(f"a tensor has {len(message.buffer)} bytes instead of {expected}")
     if message.requires_grad:
         raise ValueError("a tensor requires a gradient")  # the sum that it is added to would, too
-    if message.compression == BLOCKWISE_8BIT:
-        read_buffer(message.buffer, spec.numel)
 
 
 class TensorAssembler:

@@ -50,8 +50,8 @@ GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
 # 20 Mbit/s and no latency. Residuals: at most 7 % for 22 of 24 points, 9 and 12 % for two.
 FIXED_SECONDS = 0.2  # of a round, whatever the connection. The search for the group begins before the step is due
 SLOWDOWN = 1.22  # seconds of a round / seconds for its tensors at full rate. Plain TCP has 1.14 in both directions
-# Bits of a number, by compression
-BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "blockwise8": 8.06, "blockwise4": 4.25}
+# Bits of a number, by compression. With topk, the mean of a contribution and of the average of 8 peers
+BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "blockwise8": 8.06, "blockwise4": 4.25, "topk": 0.65}
 
 
 @dataclass(frozen=True)

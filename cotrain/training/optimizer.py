@@ -24,6 +24,7 @@ from cotrain.arguments import (
     HyperparameterArguments,
     OptimizerArguments,
     TrainerArguments,
+    check_compression,
 )
 from cotrain.averaging.compression import COMPRESSIONS
 from cotrain.averaging.local_updates import LocalUpdatesOptimizer
@@ -172,6 +173,7 @@ def _step_optimizer(args: HyperparameterArguments) -> dict:
 def _round_options(hyperparameter_args: HyperparameterArguments, args: OptimizerArguments, bandwidth: float) -> dict:
     """Return the options of RoundAverager. The bounds on contributions are the same at all peers of a run."""
     local_updates = hyperparameter_args.local_updates
+    check_compression(args.gradient_compression, local_updates)
     return {
         "local_updates": local_updates,
         "max_grad_norm": hyperparameter_args.max_update_norm if local_updates else hyperparameter_args.max_grad_norm,

@@ -20,9 +20,9 @@ def test_gradients_whose_sum_overflows_are_not_sent():
 class Peer:
     """Parameters of one element each: the model's, those of the last global step, and the contribution."""
 
-    def __init__(self, value: float = 0.0):
+    def __init__(self, value: float = 0.0, **options):
         self.model, self.step, self.contribution = ([torch.tensor([value])] for _ in range(3))
-        self.accumulator = UpdateAccumulator(self.model, self.step, self.contribution)
+        self.accumulator = UpdateAccumulator(self.model, self.step, self.contribution, **options)
 
     def train(self, change: float, num_samples: int = 1) -> None:
         self.model[0] += change
@@ -94,3 +94,23 @@ def test_parameters_that_are_not_finite_contribute_nothing(value):
     peer.accumulator.confirm()
     peer.accumulator.drop()
     assert peer.model[0] == 0 and peer.changes == 0 and peer.accumulator.num_samples == 0
+
+
+def test_what_a_sparse_round_did_not_take_is_in_the_next_contribution():
+    peer = Peer(kept_fraction=0.5)
+    peer.train(-1.0, num_samples=3)
+    assert peer.load() == (1.0, 3)
+    peer.contribution[0].fill_(0.75)  # the round has taken a quarter
+    peer.accumulator.confirm()
+    peer.accumulator.rebase()
+    assert peer.model[0] == 0.0, "the next local steps begin at the parameters of the step"
+    peer.train(-0.25)
+    assert peer.load() == (0.625, 1)
+
+    # A missed or failed round: all of it stays in the contribution, and its samples count
+    assert peer.accumulator.take_back(1) == 1
+    peer.accumulator.rebase()
+    assert peer.model[0] == 0.0 and peer.load() == (0.3125, 1)
+
+    peer.accumulator.drop()  # after a download
+    assert peer.contribution[0] == 0.0

@@ -11,7 +11,7 @@ from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT
 from hypothesis import example, given, settings
 
-from cotrain.averaging.blockwise import FORMATS, Blockwise4Bit, Blockwise8Bit, BlockwiseCompression
+from cotrain.averaging.blockwise import Blockwise4Bit, Blockwise8Bit, BlockwiseCompression
 from cotrain.averaging.wire import TensorSpec, check_tensor
 
 pytestmark = pytest.mark.usefixtures("patches")
@@ -147,22 +147,21 @@ def test_malformed_buffers_are_refused(compression, change, reason):
     check_tensor(message, spec(1001))
     message.buffer = change(message.buffer)
     with pytest.raises(ValueError, match=reason):
-        check_tensor(message, spec(1001))
-    with pytest.raises(ValueError, match=reason):
         deserialize_torch_tensor(message)
 
 
-@given(buffer=st.binary(max_size=300), numel=st.integers(0, 300), bits=st.sampled_from([4, 8]))
-@settings(max_examples=300, deadline=None, derandomize=True)
-def test_any_buffer_gives_the_expected_values_or_is_refused(buffer, numel, bits):
-    padded = bytes([bits]) + (buffer + bytes(700))[: FORMATS[bytes([bits])].num_bytes(numel) - 1]
+@formats
+@given(buffer=st.binary(max_size=300), numel=st.integers(0, 300))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_any_buffer_gives_the_expected_values_or_is_refused(compression, buffer, numel):
+    padded = bytes([compression.code]) + (buffer + bytes(700))[: compression.num_bytes(numel) - 1]
     for candidate in (buffer, padded):
         message = runtime_pb2.Tensor(buffer=candidate, size=[numel], dtype="float32", compression=BLOCKWISE_8BIT)
+        check_tensor(message, spec(numel))
         try:
-            check_tensor(message, spec(numel))
+            restored = deserialize_torch_tensor(message)
         except ValueError:
             continue
-        restored = deserialize_torch_tensor(message)
         assert restored.shape == (numel,) and not restored.isnan().any()
 
 

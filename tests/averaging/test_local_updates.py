@@ -107,3 +107,26 @@ def test_unequal_peers_take_the_steps_of_diloco(build_swarm, are_delayed):
     newcomer.join()
     assert (newcomer.model_parameters - swarm.trainers[0].parameters).abs().max() < 1e-6
     take_step(swarm, replay, (1,) * 3, (3,), (2,), (2, 2))
+
+
+def test_sparse_rounds_keep_unequal_trainers_equal(build_swarm):
+    """They send one value in 64 of a block. What they do not send stays with them; a newcomer begins with nothing."""
+    swarm = build_swarm(**LOCAL, gradient_compression="topk")
+    swarm.add_several(False, True, False)
+    before = swarm.trainers[0].parameters
+    for sizes in (((2, 1), (2, 2, 2), (1,) * 3), ((4,), (1, 1), (2, 2, 2)), ((1,) * 3, (3,), (2,), (2, 2))):
+        if len(sizes) > len(swarm.trainers):
+            swarm.add().join()
+        swarm.meet()
+        step = swarm.trainers[0].completed + 1
+        for trainer, sizes_of_trainer in zip(swarm.trainers, sizes, strict=True):
+            trainer.optimizer.finish_pending_update()
+            for size in sizes_of_trainer:
+                trainer.local_step(swarm.take(size))
+        swarm.wait_for(step)
+        after = swarm.trainers[0].parameters
+        assert all((trainer.parameters - after).abs().max() < 1e-6 for trainer in swarm.trainers)
+        assert 0 < ((after - before) != 0).float().mean() < 0.5
+    for trainer in swarm.trainers:
+        kept, moved = flat(trainer.optimizer.accumulator.contribution), after - before
+        assert kept.isfinite().all() and kept.norm() > 0.01 * moved.norm()
