@@ -18,7 +18,7 @@ from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 
 from cotrain.arguments import HyperparameterArguments
 from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-from cotrain.averaging.local_updates import KEPT_FRACTION, LocalUpdatesOptimizer
+from cotrain.averaging.local_updates import LocalUpdatesOptimizer
 from cotrain.averaging.outliers import OutlierFilter
 from cotrain.averaging.sparse import TopK
 from cotrain.averaging.state import set_schedule
@@ -192,7 +192,7 @@ class LocalTrainer(LocalUpdatesOptimizer):
     :param theta: parameters of the last global step
     """
 
-    def __init__(self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments, kept_fraction: float):
+    def __init__(self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments, keeps_rest: bool):
         self._parent_pid = 0  # hivemind's destructor has nothing to shut down
         self.model = model
         self._inner_params = build_param_groups(model, args.weight_decay)
@@ -201,8 +201,7 @@ class LocalTrainer(LocalUpdatesOptimizer):
         self.max_local_grad_norm = args.max_grad_norm
         parameters = parameters_of(self._inner_params)
         self.state_averager = SimpleNamespace(main_parameters=parameters, local_epoch=0)
-        contribution = [torch.zeros_like(p, requires_grad=False) for p in parameters]
-        self.accumulator = UpdateAccumulator(parameters, theta, contribution, kept_fraction)
+        self.accumulator = UpdateAccumulator(parameters, theta, [torch.zeros_like(p) for p in parameters], keeps_rest)
         self._reset_inner()
 
     def train(self, batch: dict[str, torch.Tensor], num_samples: int) -> None:
@@ -225,8 +224,8 @@ class LocalUpdatePeers:
         groups = copies_of(build_param_groups(build_model(), args.weight_decay))
         self.theta = parameters_of(groups)
         self.outer = build_outer_optimizer(groups, args)
-        kept_fraction = KEPT_FRACTION if isinstance(self._compression, TopK) else 0.0
-        self.trainers = [LocalTrainer(build_model(), self.theta, args, kept_fraction) for _ in range(variant.peers)]
+        keeps_rest = isinstance(self._compression, TopK)
+        self.trainers = [LocalTrainer(build_model(), self.theta, args, keeps_rest) for _ in range(variant.peers)]
         self.step = 0
 
     @property

@@ -76,7 +76,7 @@ class UpdateAccumulator:
     :param main_parameters: parameters of the model. Hold `lock` while changing them
     :param step_parameters, contribution: parameters of the last global step, and what receives the pseudo-gradient for
       a round; tensors of the same shapes on the CPU
-    :param kept_fraction: of what a round has left in `contribution`, which is added to the next pseudo-gradient
+    :param keeps_rest: whether what a round has left in `contribution` stays in the model as a local update
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class UpdateAccumulator:
         main_parameters: Sequence[torch.Tensor],
         step_parameters: Sequence[torch.Tensor],
         contribution: Sequence[torch.Tensor],
-        kept_fraction: float = 0.0,
+        keeps_rest: bool = False,
     ):
         self.main_parameters, self.step_parameters = tuple(main_parameters), tuple(step_parameters)
-        self.contribution, self.kept_fraction = tuple(contribution), kept_fraction
+        self.contribution, self.keeps_rest = tuple(contribution), keeps_rest
         self.num_samples = 0  # since the last round
         self.lock = threading.RLock()
         self._base = [parameter.detach().clone() for parameter in self.step_parameters]
@@ -113,7 +113,7 @@ class UpdateAccumulator:
                 self._base, self._loaded, self.main_parameters, self.contribution, strict=True
             ):
                 loaded.copy_(parameter)
-                difference.mul_(self.kept_fraction).add_(base).sub_(loaded)
+                torch.sub(base, loaded, out=difference)
             if not math.isfinite(clip_norm(self.contribution, max_norm)):
                 num_samples = 0
                 torch._foreach_copy_(self._loaded, self._base)
@@ -123,14 +123,15 @@ class UpdateAccumulator:
     def take_back(self, num_samples: int) -> int:
         """Count the loaded contribution, which no round has used, in the next round. Return the samples for it."""
         with self.lock:
-            if self.kept_fraction:  # the contribution keeps it
-                self.confirm()
             self._is_loaded = False
             return self.add(num_samples)
 
+    @torch.no_grad()
     def confirm(self) -> None:
         with self.lock:
             self._is_loaded = False
+            if self.keeps_rest:
+                torch._foreach_add_(self._loaded, self.contribution)
             self._base, self._loaded = self._loaded, self._base
 
     @torch.no_grad()
@@ -162,7 +163,6 @@ class UpdateAccumulator:
         self.rebase([torch.zeros_like(parameter) for parameter in self.main_parameters])
         with self.lock:
             self.num_samples = 0
-            torch._foreach_zero_(self.contribution)
 
 
 @torch.no_grad()

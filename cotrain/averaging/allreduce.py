@@ -7,7 +7,7 @@ of these parts and receive the averages. The wire format is hivemind's, the rule
 - The average of a gradient is compressed once. All members, the reducer included, use the same bytes.
 - Gradients and parameters have separate weights and compressions.
 - Everything that is received is checked, before it is deserialized and against bounds.
-- With a sparse compression, a contribution keeps what it does not send and what no reducer takes (error feedback).
+- With a sparse compression, a contribution keeps what it does not send and what its reducer does not take.
 """
 
 import asyncio
@@ -258,7 +258,7 @@ class AllReduce:
             )
 
         async for message in amap_in_executor(compress, self._open_parts(peer_id)):
-            if parts[message.tensor_part.chunks].keeps_error and self._weight > MIN_WEIGHT:
+            if parts[message.tensor_part.chunks].keeps_rest and self._weight > MIN_WEIGHT:
                 self._contributed[parts[message.tensor_part.chunks]] = message.tensor_part
             yield message
             now = time.monotonic()

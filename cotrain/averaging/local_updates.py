@@ -17,8 +17,6 @@ from cotrain.averaging.state import all_finite, set_schedule
 
 # Local steps over which the learning rate of an inner optimizer without statistics rises to its value
 INNER_WARMUP_STEPS = 20
-# Of what a sparse compression has not sent, that a trainer adds to its next contribution: as SparseLoCo does
-KEPT_FRACTION = 0.95
 
 
 class LocalUpdatesOptimizer(CollaborativeOptimizer):
@@ -66,7 +64,7 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
             self.state_averager.main_parameters,
             self._offloaded_parameters(),
             averager.gradients,
-            kept_fraction=KEPT_FRACTION if averager.keeps_error else 0.0,
+            keeps_rest=averager.keeps_rest,
         )
 
     @property

@@ -49,8 +49,8 @@ class Part:
         return TensorSpec(tuple(self.own.shape), compressions={self.compression.compression_type})
 
     @property
-    def keeps_error(self) -> bool:
-        """Whether what a contribution does not have stays in `own`, for the next round."""
+    def keeps_rest(self) -> bool:
+        """Whether `own` loses what the round takes, and keeps the rest."""
         return self.is_gradient and isinstance(self.compression, TopK)
 
     def compress(self, tensor: torch.Tensor) -> runtime_pb2.Tensor:
@@ -58,7 +58,7 @@ class Part:
 
     def compress_own(self) -> runtime_pb2.Tensor:
         """Compress this peer's contribution."""
-        return self.compress(self.compression.select(self.own) if self.keeps_error else self.own)
+        return self.compress(self.compression.select(self.own) if self.keeps_rest else self.own)
 
 
 @dataclass
@@ -232,7 +232,7 @@ class Reducer:
         part, sums, loop = self.parts[index], self._sums.pop(index, _Sum()), asyncio.get_running_loop()
         if self._own_weight is not None:
             own, weight = part.own, self._own_weight(part)
-            if part.keeps_error:
+            if part.keeps_rest:
                 own = deserialize_torch_tensor(await loop.run_in_executor(None, part.compress_own))
                 if weight > MIN_WEIGHT:
                     part.own.sub_(own)

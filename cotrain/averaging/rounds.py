@@ -74,7 +74,7 @@ class RoundAverager(SafeAverager):
     """Averages this peer's gradients and parameters with its group, in one round per global step.
 
     Fill `gradients` before a round. The averages are in `averaged_gradients` and `averaged_parameters` after it. If
-    `keeps_error`, `gradients` then has what the round did not take, for the next one.
+    `keeps_rest`, `gradients` then has what the round did not take.
 
     :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
     :param max_grad_norm: bound on the norm of each peer's gradient; 0: no bound
@@ -103,7 +103,7 @@ class RoundAverager(SafeAverager):
         **kwargs,
     ):
         self.local_updates, self.max_weight = local_updates, max_weight
-        self.keeps_error = isinstance(gradient_compression, TopK)
+        self.keeps_rest = isinstance(gradient_compression, TopK)
         self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
         self._bounds = Bounds(weight=max_weight, parameter_step=parameter_step, compares_norms=local_updates)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]

@@ -1,7 +1,7 @@
 """Sparse compression of pseudo-gradients: the largest values of each block, and a map of their places.
 
-Of each block of BLOCK values a peer sends one in FRACTION, those with the largest magnitudes, and keeps the rest for
-the next round (error feedback), as in SparseLoCo (https://arxiv.org/abs/2508.15706). An average has all places to
+Of each block of BLOCK values a peer sends one in FRACTION, those with the largest magnitudes, as in SparseLoCo
+(https://arxiv.org/abs/2508.15706). The rest stays in its model, see UpdateAccumulator. An average has all places to
 which a member has sent a value. The buffer of a message is
 
 - one byte: 1, the code of the format, and four bytes: the size of the next item,

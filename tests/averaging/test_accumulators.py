@@ -96,21 +96,24 @@ def test_parameters_that_are_not_finite_contribute_nothing(value):
     assert peer.model[0] == 0 and peer.changes == 0 and peer.accumulator.num_samples == 0
 
 
-def test_what_a_sparse_round_did_not_take_is_in_the_next_contribution():
-    peer = Peer(kept_fraction=0.5)
+def test_what_a_sparse_round_did_not_take_stays_in_the_model():
+    peer = Peer(keeps_rest=True)
     peer.train(-1.0, num_samples=3)
     assert peer.load() == (1.0, 3)
+    peer.train(-0.25)  # during the round
     peer.contribution[0].fill_(0.75)  # the round has taken a quarter
     peer.accumulator.confirm()
+    peer.step[0].fill_(-8.0)
     peer.accumulator.rebase()
-    assert peer.model[0] == 0.0, "the next local steps begin at the parameters of the step"
-    peer.train(-0.25)
-    assert peer.load() == (0.625, 1)
+    assert peer.changes == -1.0 and peer.model[0] == -9.0
+    assert peer.load() == (1.0, 1)
 
-    # A missed or failed round: all of it stays in the contribution, and its samples count
+    # Missed, or failed before it began
     assert peer.accumulator.take_back(1) == 1
-    peer.accumulator.rebase()
-    assert peer.model[0] == 0.0 and peer.load() == (0.3125, 1)
+    assert peer.load() == (1.0, 1)
 
-    peer.accumulator.drop()  # after a download
-    assert peer.contribution[0] == 0.0
+    # Without anybody else, all of it is used
+    peer.contribution[0].zero_()
+    peer.accumulator.confirm()
+    peer.accumulator.rebase()
+    assert peer.changes == 0.0 and peer.model[0] == -8.0
