@@ -156,6 +156,7 @@ def monitor(
     from hivemind.utils import get_logger
 
     from cotrain.common.logs import setup_logging
+    from cotrain.monitoring.advice import Adviser
     from cotrain.monitoring.aggregation import MetricsAggregator
     from cotrain.monitoring.auxiliary_peer import open_auxiliary_peer
     from cotrain.monitoring.contributors import Contributors
@@ -237,7 +238,9 @@ def monitor(
             settle_time=max(10.0, args.refresh_period),
             target_batch_size=run_args.target_batch_size,
         )
-        training_monitor = TrainingMonitor(peer, run_id, aggregator, reporter, contributors, keeper, uploader, args)
+        training_monitor = TrainingMonitor(
+            peer, run_id, aggregator, reporter, contributors, keeper, uploader, args, Adviser(run_args)
+        )
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
         while not stop.is_set() and time.time() < end_time:
             page = peer_args.page or reporter.page  # wandb's is known after its start

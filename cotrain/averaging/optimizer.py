@@ -76,6 +76,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.round_log: RoundLog | None = None
         # Of the newest rounds with other trainers: whether they averaged everything with every trainer of the step
         self.recent_rounds: deque[bool] = deque(maxlen=MAX_ROUNDS)
+        self._round_times: deque[tuple[float, float]] = deque(maxlen=16)  # end (`time.monotonic`) and seconds
         self._failed_loads = 0
         self._has_update = False  # whether the offloaded parameters are newer than the model's
         self._is_broken = False  # whether the offloaded parameters are not finite
@@ -305,6 +306,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
         if outcome != Outcome.ALONE:
             self.recent_rounds.append(result is not None and result.received == 1 and not result.missed)
+            self._round_times.append((averaged, averaged - loaded))
         self._log_round(step, samples, outcome, result, seconds)
         self._report_step(carried)
         if outcome != Outcome.FAILED:
@@ -446,6 +448,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         }
         entry["seconds"] = {name: round(value, 3) for name, value in {**entry["seconds"], **seconds}.items()}
         self.round_log.write(entry)
+
+    @property
+    def averaging_share(self) -> float | None:
+        """Fraction of the time for which rounds ran lately; None before the third round."""
+        (first, _), *times = self._round_times or [(0.0, 0.0)]
+        return min(1.0, sum(seconds for _, seconds in times) / (times[-1][0] - first)) if len(times) > 1 else None
 
     def pop_steps(self) -> list[tuple[int, int | None]]:
         """Return the global steps since the last call, and the samples that this peer contributed to each.

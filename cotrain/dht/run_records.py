@@ -50,12 +50,14 @@ class RoundStatistics(ExtensibleRecord):
     :param complete: those that averaged everything with every trainer of the step
     :param computed: samples that the trainer has computed for its newest MAX_ROUNDS global steps; may be missing
     :param applied: those of them that counted in a step; may be missing
+    :param averaging: fraction of the time for which rounds ran lately; may be missing
     """
 
     rounds: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
     complete: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
     computed: Count | None = None
     applied: Count | None = None
+    averaging: pydantic.confloat(strict=True, ge=0.0, le=1.0) | None = None
 
 
 class Evaluation(ExtensibleRecord):

@@ -15,6 +15,7 @@ from cotrain.dht import run_records
 from cotrain.dht.clock import run_time
 from cotrain.dht.records import signer_of
 from cotrain.dht.run_records import Evaluation, MonitorStatus
+from cotrain.monitoring.advice import Adviser
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
 from cotrain.monitoring.hub_upload import HubUploader
@@ -114,6 +115,7 @@ class TrainingMonitor:
     :param keeper: keeps checkpoints, None to keep none
     :param uploader: uploads them, None to keep them here
     :param args: TrainingMonitorArguments of run_training_monitor.py
+    :param adviser: has the settings of the run
     """
 
     def __init__(
@@ -126,9 +128,11 @@ class TrainingMonitor:
         keeper: CheckpointKeeper | None,
         uploader: HubUploader | None,
         args,
+        adviser: Adviser,
     ):
         self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
         self.contributors, self.keeper, self.uploader, self.args = contributors, keeper, uploader, args
+        self._adviser = adviser
         self._refused_logged_at = float("-inf")
         self._client_mode_alarm = ClientModeAlarm()
         self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
@@ -169,6 +173,8 @@ class TrainingMonitor:
     def _report(self, reports: list[StepReport]) -> None:
         shares = parse_shares(self._read("rounds")) if reports else {}
         rounds = {name: round(share, 4) for name, share in shares.items()}
+        if (advice := self._adviser.advise(shares.get("averaging"))) is not None:
+            logger.warning(advice)
         for report in reports:
             if report.step <= self._newest_step:
                 logger.warning(

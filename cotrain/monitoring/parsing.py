@@ -89,9 +89,13 @@ def parse_shares(raw: Mapping | None) -> dict[str, float]:
     """Parse the records under `{run_id}_rounds` into shares over all trainers, by curve name.
 
     "complete rounds": complete rounds / rounds. "applied share": applied samples / computed samples. A claim of many
-    samples is not believed: no trainer has more weight than the median one. Without any, a share is missing.
+    samples is not believed: no trainer has more weight than the median one. "averaging": the fraction of the time for
+    which the median trainer's rounds ran. Without any, a share is missing.
     """
     shares = {}
+    averaging = [value["averaging"] for _, value, _ in _records(raw) if value.get("averaging") is not None]
+    if averaging:
+        shares["averaging"] = statistics.median(averaging)
     for name, part, whole in (("complete rounds", "complete", "rounds"), ("applied share", "applied", "computed")):
         counts = [(value[whole], value.get(part) or 0) for _, value, _ in _records(raw) if value.get(whole)]
         if counts:

@@ -226,6 +226,8 @@ class TrainingSession:
         rounds = list(self.optimizer.recent_rounds)
         computed, applied = self.status.record_samples()
         value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied)
+        if (share := self.optimizer.averaging_share) is not None:
+            value.averaging = share
         self._store("rounds", value.dict())
 
     def recover(self) -> None:

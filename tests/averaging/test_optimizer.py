@@ -199,6 +199,16 @@ def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_other
     assert optimizer.pop_steps() == [(1, 12)] and [step for step, _ in optimizer.state_averager.marks] == [1]
 
 
+def test_averaging_share_is_the_time_in_rounds(monkeypatch):
+    optimizer, now = build(), [100.0]
+    monkeypatch.setattr("cotrain.averaging.optimizer.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    optimizer.coordinator.during = lambda: now.append(now.pop() + 2.0)
+    for number, expected in enumerate((None, None, None, 0.25, 0.25)):
+        assert optimizer.averaging_share == expected, f"after {number} rounds"
+        take(optimizer)
+        now[0] += 6.0
+
+
 def test_distance_grows_by_what_is_missed_and_shrinks_by_the_parameters_received():
     optimizer = build(average_state_every=2)
     take(optimizer, Outcome.MISSED)

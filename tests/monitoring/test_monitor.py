@@ -12,12 +12,13 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.dht import run_records
 from cotrain.dht.records import signer_of
+from cotrain.monitoring.advice import PERIOD, Adviser
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.monitor import TrainingMonitor
 from cotrain.monitoring.parsing import parse_shares
 from cotrain.monitoring.reporters import Reporters
-from run_training_monitor import TrainingMonitorArguments
+from run_training_monitor import RunArguments, TrainingMonitorArguments
 from tests.support.dht_records import metric
 from tests.support.fakes import make_session
 from tests.support.peers import read_jsonl
@@ -50,10 +51,15 @@ def make_trainer(tmp_path):
     return make_trainer
 
 
+def make_settings(**flags) -> RunArguments:
+    return RunArguments(model_name_or_path="albert-large-v2", **flags)
+
+
 def make_monitor(folder, reporter, aggregator=None, uploader=None, save_checkpoint_step_interval=100):
     args = TrainingMonitorArguments(save_checkpoint_step_interval=save_checkpoint_step_interval)
     peer, counted = SimpleNamespace(dht=None, public_key=b"monitor"), Contributors(folder, "run")
-    return TrainingMonitor(peer, "run", aggregator or MetricsAggregator(), reporter, counted, None, uploader, args)
+    aggregator, adviser = aggregator or MetricsAggregator(), Adviser(make_settings())
+    return TrainingMonitor(peer, "run", aggregator, reporter, counted, None, uploader, args, adviser)
 
 
 def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, stored, make_trainer):
@@ -66,6 +72,41 @@ def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, s
     reporter = Mock()
     make_monitor(tmp_path, reporter, MetricsAggregator(last_reported_step=9)).refresh()
     reporter.report.assert_called_once_with(ANY, {"complete rounds": 0.75})
+
+
+def test_organiser_is_told_what_helps_when_rounds_take_the_time(tmp_path, stored, make_trainer, caplog):
+    """The trainers have slow, fast and no connections. One line in half an hour."""
+    monitor = make_monitor(tmp_path, Mock(), MetricsAggregator(last_reported_step=0))
+    for step, share in ((1, 0.5), (2, 0.97), (3, 0.99)):
+        for key, of_trainer in ((b"a", share), (b"b", 1.0), (b"c", 0.1)):
+            session = make_trainer(key)
+            session.optimizer.averaging_share = of_trainer
+            session.report(step=step, samples=8)
+            session.close()
+        monitor.refresh()
+        assert ("97% of the time" in caplog.text) == (step > 1) and "99%" not in caplog.text
+    assert "--gradient_compression blockwise8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "blockwise8, or --local_updates --gradient_compression topk"),
+        ({"gradient_compression": "blockwise8"}, "with --local_updates --gradient_compression topk"),
+        ({"local_updates": True}, "with --gradient_compression topk --average_state_every 64. "),
+        ({"local_updates": True, "gradient_compression": "topk"}, "--average_state_every 64. "),
+        (
+            {"local_updates": True, "gradient_compression": "topk", "average_state_every": 64},
+            "with a larger --target_batch_size. ",
+        ),
+    ],
+)
+def test_advice_depends_on_the_settings(settings, advice, monkeypatch):
+    adviser = Adviser(make_settings(**settings))
+    assert adviser.advise(None) is None and adviser.advise(0.8) is None
+    assert advice in adviser.advise(1.0) and adviser.advise(1.0) is None
+    adviser._advised_at -= PERIOD
+    assert adviser.advise(1.0)
 
 
 def test_share_of_applied_samples_comes_from_the_sessions(stored, make_trainer):

@@ -1,0 +1,47 @@
+"""Advice to the organiser of a run whose rounds take as long as its global steps."""
+
+import math
+import time
+
+BUSY = 0.9  # fraction of the time for which rounds run; steps then wait for them
+PERIOD = 1800.0  # seconds between two lines
+MIN_INTERVAL = 64  # of parameters in sparse rounds: at 8 peers they then have a third of the bytes
+
+
+def find_flags(args) -> str:
+    """Return the settings that make the rounds of a run shorter, or rarer.
+
+    :param args: HyperparameterArguments and OptimizerArguments in one
+    """
+    sparse = f"--gradient_compression topk --average_state_every {MIN_INTERVAL}"
+    if not args.local_updates:
+        local = f"--local_updates {sparse} and a larger --target_batch_size"
+        is_compressed = args.gradient_compression.startswith("blockwise")
+        return local if is_compressed else f"--gradient_compression blockwise8, or {local}"
+    if args.gradient_compression != "topk" or args.average_state_every < MIN_INTERVAL:
+        return sparse
+    return "a larger --target_batch_size"
+
+
+class Adviser:
+    """Returns one line if the rounds take up the time.
+
+    :param args: settings of the run
+    """
+
+    def __init__(self, args):
+        self._flags, self._advised_at = find_flags(args), -math.inf
+
+    def advise(self, averaging: float | None) -> str | None:
+        """Return advice, at most once in PERIOD.
+
+        :param averaging: fraction of the time for which rounds run
+        """
+        now = time.monotonic()
+        if averaging is None or averaging < BUSY or now < self._advised_at + PERIOD:
+            return None
+        self._advised_at = now
+        return (
+            f"Rounds run for {averaging:.0%} of the time: steps wait for slow connections. Rounds would be shorter or "
+            f"rarer with {self._flags}. See docs/tuning.md; all peers need the same settings"
+        )
