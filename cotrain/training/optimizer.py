@@ -311,6 +311,7 @@ def open_observer(
         **_step_optimizer(args),
         initialize_optimizer=False,  # see initialize_optimizer_state
         offload_optimizer=False,
+        reuse_tensors=True,  # the model's parameters in shared memory: the averager's process compares them
         allow_state_sharing=False,
         download_timeout=download_timeout,
         donor_timeout=download_timeout / 2,

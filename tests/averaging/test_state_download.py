@@ -17,12 +17,14 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.averaging import wire
-from cotrain.averaging.comparison import choose_elements, pack_elements
+from cotrain.averaging.comparison import agrees, choose_elements, pack_elements
 from cotrain.averaging.download import StateDownload, rank_donors
 from cotrain.averaging.state import StateLoadError, TrainingStateAverager
 from cotrain.dht.records import signer_of
+from cotrain.models.model import build_model
+from cotrain.training.optimizer import open_observer
 from tests.support.peers import wait_until
-from tests.support.state import arguments, fill_gradients, fill_parameters, flat, learning_rates, offer
+from tests.support.state import CONFIG, arguments, fill_gradients, fill_parameters, flat, learning_rates, offer
 
 
 def statistics(averager: TrainingStateAverager) -> list:
@@ -399,3 +401,23 @@ def test_newcomer_compares_the_state_of_a_donor_with_those_of_others(build_swarm
     newcomer = swarm.add()
     newcomer.join()
     assert torch.equal(newcomer.parameters, honest[0].parameters)
+
+
+def test_monitor_compares_with_the_state_that_it_offers(build_swarm):
+    """Its averager's process must see what the monitor has loaded since the process was forked."""
+    swarm = build_swarm()
+    trainer = swarm.add()
+    trainer.optimizer.load_state_from_peers()
+    fill_parameters(trainer.optimizer.state_averager, 7.0)
+    trainer.optimizer.state_averager.offer(priority=1)
+    peer, seed = swarm.borrow(), bytes(8)
+    with open_observer(build_model(CONFIG, "run"), peer, swarm.run_id, arguments(), 60.0) as observer:
+        assert observer.load_state_from_peers(min_epoch=0)
+        observer.offer(priority=1)
+
+        async def ask() -> DownloadData:
+            p2p = await trainer.optimizer.dht.replicate_p2p()
+            stub = type(observer).get_stub(p2p, observer.peer_id, namespace=observer.prefix)
+            return await stub.rpc_compare_state(DownloadData(metadata=seed))
+
+        assert agrees(trainer.optimizer._offloaded_parameters(), seed, asyncio.run(ask()))
