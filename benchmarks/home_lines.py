@@ -2,10 +2,11 @@
 """Measure seconds and bytes of rounds on links as at home.
 
 benchmarks/home_lines.py --uplinks 5 10 20 100 --peers 2 4
+benchmarks/home_lines.py --uplinks 14.7 --downlink 7.6 --peers 8 --slow 2 --modes default topk
 
 Each peer runs in a network namespace behind a rate limit (tc's token bucket filter) and averages ALBERT-large's
-tensors; its computation is simulated. Downlinks have 5 times the rate of the uplink, at least 50 Mbit/s. There is no
-latency. Needs root, and 1.5 GB of memory for each peer.
+tensors; its computation is simulated. Downlinks have 5 times the rate of the uplink, at least 50 Mbit/s. With --slow,
+some peers have a third of these rates. There is no latency. Needs root, and 1.5 GB of memory for each peer.
 
 Rates rise, from before the peers connect: TCP's send buffers grow with the rate and never shrink. On a link that has
 become much slower, a full buffer has no room for more than 5 s, and libp2p closes the connection.
@@ -36,6 +37,7 @@ MODES = {
     "default": "",
     "blockwise8": "--gradient_compression blockwise8",
     "local": "--local_updates --gradient_compression blockwise8",
+    "topk": "--local_updates --gradient_compression topk --average_state_every 1000",
     "gradients": "--average_state_every 1000",  # the first 999 rounds have no parameters
     "gradients8": "--average_state_every 1000 --gradient_compression blockwise8",
 }
@@ -51,8 +53,8 @@ load      load average for each core: rounds on a busy machine wait for the CPU"
 class Swarm:
     """Peers of one mode, each in its own network namespace."""
 
-    def __init__(self, stack: ExitStack, folder: Path, mode: str, number: int, upload: float):
-        self.folder, self.number = folder, number
+    def __init__(self, stack: ExitStack, folder: Path, mode: str, number: int, upload: float, args):
+        self.folder, self.number, self.args = folder, number, args
         self.internet = stack.enter_context(Internet())
         self.hosts = [self.internet.add_public() for _ in range(number)]
         self.limit(upload)
@@ -78,8 +80,9 @@ class Swarm:
         )  # fmt: skip
 
     def limit(self, upload: float) -> None:
-        for host in self.hosts:
-            self.internet.limit(host, upload, max(50.0, 5 * upload))
+        for index, host in enumerate(self.hosts):
+            rate = upload / (3 if index >= self.number - self.args.slow else 1)
+            self.internet.limit(host, rate, max(50.0, self.args.downlink * rate))
 
     def read_steps(self) -> dict[int, list[tuple[dict, dict]]]:
         """Return round and traffic of all peers for each global step that all have completed."""
@@ -143,6 +146,8 @@ def main() -> None:
     parser.add_argument("--uplinks", type=float, nargs="+", default=[5.0, 10.0, 20.0, 100.0], help="in Mbit/s")
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--downlink", type=float, default=5.0, help="rate of the downlink / that of the uplink")
+    parser.add_argument("--slow", type=int, default=0, help="peers with a third of the rates")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of a point; the first round of all is left out")
     args = parser.parse_args()
     if (reason := why_unavailable()) or shutil.which("tc") is None:
@@ -153,7 +158,7 @@ def main() -> None:
     for number in args.peers:
         for mode in args.modes:
             with tempfile.TemporaryDirectory(prefix="lines-") as folder, ExitStack() as stack:
-                swarm = Swarm(stack, Path(folder) / "run", mode, number, min(args.uplinks))
+                swarm = Swarm(stack, Path(folder) / "run", mode, number, min(args.uplinks), args)
                 last = swarm.wait_for_rounds(1, after=0)[-1]
                 for upload in sorted(args.uplinks):
                     swarm.limit(upload)
