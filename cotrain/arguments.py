@@ -71,8 +71,7 @@ class BaseTrainingArguments(Flags):
         False,
         "Reach peers behind NAT or firewalls through relays and, if this peer is public, serve as one: to any peer of "
         "libp2p, 4 GiB per connection. For runs with --use_auto_relay",
-        setting=True,
-        optional=True,
+        setting="optional",
     )
     map_port: bool = flag(False, "Ask the router for a public port (UPnP or NAT-PMP), and so become reachable")
     use_auto_relay: bool = flag(
@@ -104,8 +103,7 @@ class BaseTrainingArguments(Flags):
         None,
         "Address of a web page with the run's curves, which trainers print. Default of the monitor: the page of "
         "--space_id or --report_to wandb",
-        setting=True,
-        optional=True,
+        setting="optional",
     )
     ends_at: str | None = flag(
         None,
@@ -170,7 +168,9 @@ class ProgressTrackerArguments(Flags):
 
     _argument_group_name = "Progress"
 
-    min_refresh_period: float = flag(0.5, "Minimum seconds between two reads of the other peers' progress")
+    min_refresh_period: float = flag(
+        0.5, "Minimum seconds between two reads of the other peers' progress", at_most="max_refresh_period"
+    )
     max_refresh_period: float = flag(30, "Maximum seconds between two reads of the other peers' progress")
     default_refresh_period: float = flag(
         3, "Seconds between two reads of the progress while no other peer reports any or a read has failed"
@@ -192,13 +192,6 @@ class ProgressTrackerArguments(Flags):
         120, "A peer's progress report expires after this many seconds without a new one", at_most=120
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.min_refresh_period <= self.max_refresh_period,
-            f"--min_refresh_period {self.min_refresh_period} exceeds --max_refresh_period {self.max_refresh_period}",
-        )
-
 
 @dataclass
 class OptimizerArguments(Flags):
@@ -214,7 +207,10 @@ class OptimizerArguments(Flags):
         "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
     )
     batch_size_lead: int = flag(
-        0, "Begin looking for a group in advance, this many samples before target_batch_size", at_least=0
+        0,
+        "Begin looking for a group in advance, this many samples before target_batch_size",
+        at_least=0,
+        below="target_batch_size",
     )
     bandwidth: float | None = flag(
         None,
@@ -231,16 +227,14 @@ class OptimizerArguments(Flags):
         60.0,
         "End an averaging round after this many seconds, with what has arrived. Set it to about twice the "
         "time of a round",
-        setting=True,
-        optional=True,
+        setting="optional",
     )
     matchmaking_time: float = flag(
         5.0,
         "Search for a group this many seconds before a step is due, and wait at most this long for a late peer. "
         "Raise it if latency is high; hivemind needs more than 3",
         above=3,
-        setting=True,
-        optional=True,
+        setting="optional",
     )
     average_state_every: int = flag(
         8, "Average parameters every this many global steps (gradients: every step)", setting=True
@@ -264,11 +258,6 @@ class OptimizerArguments(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        require(
-            self.batch_size_lead < self.target_batch_size,
-            f"--batch_size_lead {self.batch_size_lead} must be smaller than "
-            f"--target_batch_size {self.target_batch_size}",
-        )
         require(
             self.delay_optimizer_step or not self.delay_grad_averaging,
             "--no_delay_optimizer_step also needs --no_delay_grad_averaging",
@@ -344,6 +333,7 @@ class ModelArguments(Flags):
     )
 
     def __post_init__(self):
+        super().__post_init__()
         if self.task is not None:
             require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
 
@@ -401,8 +391,7 @@ class DatasetArguments(ModelArguments, DataSourceArguments):
     )
 
     def __post_init__(self):
-        ModelArguments.__post_init__(self)
-        DataSourceArguments.__post_init__(self)
+        super().__post_init__()
         if self.dataset_url is not None:
             require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
 
@@ -422,7 +411,7 @@ class HyperparameterArguments(Flags):
     total_steps: int = flag(
         125_000, "Global steps of the learning-rate schedule; training may continue after its end", setting=True
     )
-    warmup_steps: int = flag(5000, "Linear warm-up in global steps", setting=True, at_least=0)
+    warmup_steps: int = flag(5000, "Linear warm-up in global steps", setting=True, at_least=0, at_most="total_steps")
     learning_rate: float = flag(0.00176, "Peak learning rate, for target_batch_size", setting=True)
     adam_beta1: float = flag(0.9, "Decay of the first moment", setting=True, at_least=0, below=1)
     adam_beta2: float = flag(0.999, "Decay of the second moment", setting=True, at_least=0, below=1)
@@ -455,13 +444,6 @@ class HyperparameterArguments(Flags):
         setting=True,
         at_least=0,
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.warmup_steps <= self.total_steps,
-            f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
-        )
 
 
 @dataclass

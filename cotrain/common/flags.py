@@ -31,20 +31,20 @@ def require(condition: bool, message: str) -> None:
 
 
 _BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
-MARKS = {"setting", "optional", *_BOUNDS}  # metadata that are not for argparse
+MARKS = {"setting", *_BOUNDS}  # metadata that are not for argparse
 
 
-def flag(default: Any, help: str, *, setting: bool = False, optional: bool = False, **metadata: Any) -> Any:
+def flag(default: Any, help: str, *, setting: bool | str = False, **metadata: Any) -> Any:
     """Return the field of a dataclass that is a flag of a script.
 
     :param default: a value, a function that makes it (`list`), or `dataclasses.MISSING` if the flag is required
-    :param setting: all peers of a run need the same value: the organiser publishes it, and trainers adopt it
-    :param optional: of a setting: trainers may choose another value
+    :param setting: all peers of a run need the same value: the organiser publishes it, and trainers adopt it;
+        "optional": trainers may choose another value
     :param metadata: bounds of a number (`above`, `at_least`, `below`, `at_most`; without a lower one it is above 0),
-        and options of transformers' HfArgumentParser
+        each a number or the name of another flag, and options of transformers' HfArgumentParser
     """
     kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "setting": setting, "optional": optional, **metadata})
+    return field(**{kind: default}, metadata={"help": help, "setting": setting, **metadata})
 
 
 class Flags:
@@ -60,15 +60,16 @@ class Flags:
             if bounds.keys().isdisjoint(("above", "at_least")):
                 bounds["above"] = 0
             for name, bound in bounds.items() if type(value) in (int, float) else ():
-                words = name.replace("_", " ")
-                require(_BOUNDS[name](value, bound), f"--{option.name} must be {words} {bound}, got {value}")
+                limit = getattr(self, bound) if isinstance(bound, str) else bound
+                what = f"{name.replace('_', ' ')} {limit if limit is bound else f'--{bound} {limit}'}"
+                require(_BOUNDS[name](value, limit), f"--{option.name} must be {what}, got {value}")
 
 
 def find_settings(dataclass_types: list[type], *, optional_only: bool = False) -> frozenset[str]:
     """Return the names of the flags that are settings of a run."""
-    mark = "optional" if optional_only else "setting"
+    kinds = ("optional",) if optional_only else ("optional", True)
     found = (option for dataclass_type in dataclass_types for option in fields(dataclass_type))
-    return frozenset(option.name for option in found if option.metadata.get(mark))
+    return frozenset(option.name for option in found if option.metadata.get("setting") in kinds)
 
 
 def parse_command_line(

@@ -19,12 +19,7 @@ from torch_optimizer import Lamb
 from transformers import get_linear_schedule_with_warmup
 from transformers.pytorch_utils import Conv1D
 
-from cotrain.arguments import (
-    CollaborationArguments,
-    HyperparameterArguments,
-    OptimizerArguments,
-    TrainerArguments,
-)
+from cotrain.arguments import CollaborationArguments, HyperparameterArguments, OptimizerArguments, TrainerArguments
 from cotrain.averaging.compression import COMPRESSIONS
 from cotrain.averaging.local_updates import LocalUpdatesOptimizer
 from cotrain.averaging.optimizer import CollaborativeOptimizer
