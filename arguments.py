@@ -15,6 +15,5 @@ from cotrain.arguments import (
     OptimizerArguments,
     ProgressTrackerArguments,
     ReportingArguments,
-    SampleArguments,
     TrainerArguments,
 )

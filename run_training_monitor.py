@@ -23,7 +23,6 @@ from arguments import (
     OptimizerArguments,
     ProgressTrackerArguments,
     ReportingArguments,
-    SampleArguments,
 )
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import check_maddr, check_peer, flag, parse_command_line, parse_repo_id, require
@@ -114,7 +113,6 @@ class TrainingMonitorArguments(ReportingArguments):
 class RunArguments(
     ModelArguments,
     DataSourceArguments,
-    SampleArguments,
     HyperparameterArguments,
     OptimizerArguments,
     ProgressTrackerArguments,
@@ -175,7 +173,7 @@ def monitor(
     if run_args.task is not None:
         stated = {**stated, "task_sha256": run_args.task_sha256}
     if args.store_checkpoints or args.assist_in_averaging:
-        task = load_task(run_args, run_args)
+        task = load_task(run_args)
         model = build_model(task, run_id)
     if args.sample_text:
         completer = open_completer(task, model, args.sample_text)

@@ -323,6 +323,8 @@ class ModelArguments(Flags):
         "Start from the weights at --model_name_or_path, a folder or a name on the Hub, on every trainer of the run",
         setting=True,
     )
+    seq_length: int | None = flag(None, "Sequence length in tokens. Default: that of the prepared data", setting=True)
+    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM", setting=True, below=1)
     tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
     cache_dir: str | None = flag("data/cache", "Folder for downloads from the Hub")
     task: str | None = flag(
@@ -447,17 +449,7 @@ class HyperparameterArguments(Flags):
 
 
 @dataclass
-class SampleArguments(Flags):
-    """What a sample is."""
-
-    _argument_group_name = "Samples"
-
-    seq_length: int | None = flag(None, "Sequence length in tokens. Default: that of the prepared data", setting=True)
-    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM", setting=True, below=1)
-
-
-@dataclass
-class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
+class LocalTrainingArguments(HyperparameterArguments):
     """How this peer computes gradients. `hf_trainer.build_training_arguments` hands the flags to transformers."""
 
     _argument_group_name = "Local training"

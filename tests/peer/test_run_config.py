@@ -24,7 +24,6 @@ from cotrain.arguments import (
     HyperparameterArguments,
     ModelArguments,
     OptimizerArguments,
-    SampleArguments,
     TrainerArguments,
 )
 from cotrain.averaging.rounds import PROTOCOL
@@ -336,7 +335,7 @@ def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
                   if hasattr(args, name)}  # fmt: skip
     assert everything.keys() == set(run_config.SETTINGS)
     everything[run_config.TASK] = "0" * 64
-    of_the_run = (HyperparameterArguments, SampleArguments, ModelArguments, DataSourceArguments, OptimizerArguments)
+    of_the_run = (HyperparameterArguments, ModelArguments, DataSourceArguments, OptimizerArguments)
     local = {"task", "tokenizer_path", "cache_dir", "client_mode", "batch_size_lead", "bandwidth",
              "delay_grad_averaging", "delay_optimizer_step", "load_state_compression",
              "load_state_timeout"}  # fmt: skip
