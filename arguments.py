@@ -8,7 +8,6 @@ from cotrain.arguments import (
     BaseTrainingArguments,
     CollaborationArguments,
     DatasetArguments,
-    DataSourceArguments,
     HyperparameterArguments,
     LocalTrainingArguments,
     ModelArguments,
