@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.arguments import DatasetArguments, ModelArguments
+from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_datasets, load_manifest
@@ -26,12 +26,10 @@ Batch = dict[str, torch.Tensor]
 def build_text_task(args: ModelArguments, has_weights: bool = False, disable_tqdm: bool = False) -> "TextTask":
     """Build the task of --model_name_or_path, after downloading its data if it is missing.
 
-    :param args: DatasetArguments, or those of a monitor, which loads no samples
     :param has_weights: begin with the weights of --from_pretrained; other peers than trainers download the state
     :raises UserError: if something is missing or does not fit
     """
-    if isinstance(args, DatasetArguments):
-        fetch_data(args, disable_tqdm)
+    fetch_data(args, disable_tqdm)
     tokenizer = load_tokenizer(args.tokenizer_path)
     return TextTask(args, tokenizer, load_config(args, tokenizer), has_weights and args.from_pretrained)
 
