@@ -8,13 +8,11 @@ from cotrain.arguments import (
     BaseTrainingArguments,
     CollaborationArguments,
     DatasetArguments,
-    DataSourceArguments,
     HyperparameterArguments,
     LocalTrainingArguments,
     ModelArguments,
     OptimizerArguments,
     ProgressTrackerArguments,
     ReportingArguments,
-    SampleArguments,
     TrainerArguments,
 )

@@ -13,13 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import (
-    BaseTrainingArguments,
-    DatasetArguments,
-    HyperparameterArguments,
-    ReportingArguments,
-    SampleArguments,
-)
+from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import flag, parse_command_line
 from cotrain.common.processes import StopSignal, guard_children
@@ -47,7 +41,7 @@ class EvaluatorArguments(ReportingArguments):
     disable_tqdm: bool = flag(False, "Show no progress bar")
 
 
-ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, SampleArguments, HyperparameterArguments)
+ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, HyperparameterArguments)
 
 
 def main() -> None:
@@ -63,7 +57,6 @@ def evaluate(
     args: EvaluatorArguments,
     peer_args: BaseTrainingArguments,
     dataset_args: DatasetArguments,
-    sample_args: SampleArguments,
     hyperparameter_args: HyperparameterArguments,
     stop: StopSignal,
 ) -> None:
@@ -81,7 +74,7 @@ def evaluate(
     logger = get_logger(__name__)
     if not peer_args.initial_peers:
         raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-    task = load_task(dataset_args, sample_args, disable_tqdm=args.disable_tqdm)
+    task = load_task(dataset_args, disable_tqdm=args.disable_tqdm)
     evaluator = Evaluator(task, stop.is_set, args)
     model = build_model(task, peer_args.run_id)
     output_dir, run_id = Path(args.output_dir), peer_args.run_id

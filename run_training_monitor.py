@@ -17,17 +17,15 @@ from pathlib import Path
 
 from arguments import (
     BaseTrainingArguments,
-    DataSourceArguments,
     HyperparameterArguments,
     ModelArguments,
     OptimizerArguments,
     ProgressTrackerArguments,
     ReportingArguments,
-    SampleArguments,
 )
 from cotrain.arguments import check_compression
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import check_maddr, check_peer, flag, parse_command_line, parse_repo_id, require
+from cotrain.common.flags import ArgumentsError, check_maddr, check_peer, flag, parse_command_line, parse_repo_id
 from cotrain.common.json_file import write_json
 from cotrain.common.processes import StopSignal, guard_children
 
@@ -94,32 +92,23 @@ class TrainingMonitorArguments(ReportingArguments):
         super().__post_init__()
         if self.space_id is not None:
             self.space_id = parse_repo_id("--space_id", self.space_id.replace("/spaces/", "/"))
-            require(
-                self.report_to in ("none", "trackio"), f"--space_id needs trackio: drop --report_to {self.report_to}"
-            )
+            if self.report_to not in ("none", "trackio"):
+                raise ArgumentsError(f"--space_id needs trackio: drop --report_to {self.report_to}")
             self.report_to = "trackio"
-        require(
-            self.store_checkpoints or not self.sample_text,
-            "--sample_text needs the model of the checkpoints: drop --no_store_checkpoints",
-        )
+        if self.sample_text and not self.store_checkpoints:
+            raise ArgumentsError("--sample_text needs the model of the checkpoints: drop --no_store_checkpoints")
         for maddr in self.assistant_maddrs:
             check_maddr("--assistant_maddrs", maddr)
         for peer_id in self.evaluators:
             check_peer("--evaluators", f"/p2p/{peer_id}")
         if self.repo_id is not None:
             self.repo_id = parse_repo_id("--repo_id", self.repo_id)
-            require(self.store_checkpoints, "--repo_id uploads checkpoints: drop --no_store_checkpoints")
+            if not self.store_checkpoints:
+                raise ArgumentsError("--repo_id uploads checkpoints: drop --no_store_checkpoints")
 
 
 @dataclass
-class RunArguments(
-    ModelArguments,
-    DataSourceArguments,
-    SampleArguments,
-    HyperparameterArguments,
-    OptimizerArguments,
-    ProgressTrackerArguments,
-):
+class RunArguments(ModelArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments):
     """Settings of the run. The monitor signs and publishes them; it uses some of them."""
 
     _argument_group_name = "Settings of the run"
@@ -181,7 +170,7 @@ def monitor(
     if run_args.task is not None:
         stated = {**stated, "task_sha256": run_args.task_sha256}
     if args.store_checkpoints or args.assist_in_averaging:
-        task = load_task(run_args, run_args)
+        task = load_task(run_args)
         model = build_model(task, run_id)
     if args.sample_text:
         completer = open_completer(task, model, args.sample_text)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cotrain.common.errors import run_script
-from cotrain.common.flags import Flags, flag, parse_arguments, require, require_apart
+from cotrain.common.flags import ArgumentsError, Flags, flag, parse_arguments, require, require_apart
 from cotrain.data.manifest import Manifest, tokenizer_sha256
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 
@@ -98,16 +98,13 @@ class TokenizationArguments(Flags):
             self.tokenizer_type = OBJECTIVES[self.objective].tokenizer_type
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(not (self.sample and self.train_file), "pass either --sample or --train_file, not both")
-        require(
-            self.validation_file is None or self.train_file is not None, "--validation_file also needs --train_file"
-        )
+        if self.validation_file is not None and self.train_file is None:
+            raise ArgumentsError("--validation_file also needs --train_file")
         for name in ("train_file", "validation_file"):
             path = getattr(self, name)
             require(path is None or Path(path).is_file(), f"--{name}: there is no file '{path}'")
-        require(
-            self.archive is None or self.archive.endswith((".tar.gz", ".tgz")),
-            f"--archive {self.archive}: the archive is compressed; pass a name that ends in .tar.gz",
-        )
+        if self.archive is not None and not self.archive.endswith((".tar.gz", ".tgz")):
+            raise ArgumentsError(f"--archive {self.archive}: it is compressed; pass a name that ends in .tar.gz")
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
             self.dataset_config_name = "wikitext-103-v1"
         if self.dataset_revision is None and self.dataset_name in ("bookcorpus", "bookcorpus/bookcorpus"):

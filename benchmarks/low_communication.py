@@ -26,7 +26,7 @@ import torch
 from tqdm.auto import tqdm
 
 from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
-from cotrain.arguments import DatasetArguments, HyperparameterArguments, SampleArguments
+from cotrain.arguments import DatasetArguments, HyperparameterArguments
 from cotrain.averaging.patches import apply_patches
 from cotrain.data.manifest import Manifest
 from cotrain.models.model import build_model
@@ -110,7 +110,7 @@ class TextTask:
             tokenizer_path=str(tokenizer_path),
             dataset_path=str(dataset),
         )
-        self.task = load_task(arguments, SampleArguments())
+        self.task = load_task(arguments)
         self.config = self.task.config
         self._samples = list(self.task.load_samples("train"))
         args = EvaluatorArguments(

@@ -56,7 +56,7 @@ class StepRecorder(TrainerCallback):
 def main() -> None:
     training_args, dataset_args, collaboration_args, *_ = parse_arguments(TRAINER_ARGUMENTS, __doc__)
     device, num_devices = choose_devices(training_args)
-    task = load_task(dataset_args, training_args, has_weights=True)
+    task = load_task(dataset_args, has_weights=True)
     model = build_model(task, collaboration_args.run_id).to(device)
     model.accepts_loss_kwargs = False  # as CollaborativeTrainer assumes
     optimizer = build_local_optimizer(build_param_groups(model, training_args.weight_decay), training_args)

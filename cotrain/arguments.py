@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cotrain.common.flags import (
+    ArgumentsError,
     Flags,
     check_endpoint,
     check_maddr,
@@ -22,6 +23,7 @@ from cotrain.common.flags import (
     parse_end,
     require,
     require_apart,
+    setting,
 )
 
 Compression = Literal["none", "float16", "scaled_float16"]
@@ -41,10 +43,9 @@ class BaseTrainingArguments(Flags):
 
     _argument_group_name = "Peer"
 
-    run_id: str = flag(
+    run_id: str = setting(
         "albert",
         "Name of the training run, the same for all of its peers. It seeds the initial weights. Must not contain '.'",
-        setting=True,
     )
     initial_peers: list[str] = flag(
         list,
@@ -74,11 +75,10 @@ class BaseTrainingArguments(Flags):
         "HOST:PORT of a tunnel or forwarded port that you have set up, announced in addition to the "
         "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337",
     )
-    use_relay: bool = flag(
+    use_relay: bool = setting(
         False,
         "Reach peers behind NAT or firewalls through relays and, if this peer is public, serve as one: to any peer of "
         "libp2p, 4 GiB per connection. For runs with --use_auto_relay",
-        setting=True,
         optional=True,
     )
     map_port: bool = flag(False, "Ask the router for a public port (UPnP or NAT-PMP), and so become reachable")
@@ -107,17 +107,15 @@ class BaseTrainingArguments(Flags):
         "created later and is read again when it changes",
     )
     bootstrap_timeout: float = flag(60.0, "Give up joining after this many seconds if none of initial_peers answers")
-    page: str | None = flag(
+    page: str | None = setting(
         None,
         "Address of a web page with the run's curves, which trainers print. Default of the monitor: the page of "
         "--space_id or --report_to wandb",
-        setting=True,
         optional=True,
     )
-    ends_at: str | None = flag(
+    ends_at: str | None = setting(
         None,
         "End of the run in UTC, such as 2027-04-28T23:59: trainers and the monitor save a last checkpoint and exit",
-        setting=True,
     )
     debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 
@@ -130,13 +128,11 @@ class BaseTrainingArguments(Flags):
             setattr(self, name, peers)
             for peer in peers:
                 check_peer(f"--{name}", peer)
-        require(
-            self.invitation is None or self.identity_path is None,
-            "--invitation contains an identity: drop --identity_path",
-        )
+        if self.invitation is not None and self.identity_path is not None:
+            raise ArgumentsError("--invitation contains an identity: drop --identity_path")
         require(self.revocations is None or self.invitation is not None, "--revocations also needs --invitation")
-        require(not (self.use_ipfs and self.initial_peers and any("/tcp/" in peer for peer in self.initial_peers)),
-                 "--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")  # fmt: skip
+        if self.use_ipfs and any("/tcp/" in peer for peer in self.initial_peers):
+            raise ArgumentsError("--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")
         require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays also needs --use_auto_relay")
         self.use_relay = self.use_relay or self.use_auto_relay
         if self.use_auto_relay and not self.use_ipfs:
@@ -145,23 +141,17 @@ class BaseTrainingArguments(Flags):
             protocols = check_maddr("--announce_maddrs", maddr)
             port = protocols.get("tcp", protocols.get("udp"))
             require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
-        require(
-            self.tunnel == "none" or self.announce_tunnel is None,
-            "--tunnel opens a tunnel, --announce_tunnel announces an existing one: pass one of the two",
-        )
+        if self.tunnel != "none" and self.announce_tunnel is not None:
+            raise ArgumentsError("--tunnel opens a tunnel, --announce_tunnel announces an existing one: pass only one")
         tcp_ports = {check_maddr("--host_maddrs", maddr).get("tcp") for maddr in self.host_maddrs} - {None}
-        require(
-            self.tunnel == "none" or bool(tcp_ports),
-            "--tunnel needs a TCP port: add /ip4/0.0.0.0/tcp/0 to --host_maddrs",
-        )
+        if self.tunnel != "none" and not tcp_ports:
+            raise ArgumentsError("--tunnel needs a TCP port: add /ip4/0.0.0.0/tcp/0 to --host_maddrs")
         if self.announce_tunnel is not None:
             self.announce_tunnel = self.announce_tunnel.removeprefix("tcp://")  # as ngrok and others print it
             check_endpoint("--announce_tunnel", self.announce_tunnel)
-            require(
-                bool(tcp_ports - {"0"}),
-                "--announce_tunnel needs a fixed local port: pass --host_maddrs /ip4/0.0.0.0/tcp/PORT with the "
-                "port that the tunnel leads to",
-            )
+            if not tcp_ports - {"0"}:
+                remedy = "pass --host_maddrs /ip4/0.0.0.0/tcp/PORT with the port that the tunnel leads to"
+                raise ArgumentsError(f"--announce_tunnel needs a fixed local port: {remedy}")
         check_page("--page", self.page)
         require(self.end_time > time.time(), f"--ends_at: the run has ended at {self.ends_at}")
 
@@ -177,7 +167,9 @@ class ProgressTrackerArguments(Flags):
 
     _argument_group_name = "Progress"
 
-    min_refresh_period: float = flag(0.5, "Minimum seconds between two reads of the other peers' progress")
+    min_refresh_period: float = flag(
+        0.5, "Minimum seconds between two reads of the other peers' progress", at_most="max_refresh_period"
+    )
     max_refresh_period: float = flag(30, "Maximum seconds between two reads of the other peers' progress")
     default_refresh_period: float = flag(
         3, "Seconds between two reads of the progress while no other peer reports any or a read has failed"
@@ -199,13 +191,6 @@ class ProgressTrackerArguments(Flags):
         120, "A peer's progress report expires after this many seconds without a new one", at_most=120
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.min_refresh_period <= self.max_refresh_period,
-            f"--min_refresh_period {self.min_refresh_period} exceeds --max_refresh_period {self.max_refresh_period}",
-        )
-
 
 @dataclass
 class OptimizerArguments(Flags):
@@ -213,54 +198,47 @@ class OptimizerArguments(Flags):
 
     _argument_group_name = "Collaboration"
 
-    target_batch_size: int = flag(
-        4096, "Perform an optimizer step after all peers together accumulate this many samples", setting=True
+    target_batch_size: int = setting(
+        4096, "Perform an optimizer step after all peers together accumulate this many samples"
     )
     client_mode: bool = flag(
         False,
         "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
     )
     batch_size_lead: int = flag(
-        0, "Begin looking for a group in advance, this many samples before target_batch_size", at_least=0
+        0,
+        "Begin looking for a group in advance, this many samples before target_batch_size",
+        at_least=0,
+        below="target_batch_size",
     )
     bandwidth: float | None = flag(
         None,
         "Network bandwidth of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: the "
         "upload that a trainer measures when it starts, at most 100",
     )
-    target_group_size: int = flag(
-        256,
-        "Maximum number of peers in one group. A full group starts its round immediately",
-        setting=True,
-        at_least=2,
+    target_group_size: int = setting(
+        256, "Maximum number of peers in one group. A full group starts its round immediately", at_least=2
     )
-    averaging_timeout: float = flag(
+    averaging_timeout: float = setting(
         60.0,
         "End an averaging round after this many seconds, with what has arrived. Set it to about twice the "
         "time of a round",
-        setting=True,
         optional=True,
     )
-    matchmaking_time: float = flag(
+    matchmaking_time: float = setting(
         5.0,
         "Search for a group this many seconds before a step is due, and wait at most this long for a late peer. "
         "Raise it if latency is high; hivemind needs more than 3",
         above=3,
-        setting=True,
         optional=True,
     )
-    average_state_every: int = flag(
-        8, "Average parameters every this many global steps (gradients: every step)", setting=True
-    )
-    gradient_compression: GradientCompression = flag(
+    average_state_every: int = setting(8, "Average parameters every this many global steps (gradients: every step)")
+    gradient_compression: GradientCompression = setting(
         "float16",
         "How peers compress gradients or pseudo-gradients while they average them; the number is that of the bits. "
         "topk: with --local_updates, some 0.6 bits, for slow connections; see docs/tuning.md",
-        setting=True,
     )
-    state_compression: Compression = flag(
-        "float16", "How peers compress parameters while they average them", setting=True
-    )
+    state_compression: Compression = setting("float16", "How peers compress parameters while they average them")
     load_state_compression: Compression = flag(
         "float16", "How this peer compresses its state for peers that download it"
     )
@@ -272,15 +250,8 @@ class OptimizerArguments(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        require(
-            self.batch_size_lead < self.target_batch_size,
-            f"--batch_size_lead {self.batch_size_lead} must be smaller than "
-            f"--target_batch_size {self.target_batch_size}",
-        )
-        require(
-            self.delay_optimizer_step or not self.delay_grad_averaging,
-            "--no_delay_optimizer_step also needs --no_delay_grad_averaging",
-        )
+        if self.delay_grad_averaging and not self.delay_optimizer_step:
+            raise ArgumentsError("--no_delay_optimizer_step also needs --no_delay_grad_averaging")
 
 
 @dataclass
@@ -311,10 +282,9 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         is_reachable = self.use_auto_relay or self.tunnel != "none" or self.announce_tunnel is not None
-        require(
-            not (self.client_mode and is_reachable),
-            "--client_mode accepts no connections, and --use_auto_relay, --tunnel and --announce_tunnel are for them",
-        )
+        if self.client_mode and is_reachable:
+            others = "--use_auto_relay, --tunnel and --announce_tunnel"
+            raise ArgumentsError(f"--client_mode accepts no connections, and {others} are for them")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
 
     @property
@@ -325,24 +295,32 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
 @dataclass
 class ModelArguments(Flags):
-    """What is trained. Trainer, monitor and evaluator must agree on it."""
+    """What is trained, and where its data comes from. Trainer, monitor and evaluator must agree on it."""
 
-    _argument_group_name = "Model"
+    _argument_group_name = "Model and data"
 
-    model_name_or_path: str = flag(
+    model_name_or_path: str = setting(
         "albert-large-v2",
         "A causal or masked language model of transformers: a config.json, a folder that has one, or a name on the "
         "Hugging Face Hub. Built in: albert-large-v2, albert-tiny, bert-base-uncased, roberta-base, "
         "distilbert-base-uncased, modernbert-base, gpt2, smollm2-135m",
-        setting=True,
         aliases=["--config_path"],
     )
-    from_pretrained: bool = flag(
+    from_pretrained: bool = setting(
         False,
         "Start from the weights at --model_name_or_path, a folder or a name on the Hub, on every trainer of the run",
-        setting=True,
     )
+    seq_length: int | None = setting(None, "Sequence length in tokens. Default: that of the prepared data")
+    mlm_probability: float = setting(0.15, "Fraction of tokens to predict in masked LM", below=1)
     tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
+    dataset_url: str | None = setting(
+        None,
+        "http(s) address of an archive written by tokenize_wikitext103.py --archive. It is unpacked to dataset_path "
+        "and tokenizer_path if one of them is missing",
+    )
+    dataset_sha256: str | None = setting(
+        None, "SHA-256 of the archive at --dataset_url. Default: read from the .sha256 file next to the archive"
+    )
     cache_dir: str | None = flag("data/cache", "Folder for downloads from the Hub")
     task: str | None = flag(
         None,
@@ -352,8 +330,18 @@ class ModelArguments(Flags):
     )
 
     def __post_init__(self):
+        super().__post_init__()
         if self.task is not None:
             require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
+        if self.dataset_url is not None:
+            check_web_address("--dataset_url", self.dataset_url)
+        if self.dataset_sha256 is not None:
+            require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
+            self.dataset_sha256 = self.dataset_sha256.lower()
+            require(
+                bool(re.fullmatch("[0-9a-f]{64}", self.dataset_sha256)),
+                "--dataset_sha256 must be 64 hexadecimal digits, as in the .sha256 file beside the archive",
+            )
 
     @property
     def hub_options(self) -> dict[str, object]:
@@ -368,49 +356,15 @@ class ModelArguments(Flags):
 
 
 @dataclass
-class DataSourceArguments(Flags):
-    """Where the prepared data comes from."""
-
-    _argument_group_name = "Data"
-
-    dataset_url: str | None = flag(
-        None,
-        "http(s) address of an archive written by tokenize_wikitext103.py --archive. It is unpacked to dataset_path "
-        "and tokenizer_path if one of them is missing",
-        setting=True,
-    )
-    dataset_sha256: str | None = flag(
-        None,
-        "SHA-256 of the archive at --dataset_url. Default: read from the .sha256 file next to the archive",
-        setting=True,
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dataset_url is not None:
-            check_web_address("--dataset_url", self.dataset_url)
-        if self.dataset_sha256 is not None:
-            require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
-            self.dataset_sha256 = self.dataset_sha256.lower()
-            require(
-                bool(re.fullmatch("[0-9a-f]{64}", self.dataset_sha256)),
-                "--dataset_sha256 must be 64 hexadecimal digits, as in the .sha256 file beside the archive",
-            )
-
-
-@dataclass
-class DatasetArguments(ModelArguments, DataSourceArguments):
-    """What it is trained on."""
-
-    _argument_group_name = "Model and data"
+class DatasetArguments(ModelArguments):
+    """What is trained, for peers that have the data."""
 
     dataset_path: str = flag(
         "data/albert_tokenized_wikitext", "Folder with the tokenized dataset, written by tokenize_wikitext103.py"
     )
 
     def __post_init__(self):
-        ModelArguments.__post_init__(self)
-        DataSourceArguments.__post_init__(self)
+        super().__post_init__()
         if self.dataset_url is not None:
             require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
 
@@ -421,69 +375,47 @@ class HyperparameterArguments(Flags):
 
     _argument_group_name = "Hyper-parameters"
 
-    optimizer: Literal["lamb", "adamw", "muon"] = flag(
+    optimizer: Literal["lamb", "adamw", "muon"] = setting(
         "lamb",
         "LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) and --adam_epsilon 1e-8; "
         "Muon, with AdamW for embeddings, head and vectors, the same or a few times more",
-        setting=True,
     )
-    total_steps: int = flag(
-        125_000, "Global steps of the learning-rate schedule; training may continue after its end", setting=True
+    total_steps: int = setting(
+        125_000, "Global steps of the learning-rate schedule; training may continue after its end"
     )
-    warmup_steps: int = flag(5000, "Linear warm-up in global steps", setting=True, at_least=0)
-    learning_rate: float = flag(0.00176, "Peak learning rate, for target_batch_size", setting=True)
-    adam_beta1: float = flag(0.9, "Decay of the first moment", setting=True, at_least=0, below=1)
-    adam_beta2: float = flag(0.999, "Decay of the second moment", setting=True, at_least=0, below=1)
-    adam_epsilon: float = flag(1e-6, "Added to the root of the second moment", setting=True)
-    weight_decay: float = flag(0.01, "Weight decay; biases and norms have none", setting=True, at_least=0)
-    clamp_value: float = flag(10000.0, "LAMB: weight norms are clamped to this value", setting=True)
-    max_grad_norm: float = flag(
+    warmup_steps: int = setting(5000, "Linear warm-up in global steps", at_least=0, at_most="total_steps")
+    learning_rate: float = setting(0.00176, "Peak learning rate, for target_batch_size")
+    adam_beta1: float = setting(0.9, "Decay of the first moment", at_least=0, below=1)
+    adam_beta2: float = setting(0.999, "Decay of the second moment", at_least=0, below=1)
+    adam_epsilon: float = setting(1e-6, "Added to the root of the second moment")
+    weight_decay: float = setting(0.01, "Weight decay; biases and norms have none", at_least=0)
+    clamp_value: float = setting(10000.0, "LAMB: weight norms are clamped to this value")
+    max_grad_norm: float = setting(
         1.0,
         "Bound on the norm of a peer's gradient in a global step, or with --local_updates in a local step; 0: none",
-        setting=True,
         at_least=0,
     )
-    local_updates: bool = flag(
+    local_updates: bool = setting(
         False,
         "DiLoCo, for slow connections: each local step is an optimizer step, and peers average their changes once per "
         "global step. Choose a --target_batch_size of 30 to 500 local steps of each peer, and a --learning_rate for "
         "the batch of one local step, see docs/tuning.md",
-        setting=True,
     )
-    outer_learning_rate: float = flag(0.7, "With --local_updates: learning rate of the global step", setting=True)
-    outer_momentum: float = flag(
+    outer_learning_rate: float = setting(0.7, "With --local_updates: learning rate of the global step")
+    outer_momentum: float = setting(
         0.5,
         "With --local_updates: Nesterov momentum of the global step, in long published runs 0.9; see docs/tuning.md",
-        setting=True,
         below=1,
     )
-    max_update_norm: float = flag(
+    max_update_norm: float = setting(
         1.0,
         "With --local_updates: bound on the norm of a peer's change, relative to that of the parameters; 0: none",
-        setting=True,
         at_least=0,
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        require(
-            self.warmup_steps <= self.total_steps,
-            f"--warmup_steps {self.warmup_steps} exceeds --total_steps {self.total_steps}",
-        )
-
 
 @dataclass
-class SampleArguments(Flags):
-    """What a sample is."""
-
-    _argument_group_name = "Samples"
-
-    seq_length: int | None = flag(None, "Sequence length in tokens. Default: that of the prepared data", setting=True)
-    mlm_probability: float = flag(0.15, "Fraction of tokens to predict in masked LM", setting=True, below=1)
-
-
-@dataclass
-class LocalTrainingArguments(HyperparameterArguments, SampleArguments):
+class LocalTrainingArguments(HyperparameterArguments):
     """How this peer computes gradients. `hf_trainer.build_training_arguments` hands the flags to transformers."""
 
     _argument_group_name = "Local training"
@@ -562,8 +494,6 @@ class ReportingArguments(Flags):
     def __post_init__(self):
         super().__post_init__()
         if self.wandb_project is not None:
-            require(
-                self.report_to in ("none", "wandb"),
-                f"--wandb_project needs --report_to wandb: drop it or drop --report_to {self.report_to}",
-            )
+            if self.report_to not in ("none", "wandb"):
+                raise ArgumentsError(f"--wandb_project needs wandb: drop it, or drop --report_to {self.report_to}")
             self.report_to = "wandb"

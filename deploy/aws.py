@@ -321,8 +321,6 @@ class Deployment:
             ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)],
             PUBLIC_IP=elastic_ip["PublicIp"],
             ALLOCATION_ID=elastic_ip["AllocationId"],
-            DATASET_URL=s.dataset_url,
-            DATASET_SHA256=s.dataset_sha256.lower(),
             IDENTITY_PARAMETER=self._identity_parameter,
         )
 

@@ -8,7 +8,7 @@
 #   REPO_URL, REVISION  the project, and its commit, branch or tag
 #   SCRIPT, FLAGS       what the service runs
 #   PORT, REGION        where others reach this peer; AWS's region
-#   PUBLIC_IP, ALLOCATION_ID, DATASET_URL, DATASET_SHA256, IDENTITY_PARAMETER  for a coordinator
+#   PUBLIC_IP, ALLOCATION_ID, IDENTITY_PARAMETER  for a coordinator
 # shellcheck disable=SC2154
 set -euo pipefail
 trap give_up EXIT
@@ -54,7 +54,7 @@ take_address() { # the elastic IP, which cuts all connections that are open by t
 }
 
 install_project() { # FILE: the list of requirements
-    retry dnf install -q -y git python3.11 tar gzip
+    retry dnf install -q -y git python3.11
     useradd --system --create-home --home-dir "$FOLDER" collaboration
     as_user mkdir -p "$FOLDER/tmp" # /tmp is half of the memory, too little for pip
     as_user git init -q "$FOLDER/project"
@@ -62,14 +62,6 @@ install_project() { # FILE: the list of requirements
     as_user git -C "$FOLDER/project" checkout -q FETCH_HEAD
     as_user python3.11 -m venv "$FOLDER/venv"
     retry as_user "$FOLDER/venv/bin/pip" install -q --no-cache-dir -r "$FOLDER/project/$1"
-}
-
-download_tokenizer() { # the monitor needs it to keep checkpoints; trainers fetch the data by themselves
-    local archive=$FOLDER/tmp/data.tar.gz
-    retry as_user curl -fsSL -m 3600 -o "$archive" "$DATASET_URL"
-    [[ -z $DATASET_SHA256 ]] || sha256sum --check --quiet <<<"$DATASET_SHA256  $archive"
-    as_user tar xzf "$archive" --no-same-owner -C "$FOLDER/project" data/tokenizer
-    rm "$archive"
 }
 
 load_identity() { # the private key that gives the coordinator its peer ID: only its role may read it
@@ -116,7 +108,6 @@ EOF
 if [[ $ROLE == coordinator ]]; then
     retry take_address
     install_project requirements-organiser.txt # its flags may ask for a dashboard
-    download_tokenizer
     load_identity
     write_services --identity_path "$FOLDER/identity.key"
 else

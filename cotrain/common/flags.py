@@ -31,20 +31,26 @@ def require(condition: bool, message: str) -> None:
 
 
 _BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
-MARKS = {"setting", "optional", *_BOUNDS}  # metadata that are not for argparse
+MARKS = {"setting", *_BOUNDS}  # metadata that are not for argparse
 
 
-def flag(default: Any, help: str, *, setting: bool = False, optional: bool = False, **metadata: Any) -> Any:
+def flag(default: Any, help: str, **metadata: Any) -> Any:
     """Return the field of a dataclass that is a flag of a script.
 
     :param default: a value, a function that makes it (`list`), or `dataclasses.MISSING` if the flag is required
-    :param setting: all peers of a run need the same value: the organiser publishes it, and trainers adopt it
-    :param optional: of a setting: trainers may choose another value
     :param metadata: bounds of a number (`above`, `at_least`, `below`, `at_most`; without a lower one it is above 0),
-        and options of transformers' HfArgumentParser
+        each a number or the name of another flag, and options of transformers' HfArgumentParser
     """
     kind = "default_factory" if callable(default) else "default"
-    return field(**{kind: default}, metadata={"help": help, "setting": setting, "optional": optional, **metadata})
+    return field(**{kind: default}, metadata={"help": help, **metadata})
+
+
+def setting(default: Any, help: str, *, optional: bool = False, **metadata: Any) -> Any:
+    """Return a flag of which all peers of a run need the same value: the organiser publishes it, trainers adopt it.
+
+    :param optional: trainers may choose another value
+    """
+    return flag(default, help, setting="optional" if optional else "common", **metadata)
 
 
 class Flags:
@@ -60,15 +66,16 @@ class Flags:
             if bounds.keys().isdisjoint(("above", "at_least")):
                 bounds["above"] = 0
             for name, bound in bounds.items() if type(value) in (int, float) else ():
-                words = name.replace("_", " ")
-                require(_BOUNDS[name](value, bound), f"--{option.name} must be {words} {bound}, got {value}")
+                limit = getattr(self, bound) if isinstance(bound, str) else bound
+                what = f"{name.replace('_', ' ')} {limit if limit is bound else f'--{bound} {limit}'}"
+                require(_BOUNDS[name](value, limit), f"--{option.name} must be {what}, got {value}")
 
 
 def find_settings(dataclass_types: list[type], *, optional_only: bool = False) -> frozenset[str]:
     """Return the names of the flags that are settings of a run."""
-    mark = "optional" if optional_only else "setting"
+    kinds = {"optional"} if optional_only else {"optional", "common"}
     found = (option for dataclass_type in dataclass_types for option in fields(dataclass_type))
-    return frozenset(option.name for option in found if option.metadata.get(mark))
+    return frozenset(option.name for option in found if option.metadata.get("setting") in kinds)
 
 
 def parse_command_line(
@@ -98,10 +105,8 @@ def parse_arguments(dataclass_types: Sequence[type], description: str, *options,
 def require_apart(name: str, path: str, other_name: str, other_path: str) -> None:
     """Check that neither of two folders, which are written at the same time, is inside the other."""
     resolved, other = Path(path).resolve(), Path(other_path).resolve()
-    require(
-        not (resolved.is_relative_to(other) or other.is_relative_to(resolved)),
-        f"--{name} '{path}' and --{other_name} '{other_path}' must not be inside each other",
-    )
+    if resolved.is_relative_to(other) or other.is_relative_to(resolved):
+        raise ArgumentsError(f"--{name} '{path}' and --{other_name} '{other_path}' must not be inside each other")
 
 
 def check_web_address(flag: str, url: str) -> None:
@@ -125,11 +130,9 @@ def is_page(url: object) -> bool:
 
 
 def check_page(flag: str, url: str | None) -> None:
-    require(
-        url is None or is_page(url),
-        f"{flag} must be an address like https://huggingface.co/spaces/NAME/SPACE, without a password, of at most "
-        f"{_MAX_PAGE_LENGTH} letters, digits and ./?&=%~#+:,@-",
-    )
+    if url is not None and not is_page(url):
+        what = f"without a password, of at most {_MAX_PAGE_LENGTH} letters, digits and ./?&=%~#+:,@-"
+        raise ArgumentsError(f"{flag} must be an address like https://huggingface.co/spaces/NAME/SPACE, {what}")
 
 
 def parse_end(flag: str, value: str | None) -> float:

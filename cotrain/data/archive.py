@@ -30,6 +30,9 @@ MAX_MEMBERS = 10_000
 MAX_HEADER = 2**16  # bytes of a long name, which tarfile reads into memory
 SPARE_BYTES = 100 * 2**20  # left free on the disk
 
+# What gzip and tarfile raise for a damaged file
+DAMAGE = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError, ValueError, OverflowError)
+
 
 class ArchiveError(UserError):
     """An archive that `write_archive` did not write, or a damaged one."""
@@ -124,15 +127,7 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
                     check_space(folders[part], entry.size)
                     archive.extract(entry.replace(name=name, mode=0o644, deep=False), folders[part], filter="data")
             compressed.read(MIN_LIMIT)  # the padding; gzip's checksum follows it
-    except (
-        tarfile.TarError,
-        EOFError,
-        zlib.error,
-        gzip.BadGzipFile,
-        RecursionError,
-        ValueError,
-        OverflowError,
-    ) as error:
+    except DAMAGE as error:
         raise ArchiveError(f"it is damaged or not a .tar.gz file ({type(error).__name__})") from None
 
 

@@ -20,7 +20,7 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm.auto import tqdm
 from urllib3.util import parse_url
 
-from cotrain.arguments import DatasetArguments
+from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import GuardedAdapter
@@ -49,39 +49,42 @@ class TransientError(Exception):
     """A transfer failed temporarily and may be retried. The message never contains the whole address."""
 
 
-def fetch_data(args: DatasetArguments, disable_tqdm: bool = False) -> None:
+def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
     """Download the dataset and the tokenizer from --dataset_url unless they exist. Existing folders are not changed.
 
+    :param args: without a path for the dataset, which a monitor does not need, only the tokenizer is unpacked
     :raises UserError: if they are not available
     """
     if args.dataset_url is None or not _find_missing(args):
         return
-    dataset_path = Path(args.dataset_path).resolve()
-    make_parent(dataset_path)
-    lock_path = dataset_path.with_name(f".{dataset_path.name}.lock")
+    folder = Path(getattr(args, "dataset_path", args.tokenizer_path)).resolve()
+    make_parent(folder)
+    lock_path = folder.with_name(f".{folder.name}.lock")
     try:
         with _acquire(FileLock(lock_path)):
             if missing := _find_missing(args):
-                _fetch(args, missing, dataset_path.with_name(f".{dataset_path.name}.download"), disable_tqdm)
+                _fetch(args, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm)
             lock_path.unlink(missing_ok=True)  # later processes find the data
     except OSError as error:
-        error.filename = error.filename or str(dataset_path.parent)  # a failed write does not say where
+        error.filename = error.filename or str(folder.parent)  # a failed write does not say where
         raise
 
 
-def _find_missing(args: DatasetArguments) -> dict[str, Path]:
+def _find_missing(args: ModelArguments) -> dict[str, Path]:
     """Return the folders to unpack: name in the archive -> folder, the dataset first.
 
     :raises UserError: if a path is occupied by something else, or the existing data is from another archive
     """
-    folders = {DATASET: ("--dataset_path", args.dataset_path), TOKENIZER: ("--tokenizer_path", args.tokenizer_path)}
+    folders = {TOKENIZER: ("--tokenizer_path", args.tokenizer_path)}
+    if isinstance(args, DatasetArguments):
+        folders = {DATASET: ("--dataset_path", args.dataset_path), **folders}
     missing = {}
     for name, (flag, folder) in folders.items():
         if not (Path(folder) / _MARKS[name]).is_file():
             check_target(Path(folder), flag, replaceable=(_MARKS[name],))
             missing[name] = Path(folder)
-    receipt = Path(args.dataset_path) / RECEIPT
-    if DATASET not in missing and args.dataset_sha256 is not None and receipt.is_file():
+    has_dataset = DATASET in folders.keys() - missing.keys()
+    if has_dataset and args.dataset_sha256 is not None and (receipt := Path(args.dataset_path, RECEIPT)).is_file():
         digest = receipt.read_text().strip()
         if digest != args.dataset_sha256:
             raise UserError(
@@ -100,7 +103,7 @@ def _acquire(lock: FileLock) -> AcquireReturnProxy:
         return lock.acquire(poll_interval=0.5)
 
 
-def _fetch(args: DatasetArguments, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
+def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
     """Download the archive to `path`, verify it, and unpack the missing folders."""
     address = public_address(args.dataset_url)
     with requests.Session() as session:
@@ -218,7 +221,7 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
 
 
 def _download(
-    session: requests.Session, args: DatasetArguments, path: Path, expected: str | None, disable_tqdm: bool
+    session: requests.Session, args: ModelArguments, path: Path, expected: str | None, disable_tqdm: bool
 ) -> str:
     """Download the archive, and resume a partial file at `path` if the SHA-256 is known.
 
@@ -255,7 +258,7 @@ def _download(
     )
 
 
-def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: DatasetArguments, disable_tqdm: bool) -> None:
+def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: ModelArguments, disable_tqdm: bool) -> None:
     """Write the body of a response to a file, after the first `start` bytes."""
     missing = body.length_remaining
     size = None if missing is None else start + missing

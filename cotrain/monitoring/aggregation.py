@@ -89,6 +89,7 @@ class TrackedPeer:
         return max(self.reported_step, self.heartbeat.epoch if self.heartbeat else -1)
 
 
+@dataclass
 class MetricsAggregator:
     """Converts successive snapshots of the DHT into one StepReport per global step. See the module docstring.
 
@@ -98,17 +99,13 @@ class MetricsAggregator:
     :param target_batch_size: samples per global step, which bound the weight of one peer
     """
 
-    def __init__(
-        self,
-        last_reported_step: int = -1,
-        alive_timeout: float = 120.0,
-        settle_time: float = 30.0,
-        target_batch_size: int = 4096,
-        schema: type[LocalMetrics] = LocalMetrics,
-    ):
-        self.last_reported_step = last_reported_step
-        self.alive_timeout, self.settle_time = alive_timeout, settle_time
-        self.target_batch_size, self.schema = target_batch_size, schema
+    last_reported_step: int = -1
+    alive_timeout: float = 120.0
+    settle_time: float = 30.0
+    target_batch_size: int = 4096
+    schema: type[LocalMetrics] = LocalMetrics
+
+    def __post_init__(self):
         self.refused: Counter = Counter()  # heartbeats refused in the newest update, by reason
         self.live_peers: list[TrackedPeer] = []  # in the newest update
         self.contributors: set[bytes] = set()  # public keys of the peers in the newest report

@@ -5,6 +5,8 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -70,30 +72,22 @@ class Evaluator:
             raise UserError(f"the task must have {rule}, and has: {', '.join(metrics)}") from None
 
 
+@dataclass
 class EvaluationLoop:
-    """Periodically downloads the training state from trainers, evaluates it, and reports the result.
+    """Periodically downloads the training state from trainers, evaluates it, and reports the result."""
 
-    :param averager: that of an observer, around `model`; it offers no state and joins no group
-    :param args: EvaluatorArguments of run_evaluator.py
-    """
+    peer: Peer
+    run_id: str
+    averager: TrainingStateAverager  # of an observer, around `model`; it offers no state and joins no group
+    model: torch.nn.Module
+    evaluator: Evaluator
+    reporter: Reporters
+    args: Any  # EvaluatorArguments of run_evaluator.py
+    evaluated_step: int = 0  # the initial weights are not evaluated
 
-    def __init__(
-        self,
-        peer: Peer,
-        run_id: str,
-        averager: TrainingStateAverager,
-        model: torch.nn.Module,
-        evaluator: Evaluator,
-        reporter: Reporters,
-        args,
-    ):
-        self.peer, self.run_id, self.averager, self.model = peer, run_id, averager, model
-        self.evaluator, self.reporter = evaluator, reporter
-        self.interval, self.step_interval = args.evaluation_interval, args.evaluation_steps
-        self.last_step = args.max_global_steps
-        self.evaluated_step = 0  # the initial weights are not evaluated
+    def __post_init__(self):
         self._next_time = float("-inf")
-        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
+        self._backoff = Backoff(first=self.args.refresh_period, longest=MAX_PAUSE)
 
     def refresh(self) -> None:
         """Read the trainers' progress, and evaluate if an evaluation is due."""
@@ -112,13 +106,16 @@ class EvaluationLoop:
 
     @property
     def is_done(self) -> bool:
-        return self.last_step is not None and self.evaluated_step >= self.last_step
+        return self._is_last(self.evaluated_step)
+
+    def _is_last(self, step: int) -> bool:
+        return self.args.max_global_steps is not None and step >= self.args.max_global_steps
 
     def _is_due(self, step: int) -> bool:
-        is_last = self.last_step is not None and step >= self.last_step
-        if self.step_interval is not None:
-            return step >= self.evaluated_step + self.step_interval or (is_last and step > self.evaluated_step)
-        return step > self.evaluated_step and (time.monotonic() >= self._next_time or is_last)
+        new_steps, is_last = step - self.evaluated_step, self._is_last(step)
+        if self.args.evaluation_steps is not None:
+            return new_steps >= self.args.evaluation_steps or (is_last and new_steps > 0)
+        return new_steps > 0 and (is_last or time.monotonic() >= self._next_time)
 
     def _evaluate(self) -> None:
         started = time.monotonic()
@@ -134,7 +131,7 @@ class EvaluationLoop:
         if evaluation is None:
             return
         self.evaluated_step = evaluation.step
-        self._next_time = started + self.interval
+        self._next_time = started + self.args.evaluation_interval
         self.reporter.report_evaluation(evaluation, f"\t({time.monotonic() - started:.1f} s, from {donor})")
         key = f"{self.run_id}_evaluation"
         run_records.store_record(self.peer.dht, key, self.peer.public_key, evaluation.dict(), LIFETIME)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.arguments import DatasetArguments, ModelArguments, SampleArguments
+from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_datasets, load_manifest
@@ -23,29 +23,25 @@ from cotrain.task import Metric, Task
 Batch = dict[str, torch.Tensor]
 
 
-def build_text_task(
-    args: ModelArguments, sample_args: SampleArguments, has_weights: bool = False, disable_tqdm: bool = False
-) -> "TextTask":
+def build_text_task(args: ModelArguments, has_weights: bool = False, disable_tqdm: bool = False) -> "TextTask":
     """Build the task of --model_name_or_path, after downloading its data if it is missing.
 
-    :param args: DatasetArguments, or those of a monitor, which loads no samples
     :param has_weights: begin with the weights of --from_pretrained; other peers than trainers download the state
     :raises UserError: if something is missing or does not fit
     """
-    if isinstance(args, DatasetArguments):
-        fetch_data(args, disable_tqdm)
+    fetch_data(args, disable_tqdm)
     tokenizer = load_tokenizer(args.tokenizer_path)
-    return TextTask(args, sample_args, tokenizer, load_config(args, tokenizer), has_weights and args.from_pretrained)
+    return TextTask(args, tokenizer, load_config(args, tokenizer), has_weights and args.from_pretrained)
 
 
 class TextTask(Task):
     """A language model, and text that is prepared for the objective of the model, see cotrain/models/objectives.py."""
 
     def __init__(
-        self, args: ModelArguments, sample_args: SampleArguments, tokenizer: PreTrainedTokenizerBase,
-        config: PretrainedConfig, has_weights: bool = False,
+        self, args: ModelArguments, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig,
+        has_weights: bool = False,
     ):  # fmt: skip
-        self.args, self.sample_args, self.tokenizer, self.config = args, sample_args, tokenizer, config
+        self.args, self.tokenizer, self.config = args, tokenizer, config
         self.has_weights, self.objective = has_weights, OBJECTIVES[get_objective(config)]
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
@@ -55,7 +51,7 @@ class TextTask(Task):
 
     def load_samples(self, split: str) -> Dataset:
         manifest = load_manifest(self.args.dataset_path, self.tokenizer, self.config)
-        if (length := self.sample_args.seq_length) not in (None, manifest.max_seq_length):
+        if (length := self.args.seq_length) not in (None, manifest.max_seq_length):
             raise UserError(
                 f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "
                 f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
@@ -73,7 +69,7 @@ class TextTask(Task):
         if "labels" in samples[0]:
             padding = {"input_ids": self.tokenizer.pad_token_id, "labels": -100}
             return {name: _stack([sample[name] for sample in samples], padding.get(name, 0)) for name in samples[0]}
-        is_masked, probability = not self.objective.is_causal, self.sample_args.mlm_probability
+        is_masked, probability = not self.objective.is_causal, self.args.mlm_probability
         pad = partial(DataCollatorForLanguageModeling, pad_to_multiple_of=8)  # tensor cores are fastest then
         batch = dict(pad(self.tokenizer, mlm=is_masked, mlm_probability=probability)(samples))
         if not is_masked:

@@ -20,7 +20,6 @@ from transformers import get_linear_schedule_with_warmup
 from transformers.pytorch_utils import Conv1D
 
 from cotrain.arguments import (
-    CollaborationArguments,
     HyperparameterArguments,
     OptimizerArguments,
     TrainerArguments,
@@ -208,6 +207,9 @@ def build_optimizer(
             f"{batch_size_per_step}, the samples of one local step (--per_device_train_batch_size x devices x "
             "--gradient_accumulation_steps)"
         )
+    # In client mode this peer reduces nothing: its bandwidth has no effect.
+    bandwidth = MAX_BANDWIDTH if run_args.client_mode else run_args.bandwidth
+    bandwidth = bandwidth or measure_bandwidth(peer.dht, run_args.initial_peers)
     params = build_param_groups(model, training_args.weight_decay, training_args.optimizer)
     optimizer_class = CollaborativeOptimizer
     if training_args.local_updates:
@@ -235,9 +237,7 @@ def build_optimizer(
         load_state_compression=build_state_compression(run_args.load_state_compression),
         performance_ema_alpha=args.tracker.performance_ema_alpha,
         tracker_opts={"args": args.tracker},
-        grad_averager_factory=partial(
-            RoundAverager, **_round_options(training_args, run_args, _choose_bandwidth(peer, run_args))
-        ),
+        grad_averager_factory=partial(RoundAverager, **_round_options(training_args, run_args, bandwidth)),
         averager_opts={
             "initialize_optimizer": False,  # see initialize_optimizer_state
             "download_timeout": run_args.load_state_timeout,
@@ -272,12 +272,6 @@ def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tu
     )
     tracker.schema = averager.schema_id
     return tracker, averager
-
-
-def _choose_bandwidth(peer: Peer, args: CollaborationArguments) -> float:
-    if args.client_mode:  # this peer reduces nothing: its bandwidth has no effect
-        return MAX_BANDWIDTH
-    return args.bandwidth or measure_bandwidth(peer.dht, args.initial_peers)
 
 
 def build_state_compression(name: str) -> CompressionBase:

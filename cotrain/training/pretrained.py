@@ -39,11 +39,7 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     auto_class = AutoModelForCausalLM if OBJECTIVES[get_objective(config)].is_causal else AutoModelForMaskedLM
     try:
         model, info = auto_class.from_pretrained(
-            folder,
-            config=config,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
+            folder, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True
         )
     except Exception as error:
         reason = first_line(error)

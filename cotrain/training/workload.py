@@ -36,7 +36,7 @@ def load_workload(args: TrainerArguments) -> Workload:
     :raises UserError: if something is missing or does not fit
     """
     device, num_devices = choose_devices(args.training)
-    task = load_task(args.dataset, args.training, has_weights=True, disable_tqdm=args.training.disable_tqdm)
+    task = load_task(args.dataset, has_weights=True, disable_tqdm=args.training.disable_tqdm)
     samples, batch_size = load_samples(task, "train"), args.training.per_device_train_batch_size
     if len(samples) < batch_size:
         raise UserError(f"the task has {len(samples)} samples, fewer than --per_device_train_batch_size {batch_size}")

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pytest
 from urllib3 import connection
 
-from cotrain.arguments import DatasetArguments
+from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError, describe
 from cotrain.common.hosts import GuardedAdapter, GuardedConnection
 from cotrain.data import archive
@@ -245,6 +245,14 @@ def fail(args: DatasetArguments, leftovers: set[str] | None = None) -> str:
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_monitor_downloads_the_tokenizer_alone(tmp_path, host, folders):
+    args = ModelArguments(dataset_url=host.url, dataset_sha256=host.digest, tokenizer_path=str(tmp_path / "tokenizer"))
+    for _ in range(2):
+        fetch_data(args)
+    assert os.listdir(tmp_path) == ["tokenizer"] and contents(tmp_path / "tokenizer") == contents(folders[TOKENIZER])
+    assert host.requests == ["/data.tar.gz"]
 
 
 def test_existing_data_is_not_downloaded(args, host, folders):

@@ -195,9 +195,8 @@ def test_existing_tokenizer_is_reused(tmp_path, prepared):
 def test_training_data_follows_the_flags(prepared):
     """tests/scripts/test_bad_input.py has the other settings that do not match the data."""
     paths = {"dataset_path": str(prepared / "dataset"), "tokenizer_path": str(prepared / "tokenizer")}
-    dataset_args = DatasetArguments(model_name_or_path=json.dumps(TINY_ALBERT), **paths)
-    flags = {"seq_length": 64, "mlm_probability": 0.5, "use_cpu": True}
-    args = make_arguments(prepared, flags)._replace(dataset=dataset_args)
+    flags = {"model_name_or_path": json.dumps(TINY_ALBERT), "seq_length": 64, "mlm_probability": 0.5}
+    args = make_arguments(prepared, {"use_cpu": True})._replace(dataset=DatasetArguments(**flags, **paths))
     work = load_workload(args)
     assert len(work.samples) == Manifest.load(prepared / "dataset").splits["train"]["instances"]
     assert (work.task.collate([work.samples[0]])["labels"] != -100).float().mean() > 0.3

@@ -14,7 +14,6 @@ import pytest
 import run_training_monitor
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.flags import parse_arguments
-from cotrain.data.archive import file_sha256
 from deploy.aws import Deployment
 from tests.deploy.test_notebooks import commit_another, make_repository, write_program
 from tests.support.aws import make_settings, read_user_data
@@ -126,13 +125,12 @@ class TestFirstBoot:
             result = machine.run("systemd-analyze", "verify", *machine.units.glob("*.service"))
             assert result.returncode == 0, result.stderr
 
-    def test_coordinator(self, started, repository, machine, dataset_url, tmp_path):
+    def test_coordinator(self, started, repository, machine):
         ip = started.address().split("/")[2]
         machine.addresses.write_text(f"198.51.100.1\n198.51.100.1\n{ip}\n")  # the elastic IP comes later
         key = started.ssm.get_parameter(Name="/collaborative-training/test/identity", WithDecryption=True)
         machine.install("aws", f"[[ $1 != ssm ]] || echo {key['Parameter']['Value']}")
-        digest = file_sha256(tmp_path / "www" / "data.tar.gz")
-        data = {"dataset_url": dataset_url, "dataset_sha256": digest.upper()}
+        data = {"dataset_url": "https://example.org/data.tar.gz", "dataset_sha256": "A" * 64}
         settings = make_settings(repo_url=f"file://{repository}", **data)
         (elastic_ip,) = started.ec2.describe_addresses()["Addresses"]
         user_data = Deployment(settings).coordinator_user_data(elastic_ip)
@@ -141,20 +139,20 @@ class TestFirstBoot:
 
         _, run, peer, *_ = parse_arguments(run_training_monitor.ARGUMENTS, "-", machine.service_arguments())
         assert (peer.announce_maddrs, peer.run_id) == ([f"/ip4/{ip}/tcp/31337"], "r")
-        assert run.dataset_url == dataset_url, "the trainers take it from the coordinator"
+        found = run.dataset_url, run.dataset_sha256
+        assert found == (data["dataset_url"], "a" * 64), "the trainers take them from the coordinator"
         identity = machine.folder / "identity.key"
         assert peer.identity_path == str(identity)
         assert base64.b64encode(identity.read_bytes()).decode() == key["Parameter"]["Value"]
         assert identity.stat().st_mode & 0o777 == 0o600
         assert key["Parameter"]["Value"] not in result.stdout + result.stderr
-        assert [path.name for path in (machine.folder / "project" / "data").iterdir()] == ["tokenizer"]
         log = machine.log.read_text()
         assert f"-r {machine.folder}/project/requirements-organiser.txt" in log, "its flags may ask for a dashboard"
         assert "aws ssm get-parameter --region us-east-1 --name /collaborative-training/test/identity" in log
         address = f"--instance-id i-0123 --allocation-id {elastic_ip['AllocationId']} --allow-reassociation"
         assert f"aws ec2 associate-address --region us-east-1 {address}\n" in log
 
-        result = machine.boot(user_data.replace(digest, "0" * 64))
+        result = machine.boot(user_data.replace(f"file://{repository}", "file:///nothing"))
         assert result.returncode != 0 and "could not be set up" in result.stdout
         assert "aws autoscaling" not in machine.log.read_text(), "a coordinator waits for its organiser"
 

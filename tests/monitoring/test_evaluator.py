@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cotrain.arguments import DatasetArguments, SampleArguments
+from cotrain.arguments import DatasetArguments
 from cotrain.common.errors import UserError
 from cotrain.dht import run_records
 from cotrain.models.model import build_model
@@ -60,7 +60,7 @@ def evaluate(data):
         tokenizer_path=str(data / "tokenizer"),
         dataset_path=str(data / "dataset"),
     )
-    task = load_task(dataset_args, SampleArguments())
+    task = load_task(dataset_args)
     model = tasks.build_model(task, "run")
 
     def evaluate(should_stop=lambda: False, **options):

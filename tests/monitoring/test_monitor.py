@@ -10,6 +10,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from cotrain.common.flags import ArgumentsError
 from cotrain.dht import run_records
 from cotrain.dht.records import signer_of
 from cotrain.monitoring.advice import PERIOD, Adviser
@@ -204,3 +205,8 @@ def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [*range(1, 17), *range(15, 19)]
     assert caplog.text.count("reporting from step #15 again") == 1
     assert [leader.samples for leader in monitor.contributors.top(2)] == [16 * 32, 4 * 32]
+
+
+def test_sparse_compression_needs_local_updates():
+    with pytest.raises(ArgumentsError, match="--gradient_compression topk also needs --local_updates"):
+        make_settings(gradient_compression="topk")

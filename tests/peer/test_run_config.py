@@ -20,11 +20,9 @@ from cotrain.admission.invitations import peer_id_of
 from cotrain.arguments import (
     TRAINER_ARGUMENTS,
     BaseTrainingArguments,
-    DataSourceArguments,
     HyperparameterArguments,
     ModelArguments,
     OptimizerArguments,
-    SampleArguments,
     TrainerArguments,
 )
 from cotrain.averaging.rounds import PROTOCOL
@@ -336,7 +334,7 @@ def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
                   if hasattr(args, name)}  # fmt: skip
     assert everything.keys() == set(run_config.SETTINGS)
     everything[run_config.TASK] = "0" * 64
-    of_the_run = (HyperparameterArguments, SampleArguments, ModelArguments, DataSourceArguments, OptimizerArguments)
+    of_the_run = (HyperparameterArguments, ModelArguments, OptimizerArguments)
     local = {"task", "tokenizer_path", "cache_dir", "client_mode", "batch_size_lead", "bandwidth",
              "delay_grad_averaging", "delay_optimizer_step", "load_state_compression",
              "load_state_timeout"}  # fmt: skip

@@ -37,7 +37,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.round_records import PeerRecords, read_records, summarize
-from cotrain.arguments import DatasetArguments, SampleArguments
+from cotrain.arguments import DatasetArguments
 from cotrain.common.processes import guard_children
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.text import build_text_task
@@ -235,7 +235,7 @@ class Evening:
         """Return the loss on the held-out text of each peer's newest checkpoint."""
         paths = {"model_name_or_path": "config.json", "dataset_path": "dataset", "tokenizer_path": "tokenizer"}
         args = DatasetArguments(**{name: str(self.data / value) for name, value in paths.items()})
-        task = build_text_task(args, SampleArguments())
+        task = build_text_task(args)
         evaluator = Evaluator(task, lambda: False, EvaluatorArguments(use_cpu=True, disable_tqdm=True))
         models = {
             name: AutoModelForCausalLM.from_pretrained(list_checkpoints(self.folder / name)[0]) for name in PEERS

@@ -17,7 +17,6 @@ from cotrain.arguments import (
     LocalTrainingArguments,
     ModelArguments,
     ProgressTrackerArguments,
-    SampleArguments,
     TrainerArguments,
 )
 from cotrain.task import Task
@@ -84,7 +83,7 @@ class FakeUploads:
 def make_text_task(config: PretrainedConfig, tokenizer: object | None = None) -> TextTask:
     """Make the task of a model, without data."""
     tokenizer = SimpleNamespace(pad_token="[PAD]") if tokenizer is None else tokenizer
-    return TextTask(ModelArguments(), SampleArguments(), tokenizer, config)
+    return TextTask(ModelArguments(), tokenizer, config)
 
 
 class FakeTask(Task):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
-from cotrain.arguments import ModelArguments, SampleArguments
+from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_model, load_config
@@ -90,7 +90,7 @@ def pretrained(data, tmp_path):
 def build(data, path, run_id: str = "run") -> dict[str, torch.Tensor]:
     """Build a trainer's model from the weights at a path, and return its state."""
     args = ModelArguments(str(path), from_pretrained=True, tokenizer_path=str(data / "tokenizer"))
-    return tasks.build_model(tasks.load_task(args, SampleArguments(), has_weights=True), run_id).state_dict()
+    return tasks.build_model(tasks.load_task(args, has_weights=True), run_id).state_dict()
 
 
 def test_pretrained_weights_are_loaded(data, pretrained):
@@ -111,12 +111,12 @@ def test_a_run_gives_weights_in_safetensors_only(data, pretrained, tmp_path, mon
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     args = ModelArguments("me/model", from_pretrained=True, tokenizer_path=str(data / "tokenizer"), cache_dir="cache")
     args.adopted = {"model_name_or_path"} if chosen_by_the_run else set()
-    task = tasks.load_task(args, SampleArguments(), has_weights=True)
+    task = tasks.load_task(args, has_weights=True)
     with pytest.raises(UserError, match="no weights") if chosen_by_the_run else contextlib.nullcontext():
         tasks.build_model(task, "run")
     shutil.copytree(pretrained, "me/model")  # as the data of a run might
     with pytest.raises(UserError, match="is a path on this") if chosen_by_the_run else contextlib.nullcontext():
-        tasks.load_task(args, SampleArguments(), has_weights=True)
+        tasks.load_task(args, has_weights=True)
 
 
 def test_layers_without_pretrained_weights_are_the_same_on_each_peer(data, pretrained, tmp_path):
