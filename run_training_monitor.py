@@ -26,7 +26,7 @@ from arguments import (
     SampleArguments,
 )
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import check_maddr, check_peer, flag, parse_command_line, parse_repo_id, require
+from cotrain.common.flags import PEER_ID, check_maddr, flag, parse_command_line, parse_repo_id, require
 from cotrain.common.json_file import write_json
 from cotrain.common.processes import StopSignal, guard_children
 
@@ -104,7 +104,10 @@ class TrainingMonitorArguments(ReportingArguments):
         for maddr in self.assistant_maddrs:
             check_maddr("--assistant_maddrs", maddr)
         for peer_id in self.evaluators:
-            check_peer("--evaluators", f"/p2p/{peer_id}")
+            require(
+                PEER_ID.fullmatch(peer_id) is not None,
+                f"--evaluators: '{peer_id}' is not a peer ID; copy it from the evaluator's line 'This evaluator is …'",
+            )
         if self.repo_id is not None:
             self.repo_id = parse_repo_id("--repo_id", self.repo_id)
             require(self.store_checkpoints, "--repo_id uploads checkpoints: drop --no_store_checkpoints")
