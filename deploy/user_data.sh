@@ -54,7 +54,7 @@ take_address() { # the elastic IP, which cuts all connections that are open by t
 }
 
 install_project() { # FILE: the list of requirements
-    retry dnf install -q -y git python3.11 tar gzip
+    retry dnf install -q -y git python3.11
     useradd --system --create-home --home-dir "$FOLDER" collaboration
     as_user mkdir -p "$FOLDER/tmp" # /tmp is half of the memory, too little for pip
     as_user git init -q "$FOLDER/project"
@@ -68,7 +68,11 @@ download_tokenizer() { # the monitor needs it to keep checkpoints; trainers fetc
     local archive=$FOLDER/tmp/data.tar.gz
     retry as_user curl -fsSL -m 3600 -o "$archive" "$DATASET_URL"
     [[ -z $DATASET_SHA256 ]] || sha256sum --check --quiet <<<"$DATASET_SHA256  $archive"
-    as_user tar xzf "$archive" --no-same-owner -C "$FOLDER/project" data/tokenizer
+    as_user mkdir -p "$FOLDER/project/data/tokenizer"
+    (cd "$FOLDER/project" && as_user "$FOLDER/venv/bin/python" - "$archive" <<<"
+import pathlib, sys
+from cotrain.data.archive import TOKENIZER, unpack_archive
+unpack_archive(pathlib.Path(sys.argv[1]), {TOKENIZER: pathlib.Path(TOKENIZER)})")
     rm "$archive"
 }
 

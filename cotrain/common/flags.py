@@ -115,6 +115,15 @@ def check_web_address(flag: str, url: str) -> None:
     require(valid, f"{flag} must be an http(s) address like https://example.org/data.tar.gz; FTP is not supported")
 
 
+_SECRET = re.compile(r"(?i)\b(x-amz-\w+|x-goog-\w+|signature|sig|\w*token|password)=")
+
+
+def has_secret(url: str) -> bool:
+    """Whether a URL has a user, a password or a signature."""
+    parts = parse_url(url)
+    return parts.auth is not None or _SECRET.search(parts.query or "") is not None
+
+
 _PAGE = re.compile(r"https?://[\w.-]+(:\d{1,5})?(/[\w./?&=%~#+:,@-]*)?", re.ASCII)
 _MAX_PAGE_LENGTH = 200
 
