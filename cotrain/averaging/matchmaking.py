@@ -203,9 +203,6 @@ class StepMatchmaking(Matchmaking):
                 self._spared.store(peer_id, None, run_time() + SPARE_SECONDS)
         self._silences += Counter()  # drops those of 0
 
-    def is_banned(self, peer_id: PeerID) -> bool:
-        return peer_id in self._banned
-
     @property
     def requested_number(self) -> int:
         """The next step for which another peer asks this one for a group; -1 if none does."""
@@ -254,7 +251,7 @@ class StepMatchmaking(Matchmaking):
             self._absences.pop(peer_id, None)
 
     def _why_missed(self, peer_id: PeerID, search: Search) -> str:
-        if self.is_banned(peer_id):
+        if peer_id in self._banned:
             return "banned"
         if peer_id in search.unreachable:
             return "could not be reached"
@@ -265,7 +262,7 @@ class StepMatchmaking(Matchmaking):
         nodes = [
             entry
             for entry in self.roster.values()
-            if not (entry.is_client or self.is_banned(entry.peer_id) or entry.peer_id in self._spared)
+            if not (entry.is_client or entry.peer_id in self._banned or entry.peer_id in self._spared)
         ]
         established = [entry for entry in nodes if entry.is_established]
         number = search.control.number
@@ -313,7 +310,7 @@ class StepMatchmaking(Matchmaking):
         return {
             peer_id: request
             for peer_id, request in self._requests.items()
-            if request.number == search.control.number and not request.answer.done() and not self.is_banned(peer_id)
+            if request.number == search.control.number and not request.answer.done() and peer_id not in self._banned
         }
 
     def _expected(self, search: Search) -> set[PeerID]:
@@ -322,7 +319,7 @@ class StepMatchmaking(Matchmaking):
             peer_id
             for peer_id in self.roster
             if peer_id != self.peer_id
-            and not self.is_banned(peer_id)
+            and peer_id not in self._banned
             and peer_id not in search.unreachable
             and self._absences[peer_id] < MAX_ABSENCES
         }
@@ -394,7 +391,7 @@ class StepMatchmaking(Matchmaking):
         search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
         search.unreachable[leader] = time.monotonic()
         suggested = _read_peer_id(message.suggested_leader)
-        if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or self.is_banned(suggested):
+        if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or suggested in self._banned:
             return None
         return await self._follow(search, suggested, redirected=True)
 
@@ -456,7 +453,7 @@ class StepMatchmaking(Matchmaking):
             return averaging_pb2.BAD_GROUP_KEY
         if request.schema_hash != self.schema_hash:
             return averaging_pb2.BAD_SCHEMA_HASH
-        if self.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
+        if peer_id in self._banned or self.client_mode or peer_id == self.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
         try:
             parse_claims(request.gather)

@@ -21,9 +21,7 @@ from cotrain.peer.addresses import find_tcp_endpoint
 logger = get_logger(__name__)
 
 MAX_CLOCK_ERROR = 1.0  # seconds; hivemind allows 3
-# Of the correction, in seconds: a wrong time zone is 26 hours off. Initial peers could make bans and records end, or
-# settings that are signed in the future hold.
-MAX_CORRECTION = 27 * 3600.0
+MAX_CORRECTION = 27 * 3600.0  # seconds; a wrong time zone is 26 hours off. With more, initial peers could end bans
 
 
 class BootstrapRedialer(PeriodicThread):
