@@ -88,6 +88,12 @@ RECORDS = {
     "run_config": RunConfig.sign(SETTINGS, KEY).record,
 }
 
+BOUNDS = {  # records at the bounds of what is valid, which the mutations rarely make
+    "history": [[[0] * 5 + [0.5, None]], [[0] * 40], [[0]], [[0, True, 0, 0.0, 0]]],
+    "metrics": [{**metric(17), "x": 1e12}, {**metric(17), "x": "text"}],
+    "training_progress": [None, {**PROGRESS, "auxiliary": True}, {**PROGRESS, "samples_accumulated": -1}],
+}
+
 
 # Records in the DHT
 
@@ -128,7 +134,7 @@ def test_records(draw):
     name = draw(st.sampled_from(sorted(RECORDS)))
     (validator,), _ = make_validators("run", KEY)
     validator.MAX_SUBKEYS, validator.MAX_KNOWN = draw(st.sampled_from([1000, 1, 2])), draw(st.sampled_from([8192, 0]))
-    value = MSGPackSerializer.dumps(draw(altered(RECORDS[name])))
+    value = MSGPackSerializer.dumps(draw(altered(draw(st.sampled_from([RECORDS[name], *BOUNDS.get(name, [])])))))
     value = draw(st.one_of(st.just(value), damaged(value)))
     subkey = draw(st.one_of(st.just(MSGPackSerializer.dumps(SUBKEY)), damaged(MSGPackSerializer.dumps(SUBKEY))))
     lifetime = draw(st.sampled_from([60.0, 60.0, 60.0, *map(float, NUMBERS)]))
