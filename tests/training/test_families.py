@@ -121,8 +121,8 @@ def test_a_run_gives_weights_in_safetensors_only(data, pretrained, tmp_path, mon
 
 
 def test_a_run_gives_weights_of_at_most_20_gb(monkeypatch):
-    info = SimpleNamespace(siblings=[SimpleNamespace(rfilename="a/x.safetensors", size=15_000_000_000)] * 2)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_args, **_options: info)
+    files = [SimpleNamespace(rfilename="a/x.safetensors", size=15_000_000_000)] * 2
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=files))
     args = ModelArguments("me/model", from_pretrained=True)
     args.adopted = {"model_name_or_path"}
     with pytest.raises(UserError, match="'me/model' have 30 GB"):
