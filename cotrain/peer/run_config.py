@@ -114,7 +114,7 @@ def check_safe(settings: Mapping[str, Setting]) -> None:
 
 def check_published(url: str | None) -> None:
     """Raise UserError if the address of a run's data, if there is one, contains a user, a password or a signature."""
-    if url and has_secret(url):
+    if url and has_secret(str(url)):
         raise UserError("the run's --dataset_url has a user, a password or a signature: use a public address")
 
 

@@ -547,6 +547,10 @@ def test_archive_with_an_impossible_name_or_time(tmp_path, change):
         unpack_archive(tmp_path / "archive", {TOKENIZER: tmp_path})
 
 
+def test_address_that_is_a_number():
+    check_safe({"dataset_url": 1})  # the flag's own check refuses it
+
+
 def test_manifest_that_is_nested_too_deeply(tmp_path):
     (tmp_path / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match="cannot be read"):
