@@ -6,7 +6,7 @@ ARGS ?=
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist worksteal --durations=15
 BENCH = OMP_NUM_THREADS=1 .venv/bin/python -W ignore benchmarks
 
-.PHONY: help install install-organiser demo test test-fast test-all test-gpu test-browser soak bench lint clean
+.PHONY: help install install-organiser demo test test-fast test-all test-gpu test-browser soak bench lint lock clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' Makefile | expand -t 20
@@ -48,6 +48,13 @@ lint: .venv/installed-dev  ## Check style, format, and imports
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
 	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_imports.py tests/common/test_layout.py
+
+# torch's build and its CUDA packages depend on the GPU.
+CUDA = torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
+	cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
+lock:  ## Write requirements.lock, the hashes of what requirements.txt needs (pip install uv)
+	uv pip compile -q --universal --generate-hashes --no-annotate --no-header --python-version 3.11 \
+		$(addprefix --no-emit-package ,$(CUDA)) requirements.txt -o requirements.lock
 
 clean:  ## Remove .venv, the demo's folder and caches
 	rm -rf .venv demo .pytest_cache .ruff_cache .hypothesis

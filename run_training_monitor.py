@@ -25,7 +25,7 @@ from arguments import (
 )
 from cotrain.arguments import check_compression
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import ArgumentsError, check_maddr, check_peer, flag, parse_command_line, parse_repo_id
+from cotrain.common.flags import PEER_ID, ArgumentsError, check_maddr, flag, parse_command_line, parse_repo_id
 from cotrain.common.json_file import write_json
 from cotrain.common.processes import StopSignal, guard_children
 
@@ -100,7 +100,10 @@ class TrainingMonitorArguments(ReportingArguments):
         for maddr in self.assistant_maddrs:
             check_maddr("--assistant_maddrs", maddr)
         for peer_id in self.evaluators:
-            check_peer("--evaluators", f"/p2p/{peer_id}")
+            if PEER_ID.fullmatch(peer_id) is None:
+                raise ArgumentsError(
+                    f"--evaluators: '{peer_id}' is not a peer ID; copy it from the evaluator's 'This evaluator is …'"
+                )
         if self.repo_id is not None:
             self.repo_id = parse_repo_id("--repo_id", self.repo_id)
             if not self.store_checkpoints:

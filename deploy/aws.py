@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
+
+from urllib3.util import parse_url
 
 from cotrain.common.errors import UserError, describe
+from cotrain.common.flags import has_secret
 
 try:
     import boto3
@@ -73,9 +75,10 @@ class Settings:
         require(name is not None, "NAME must have 1 to 30 characters: a letter, then letters, digits and '-'")
         require("." not in self.run_id and bool(self.run_id.strip()), "RUN_ID must not be empty or contain '.'")
         for field in ("repo_url", "dataset_url"):
-            parts, flag = urlsplit(getattr(self, field)), field.upper()
-            require(bool(parts.scheme and parts.path), f"{flag} must be an address like https://example.org/x")
-            require(parts.password is None, f"{flag} contains a password, which all users of the machines can read")
+            url, flag = getattr(self, field), field.upper()
+            is_address = bool(parse_url(url).scheme and parse_url(url).path)
+            require(is_address, f"{flag} must be an address like https://example.org/x")
+            require(not has_secret(url), f"{flag} has a secret, which all users of the machines can read")
 
 
 def require(condition: bool, message: str) -> None:

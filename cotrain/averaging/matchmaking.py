@@ -28,7 +28,9 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MSGPackSerializer, get_logger
+from hivemind.utils import MSGPackSerializer, TimedStorage, get_logger
+
+from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
 
@@ -165,9 +167,9 @@ class StepMatchmaking(Matchmaking):
         self._requests: dict[PeerID, _Request] = {}
         self._search: Search | None = None
         self._leader: PeerID | None = None  # leader that has accepted this peer
-        self._banned_until: dict[PeerID, float] = {}
+        self._banned: TimedStorage[PeerID, None] = TimedStorage()
         self._silences: Counter[PeerID] = Counter()  # consecutive rounds in which a reducer answered nothing
-        self._spared_until: dict[PeerID, float] = {}  # silent members -> `time.monotonic`
+        self._spared: TimedStorage[PeerID, None] = TimedStorage()  # silent members
         # Group ID -> this peer's round, which may have ended before it began; the newest 16
         self.found: dict[bytes, RoundControl] = {}
         self._changed = asyncio.Event()
@@ -187,9 +189,8 @@ class StepMatchmaking(Matchmaking):
                 request.answer.set_result(None)
 
     def ban(self, peer_id: PeerID, until: float) -> None:
-        """Form no group with a peer before `until` (`time.time`)."""
-        self._banned_until = {banned: end for banned, end in self._banned_until.items() if time.time() < end}
-        self._banned_until[peer_id] = until
+        """Form no group with a peer before `until` (`run_time`)."""
+        self._banned.store(peer_id, None, until)
 
     def record_silence(self, silent: Collection[PeerID], members: Collection[PeerID]) -> None:
         """Record the reducers of a round that have answered nothing.
@@ -199,14 +200,8 @@ class StepMatchmaking(Matchmaking):
         for peer_id in members:
             self._silences[peer_id] = self._silences[peer_id] + 1 if peer_id in silent else 0
             if self._silences[peer_id] >= MAX_SILENCES:
-                self._spared_until[peer_id] = time.monotonic() + SPARE_SECONDS
+                self._spared.store(peer_id, None, run_time() + SPARE_SECONDS)
         self._silences += Counter()  # drops those of 0
-
-    def _is_spared(self, peer_id: PeerID) -> bool:
-        return time.monotonic() < self._spared_until.get(peer_id, -math.inf)
-
-    def is_banned(self, peer_id: PeerID) -> bool:
-        return time.time() < self._banned_until.get(peer_id, 0.0)
 
     @property
     def requested_number(self) -> int:
@@ -256,7 +251,7 @@ class StepMatchmaking(Matchmaking):
             self._absences.pop(peer_id, None)
 
     def _why_missed(self, peer_id: PeerID, search: Search) -> str:
-        if self.is_banned(peer_id):
+        if peer_id in self._banned:
             return "banned"
         if peer_id in search.unreachable:
             return "could not be reached"
@@ -267,7 +262,7 @@ class StepMatchmaking(Matchmaking):
         nodes = [
             entry
             for entry in self.roster.values()
-            if not (entry.is_client or self.is_banned(entry.peer_id) or self._is_spared(entry.peer_id))
+            if not (entry.is_client or entry.peer_id in self._banned or entry.peer_id in self._spared)
         ]
         established = [entry for entry in nodes if entry.is_established]
         number = search.control.number
@@ -315,7 +310,7 @@ class StepMatchmaking(Matchmaking):
         return {
             peer_id: request
             for peer_id, request in self._requests.items()
-            if request.number == search.control.number and not request.answer.done() and not self.is_banned(peer_id)
+            if request.number == search.control.number and not request.answer.done() and peer_id not in self._banned
         }
 
     def _expected(self, search: Search) -> set[PeerID]:
@@ -324,7 +319,7 @@ class StepMatchmaking(Matchmaking):
             peer_id
             for peer_id in self.roster
             if peer_id != self.peer_id
-            and not self.is_banned(peer_id)
+            and peer_id not in self._banned
             and peer_id not in search.unreachable
             and self._absences[peer_id] < MAX_ABSENCES
         }
@@ -352,7 +347,7 @@ class StepMatchmaking(Matchmaking):
 
     def _spare(self, peer_id: PeerID, gathered: bytes) -> bytes:
         """Return the claims of a member, without a share if it was silent. An auxiliary peer gets a small one."""
-        if not self._is_spared(peer_id):
+        if peer_id not in self._spared:
             return gathered
         claims = parse_claims(gathered)
         if claims.mode == AveragingMode.AUX:
@@ -396,7 +391,7 @@ class StepMatchmaking(Matchmaking):
         search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
         search.unreachable[leader] = time.monotonic()
         suggested = _read_peer_id(message.suggested_leader)
-        if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or self.is_banned(suggested):
+        if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or suggested in self._banned:
             return None
         return await self._follow(search, suggested, redirected=True)
 
@@ -458,7 +453,7 @@ class StepMatchmaking(Matchmaking):
             return averaging_pb2.BAD_GROUP_KEY
         if request.schema_hash != self.schema_hash:
             return averaging_pb2.BAD_SCHEMA_HASH
-        if self.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
+        if peer_id in self._banned or self.client_mode or peer_id == self.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
         try:
             parse_claims(request.gather)

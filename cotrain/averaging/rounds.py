@@ -24,7 +24,7 @@ from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, get_logger
+from hivemind.utils import MPFuture, TimedStorage, get_logger
 from hivemind.utils.asyncio import achain, as_aiter
 
 from cotrain.averaging.allreduce import AllReduce, Block
@@ -115,9 +115,9 @@ class RoundAverager(SafeAverager):
         self._finished_groups: deque[bytes] = deque(maxlen=64)
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._waiting: Counter[PeerID] = Counter()  # streams of unknown groups
-        self._reported_at: dict[PeerID, float] = {}  # excesses; `time.monotonic`
-        # Peer ID -> end of the ban, in the main process; new bans come through the queue
-        self._banned: dict[bytes, float] = {}
+        self._reported: TimedStorage[PeerID, None] = TimedStorage()  # peers whose excesses were logged
+        # Peer IDs until the end of the ban, in the main process; new bans come through the queue
+        self._banned: TimedStorage[bytes, None] = TimedStorage()
         self._newly_banned, self._lock_bans = multiprocessing.SimpleQueue(), threading.Lock()
         self._lock_pipe = threading.Lock()
         super().__init__(
@@ -188,8 +188,8 @@ class RoundAverager(SafeAverager):
         with self._lock_bans:
             while not self._newly_banned.empty():
                 peer_id, until = self._newly_banned.get()
-                self._banned[peer_id] = until
-            return {peer_id: until for peer_id, until in self._banned.items() if time.time() < until}
+                self._banned.store(peer_id, None, until)
+            return {peer_id: until for peer_id, (_, until) in self._banned.items()}
 
     # In the averager's process
 
@@ -300,15 +300,14 @@ class RoundAverager(SafeAverager):
     def _ban_violators(self, runner: AllReduce) -> None:
         for peer_id, violation in runner.violations().items():
             logger.warning(f"{peer_id} sent {violation}: not averaging with it for {BAN_SECONDS / 60:.0f} minutes")
-            until = time.time() + BAN_SECONDS
+            until = run_time() + BAN_SECONDS
             self._matchmaking.ban(peer_id, until)
             self._newly_banned.put((peer_id.to_bytes(), until))
 
     def _report_excesses(self, runner: AllReduce) -> None:
-        now = time.monotonic()
         for peer_id, excess in runner.excesses().items():
-            if now >= self._reported_at.get(peer_id, -math.inf) + REPORT_SECONDS:
-                self._reported_at[peer_id] = now
+            if peer_id not in self._reported:
+                self._reported.store(peer_id, None, run_time() + REPORT_SECONDS)
                 logger.warning(f"{peer_id} sent {excess}: scaled it down, or kept this peer's parameters")
 
     # Answers to other peers

@@ -23,6 +23,7 @@ from cotrain.averaging.download import StateDownload, StateLoadError, check_epoc
 from cotrain.averaging.history import Marks, read_marks
 from cotrain.averaging.wire import SCALAR, TensorSpec
 from cotrain.dht.clock import run_time
+from cotrain.dht.metrics_schema import MAX_STEP
 
 logger = get_logger(__name__)
 
@@ -199,9 +200,10 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         with self.lock_optimizer, self.lock_averaged_tensors:
             if self._copy is None:
                 metadata, tensors = self._make_copy()
-                first, are_moments = len(self._optimized_parameters()), self._second_moments()
-                entries = metadata["optimizer_metadata"][-len(are_moments) :]  # of the statistics, which come last
-                roots = [first + e["index"] for e, is_moment in zip(entries, are_moments, strict=False) if is_moment]
+                first, names = len(self._optimized_parameters()), self._statistic_names()
+                entries = metadata["optimizer_metadata"][-len(names) :]  # of the statistics, which come last
+                moments = self.optimizer.second_moments
+                roots = [first + e["index"] for e, name in zip(entries, names, strict=False) if name in moments]
                 for index in roots:
                     tensors[index].sqrt_()
                 self._copy = {**metadata, "roots": roots}, tensors
@@ -354,15 +356,16 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 values.append(entry.get("value"))
         own_statistics = list(nested_flatten(own["state"]))
         statistics = values[len(values) - len(own_statistics) :]  # the keys are sorted: "param_groups" come first
-        for value, own_value, is_second_moment in zip(statistics, own_statistics, self._second_moments(), strict=True):
-            _check_optimizer_value(value, own_value, is_second_moment)
+        for value, own_value, name in zip(statistics, own_statistics, self._statistic_names(), strict=True):
+            _check_optimizer_value(value, own_value, name in self.optimizer.second_moments)
+            if name == "step" and value > MAX_STEP:
+                raise StateLoadError("its optimizer has an impossible step count")
         return {"state": nested_pack(statistics, own["state"]), "param_groups": own["param_groups"]}
 
-    def _second_moments(self) -> list[bool]:
-        """Return for each statistic of the optimizer, in the order of `nested_flatten`, if it is a second moment."""
+    def _statistic_names(self) -> list[str]:
+        """Return the name of each statistic of the optimizer, in the order of `nested_flatten`."""
         state = self.optimizer.state_dict()["state"]
-        names = nested_flatten({index: {name: name for name in values} for index, values in state.items()})
-        return [name in self.optimizer.second_moments for name in names]
+        return list(nested_flatten({index: {name: name for name in values} for index, values in state.items()}))
 
     def _check_entries(self, metadata: dict) -> list[dict]:
         """Return {type: tensor, index} or {type: value, value} for each value of the optimizer's state dict."""

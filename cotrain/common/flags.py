@@ -120,6 +120,15 @@ def check_web_address(flag: str, url: str) -> None:
     require(valid, f"{flag} must be an http(s) address like https://example.org/data.tar.gz; FTP is not supported")
 
 
+_SECRET = re.compile(r"(?i)\b(x-amz-\w+|x-goog-\w+|signature|sig|\w*token|password)=")
+
+
+def has_secret(url: str) -> bool:
+    """Whether a URL has a user, a password or a signature."""
+    parts = parse_url(url)
+    return parts.auth is not None or _SECRET.search(parts.query or "") is not None
+
+
 _PAGE = re.compile(r"https?://[\w.-]+(:\d{1,5})?(/[\w./?&=%~#+:,@-]*)?", re.ASCII)
 _MAX_PAGE_LENGTH = 200
 
@@ -147,7 +156,7 @@ def parse_end(flag: str, value: str | None) -> float:
 
 
 # A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.
-_PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
+PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
 HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")
 _VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-circuit", "http", "https", "webtransport"}
 _PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", "udp", "p2p", "ipfs", "certhash"}
@@ -206,7 +215,7 @@ def check_peer(flag: str, maddr: str) -> None:
     peer_id = protocols.get("p2p", protocols.get("ipfs"))
     address = f"/ip4/{endpoint['host']}/tcp/{endpoint['port']}" if endpoint else maddr.rstrip("/")
     require(peer_id is not None, f"{flag}: '{maddr}' lacks the peer ID. {copy}: {address}/p2p/PEER_ID")
-    require(bool(_PEER_ID.fullmatch(peer_id)), f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. {copy}")
+    require(bool(PEER_ID.fullmatch(peer_id)), f"{flag}: '{peer_id}' in '{maddr}' is not a peer ID. {copy}")
 
 
 _HUB_ADDRESS = r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/"

@@ -23,7 +23,7 @@ from urllib3.util import parse_url
 from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
-from cotrain.common.hosts import GuardedAdapter
+from cotrain.common.hosts import MAX_BYTES, GuardedAdapter
 from cotrain.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
 from cotrain.data.loading import check_samples
 
@@ -33,7 +33,6 @@ T = TypeVar("T")
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
 BLOCK = 2**20
-MAX_BYTES = 20e9  # of an archive at an address that the user has not typed
 SPACE_BYTES = 64 * 2**20  # less than archive.SPARE_BYTES; the free space is checked before each of these
 PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 import transformers
+from huggingface_hub import HfApi
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cotrain.arguments import LocalTrainingArguments, ModelArguments
 from cotrain.common.errors import UserError, first_line
+from cotrain.common.hosts import MAX_BYTES
 from cotrain.models.config import find_model_classes, is_inline, is_published_name, read_fields
 from cotrain.models.objectives import OBJECTIVES
 
@@ -161,11 +163,22 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
         raise UserError(
             f"--from_pretrained: '{name:.200}' is a configuration; pass a folder that also contains the weights"
         )
+    if "model_name_or_path" in args.adopted:
+        _check_download(name)
     try:
         model = get_model_class(config).from_pretrained(name, config=config, **args.hub_options)
     except Exception as error:
         raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
     return _try(model.to(torch.float32))
+
+
+def _check_download(name: str) -> None:
+    """Raise UserError if a repository has more weights than MAX_BYTES. Without the Hub, nothing is downloaded."""
+    files = []
+    with contextlib.suppress(Exception):
+        files = HfApi(token=False).model_info(name, files_metadata=True, timeout=30.0).siblings
+    if (num_bytes := sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors"))) > MAX_BYTES:
+        raise UserError(f"the weights of '{name}' have {num_bytes / 1e9:.0f} GB: pass --model_name_or_path yourself")
 
 
 @torch.no_grad()

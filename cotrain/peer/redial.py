@@ -21,6 +21,7 @@ from cotrain.peer.addresses import find_tcp_endpoint
 logger = get_logger(__name__)
 
 MAX_CLOCK_ERROR = 1.0  # seconds; hivemind allows 3
+MAX_CORRECTION = 27 * 3600.0  # seconds; a wrong time zone is 26 hours off. With more, initial peers could end bans
 
 
 class BootstrapRedialer(PeriodicThread):
@@ -55,12 +56,13 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str], timeout: float = 5.0) 
     known = [offset for offset in offsets if offset is not None and math.isfinite(offset)]
     votes = known + [0.0] * (1 - len(known) % 2)  # of an even number, this machine's clock decides
     if abs(change := statistics.median(votes)) > MAX_CLOCK_ERROR:
-        offset = run_time() + change - time.time()
+        before = run_time() - time.time()
+        offset = min(max(before + change, -MAX_CORRECTION), MAX_CORRECTION)
         correct_clock(offset)
-        if abs(offset) > MAX_CLOCK_ERROR:
+        if abs(offset) > MAX_CLOCK_ERROR >= abs(before):  # once, whatever the initial peers answer later
             logger.warning(
                 f"This machine's clock is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the run's: "
-                "using that of the run. Set it, for example with `sudo timedatectl set-ntp true`"
+                "using that of the run (up to 27 hours). Set it, for example with `sudo timedatectl set-ntp true`"
             )
     return None not in offsets
 

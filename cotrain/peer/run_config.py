@@ -9,7 +9,6 @@ become flags, which are parsed and checked like those of a command line.
 
 import ipaddress
 import json
-import re
 import shlex
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
@@ -20,13 +19,12 @@ from hivemind.dht import DHT
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
-from urllib3.util import parse_url
 
 from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments, ModelArguments
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError
-from cotrain.common.flags import check_maddr, find_settings
+from cotrain.common.flags import check_maddr, find_settings, has_secret
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging
 from cotrain.common.processes import StopSignal
@@ -45,7 +43,6 @@ MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record 
 MAX_LEAD = 3600.0  # seconds by which the time of a signature may be ahead of the run's clock
 TASK = "task_sha256"  # setting of a run with a --task: it names the version of the file, which no peer sends
 SETTINGS = find_settings(TRAINER_ARGUMENTS) | {TASK}
-_SECRET = re.compile(r"(?i)\b(x-amz-\w+|x-goog-\w+|signature|sig|\w*token|password)=")
 OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
 
 Setting = str | int | float | bool | None
@@ -117,8 +114,7 @@ def check_safe(settings: Mapping[str, Setting]) -> None:
 
 def check_published(url: str | None) -> None:
     """Raise UserError if the address of a run's data, if there is one, contains a user, a password or a signature."""
-    parts = parse_url(url or "")
-    if parts.auth is not None or _SECRET.search(parts.query or ""):
+    if url and has_secret(str(url)):
         raise UserError("the run's --dataset_url has a user, a password or a signature: use a public address")
 
 

@@ -35,7 +35,7 @@ class StatusPanel:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
         for label, text in describe_status(status):
-            table.add_row(label, Text("".join(filter(str.isprintable, text))))  # others' words are no markup
+            table.add_row(label, Text(text))  # others' words are no markup
         bar = ProgressBar(total=status.target_batch_size, completed=status.all_samples, width=40)
         with tqdm.get_lock():
             self._live.start()

@@ -88,7 +88,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         state = f"no local step for {format_duration(s.time - s.worked_at)}"
     else:
         state = "training"
-    return [
+    rows = [
         ("Peer", f"{s.name} in run {s.run_id}, for {format_duration(s.time - s.started_at)}"),
         ("State", f"{state}, at step #{s.step}"),
         ("Next step", f"#{s.next_step} {wait}: {progress}"),
@@ -101,6 +101,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         *([] if s.page is None else [("Curves", s.page)]),
         *([] if s.end_time is None else [("Run ends", describe_end(s.end_time))]),
     ]
+    return [(label, "".join(filter(str.isprintable, text))) for label, text in rows]  # other peers wrote some words
 
 
 def describe_progress(status: TrainerStatus, loss: float | None) -> str:

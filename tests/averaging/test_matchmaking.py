@@ -398,6 +398,11 @@ async def test_silent_members_get_no_share_for_a_while(monkeypatch):
         assert modes[ids[0]] == modes[ids[2]] == AveragingMode.NODE
     leader.record_silence(set(), ids)
     assert not leader._silences
+    monkeypatch.setattr(matchmaking, "SPARE_SECONDS", 0.01)
+    for _ in range(2):
+        leader.record_silence({ids[2]}, ids)
+    await asyncio.sleep(0.02)
+    assert [peer_id for peer_id, _ in leader._spared.items()] == [ids[1]], "the time of the other is over"
 
 
 async def test_request_for_a_step_far_ahead_does_not_hide_the_others():

@@ -280,7 +280,8 @@ def test_states_that_do_not_fit_are_refused_whole():
             averager.restore(changed_metadata, changed_tensors)
 
     def with_step(value) -> dict:
-        step = next(i for i in reversed(range(len(entries))) if entries[i].get("value") == 0)
+        names = averager._statistic_names()
+        step = len(entries) - len(names) + names.index("step")
         return {**metadata, "optimizer_metadata": [*entries[:step], {"type": "value", "value": value},
                                                    *entries[step + 1 :]]}  # fmt: skip
 
@@ -300,6 +301,7 @@ def test_states_that_do_not_fit_are_refused_whole():
         refuse("other shapes", with_step(value))
     for value in (-5, float("nan")):
         refuse("negative or not finite", with_step(value))
+    refuse("impossible step count", with_step(2**63 - 1))
     assert averager.local_epoch == averager.applied_epoch == 0
     assert torch.equal(before, flat(averager.main_parameters))
 

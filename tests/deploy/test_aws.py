@@ -23,7 +23,8 @@ NAME = "/collaborative-training/test/identity"
         ({"run_id": "v1.0"}, "RUN_ID"),
         ({"repo_url": ""}, "REPO_URL must be an address"),
         ({"dataset_url": "data.tar.gz"}, "DATASET_URL must be an address"),
-        ({"repo_url": "https://me:secret@example.org/x"}, "REPO_URL contains a password"),
+        ({"repo_url": "https://me:secret@example.org/x"}, "REPO_URL has a secret"),
+        ({"dataset_url": "https://x.s3.amazonaws.com/x.gz?X-Amz-Signature=secret@"}, "DATASET_URL has a secret"),
     ],
 )
 def test_wrong_settings(changes, message):

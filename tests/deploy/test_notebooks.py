@@ -207,7 +207,8 @@ def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
     shutil.copytree(
         ROOT / "cotrain" / "common", folder / "cotrain" / "common", ignore=shutil.ignore_patterns("__pycache__")
     )
-    for name in ("cotrain/__init__.py", "cotrain/peer/tunnel.py", "deploy/join.py", "deploy/trainer.service"):
+    for name in ("cotrain/__init__.py", "cotrain/peer/tunnel.py", "cotrain/data/archive.py", "deploy/join.py",
+                 "deploy/trainer.service"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     (folder / "run_trainer.py").write_text(trainer)

@@ -59,11 +59,13 @@ def _altered_once(draw: Callable, value: object) -> object:
 
 @st.composite
 def damaged(draw: Callable, content: bytes) -> bytes:
-    """Bytes with up to three cuts, insertions and repetitions."""
+    """Bytes with up to three cuts, insertions, repetitions, and replacements by as many bytes."""
     for _ in range(draw(st.integers(0, 3))):
         begin = draw(st.integers(0, len(content)))
         end = min(len(content), begin + draw(st.sampled_from([0, 1, 4, 1000])))
         part = draw(st.one_of(st.sampled_from(BYTES), st.binary(max_size=8), st.just(content[begin:end] * 5)))
+        if draw(st.booleans()):
+            part = part[: end - begin].ljust(end - begin, b"\xff")
         content = content[:begin] + part + content[end:]
     return content
 

@@ -49,6 +49,7 @@ def test_peers_that_do_not_answer_are_dialed_more_often():
         ([600.0], 600.0), ([-5.0], -5.0), ([0.9], 0.0), ([], 0.0), ([None], 0.0),
         ([0.1, 0.2, 1e9], 0.0),  # one of three lies
         ([600.0, None, 600.2], 600.0), ([7200.0, 0.1], 0.0), ([math.inf], 0.0), ([math.nan, 600.0], 600.0),
+        ([1e300], 97200.0), ([-1e300], -97200.0),
     ],
 )  # fmt: skip
 def test_clock_of_the_run_is_the_median_of_the_initial_peers(answers, offset):
@@ -68,6 +69,8 @@ def test_clock_is_named_once_and_followed_when_it_is_set(monkeypatch, caplog):
 
     for _ in range(3):
         ask()
+    set_run_clock(Answers([5.0]), peers)  # answers that change are no news
+    ask()
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "This machine's clock is 600.0 s behind the run's"
     ]

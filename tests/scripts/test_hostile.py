@@ -1,15 +1,13 @@
 """Attacks on a run of three unequal trainers: by outsiders with records and streams, and by members of its rounds."""
 
 import time
-from collections.abc import Callable
 
 import pytest
+from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.admission.invitations import load_identity
-from cotrain.dht.records import peer_id_of
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.attacks import ATTACKS
-from tests.support.peers import Script, join_together, read_jsonl, steps_of, wait_until
+from tests.support.peers import Script, invite, join_together, read_jsonl, steps_of, wait_until
 
 PACES = {"quick": 0.25, "usual": 0.5, "slow": 1.0}
 SECONDS = 20.0
@@ -23,19 +21,29 @@ def count_samples(folder) -> int:
 
 
 class Run:
-    """A monitor and three trainers, with the samples that they apply without an attack."""
+    """A monitor and three trainers, with the samples that they apply without an attack.
 
-    def __init__(self, scripts):
-        self.scripts = scripts
-        self.monitor = scripts.monitor("--save_checkpoint_step_interval", 4)
+    :param authority: signs the invitations of all peers, if the run has some
+    """
+
+    def __init__(self, scripts, authority: RSAPrivateKey | None = None):
+        self.scripts, self.authority = scripts, authority
+        self.monitor = scripts.monitor("--save_checkpoint_step_interval", 4, *self.invited("monitor"))
         self.common = (
             "--initial_peers", self.monitor.address, *steps_of(seconds=2, num_trainers=2), "--target_group_size", 8,
             "--averaging_timeout", 6,
         )  # fmt: skip
-        self.trainers = [scripts.trainer(name, *self.common, pace=pace) for name, pace in PACES.items()]
+        self.trainers = [self.start_trainer(name, pace=pace) for name, pace in PACES.items()]
         join_together(*self.trainers)
         wait_until(lambda: count_samples(scripts.folder) > 0, 120, "the first rounds")
         self.without = self.measure()
+
+    def invited(self, name: str) -> tuple:
+        path = self.scripts.folder / f"{name}.invitation"
+        return () if self.authority is None else ("--invitation", invite(self.authority, path))
+
+    def start_trainer(self, name: str, **options) -> Script:
+        return self.scripts.trainer(name, *self.common, *self.invited(name), **options)
 
     def measure(self, seconds: float = SECONDS) -> int:
         before = count_samples(self.scripts.folder)
@@ -66,15 +74,14 @@ def start_outsider(run: Run, name: str) -> Script:
 
 
 def start_member(run: Run, name: str) -> Script:
-    script = run.scripts.trainer(name, *run.common, pace=0.5, env={"ATTACK": name})
+    script = run.start_trainer(name, pace=0.5, env={"ATTACK": name})
     script.wait_for("Beginning optimizer step")
-    identity = load_identity(run.scripts.folder / name / "identity.key")
-    script.peer_id = str(peer_id_of(identity.get_public_key()))
+    script.peer_id = script.address.rpartition("/")[2]
     return script
 
 
-def attack(run: Run, name: str, start: Callable[[Run, str], Script]) -> None:
-    attacker = start(run, name)
+def attack(run: Run, name: str) -> None:
+    attacker = (start_outsider if name in OUTSIDERS else start_member)(run, name)
     try:
         run.check(attacker)
     finally:
@@ -101,8 +108,8 @@ def test_hostile_records_stop_neither_trainers_nor_monitor(scripts):
 
 
 @pytest.mark.long
-def test_no_attack_stops_the_honest_trainers(scripts):
-    run = Run(scripts)
-    attack(run, "streams", start_outsider)
-    for name in ATTACKS:
-        attack(run, name, start_member)
+@pytest.mark.parametrize("is_invited", [False, True], ids=["open", "invited"])
+def test_no_attack_stops_the_honest_trainers(scripts, is_invited):
+    run = Run(scripts, RSAPrivateKey() if is_invited else None)
+    for name in ["stay_silent", "answer_two_faced"] if is_invited else ["streams", *ATTACKS]:
+        attack(run, name)

@@ -30,7 +30,8 @@ PLACEHOLDERS = [
     (r"PUBLIC_IP", "203.0.113.1"),
     (r"(?<= )…", ""),  # more flags
 ]
-FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir", "--project"}  # of other programs
+# Of other programs
+FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir", "--project", "--require-hashes"}
 # Files of the repository, not files that the scripts write.
 FILE = re.compile(
     r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(cotrain|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
@@ -158,3 +159,6 @@ def test_each_list_of_requirements_builds_on_the_one_before():
     assert (organiser[0], dev[0]) == ("-r requirements.txt", "-r requirements-organiser.txt")
     assert {line.split("==")[0] for line in organiser[1:]} == ORGANISER_MODULES
     assert not {line.split("==")[0] for line in trainer} & ORGANISER_MODULES
+    locked = (ROOT / "requirements.lock").read_text()
+    (other,) = (line for line in trainer if f"{line.replace('_', '-')} \\\n" not in locked)
+    assert other.startswith("torch=="), "`make lock` writes it"

@@ -201,8 +201,9 @@ def show(folder: Path, capsys, **fields) -> tuple[int, str]:
 
 def test_running_trainer_is_shown_and_the_exit_code_is_0(tmp_path, capsys):
     """A trainer that waits for long runs: if it hangs, it ends itself."""
-    code, output = show(tmp_path, capsys, worked_at=time.time() - 800)
+    code, output = show(tmp_path, capsys, worked_at=time.time() - 800, last_miss=(7, "another's \x1b]8;;x\x07words"))
     assert code == 0 and output.count("\n") == 9 and "no local step for 13 min, at step #39" in output
+    assert "#7: another's ]8;;xwords\n" in output
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"pid": 1}'])

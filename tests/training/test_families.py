@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import build_model, load_config
+from cotrain.models.model import build_model, load_config, load_pretrained
 from cotrain.tasks import loading as tasks
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.families import FAMILIES
@@ -117,6 +118,15 @@ def test_a_run_gives_weights_in_safetensors_only(data, pretrained, tmp_path, mon
     shutil.copytree(pretrained, "me/model")  # as the data of a run might
     with pytest.raises(UserError, match="is a path on this") if chosen_by_the_run else contextlib.nullcontext():
         tasks.load_task(args, has_weights=True)
+
+
+def test_a_run_gives_weights_of_at_most_20_gb(monkeypatch):
+    files = [SimpleNamespace(rfilename="a/x.safetensors", size=15_000_000_000)] * 2
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=files))
+    args = ModelArguments("me/model", from_pretrained=True)
+    args.adopted = {"model_name_or_path"}
+    with pytest.raises(UserError, match="'me/model' have 30 GB"):
+        load_pretrained(None, args)
 
 
 def test_layers_without_pretrained_weights_are_the_same_on_each_peer(data, pretrained, tmp_path):
