@@ -246,6 +246,31 @@ def test_trainers_that_restart_from_checkpoints_of_different_steps_continue_with
         assert not scenario.peers[2].downloads, "the newest state is lost"
 
 
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("progress", [0, 1], ids=["two steps ahead", "one step ahead"])
+def test_laptop_returns_with_a_later_step_than_that_of_the_revived_run(tmp_path, number, progress):
+    """All trainers leave two steps after the monitor's checkpoint, from which others go on."""
+    with Scenario(16, target_batch_size=40 * number) as scenario:
+        old, monitor = add_trainers(scenario, number), scenario.add_monitor(tmp_path)
+        scenario.reach(14)
+        monitor.refresh(14)
+        saved = monitor.keeper.saved_step
+        scenario.reach(saved + 2)
+        state = old[-1].state
+        for peer in old:
+            peer.leave()
+        new = add_trainers(scenario, number)
+        scenario.wait_until(lambda: all(peer.has_joined for peer in new), 60.0)
+        assert {taken for peer in new for _, taken in peer.downloads} == {saved}
+        scenario.reach(saved + progress, *new)
+        began, laptop = max(scenario.steps_of(*new)), scenario.add(speed=0.6, uplink=3000.0, state=state)
+        # Histories that differ in one mark are averaged in the next round with parameters, here every second one.
+        scenario.unite(*new, laptop)
+        assert max(scenario.steps_of(*new, laptop)) <= began + 5
+        assert len({peer.marks[-1] for peer in (*new, laptop)}) == 1, scenario.describe()
+        assert all(len(peer.downloads) == 1 for peer in new), "the larger side has followed"
+
+
 def test_two_clients_whose_public_peer_has_left_do_not_fork():
     with Scenario(14, target_batch_size=120) as scenario:
         public, *clients = scenario.add(), scenario.add(client=True, speed=0.8), scenario.add(client=True, speed=1.2)
