@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
+from cotrain.averaging.history import different_marks
 from tests.support.scenario import BATCH, Peer, Scenario
 
 pytestmark = pytest.mark.peers  # simulated ones, which take 10 seconds each
@@ -145,6 +146,31 @@ def test_sides_of_a_partition_return_to_one_history(sizes):
         followed = [any(peer.downloads for peer in side) for side in sides]
         assert followed in ([False, True], [True, False]), "not exactly one side has taken over the state of the other"
         assert sizes[0] == sizes[1] or not followed[0], "the larger side has followed"
+
+
+def test_monitor_of_the_smaller_side_follows_the_run_to_a_lower_step(tmp_path):
+    with Scenario(17, target_batch_size=160) as scenario:
+        larger, smaller = add_trainers(scenario, 3), [scenario.add(speed=0.8), scenario.add(speed=0.7)]
+        monitor = scenario.add_monitor(tmp_path)
+        scenario.reach(2)
+        scenario.partition({*smaller, monitor})
+        for peer in smaller:
+            peer.batch = 5 * BATCH
+        scenario.wait_until(lambda: min(scenario.steps_of(*smaller)) > max(scenario.steps_of(*larger)) + 8, 300.0)
+        monitor.refresh(min(scenario.steps_of(*smaller)))
+        saved = monitor.keeper.saved_step
+        for peer in smaller:
+            peer.batch = BATCH
+        scenario.heal()
+        scenario.unite()
+        step = min(scenario.steps_of())
+        assert step < saved - 2
+        monitor.refresh(step)
+        assert step - 1 <= monitor.keeper.saved_step <= step + 1
+        newcomer = scenario.add()
+        scenario.unite(*larger, newcomer)
+        assert different_marks(monitor.keeper.averager.marks, larger[0].marks) == []
+        assert not any(peer.downloads for peer in larger) and len(newcomer.downloads) == 1
 
 
 # Newcomers
