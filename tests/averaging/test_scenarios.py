@@ -105,6 +105,27 @@ def test_trainer_that_reaches_only_the_dht_disturbs_nobody_and_is_repaired():
         assert not any(peer.downloads for peer in others)
 
 
+@pytest.mark.parametrize("seed", [18, 19])
+def test_trainer_with_the_smallest_peer_id_that_reaches_only_the_dht_delays_two_steps_at_most(seed):
+    """After three rounds in vain, it is the one that may take a step without those it does not reach."""
+    with Scenario(seed, target_batch_size=160) as scenario:
+        lone, *others = sorted(add_trainers(scenario, 4), key=lambda peer: peer.peer_id)
+        scenario.reach(4)
+        scenario.cut(lone, *others)
+        since, began = max(scenario.steps_of()), scenario.time.read()
+        scenario.reach(since + 2, *others)
+        later, step_seconds = scenario.time.read(), 160 / (BATCH * sum(peer.speed for peer in others))
+        scenario.reach(since + 9, *others)
+        assert later - began < 2 * 2 * step_seconds
+        assert scenario.time.read() - later < 7 * 1.15 * step_seconds, scenario.describe()
+        assert took_steps_with(others, 3, since=since + 1), scenario.describe()
+        assert scenario.have_one_history(*others, tolerance=0.005), scenario.describe()
+        assert "alone" not in lone.outcomes() and not lone.downloads, scenario.describe()
+        scenario.heal()
+        scenario.unite()
+        assert not any(peer.downloads for peer in others)
+
+
 def test_of_two_trainers_that_do_not_reach_each_other_one_goes_on():
     with Scenario(6, target_batch_size=80, averaging_timeout=20.0) as scenario:
         peers = scenario.add(speed=0.8), scenario.add(speed=1.2)
