@@ -97,9 +97,13 @@ class EvaluationLoop:
     def _find_step(self) -> int:
         """Return the step of the slower half of the trainers, 0 without trainers.
 
-        One false claim does not change it: those far behind the evaluated step, such as 0, do not count.
+        One false claim does not change it: those far behind the evaluated step, such as 0, do not count. If all are
+        behind it, the run has gone back.
         """
         heartbeats, _ = parse_progress(run_records.get_dictionary(self.peer.dht, f"{self.run_id}_training_progress"))
+        newest = max((heartbeat.epoch for heartbeat in heartbeats), default=0)
+        if 0 < newest < self.evaluated_step:
+            self.evaluated_step = newest - 1
         earliest = max(1, self.evaluated_step - MAX_SPREAD)
         steps = [heartbeat.epoch for heartbeat in heartbeats if heartbeat.epoch >= earliest]
         return statistics.median_low(steps) if steps else 0

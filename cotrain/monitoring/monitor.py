@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from hivemind.utils import get_logger
 
+from cotrain.averaging.history import different_marks, read_marks
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError
@@ -50,6 +52,7 @@ class CheckpointKeeper:
         self.averager, self.task, self.model, self.run_id, self.args = averager, task, model, run_id, args
         self.folder = Path(args.output_dir)
         self.saved_step = self._reported_step = -1
+        self._has_gone_back = False  # whether the run has, to before the saved step, and its state is not saved yet
         averager.credible_epoch = lambda: self._reported_step if self._reported_step >= 0 else None
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
         self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
@@ -75,9 +78,10 @@ class CheckpointKeeper:
 
         :param step: the newest reported global step, -1 if there is none
         """
+        self._has_gone_back |= step < min(self._reported_step, self.saved_step)
         self._reported_step = step
         interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
-        next_step = max(self.saved_step, 0) + interval
+        next_step = 1 if self._has_gone_back else max(self.saved_step, 0) + interval
         is_idle = self._pending is None or self._pending.done()
         if step >= next_step and is_idle and self._backoff.is_over:
             # The minimum is not `step`: reported steps are untrusted, and a revived run is behind the reported step.
@@ -91,12 +95,20 @@ class CheckpointKeeper:
             donor, metadata, tensors = downloaded
             if metadata["epoch"] > max_step:
                 raise TemporaryError(f"{donor} offers step #{metadata['epoch']}, which no trainer has reported")
+            # Trainers that have found no offer and began anew do not replace it.
+            if self._has_gone_back and different_marks(self.averager.marks, read_marks(metadata)) is None:
+                self._has_gone_back = False
+                raise TemporaryError(f"{donor} is at step #{metadata['epoch']} of a run that has begun anew")
             self.averager.restore(metadata, tensors)
             state = TrainingState(self.run_id, *self.averager.snapshot())
             info = {"time": time.time(), "donor": donor}
             path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, info)
             self._offer(state.step)
+            self._has_gone_back = False
             logger.info(f"Saved {path}")
+            # Checkpoints of later steps are of a history that the run has left.
+            for left in takewhile(path.__ne__, checkpoints.list_checkpoints(self.folder)):
+                left.rename(left.with_name(f"{left.name}.{time.time():.0f}"))
             checkpoints.remove_old_checkpoints(self.folder, self.args.save_total_limit, self.args.hourly_checkpoints)
             self._backoff.reset()
             if self.on_saved is not None:
@@ -137,7 +149,7 @@ class TrainingMonitor:
         self._client_mode_alarm = ClientModeAlarm()
         self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
         self._newest_step = aggregator.last_reported_step
-        self._evaluated: dict[str, int] = {}  # an evaluator's peer ID -> its newest step that was reported
+        self._evaluated: dict[str, float] = {}  # an evaluator's peer ID -> expiration of its newest reported record
         self._evaluations_read_at = float("-inf")
         self._leaders_shown_at = contributors.step
 
@@ -210,12 +222,14 @@ class TrainingMonitor:
         if not named and now < self._evaluations_read_at + 60:
             return
         self._evaluations_read_at, records = now, self._read("evaluation")
-        found = {str(signer_of(subkey)): Evaluation(**record.value) for subkey, record in records.items()}
+        found = {str(signer_of(subkey)): record for subkey, record in records.items()}
         counting = named or [*(self._evaluated | found)][:MAX_EVALUATORS]
         for peer in found.keys() & set(counting):
-            if self._evaluated.setdefault(peer, -1) < found[peer].step <= self.aggregator.last_reported_step:
-                self.reporter.report_evaluation(found[peer])
-                self._evaluated[peer] = found[peer].step
+            evaluation, expiration = Evaluation(**found[peer].value), found[peer].expiration_time
+            is_new = self._evaluated.setdefault(peer, 0.0) < expiration  # also of a lower step
+            if is_new and evaluation.step <= self.aggregator.last_reported_step:
+                self.reporter.report_evaluation(evaluation)
+                self._evaluated[peer] = expiration
 
     def _log_refused(self) -> None:
         """Log the refused records, at most once a minute: any peer can write to the DHT."""

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
+from cotrain.averaging.history import different_marks
 from tests.support.scenario import BATCH, Peer, Scenario
 
 pytestmark = pytest.mark.peers  # simulated ones, which take 10 seconds each
@@ -104,6 +105,27 @@ def test_trainer_that_reaches_only_the_dht_disturbs_nobody_and_is_repaired():
         assert not any(peer.downloads for peer in others)
 
 
+@pytest.mark.parametrize("seed", [18, 19])
+def test_trainer_with_the_smallest_peer_id_that_reaches_only_the_dht_delays_two_steps_at_most(seed):
+    """After three rounds in vain, it is the one that may take a step without those it does not reach."""
+    with Scenario(seed, target_batch_size=160) as scenario:
+        lone, *others = sorted(add_trainers(scenario, 4), key=lambda peer: peer.peer_id)
+        scenario.reach(4)
+        scenario.cut(lone, *others)
+        since, began = max(scenario.steps_of()), scenario.time.read()
+        scenario.reach(since + 2, *others)
+        later, step_seconds = scenario.time.read(), 160 / (BATCH * sum(peer.speed for peer in others))
+        scenario.reach(since + 9, *others)
+        assert later - began < 2 * 2 * step_seconds
+        assert scenario.time.read() - later < 7 * 1.15 * step_seconds, scenario.describe()
+        assert took_steps_with(others, 3, since=since + 1), scenario.describe()
+        assert scenario.have_one_history(*others, tolerance=0.005), scenario.describe()
+        assert "alone" not in lone.outcomes() and not lone.downloads, scenario.describe()
+        scenario.heal()
+        scenario.unite()
+        assert not any(peer.downloads for peer in others)
+
+
 def test_of_two_trainers_that_do_not_reach_each_other_one_goes_on():
     with Scenario(6, target_batch_size=80, averaging_timeout=20.0) as scenario:
         peers = scenario.add(speed=0.8), scenario.add(speed=1.2)
@@ -145,6 +167,31 @@ def test_sides_of_a_partition_return_to_one_history(sizes):
         followed = [any(peer.downloads for peer in side) for side in sides]
         assert followed in ([False, True], [True, False]), "not exactly one side has taken over the state of the other"
         assert sizes[0] == sizes[1] or not followed[0], "the larger side has followed"
+
+
+def test_monitor_of_the_smaller_side_follows_the_run_to_a_lower_step(tmp_path):
+    with Scenario(17, target_batch_size=160) as scenario:
+        larger, smaller = add_trainers(scenario, 3), [scenario.add(speed=0.8), scenario.add(speed=0.7)]
+        monitor = scenario.add_monitor(tmp_path)
+        scenario.reach(2)
+        scenario.partition({*smaller, monitor})
+        for peer in smaller:
+            peer.batch = 5 * BATCH
+        scenario.wait_until(lambda: min(scenario.steps_of(*smaller)) > max(scenario.steps_of(*larger)) + 8, 300.0)
+        monitor.refresh(min(scenario.steps_of(*smaller)))
+        saved = monitor.keeper.saved_step
+        for peer in smaller:
+            peer.batch = BATCH
+        scenario.heal()
+        scenario.unite()
+        step = min(scenario.steps_of())
+        assert step < saved - 2
+        monitor.refresh(step)
+        assert step - 1 <= monitor.keeper.saved_step <= step + 1
+        newcomer = scenario.add()
+        scenario.unite(*larger, newcomer)
+        assert different_marks(monitor.keeper.averager.marks, larger[0].marks) == []
+        assert not any(peer.downloads for peer in larger) and len(newcomer.downloads) == 1
 
 
 # Newcomers
@@ -244,6 +291,31 @@ def test_trainers_that_restart_from_checkpoints_of_different_steps_continue_with
         scenario.reach(17)
         scenario.unite()
         assert not scenario.peers[2].downloads, "the newest state is lost"
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("progress", [0, 1], ids=["two steps ahead", "one step ahead"])
+def test_laptop_returns_with_a_later_step_than_that_of_the_revived_run(tmp_path, number, progress):
+    """All trainers leave two steps after the monitor's checkpoint, from which others go on."""
+    with Scenario(16, target_batch_size=40 * number) as scenario:
+        old, monitor = add_trainers(scenario, number), scenario.add_monitor(tmp_path)
+        scenario.reach(14)
+        monitor.refresh(14)
+        saved = monitor.keeper.saved_step
+        scenario.reach(saved + 2)
+        state = old[-1].state
+        for peer in old:
+            peer.leave()
+        new = add_trainers(scenario, number)
+        scenario.wait_until(lambda: all(peer.has_joined for peer in new), 60.0)
+        assert {taken for peer in new for _, taken in peer.downloads} == {saved}
+        scenario.reach(saved + progress, *new)
+        began, laptop = max(scenario.steps_of(*new)), scenario.add(speed=0.6, uplink=3000.0, state=state)
+        # Histories that differ in one mark are averaged in the next round with parameters, here every second one.
+        scenario.unite(*new, laptop)
+        assert max(scenario.steps_of(*new, laptop)) <= began + 5
+        assert len({peer.marks[-1] for peer in (*new, laptop)}) == 1, scenario.describe()
+        assert all(len(peer.downloads) == 1 for peer in new), "the larger side has followed"
 
 
 def test_two_clients_whose_public_peer_has_left_do_not_fork():

@@ -126,6 +126,9 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
         (7, [8, 0], {}, True),
         (7, [8, 8, 0], {}, True),
         (7, [None, 8], {}, True),  # a goodbye
+        (7, [6, 5], {}, False),  # the run has gone back
+        (7, [6, 6], {}, True),
+        (900, [6, 6], {}, True),
         (7, [9], {"evaluation_steps": 3}, False),
         (7, [10], {"evaluation_steps": 3}, True),
         (7, [9], {"evaluation_steps": 3, "max_global_steps": 9}, True),

@@ -164,7 +164,7 @@ def test_evaluations_of_strangers_are_not_reported_or_few(tmp_path, stored, is_n
     for step in range(1, 11):
         values = [{"step": step, "samples": 1, "loss": float(number)} for number in range(6)]
         stored["run_evaluation"] = {
-            key: SimpleNamespace(value=value) for key, value in zip(subkeys, values, strict=True)
+            key: ValueWithExpiration(value, float(step)) for key, value in zip(subkeys, values, strict=True)
         }
         monitor.refresh()
     reported = [call.args[0] for call in reporter.report_evaluation.call_args_list]
@@ -172,6 +172,19 @@ def test_evaluations_of_strangers_are_not_reported_or_few(tmp_path, stored, is_n
         assert [(record.step, record.loss) for record in reported] == [(step, 5.0) for step in range(1, 11)]
     else:
         assert sorted((record.step, record.loss) for record in reported) == [(1, 0.0), (1, 1.0), (1, 2.0)]
+
+
+def test_evaluation_of_a_lower_step_is_reported_once_the_run_has_gone_back(tmp_path, stored):
+    reporter, subkey = Mock(), RSASignatureValidator(RSAPrivateKey()).local_public_key
+    monitor = make_monitor(tmp_path, reporter, MetricsAggregator(last_reported_step=16))
+    monitor.args.evaluators = [str(signer_of(subkey))]
+    for number, step in enumerate((16, 15, 15)):
+        stored["run_evaluation"] = {
+            subkey: ValueWithExpiration({"step": step, "samples": 1, "loss": 1.0}, 1.0 + number)
+        }
+        monitor.refresh()
+        monitor.refresh()
+    assert [call.args[0].step for call in reporter.report_evaluation.call_args_list] == [16, 15, 15]
 
 
 def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path, stored, caplog):

@@ -111,7 +111,9 @@ def make_state(step: int, run_id: str = "run") -> TrainingState:
 
 
 class FakeAverager:
-    """Averager whose download returns the state of one step."""
+    """Averager whose download returns the state of one step, with the marks `offered_marks`."""
+
+    marks = offered_marks = ()
 
     def __init__(self, step: int):
         self.step, self.offered_step, self.local_epoch = step, None, 0
@@ -120,11 +122,11 @@ class FakeAverager:
         return ("donor", *self.snapshot()) if self.step >= min_epoch else None
 
     def restore(self, metadata, tensors) -> None:
-        self.local_epoch = metadata["epoch"]
+        self.local_epoch, self.marks = metadata["epoch"], metadata.get("marks", ())
 
     def snapshot(self):
         state = make_state(self.step)
-        return state.metadata, state.tensors
+        return {**state.metadata, "marks": self.offered_marks}, state.tensors
 
     def offer(self, priority: float) -> None:
         self.offered_step = priority + 0.5

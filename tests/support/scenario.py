@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -18,9 +19,16 @@ from cotrain.arguments import (
     ProgressTrackerArguments,
     TrainerArguments,
 )
+from cotrain.averaging.history import Marks
+from cotrain.monitoring.monitor import CheckpointKeeper
+from cotrain.task import Task
 from cotrain.training.optimizer import build_optimizer
+from run_training_monitor import TrainingMonitorArguments
 from tests.support.simulated_network import Network, Node
 from tests.support.simulated_time import owner
+from tests.support.state import arguments, build_averager
+
+State = tuple[dict, list[torch.Tensor]]
 
 NUM_PARAMETERS = 200
 BATCH = 4  # samples of a local step
@@ -49,10 +57,10 @@ class Peer(Node):
 
     # Training
 
-    def start(self, start_step: int, parameters: torch.Tensor, flags: dict) -> None:
-        self.context.copy().run(self._build, start_step, parameters, flags)
+    def start(self, start_step: int, parameters: torch.Tensor, state: State | None, flags: dict) -> None:
+        self.context.copy().run(self._build, start_step, parameters, state, flags)
 
-    def _build(self, start_step: int, parameters: torch.Tensor, flags: dict) -> None:
+    def _build(self, start_step: int, parameters: torch.Tensor, state: State | None, flags: dict) -> None:
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(parameters.clone())
         flags = {**SETTINGS, "client_mode": self.client_mode, "bandwidth": self.uplink * 8e-6, **flags}
@@ -65,6 +73,10 @@ class Peer(Node):
         self.optimizer.grad_averager.allreduce_kwargs["part_size_bytes"] = PART_BYTES
         self.optimizer.round_log = SimpleNamespace(write=self.rounds.append)
         self.optimizer.state_averager.restore = self._restore
+        if state is not None:
+            self.optimizer.state_averager.restore(*state)
+            self.downloads.clear()
+            start_step = self.step
         if start_step:
             self.optimizer.begin_at(start_step)
             self.optimizer.share_state()
@@ -111,8 +123,12 @@ class Peer(Node):
         return self.optimizer.local_epoch
 
     @property
-    def parameters(self) -> torch.Tensor:
-        return self.optimizer.state_averager.snapshot()[1][0]
+    def state(self) -> State:
+        return self.optimizer.state_averager.snapshot()
+
+    @property
+    def marks(self) -> Marks:
+        return self.optimizer.state_averager.marks
 
     @property
     def applied_samples(self) -> int:
@@ -133,6 +149,31 @@ class Peer(Node):
         self.optimizer.say_goodbye()
         self.optimizer.stop_averaging()
         self.kill(silently=False)
+
+
+class Monitor(Node):
+    """A monitor's keeper of checkpoints and its node. Create it with `Scenario.add_monitor`."""
+
+    def __init__(self, scenario: "Scenario", folder: Path):
+        super().__init__(scenario, LINKS, client=False, clock=0.0)
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(scenario.initial.clone())
+        averager = self.context.copy().run(
+            build_averager,
+            model,
+            SimpleNamespace(dht=self, public_key=self.subkey),
+            "run_state_averager",
+            arguments(optimizer=SETTINGS["optimizer"]),
+            offload_optimizer=False,
+        )
+        args = TrainingMonitorArguments(output_dir=str(folder), save_checkpoint_step_interval=2, refresh_period=0.01)
+        self.keeper = CheckpointKeeper(averager, Task(), model, "run", args)
+
+    def refresh(self, step: int) -> None:
+        """Do what a monitor does that reports a step, and wait until it is done."""
+        self.keeper.update(step, trainers_are_leaving=False)
+        if self.keeper._pending is not None:
+            self.keeper._pending.result()
 
 
 class _PeerLog(logging.Handler):
@@ -160,7 +201,7 @@ class Scenario(Network):
 
     @property
     def peers(self) -> list[Peer]:
-        return self.nodes
+        return [node for node in self.nodes if isinstance(node, Peer)]
 
     def __enter__(self) -> "Scenario":
         logging.getLogger("cotrain").addHandler(self._handler)
@@ -169,8 +210,11 @@ class Scenario(Network):
     def __exit__(self, *error) -> None:
         logging.getLogger("cotrain").removeHandler(self._handler)
         super().__exit__(*error)
-        for peer in self.peers:
-            peer.optimizer.coordinator.call_off()  # or hivemind warns when it is deleted
+        for node in self.nodes:
+            if isinstance(node, Monitor):
+                node.keeper.close()
+            else:
+                node.optimizer.coordinator.call_off()  # or hivemind warns when it is deleted
 
     def add(
         self,
@@ -181,6 +225,7 @@ class Scenario(Network):
         clock: float = 0.0,
         start_step: int = 0,
         params: torch.Tensor | None = None,
+        state: State | None = None,
         **flags,
     ) -> Peer:
         """Add a trainer, which joins as a trainer does at its start.
@@ -189,13 +234,19 @@ class Scenario(Network):
         :param uplink, downlink: bytes per second
         :param clock: seconds by which its wall clock is ahead
         :param start_step, params: step and parameters of its checkpoint
+        :param state: the training state in its checkpoint, instead of these two
         """
         peer = Peer(self, "abcdefghijklmnopqrstuvwxyz"[len(self.peers) % 26] * (1 + len(self.peers) // 26),
                     speed, uplink, client, clock)  # fmt: skip
         peer.downlink = downlink
-        peer.start(start_step, self.initial if params is None else params, {**self.flags, **flags})
-        self.peers.append(peer)
+        peer.start(start_step, self.initial if params is None else params, state, {**self.flags, **flags})
+        self.nodes.append(peer)
         return peer
+
+    def add_monitor(self, folder: Path) -> Monitor:
+        """Add a monitor that saves every second step."""
+        self.nodes.append(Monitor(self, folder))
+        return self.nodes[-1]
 
     # Observation
 

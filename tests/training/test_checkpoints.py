@@ -239,6 +239,32 @@ def test_monitor_saves_what_a_revived_run_does_again(keeper, tmp_path):
     assert averager.offered_step == 15
 
 
+MARK, OTHER_MARK = (8, 12 * "a"), (8, 12 * "b")
+
+
+@pytest.mark.parametrize(
+    ("marks", "follows"), [([MARK], True), ([MARK, (16, 12 * "c")], True), ([OTHER_MARK], True), ([], False)]
+)
+def test_monitor_follows_a_run_that_has_gone_back_unless_it_has_begun_anew(keeper, tmp_path, marks, follows):
+    """The run has other marks than the checkpoint if it was divided."""
+    averager = keeper.averager
+    averager.step, averager.offered_marks = 16, [MARK, (16, 12 * "d")]
+    update(keeper, 16)
+    averager.step, averager.offered_marks = 15, marks
+    update(keeper, 15)
+    step = 15 if follows else 16
+    assert averager.offered_step == keeper.saved_step == step
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == [f"checkpoint-{step}"]
+    assert len(list(tmp_path.iterdir())) == 1 + follows, "the checkpoint of step 16 is there"
+    averager.step = 20
+    update(keeper, 20)
+    update(keeper, 21)
+    assert averager.offered_step == (20 if follows else 16)
+    averager.step = 21
+    update(keeper, 21)
+    assert averager.offered_step == (20 if follows else 21), "every five steps, as before"
+
+
 def test_monitor_neither_saves_nor_offers_a_state_far_ahead_of_the_reports(keeper, caplog):
     averager = keeper.averager
     averager.step = 10**6
