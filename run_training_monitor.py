@@ -102,7 +102,8 @@ class TrainingMonitorArguments(ReportingArguments):
         for peer_id in self.evaluators:
             if PEER_ID.fullmatch(peer_id) is None:
                 raise ArgumentsError(
-                    f"--evaluators: '{peer_id}' is not a peer ID; copy it from the evaluator's 'This evaluator is …'"
+                    f"--evaluators: '{peer_id}' is not a peer ID; copy it from the evaluator's line 'This evaluator "
+                    "is …'"
                 )
         if self.repo_id is not None:
             self.repo_id = parse_repo_id("--repo_id", self.repo_id)

@@ -285,7 +285,9 @@ def test_tensors(draw):
     if (message := serialized(draw, tensor)) is None:
         return
     if bounded(lambda: check_tensor(message, spec) or True):
-        restored = bounded(deserialize_torch_tensor, message, refusals=())
+        is_coded = message.compression == runtime_pb2.BLOCKWISE_8BIT  # its decoder checks the buffer
+        if (restored := bounded(deserialize_torch_tensor, message, refusals=(ValueError,) * is_coded)) is None:
+            return
         assert restored.shape == tensor.shape and str(restored.dtype) == f"torch.{message.dtype}"
         assert not restored.requires_grad
         info = CompressionInfo.from_tensor(restored, role=draw(st.sampled_from([GRADIENT, PARAMETER])))
