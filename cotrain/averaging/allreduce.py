@@ -80,6 +80,18 @@ class Block:
         return [of_member[start:] + of_member[:start] for start, of_member in zip(starts, parts, strict=True)]
 
 
+@dataclass
+class Delivery:
+    """How many members have received all averages of a reducer. It is complete some time after the round."""
+
+    receivers: int
+    failed: int = 0
+
+    @property
+    def is_poor(self) -> bool:
+        return self.failed * 2 > self.receivers
+
+
 class AllReduce:
     """One round of all-reduce at one member.
 
@@ -141,6 +153,7 @@ class AllReduce:
             sender_timeout,
             REDUCE_FRACTION * timeout,
         )
+        self.delivery = Delivery(len(self._other_senders))
         self.was_late = False  # whether a reducer has closed a part without this peer's values
         self._violations: dict[PeerID, str] = {}
         self._excesses: dict[PeerID, str] = {}  # of answers
@@ -327,6 +340,7 @@ class AllReduce:
         loop, parts = asyncio.get_running_loop(), self.reducer.parts
         arrived: dict[int, runtime_pb2.Tensor] = {}  # parts of parameters
         reader = asyncio.create_task(self._read(sender, achain(as_aiter(request), stream), arrived))
+        self.delivery.failed += 1
         try:
             for index, part in self._answers_for(sender, parts):
                 average = await asyncio.shield(self.reducer.averages[index])
@@ -340,6 +354,7 @@ class AllReduce:
                 if answer is None:
                     return
                 yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=answer, weight=kind)
+            self.delivery.failed -= 1
         finally:
             reader.cancel()
 

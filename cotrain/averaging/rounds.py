@@ -27,7 +27,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, TimedStorage, get_logger
 from hivemind.utils.asyncio import achain, as_aiter
 
-from cotrain.averaging.allreduce import AllReduce, Block
+from cotrain.averaging.allreduce import AllReduce, Block, Delivery
 from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.bounds import Bounds
 from cotrain.averaging.compression import name_of
@@ -42,6 +42,7 @@ PROTOCOL = 8  # version of rounds and progress reports; peers of different versi
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal
+LEAST_CLAIM = 1 / 64  # of a peer's bandwidth
 PACED_MBITS = 50.0  # below this --bandwidth a peer sends its values at that rate
 # Of a peer, and of all peers, whose part of an unknown group arrives before this peer has the group
 MAX_WAITING_STREAMS, MAX_WAITING_STREAMS_OF_ALL = 2, 256
@@ -112,6 +113,8 @@ class RoundAverager(SafeAverager):
         self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
         self._outputs = [*self.averaged_gradients, *self.averaged_parameters]
         self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
+        self._delivery = Delivery(0)  # of the newest round
+        self.claim = multiprocessing.RawValue("d", 0.0)  # bandwidth that this peer claims, see _adapt_claim
         self._finished_groups: deque[bytes] = deque(maxlen=64)
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._waiting: Counter[PeerID] = Counter()  # streams of unknown groups
@@ -132,6 +135,7 @@ class RoundAverager(SafeAverager):
             start=False,
             **kwargs,
         )
+        self.claim.value = self.bandwidth
         compressions = name_of(gradient_compression), name_of(parameter_compression)
         settings = (PROTOCOL, average_parameters_every, local_updates, *compressions)
         self.schema_hash = hashlib.sha256(self.schema_hash + repr(settings).encode()).digest()
@@ -169,7 +173,7 @@ class RoundAverager(SafeAverager):
             deadline=run_time() + timeout,
             allow_retries=False,
             weight=0.0,
-            data_for_gather=Claims(self.bandwidth, self.mode, distance, is_settling).pack(),
+            data_for_gather=Claims(self.claim.value, self.mode, distance, is_settling).pack(),
         )
         attached = MPFuture()
         self._send("_step", step=control, number=number, future_for_init=attached)
@@ -267,6 +271,7 @@ class RoundAverager(SafeAverager):
             upload=self.bandwidth * 125_000 if self.bandwidth < PACED_MBITS else math.inf,
             **options,
         )
+        self._adapt_claim(runner.delivery)
         self._running_groups[group.group_id].set_result(runner)
         self._pending_groups_registered.set()  # wakes the streams that wait in `_will_begin`
         for group_id, sender in self._refused:
@@ -296,6 +301,19 @@ class RoundAverager(SafeAverager):
         return Block(
             self._averaged_tensors[tensors], self._outputs[tensors], self.tensor_infos[tensors], shares, takers
         )
+
+    def _adapt_claim(self, delivery: Delivery) -> None:
+        """Claim half as much after a round in which most members did not receive this peer's averages in time.
+
+        A link may be slower than at the start, or have other users. After other rounds the claim grows by 5 %.
+
+        :param delivery: of the round that begins
+        """
+        before, self._delivery = self._delivery, delivery
+        claim = min(self.bandwidth, self.claim.value * (0.5 if before.is_poor else 1.05))
+        self.claim.value = max(claim, self.bandwidth * LEAST_CLAIM)
+        if before.is_poor:
+            logger.info(f"Most members did not receive this peer's averages: claiming {self.claim.value:.1f} Mbit/s")
 
     def _ban_violators(self, runner: AllReduce) -> None:
         for peer_id, violation in runner.violations().items():

@@ -373,6 +373,14 @@ async def test_what_comes_too_late_is_not_the_same_in_each_round():
         assert len(set(starts)) == starts[0][1] > 8
 
 
+def test_reducer_on_a_link_that_has_become_slow_knows_it():
+    """It has an equal share, and a link that carries a tenth of it in time. The others have delivered."""
+    group, _ = average(lambda: Group([FAST, FAST, FAST, bytes_sent(1) / 60.0], timeout=2.0, reducer_timeout=2.0))
+    assert [member.delivery.is_poor for member in group.members] == [False, False, False, True]
+    group, _ = average(lambda: Group([FAST, FAST / 10, FAST]))
+    assert not any(member.delivery.is_poor for member in group.members)
+
+
 def test_single_other_sender_has_all_the_time(monkeypatch):
     monkeypatch.setattr(reducer, "LATE_SECONDS", 0.1)
     group, _ = average(lambda: Group([FAST, bytes_sent(1) / 1.5]))
