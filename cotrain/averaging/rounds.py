@@ -42,6 +42,9 @@ PROTOCOL = 8  # version of rounds and progress reports; peers of different versi
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal
+# Of its rate, at which a peer sends that is too slow to reduce: acknowledgements of what it receives need the rest.
+# With 4 Mbit/s beside three of 20, it received 32 to 61 % of rounds at the whole rate, and all of them at 76 % of it.
+QUIET_FRACTION = 0.75
 LEAST_CLAIM = 1 / 64  # of a peer's bandwidth
 PACED_MBITS = 50.0  # below this --bandwidth a peer sends its values at that rate
 # Of a peer, and of all peers, whose part of an unknown group arrives before this peer has the group
@@ -256,6 +259,7 @@ class RoundAverager(SafeAverager):
         bounds = replace(self._bounds, gradient_norm=self.gradient_bound())
         if not standing.counting[own]:
             bounds = replace(bounds, parameter_step=None)
+        pace = self.bandwidth * 125_000 * (1.0 if shares[own] else QUIET_FRACTION)
         runner = AllReduce(
             p2p=self._p2p,
             servicer_type=type(self),
@@ -268,7 +272,7 @@ class RoundAverager(SafeAverager):
             parameter_weight=float(standing.counting[own]),
             bounds=bounds,
             timeout=self._allreduce_timeout,
-            upload=self.bandwidth * 125_000 if self.bandwidth < PACED_MBITS else math.inf,
+            upload=pace if self.bandwidth < PACED_MBITS else math.inf,
             **options,
         )
         self._adapt_claim(runner.delivery)
