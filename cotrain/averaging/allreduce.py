@@ -167,6 +167,7 @@ class AllReduce:
         for part in chain(*self._answers.values()) if self.is_sender else ():
             self._totals[part.info.role] += part.own.numel()
         self._contributed: dict[Part, runtime_pb2.Tensor] = {}  # what `own` loses at the end
+        self._untaken: set[Part] = set()  # parts that were closed without this peer's values
         for part in chain(*parts.values()):  # without an average, a gradient is 0 and parameters stay
             part.output.zero_() if part.is_gradient else part.output.copy_(part.own)
 
@@ -224,9 +225,10 @@ class AllReduce:
             for task in tasks:  # if one has failed, the others run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        loop = asyncio.get_running_loop()
+        for part, message in self._contributed.items():
             # Also what was sent and not answered: its reducer may have used it.
-            for part, message in self._contributed.items():
-                part.own.sub_(deserialize_torch_tensor(message))
+            part.own.sub_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
 
     async def _reduce(self) -> None:
         await self.reducer.run()
@@ -271,8 +273,9 @@ class AllReduce:
             )
 
         async for message in amap_in_executor(compress, self._open_parts(peer_id)):
-            if parts[message.tensor_part.chunks].keeps_rest and self._weight > MIN_WEIGHT:
-                self._contributed[parts[message.tensor_part.chunks]] = message.tensor_part
+            part = parts[message.tensor_part.chunks]
+            if part.keeps_rest and self._weight > MIN_WEIGHT and part not in self._untaken:
+                self._contributed[part] = message.tensor_part
             yield message
             now = time.monotonic()
             self._may_send_at = max(now, self._may_send_at) + len(message.tensor_part.buffer) / self._upload
@@ -309,6 +312,7 @@ class AllReduce:
         self._answered.add(peer_id)
         if message.weight != TAKEN:
             self._contributed.pop(part, None)
+            self._untaken.add(part)  # it may be sent all the same: parts are compressed ahead
         if excess is not None:
             self._excesses[peer_id] = excess
         if not part.is_gradient:
