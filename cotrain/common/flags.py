@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from urllib3.util import parse_url
 
+from cotrain.common.errors import UserError
+
 if TYPE_CHECKING:
     from cotrain.common.argument_parser import CommandLine
 
 
-class ArgumentsError(ValueError):
+class ArgumentsError(UserError, ValueError):
     """An invalid flag value. The message names the flag, what is wrong with it, and what to pass instead."""
 
 

@@ -10,11 +10,14 @@ from hivemind.compression import CompressionInfo, TensorRole
 
 from cotrain.arguments import (
     CollaborationArguments,
+    HyperparameterArguments,
     LocalTrainingArguments,
+    OptimizerArguments,
     ProgressTrackerArguments,
     TrainerArguments,
 )
 from cotrain.averaging.compression import name_of
+from cotrain.common.errors import UserError
 from cotrain.training import optimizer as builders
 from cotrain.training.hf_trainer import build_training_arguments
 from run_training_monitor import RunArguments
@@ -160,3 +163,9 @@ def test_local_flags_reach_transformers(tmp_path):
     seeds = {build_training_arguments(flags, peer).seed for peer in ("peer", "another")}
     flags.seed = 1
     assert len(seeds | {build_training_arguments(flags, "peer").seed}) == 3
+
+
+def test_trainer_with_sparse_gradients_ends_with_one_line():
+    args = OptimizerArguments(gradient_compression="topk")
+    with pytest.raises(UserError, match="--gradient_compression topk also needs --local_updates"):
+        builders._round_options(HyperparameterArguments(), args, bandwidth=10.0)
