@@ -310,7 +310,7 @@ class AllReduce:
             self._violations[peer_id] = str(error)
             raise
         self._answered.add(peer_id)
-        if message.weight != TAKEN:
+        if part.keeps_rest and message.weight != TAKEN:
             self._contributed.pop(part, None)
             self._untaken.add(part)  # it may be sent all the same: parts are compressed ahead
         if excess is not None:

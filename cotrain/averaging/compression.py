@@ -20,7 +20,7 @@ _FORMATS: dict[int, CodedCompression] = {
 }
 
 
-class AnyFormat(Blockwise8Bit):
+class AnyFormat(CodedCompression):
     """Restores a tensor of any of this project's formats, which share a number of hivemind."""
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:

@@ -297,7 +297,7 @@ def test_trainers_that_restart_from_checkpoints_of_different_steps_continue_with
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("progress", [0, 1], ids=["two steps ahead", "one step ahead"])
 def test_laptop_returns_with_a_later_step_than_that_of_the_revived_run(tmp_path, number, progress):
-    """All trainers leave two steps after the monitor's checkpoint, from which others go on."""
+    """All trainers leave two steps after the monitor's checkpoint, and new ones continue from it."""
     with Scenario(16, target_batch_size=40 * number) as scenario:
         old, monitor = add_trainers(scenario, number), scenario.add_monitor(tmp_path)
         scenario.reach(14)
