@@ -313,9 +313,10 @@ def test_laptop_returns_with_a_later_step_than_that_of_the_revived_run(tmp_path,
         scenario.reach(saved + progress, *new)
         began, laptop = max(scenario.steps_of(*new)), scenario.add(speed=0.6, uplink=3000.0, state=state)
         # Histories that differ in one mark are averaged in the next round with parameters, here every second one.
-        scenario.unite(*new, laptop)
+        scenario.wait_until(lambda: len({peer.marks[-1] for peer in (*new, laptop)}) == 1, 100.0)
         assert max(scenario.steps_of(*new, laptop)) <= began + 5
-        assert len({peer.marks[-1] for peer in (*new, laptop)}) == 1, scenario.describe()
+        # Optimizer statistics are not averaged: updates of equal parameters differed by up to 0.0052, before by 0.013.
+        scenario.unite(*new, laptop, tolerance=0.009)
         assert all(len(peer.downloads) == 1 for peer in new), "the larger side has followed"
 
 

@@ -290,11 +290,12 @@ class Scenario(Network):
         first, *others = peers or self.peers
         return all(self.distance(first, other) < tolerance for other in others)
 
-    def unite(self, *peers: Peer, seconds: float = 100.0) -> None:
+    def unite(self, *peers: Peer, seconds: float = 100.0, tolerance: float = 0.005) -> None:
         """Wait until peers have one history from now on.
 
-        The optimizer statistics of a repaired peer lack some gradients: its updates may differ by half of one.
+        :param tolerance: see `distance`. The optimizer statistics of a repaired peer lack some gradients: its updates
+           may differ by half of one
         """
         for peer in peers or self.peers:
             peer.history.clear()
-        self.wait_until(lambda: self.have_one_history(*peers, tolerance=0.005), seconds)
+        self.wait_until(lambda: self.have_one_history(*peers, tolerance=tolerance), seconds)
