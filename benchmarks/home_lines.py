@@ -4,9 +4,10 @@
 benchmarks/home_lines.py --uplinks 5 10 20 100 --peers 2 4
 benchmarks/home_lines.py --uplinks 14.7 --downlink 7.6 --peers 8 --slow 2 --modes default topk
 
-Each peer runs in a network namespace behind a rate limit (tc's token bucket filter) and averages ALBERT-large's
-tensors; its computation is simulated. Downlinks have 5 times the rate of the uplink, at least 50 Mbit/s. With --slow,
-some peers have a third of these rates. There is no latency. Needs root, and 1.5 GB of memory for each peer.
+Each peer runs in a network namespace behind a rate limit (tc's token bucket filter) and averages the tensors of a
+model; its computation is simulated. Downlinks have 5 times the rate of the uplink, at least 50 Mbit/s. With --slow,
+some peers have a third of these rates. There is no latency. Needs root, and for each peer 1.5 GB of memory with
+ALBERT-large, 6 GB with GPT-2.
 
 Rates rise, from before the peers connect: TCP's send buffers grow with the rate and never shrink. On a link that has
 become much slower, a full buffer has no room for more than 5 s, and libp2p closes the connection.
@@ -27,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.namespaces import Internet, why_unavailable
 from tests.support.peers import Script, read_jsonl, wait_until
 
-MODEL = "albert-large-v2"
 LOCAL_STEP_SECONDS = 2.0
 LOCAL_STEPS = 6  # of each peer in a global step: time for matchmaking, which begins 5 s before a step is due
 START_SECONDS = 240.0
@@ -70,8 +70,8 @@ class Swarm:
     def _start(self, index: int, mode: str) -> Script:
         initial = ("--initial_peers", self.scripts[0].address) if index else ()
         return Script(
-            "benchmarks/lines_peer.py", "--run_id", "lines", "--model_name_or_path", MODEL, *MODES[mode].split(),
-            "--host_maddrs", f"/ip4/{self.hosts[index].address}/tcp/{PORT}", *initial,
+            "benchmarks/lines_peer.py", "--run_id", "lines", "--model_name_or_path", self.args.model,
+            *MODES[mode].split(), "--host_maddrs", f"/ip4/{self.hosts[index].address}/tcp/{PORT}", *initial,
             "--bootstrap_timeout", START_SECONDS, "--output_dir", self.folder / str(index),
             "--target_batch_size", LOCAL_STEPS * self.number, "--per_device_train_batch_size", 1,
             "--gradient_accumulation_steps", 1, "--averaging_timeout", round(ROUND_SECONDS), "--use_cpu",
@@ -145,6 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--uplinks", type=float, nargs="+", default=[5.0, 10.0, 20.0, 100.0], help="in Mbit/s")
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--model", default="albert-large-v2", help="name or config file; default: albert-large-v2")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--downlink", type=float, default=5.0, help="rate of the downlink / that of the uplink")
     parser.add_argument("--slow", type=int, default=0, help="peers with a third of the rates")
