@@ -12,6 +12,7 @@ times of the evening, three times those measured. Needs root, 8 GB of memory, an
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
@@ -43,7 +44,7 @@ UPLINK, DOWNLINK = 3.24, 24.6  # Mbit/s
 PEERS, SLOW = 8, (3, 6)
 PACE, STEP_SECONDS = 1.0, 21.0  # a global step takes 63 s of the evening, as 4,096 samples of 8 T4s
 MODES = {
-    "default": "--learning_rate 0.008",
+    "default": "--learning_rate 0.003",
     "local": "--learning_rate 0.002 --local_updates --gradient_compression blockwise8",
     "topk": "--learning_rate 0.002 --local_updates --gradient_compression topk --average_state_every 64",
 }
@@ -77,6 +78,7 @@ class Evening(Swarm):
         name = f"trainer-{(number := len(self.trainers))}"
         address = self._move_to_new_host(name, 1 / 3 if number in SLOW else 1.0)
         self.start_trainer(name, PACE, *address, "--backup_every_steps", 1)
+        self.trainers[name].wait_for("Using --bandwidth", 120)  # the monitor takes four uploads at a time
 
     def stall(self, name: str, rate: float) -> None:
         self.internet.limit(self.hosts[name], UPLINK * rate, DOWNLINK * rate)
@@ -141,11 +143,13 @@ def report(evening: Evening, mode: str, minutes: float, began: float, kept: dict
         curve.append([round((moment - began) * SCALE / 60, 1), before, round(task.evaluate(model), 4)])
     return {
         "mode": mode,
-        "round": fmean(entry["seconds"].get("load", 0) + entry["seconds"].get("round", 0) for entry in rounds) * SCALE,
+        "allreduce": fmean(entry["seconds"].get("allreduce", 0.0) for entry in rounds) * SCALE,
+        "search": fmean(entry["seconds"].get("matchmaking", 0.0) for entry in rounds),  # not scaled
         "received": fmean(entry["received"] for entry in rounds),
         "steps": len(summary.steps),
         "computing": computed / BATCH_SIZE * PACE / (PEERS * (ended - began)),
         "applied": applied / computed,
+        "load": os.getloadavg()[2] / os.cpu_count(),
         "samples an hour": round(applied / minutes * 60),
         "curve": curve,
     }
