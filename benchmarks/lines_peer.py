@@ -24,7 +24,7 @@ from cotrain.arguments import (
 )
 from cotrain.common.errors import run_script
 from cotrain.common.flags import flag, parse_arguments
-from cotrain.common.processes import StopSignal, guard_children
+from cotrain.common.processes import StopSignal, guard_children, share_pages
 from tests.support.altered import Recorder
 
 
@@ -68,6 +68,7 @@ def train(
 
     setup_logging(collaboration_args.debug)
     model = build_model(read_config(model_args.model_name_or_path), collaboration_args.run_id)
+    share_pages(model)  # as load_workload does
     output_dir = Path(training_args.output_dir)
     with ExitStack() as stack:
         peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))

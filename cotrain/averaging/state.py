@@ -1,7 +1,6 @@
 """Training state of a peer: apply updates, offer the state to other peers, download and restore a state."""
 
 import asyncio
-import copy
 import math
 import threading
 from collections import Counter
@@ -88,6 +87,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self._uploads: Counter[PeerID] = Counter()  # in the averager's process
         super().__init__(*args, **kwargs)
 
+    def _init_components(self, *args) -> tuple:
+        components = super()._init_components(*args)
+        for parameter in self._averaged_parameters:  # zeros, which forked processes would keep
+            parameter.grad = None
+        return components
+
     # Changing the state
 
     def apply_update(self, epoch: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
@@ -114,9 +119,15 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         :raises StateLoadError: if the new state does not fit; the current state is then unchanged
         """
-        # torch's load_state_dict keeps the given tensors: the next step would write into them.
-        optimizer_state = copy.deepcopy(self.check_state(metadata, tensors))
+        optimizer_state = self.check_state(metadata, tensors)
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+            own_state = self.optimizer.state_dict()["state"]
+            for index, statistics in optimizer_state["state"].items():
+                for name, value in statistics.items():
+                    # torch's load_state_dict keeps the given tensors: the next step would write into them.
+                    if isinstance(value, torch.Tensor):
+                        own = own_state[index][name]
+                        statistics[name] = own.copy_(value) if isinstance(own, torch.Tensor) else value.clone()
             self.optimizer.load_state_dict(optimizer_state)
             own = self._optimized_parameters()
             torch._foreach_copy_(own, tensors[: len(own)])

@@ -150,7 +150,9 @@ class Group:
         self.inputs = [tensors(number) for number in range(len(rates))]
         self.outputs = [[torch.full_like(tensor, math.nan) for tensor in values] for values in self.inputs]
         if in_place:
-            self.outputs = [[gradient, *rest] for (gradient, *_), (_, *rest) in zip(self.inputs, self.outputs)]
+            self.outputs = [
+                [gradient, *rest] for (gradient, *_), (_, *rest) in zip(self.inputs, self.outputs, strict=True)
+            ]
         infos = [
             CompressionInfo.from_tensor(tensor, key=key, role=role)
             for key, (tensor, role) in enumerate(
