@@ -13,6 +13,8 @@ from google.protobuf.message import Message
 from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.utils import get_logger, switch_to_uvloop
 
+from cotrain.common.processes import return_free_memory
+
 logger = get_logger(__name__)
 
 
@@ -41,6 +43,7 @@ class SafeAverager(DecentralizedAverager):
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start the process, and leave SIGINT enabled in the calling process."""
+        return_free_memory()
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)

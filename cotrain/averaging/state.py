@@ -4,12 +4,13 @@ import asyncio
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
-from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.compression import CompressionInfo, Float16Compression, TensorRole
+from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.optim import state_averager
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
@@ -185,18 +186,19 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 async with asyncio.timeout(self.declare_state_period):
                     await self._state_updated.wait()
 
-    @torch.no_grad()
+    @contextmanager
+    def frozen_state(self) -> Iterator[tuple[dict, list[torch.Tensor]]]:
+        """Yield the state, metadata and tensors, without a copy. It does not change while the context is open."""
+        with self.lock_optimizer, self.lock_averaged_tensors:
+            optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
+            tensors = [tensor.detach().cpu() for tensor in (*self._optimized_parameters(), *statistics)]
+            marks = [list(mark) for mark in self.marks]
+            yield {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, tensors
+
     def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
         """Return a copy of the state: metadata and tensors."""
-        with self.lock_optimizer, self.lock_averaged_tensors:
-            return self._make_copy()
-
-    def _make_copy(self) -> tuple[dict, list[torch.Tensor]]:
-        optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
-        tensors = [*self._optimized_parameters(), *statistics]
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        marks = [list(mark) for mark in self.marks]
-        return {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, copies
+        with self.frozen_state() as (metadata, tensors):
+            return metadata, [tensor.clone() for tensor in tensors]
 
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
         """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.
@@ -208,30 +210,38 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         float16. The update divides by their roots, which float16 represents with an error of 0.05 % or 3e-8, less than
         the optimizer's epsilon.
         """
-        with self.lock_optimizer, self.lock_averaged_tensors:
+        with self.frozen_state() as (metadata, tensors):
             if self._copy is None:
-                metadata, tensors = self._make_copy()
                 first, names = len(self._optimized_parameters()), self._statistic_names()
                 entries = metadata["optimizer_metadata"][-len(names) :]  # of the statistics, which come last
                 moments = self.optimizer.second_moments
                 roots = [first + e["index"] for e, name in zip(entries, names, strict=False) if name in moments]
-                for index in roots:
-                    tensors[index].sqrt_()
-                self._copy = {**metadata, "roots": roots}, tensors
+                copies = (t.sqrt() if index in roots else t.clone() for index, t in enumerate(tensors))
+                self._copy = {**metadata, "roots": roots}, list(map(self._pack, copies, self._infos(tensors)))
                 if self._copy_timer is not None:
                     self._copy_timer.cancel()
                 self._copy_timer = threading.Timer(self.COPY_SECONDS, self.mark_changed)
                 self._copy_timer.daemon = True
                 self._copy_timer.start()
             metadata, tensors = self._copy
-        num_parameters = len(self._optimized_parameters())
-        infos = [
-            CompressionInfo.from_tensor(
-                tensor, index, role=TensorRole.OPTIMIZER if index >= num_parameters else TensorRole.PARAMETER
-            )
-            for index, tensor in enumerate(tensors)
+        return metadata, tensors, self._infos(tensors)
+
+    def _infos(self, tensors: Sequence[torch.Tensor]) -> list[CompressionInfo]:
+        roles = [TensorRole.PARAMETER] * len(self._optimized_parameters())
+        roles += [TensorRole.OPTIMIZER] * (len(tensors) - len(roles))
+        return [
+            CompressionInfo.from_tensor(t, i, role=role)
+            for i, (t, role) in enumerate(zip(tensors, roles, strict=True))
         ]
-        return metadata, tensors, infos
+
+    def _pack(self, tensor: torch.Tensor, info: CompressionInfo) -> torch.Tensor:
+        """Move a copy to shared memory, in float16 if it is sent so. In the heap, what is freed later would stay."""
+        compression = self.state_compression
+        while isinstance(compression, AdaptiveCompressionBase):
+            compression = compression.choose_compression(info)
+        if type(compression) is Float16Compression:
+            tensor = tensor.clamp_(compression.FP16_MIN, compression.FP16_MAX).half()
+        return tensor.share_memory_()
 
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
@@ -244,6 +254,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         try:
             async with asyncio.timeout_at(deadline) as limit:
                 async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
+                    if message.tensor_part.dtype == "float16":  # see _pack
+                        message.tensor_part.dtype = "float32"
                     yield message
                     deadline += len(message.tensor_part.buffer) / self.LEAST_RATE
                     limit.reschedule(deadline)
@@ -352,7 +364,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         if not isinstance(roots, list) or not all(type(i) is int and first <= i < len(tensors) for i in roots):
             raise StateLoadError("the donor has another version; update the older peer")
         for index in set(roots):
-            tensors[index] = tensors[index].float().square()
+            tensors[index] = tensors[index].float().square_()
 
     def _match_optimizer_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
         own = self.optimizer.state_dict()

@@ -86,12 +86,20 @@ def keep_memory_shared() -> None:
     """
     gc.collect()
     gc.freeze()
+    return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Return the heap's free memory to the system. A child that is forked later would keep its pages."""
+    if hasattr(_libc, "malloc_trim"):  # of GNU's library
+        _libc.malloc_trim(0)
 
 
 def shared_zeros_like(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return zeros on the tensor's device; on the CPU in memory that children share.
 
-    Of other memory a child keeps each page that its parent changes after the fork: 16 bytes per parameter of a model.
+    Of other memory a child keeps each page that its parent changes after the fork: of a model, the parameters and the
+    optimizer statistics.
     """
     import torch
 
@@ -101,6 +109,7 @@ def shared_zeros_like(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def share_pages(model: "torch.nn.Module") -> None:
+    """Move the parameters of a model on the CPU to memory that children share."""
     for parameter in model.parameters():
         parameter.data = shared_zeros_like(parameter).copy_(parameter.data)
 
