@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cotrain.common.processes import shared_zeros_like
+from cotrain.averaging.base import shared_zeros_like
 
 
 class GradientAccumulator:

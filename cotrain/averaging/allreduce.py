@@ -227,8 +227,8 @@ class AllReduce:
             for task in tasks:  # if one has failed, the others run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        averages = zip(self.reducer.parts, self.reducer.averages, strict=True)
-        self._averaged |= {part for part, average in averages if average.result().message is not None}
+        own = zip(self.reducer.parts, self.reducer.averages, strict=True)
+        self._averaged |= {part for part, average in own if average.result().message is not None}
         for part in chain(*self._parts.values()):  # without an average, a gradient is 0
             if part.is_gradient and part not in self._averaged:
                 part.output.zero_()

@@ -5,6 +5,7 @@ streams closed too early, a shutdown that fails during a round.
 """
 
 import asyncio
+import mmap
 from collections.abc import Coroutine
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -34,6 +35,16 @@ def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
 
     loop.set_task_factory(create_task)
     return loop
+
+
+def shared_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros on the tensor's device; on the CPU in memory that children share.
+
+    Of other memory a child keeps each page that its parent changes after the fork.
+    """
+    if tensor.device.type != "cpu" or not tensor.nbytes:
+        return torch.zeros_like(tensor)
+    return torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
 
 
 class SafeAverager(DecentralizedAverager):

@@ -82,7 +82,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.credible_epoch = credible_epoch
         self.applied_epoch = 0
         self.marks: Marks = ()  # of the history of the parameters
-        self._copy: tuple[dict, list[torch.Tensor]] | None = None  # see get_current_state
+        self._copy: tuple[dict, list[torch.Tensor], list[CompressionInfo]] | None = None  # see get_current_state
         self._copy_timer: threading.Timer | None = None
         self._downloads: set = set()  # tasks, in the averager's process
         self._uploads: Counter[PeerID] = Counter()  # in the averager's process
@@ -216,23 +216,20 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 entries = metadata["optimizer_metadata"][-len(names) :]  # of the statistics, which come last
                 moments = self.optimizer.second_moments
                 roots = [first + e["index"] for e, name in zip(entries, names, strict=False) if name in moments]
+                infos = [
+                    CompressionInfo.from_tensor(
+                        tensor, index, role=TensorRole.OPTIMIZER if index >= first else TensorRole.PARAMETER
+                    )
+                    for index, tensor in enumerate(tensors)
+                ]
                 copies = (t.sqrt() if index in roots else t.clone() for index, t in enumerate(tensors))
-                self._copy = {**metadata, "roots": roots}, list(map(self._pack, copies, self._infos(tensors)))
+                self._copy = {**metadata, "roots": roots}, list(map(self._pack, copies, infos)), infos
                 if self._copy_timer is not None:
                     self._copy_timer.cancel()
                 self._copy_timer = threading.Timer(self.COPY_SECONDS, self.mark_changed)
                 self._copy_timer.daemon = True
                 self._copy_timer.start()
-            metadata, tensors = self._copy
-        return metadata, tensors, self._infos(tensors)
-
-    def _infos(self, tensors: Sequence[torch.Tensor]) -> list[CompressionInfo]:
-        roles = [TensorRole.PARAMETER] * len(self._optimized_parameters())
-        roles += [TensorRole.OPTIMIZER] * (len(tensors) - len(roles))
-        return [
-            CompressionInfo.from_tensor(t, i, role=role)
-            for i, (t, role) in enumerate(zip(tensors, roles, strict=True))
-        ]
+            return self._copy
 
     def _pack(self, tensor: torch.Tensor, info: CompressionInfo) -> torch.Tensor:
         """Move a copy to shared memory, in float16 if it is sent so. In the heap, what is freed later would stay."""

@@ -9,7 +9,6 @@ import ctypes
 import gc
 import logging
 import math
-import mmap
 import multiprocessing
 import os
 import signal
@@ -18,15 +17,11 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING
 
 import psutil
 
 from cotrain.common.errors import TEMPORARY
 from cotrain.common.threads import PeriodicThread
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -93,25 +88,6 @@ def return_free_memory() -> None:
     """Return the heap's free memory to the system. A child that is forked later would keep its pages."""
     if hasattr(_libc, "malloc_trim"):  # of GNU's library
         _libc.malloc_trim(0)
-
-
-def shared_zeros_like(tensor: "torch.Tensor") -> "torch.Tensor":
-    """Return zeros on the tensor's device; on the CPU in memory that children share.
-
-    Of other memory a child keeps each page that its parent changes after the fork: of a model, the parameters and the
-    optimizer statistics.
-    """
-    import torch
-
-    if tensor.device.type != "cpu" or not tensor.nbytes:
-        return torch.zeros_like(tensor)
-    return torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
-
-
-def share_pages(model: "torch.nn.Module") -> None:
-    """Move the parameters of a model on the CPU to memory that children share."""
-    for parameter in model.parameters():
-        parameter.data = shared_zeros_like(parameter).copy_(parameter.data)
 
 
 def exit_after(seconds: float, code: int, why: str) -> None:

@@ -43,9 +43,8 @@ DEVICE_SECONDS = 5.0  # for which micro-batches are computed
 # Copies of the parameters in a trainer's processes, see docs/gpus.md#memory: peak PSS of two trainers and a newcomer
 # on CPUs, models of 9.7 and 30 M parameters: 36 bytes per parameter in rounds, 40 with a download, 47 with local
 # updates. The rest is what a trainer of a tiny model takes.
-COPIES, COPIES_OF_LOCAL_UPDATES, BASE_BYTES = 10, 12, 1.0e9
-COPIES_ON_GPU, COPIES_OF_LOCAL_UPDATES_ON_GPU = 3, 4  # of these (computed): model, gradients, their sum or two moments
-SHARED_COPIES = 6  # in /dev/shm: what rounds send and receive, and a download
+COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 10, 12, 6, 1.0e9
+COPIES_ON_GPU = 3, 4  # of these (computed), without and with local updates: model, gradients, their sum or two moments
 # The same on a GPU, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
 # the moments of the inner optimizer, and copies while a round begins or ends
 GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
@@ -151,9 +150,7 @@ def check_memories(num_parameters: int, device: torch.device, local_updates: boo
     """Yield what memory is free and needed: of the GPU if there is one, of the machine, and shared memory."""
     on_gpu, bytes_per_copy = device.type == "cuda", 4.0 * num_parameters
     memory = psutil.virtual_memory().available
-    copies = COPIES_OF_LOCAL_UPDATES if local_updates else COPIES
-    if on_gpu:
-        copies -= COPIES_OF_LOCAL_UPDATES_ON_GPU if local_updates else COPIES_ON_GPU
+    copies = (COPIES_OF_LOCAL_UPDATES if local_updates else COPIES) - on_gpu * COPIES_ON_GPU[local_updates]
     needed = BASE_BYTES + copies * bytes_per_copy
     rows = [("memory", memory, needed, "End other programs, or choose a machine with more memory")]
     if on_gpu:

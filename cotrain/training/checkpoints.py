@@ -130,10 +130,7 @@ class BackupWriter:
         self._pending: Future | None = None
 
     def write(self, state: OpenState) -> None:
-        """Save a state in the background, within its context: without a copy, of 12 bytes per parameter.
-
-        Skip it while the previous backup is still being written.
-        """
+        """Save a state in the background, without a copy; skip it while the previous backup is still being written."""
         if self._pending is None or self._pending.done():
             self._pending = self._executor.submit(self._write, state)
 

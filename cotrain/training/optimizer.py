@@ -25,6 +25,7 @@ from cotrain.arguments import (
     TrainerArguments,
     check_compression,
 )
+from cotrain.averaging.base import shared_zeros_like
 from cotrain.averaging.compression import COMPRESSIONS
 from cotrain.averaging.local_updates import LocalUpdatesOptimizer
 from cotrain.averaging.optimizer import CollaborativeOptimizer
@@ -32,7 +33,6 @@ from cotrain.averaging.progress import ProgressTracker
 from cotrain.averaging.rounds import RoundAverager
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.errors import UserError
-from cotrain.common.processes import shared_zeros_like
 from cotrain.peer.peer import Peer, supervise
 from cotrain.peer.upload import MAX_BANDWIDTH, measure_bandwidth
 

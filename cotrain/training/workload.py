@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import Dataset
 
 from cotrain.arguments import TrainerArguments
+from cotrain.averaging.base import shared_zeros_like
 from cotrain.common.errors import UserError
-from cotrain.common.processes import share_pages
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.task import Task
 from cotrain.tasks.loading import build_model, load_samples, load_task
@@ -46,5 +46,6 @@ def load_workload(args: TrainerArguments) -> Workload:
         enable_gradient_checkpointing(model)
     choose_kernels(model, args.training, num_devices if device.type == "cuda" else 0)
     if device.type == "cpu":
-        share_pages(model)
+        for parameter in model.parameters():
+            parameter.data = shared_zeros_like(parameter).copy_(parameter.data)
     return Workload(task, samples, model, device, num_devices)
