@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from cotrain.averaging.base import shared_zeros_like
+
 
 class GradientAccumulator:
     """Sum of the gradients of this peer's samples since the last round. Thread-safe.
@@ -17,7 +19,7 @@ class GradientAccumulator:
         self.main_parameters, self.contribution = tuple(main_parameters), tuple(contribution)
         self.num_samples = 0  # since the last round
         self.lock = threading.RLock()
-        self._sums = [torch.zeros_like(parameter) for parameter in self.main_parameters]
+        self._sums = [shared_zeros_like(parameter) for parameter in self.main_parameters]
 
     @torch.no_grad()
     def add(self, num_samples: int) -> int:
@@ -90,8 +92,8 @@ class UpdateAccumulator:
         self.contribution, self.keeps_rest = tuple(contribution), keeps_rest
         self.num_samples = 0  # since the last round
         self.lock = threading.RLock()
-        self._base = [parameter.detach().clone() for parameter in self.step_parameters]
-        self._loaded = [torch.zeros_like(base) for base in self._base]  # parameters of the model at the last load
+        self._base = [shared_zeros_like(parameter).copy_(parameter.detach()) for parameter in self.step_parameters]
+        self._loaded = [shared_zeros_like(base) for base in self._base]  # parameters of the model at the last load
         self._is_loaded = False  # whether a round has the loaded contribution
 
     def add(self, num_samples: int) -> int:

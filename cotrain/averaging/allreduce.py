@@ -47,7 +47,7 @@ REDUCE_FRACTION = 0.9
 class Block:
     """Tensors of one role that are cut into shares, each reduced by one member.
 
-    :param tensors, outputs: this peer's, and tensors that receive the averages
+    :param tensors, outputs: this peer's, and tensors that receive the averages; for gradients they may be the same
     :param shares: of the members, of any sum; 0: the member reduces nothing
     :param takers: None, or the only members that receive something: each reducer gives them its own values, and nobody
       sends any
@@ -168,8 +168,10 @@ class AllReduce:
             self._totals[part.info.role] += part.own.numel()
         self._contributed: dict[Part, runtime_pb2.Tensor] = {}  # what `own` loses at the end
         self._untaken: set[Part] = set()  # parts that were closed without this peer's values
-        for part in chain(*parts.values()):  # without an average, a gradient is 0 and parameters stay
-            part.output.zero_() if part.is_gradient else part.output.copy_(part.own)
+        self._averaged: set[Part] = set()  # parts of gradients of the other reducers that have their average
+        for part in chain(*parts.values()):  # without an average, parameters stay
+            if not part.is_gradient:
+                part.output.copy_(part.own)
 
     def _answers_for(self, peer_id: PeerID, parts: Sequence[Part]) -> list[tuple[int, Part]]:
         """Return those of a reducer's parts whose averages a member receives, with their numbers, in this order.
@@ -225,6 +227,11 @@ class AllReduce:
             for task in tasks:  # if one has failed, the others run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        own = zip(self.reducer.parts, self.reducer.averages, strict=True)
+        self._averaged |= {part for part, average in own if average.result().message is not None}
+        for part in chain(*self._parts.values()):  # without an average, a gradient is 0
+            if part.is_gradient and part not in self._averaged:
+                part.output.zero_()
         loop = asyncio.get_running_loop()
         for part, message in self._contributed.items():
             # Also what was sent and not answered: its reducer may have used it.
@@ -321,6 +328,7 @@ class AllReduce:
                 self._far.add(peer_id)
         if excess is None or part.is_gradient:
             part.output.copy_(average)
+            self._averaged.add(part)
             self._received[part.info.role] += part.own.numel()
         self._num_answered[peer_id] += not part.is_given
         self.was_late |= self._num_answered[peer_id] > self._num_opened[peer_id]

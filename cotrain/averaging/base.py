@@ -5,6 +5,7 @@ streams closed too early, a shutdown that fails during a round.
 """
 
 import asyncio
+import mmap
 from collections.abc import Coroutine
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -12,6 +13,8 @@ import torch
 from google.protobuf.message import Message
 from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.utils import get_logger, switch_to_uvloop
+
+from cotrain.common.processes import return_free_memory
 
 logger = get_logger(__name__)
 
@@ -34,6 +37,16 @@ def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def shared_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros on the tensor's device; on the CPU in memory that children share.
+
+    Of other memory a child keeps each page that its parent changes after the fork.
+    """
+    if tensor.device.type != "cpu" or not tensor.nbytes:
+        return torch.zeros_like(tensor)
+    return torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+
+
 class SafeAverager(DecentralizedAverager):
     """hivemind's averager process, with the workarounds that both averagers need."""
 
@@ -41,6 +54,7 @@ class SafeAverager(DecentralizedAverager):
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start the process, and leave SIGINT enabled in the calling process."""
+        return_free_memory()
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)

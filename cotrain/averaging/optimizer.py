@@ -352,8 +352,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     "others', let all peers pass --gradient_compression blockwise8, or also --local_updates"
                 )
         else:
-            torch._foreach_copy_(self.grad_averager.averaged_gradients, self.grad_averager.gradients)
-            torch._foreach_zero_(self.grad_averager.gradients)  # nothing is left for the next round
+            if self.grad_averager.keeps_rest:
+                torch._foreach_copy_(self.grad_averager.averaged_gradients, self.grad_averager.gradients)
+                torch._foreach_zero_(self.grad_averager.gradients)  # nothing is left for the next round
             counts, self.distance, self.coordinator.is_settling = True, 0.0, False
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)

@@ -242,8 +242,7 @@ class Reducer:
             return Average()
         values = sums.total.div_(sums.weight)
         if not part.is_gradient:
-            part.output.copy_(values)
-            return Average(values=values)
+            return Average(values=part.output.copy_(values))  # a view: the values of all parts are as large as it
         message = await loop.run_in_executor(None, part.compress, values)
         part.output.copy_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
         return Average(message, senders=sums.senders)

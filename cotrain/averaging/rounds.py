@@ -1,7 +1,7 @@
 """The round averager: one all-reduce over gradients and parameters per global step.
 
-A round reads the peer's gradients and parameters and writes the averages to separate tensors. The training state does
-not change before the round has ended and its result was checked.
+A round reads the peer's gradients and parameters and writes their averages. The training state does not change before
+the round has ended and its result was checked.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class RoundAverager(SafeAverager):
     """Averages this peer's gradients and parameters with its group, in one round per global step.
 
     Fill `gradients` before a round. The averages are in `averaged_gradients` and `averaged_parameters` after it. If
-    `keeps_rest`, `gradients` then has what the round did not take.
+    `keeps_rest`, `gradients` then has what the round did not take; otherwise the averages have replaced the gradients.
 
     :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
     :param max_grad_norm: bound on the norm of each peer's gradient; 0: no bound
@@ -112,7 +112,9 @@ class RoundAverager(SafeAverager):
         self._bounds = Bounds(weight=max_weight, parameter_step=parameter_step, compares_norms=local_updates)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
-        self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
+        self.averaged_gradients = self.gradients
+        if self.keeps_rest:
+            self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
         self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
         self._outputs = [*self.averaged_gradients, *self.averaged_parameters]
         self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group

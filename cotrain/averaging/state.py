@@ -1,16 +1,16 @@
 """Training state of a peer: apply updates, offer the state to other peers, download and restore a state."""
 
 import asyncio
-import copy
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
-from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.compression import CompressionInfo, Float16Compression, TensorRole
+from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.optim import state_averager
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
@@ -82,11 +82,17 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.credible_epoch = credible_epoch
         self.applied_epoch = 0
         self.marks: Marks = ()  # of the history of the parameters
-        self._copy: tuple[dict, list[torch.Tensor]] | None = None  # see get_current_state
+        self._copy: tuple[dict, list[torch.Tensor], list[CompressionInfo]] | None = None  # see get_current_state
         self._copy_timer: threading.Timer | None = None
         self._downloads: set = set()  # tasks, in the averager's process
         self._uploads: Counter[PeerID] = Counter()  # in the averager's process
         super().__init__(*args, **kwargs)
+
+    def _init_components(self, *args) -> tuple:
+        components = super()._init_components(*args)
+        for parameter in self._averaged_parameters:  # zeros, which forked processes would keep
+            parameter.grad = None
+        return components
 
     # Changing the state
 
@@ -114,9 +120,15 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         :raises StateLoadError: if the new state does not fit; the current state is then unchanged
         """
-        # torch's load_state_dict keeps the given tensors: the next step would write into them.
-        optimizer_state = copy.deepcopy(self.check_state(metadata, tensors))
+        optimizer_state = self.check_state(metadata, tensors)
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+            own_state = self.optimizer.state_dict()["state"]
+            for index, statistics in optimizer_state["state"].items():
+                for name, value in statistics.items():
+                    # torch's load_state_dict keeps the given tensors: the next step would write into them.
+                    if isinstance(value, torch.Tensor):
+                        own = own_state[index][name]
+                        statistics[name] = own.copy_(value) if isinstance(own, torch.Tensor) else value.clone()
             self.optimizer.load_state_dict(optimizer_state)
             own = self._optimized_parameters()
             torch._foreach_copy_(own, tensors[: len(own)])
@@ -174,18 +186,19 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 async with asyncio.timeout(self.declare_state_period):
                     await self._state_updated.wait()
 
-    @torch.no_grad()
+    @contextmanager
+    def frozen_state(self) -> Iterator[tuple[dict, list[torch.Tensor]]]:
+        """Yield the state, metadata and tensors, without a copy. It does not change while the context is open."""
+        with self.lock_optimizer, self.lock_averaged_tensors:
+            optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
+            tensors = [tensor.detach().cpu() for tensor in (*self._optimized_parameters(), *statistics)]
+            marks = [list(mark) for mark in self.marks]
+            yield {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, tensors
+
     def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
         """Return a copy of the state: metadata and tensors."""
-        with self.lock_optimizer, self.lock_averaged_tensors:
-            return self._make_copy()
-
-    def _make_copy(self) -> tuple[dict, list[torch.Tensor]]:
-        optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
-        tensors = [*self._optimized_parameters(), *statistics]
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        marks = [list(mark) for mark in self.marks]
-        return {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, copies
+        with self.frozen_state() as (metadata, tensors):
+            return metadata, [tensor.clone() for tensor in tensors]
 
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
         """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.
@@ -197,30 +210,35 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         float16. The update divides by their roots, which float16 represents with an error of 0.05 % or 3e-8, less than
         the optimizer's epsilon.
         """
-        with self.lock_optimizer, self.lock_averaged_tensors:
+        with self.frozen_state() as (metadata, tensors):
             if self._copy is None:
-                metadata, tensors = self._make_copy()
                 first, names = len(self._optimized_parameters()), self._statistic_names()
                 entries = metadata["optimizer_metadata"][-len(names) :]  # of the statistics, which come last
                 moments = self.optimizer.second_moments
                 roots = [first + e["index"] for e, name in zip(entries, names, strict=False) if name in moments]
-                for index in roots:
-                    tensors[index].sqrt_()
-                self._copy = {**metadata, "roots": roots}, tensors
+                infos = [
+                    CompressionInfo.from_tensor(
+                        tensor, index, role=TensorRole.OPTIMIZER if index >= first else TensorRole.PARAMETER
+                    )
+                    for index, tensor in enumerate(tensors)
+                ]
+                copies = (t.sqrt() if index in roots else t.clone() for index, t in enumerate(tensors))
+                self._copy = {**metadata, "roots": roots}, list(map(self._pack, copies, infos)), infos
                 if self._copy_timer is not None:
                     self._copy_timer.cancel()
                 self._copy_timer = threading.Timer(self.COPY_SECONDS, self.mark_changed)
                 self._copy_timer.daemon = True
                 self._copy_timer.start()
-            metadata, tensors = self._copy
-        num_parameters = len(self._optimized_parameters())
-        infos = [
-            CompressionInfo.from_tensor(
-                tensor, index, role=TensorRole.OPTIMIZER if index >= num_parameters else TensorRole.PARAMETER
-            )
-            for index, tensor in enumerate(tensors)
-        ]
-        return metadata, tensors, infos
+            return self._copy
+
+    def _pack(self, tensor: torch.Tensor, info: CompressionInfo) -> torch.Tensor:
+        """Move a copy to shared memory, in float16 if it is sent so. In the heap, what is freed later would stay."""
+        compression = self.state_compression
+        while isinstance(compression, AdaptiveCompressionBase):
+            compression = compression.choose_compression(info)
+        if type(compression) is Float16Compression:
+            tensor = tensor.clamp_(compression.FP16_MIN, compression.FP16_MAX).half()
+        return tensor.share_memory_()
 
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
@@ -233,6 +251,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         try:
             async with asyncio.timeout_at(deadline) as limit:
                 async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
+                    if message.tensor_part.dtype == "float16":  # see _pack
+                        message.tensor_part.dtype = "float32"
                     yield message
                     deadline += len(message.tensor_part.buffer) / self.LEAST_RATE
                     limit.reschedule(deadline)
@@ -341,7 +361,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         if not isinstance(roots, list) or not all(type(i) is int and first <= i < len(tensors) for i in roots):
             raise StateLoadError("the donor has another version; update the older peer")
         for index in set(roots):
-            tensors[index] = tensors[index].float().square()
+            tensors[index] = tensors[index].float().square_()
 
     def _match_optimizer_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
         own = self.optimizer.state_dict()

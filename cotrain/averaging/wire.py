@@ -107,6 +107,7 @@ class TensorAssembler:
         self._buffer += chunk.buffer
         if len(self._buffer) == self._expected:
             self._header.buffer = bytes(self._buffer)
-            self.tensors.append(deserialize_torch_tensor(self._header))
+            # In shared memory at once, through which they leave this process: what is freed would stay in the heap.
+            self.tensors.append(deserialize_torch_tensor(self._header).share_memory_())
             self._num_complete += self.specs[len(self.tensors) - 1].numel
             self._header, self._buffer = None, bytearray()

@@ -81,6 +81,13 @@ def keep_memory_shared() -> None:
     """
     gc.collect()
     gc.freeze()
+    return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Return the heap's free memory to the system. A child that is forked later would keep its pages."""
+    if hasattr(_libc, "malloc_trim"):  # of GNU's library
+        _libc.malloc_trim(0)
 
 
 def exit_after(seconds: float, code: int, why: str) -> None:

@@ -100,9 +100,10 @@ class CheckpointKeeper:
                 self._has_gone_back = False
                 raise TemporaryError(f"{donor} is at step #{metadata['epoch']} of a run that has begun anew")
             self.averager.restore(metadata, tensors)
-            state = TrainingState(self.run_id, *self.averager.snapshot())
             info = {"time": time.time(), "donor": donor}
-            path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, info)
+            with self.averager.frozen_state() as content:
+                state = TrainingState(self.run_id, *content)
+                path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, info)
             self._offer(state.step)
             self._has_gone_back = False
             logger.info(f"Saved {path}")

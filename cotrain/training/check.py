@@ -40,9 +40,11 @@ MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each ot
 MIN_OPEN_FILES = 4096
 DIAL_TIMEOUT = 5.0
 DEVICE_SECONDS = 5.0  # for which micro-batches are computed
-# Copies of the parameters in a trainer's processes: model, gradients, offloaded parameters, two moments of the
-# optimizer, what the averager sends and receives, and a download. The rest is what a trainer of a tiny model takes.
-COPIES, SHARED_COPIES, BASE_BYTES = 12, 6, 0.7e9
+# Copies of the parameters in a trainer's processes, see docs/gpus.md#memory: peak PSS of two trainers and a newcomer
+# on CPUs, models of 9.7 and 30 M parameters: 36 bytes per parameter in rounds, 40 with a download, 47 with local
+# updates. The rest is what a trainer of a tiny model takes.
+COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 10, 12, 6, 1.0e9
+COPIES_ON_GPU = 3, 4  # of these (computed), without and with local updates: model, gradients, their sum or two moments
 # The same on a GPU, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
 # the moments of the inner optimizer, and copies while a round begins or ends
 GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
@@ -148,7 +150,8 @@ def check_memories(num_parameters: int, device: torch.device, local_updates: boo
     """Yield what memory is free and needed: of the GPU if there is one, of the machine, and shared memory."""
     on_gpu, bytes_per_copy = device.type == "cuda", 4.0 * num_parameters
     memory = psutil.virtual_memory().available
-    needed = BASE_BYTES + (COPIES - 2 * on_gpu) * bytes_per_copy  # model and gradients are on the GPU
+    copies = (COPIES_OF_LOCAL_UPDATES if local_updates else COPIES) - on_gpu * COPIES_ON_GPU[local_updates]
+    needed = BASE_BYTES + copies * bytes_per_copy
     rows = [("memory", memory, needed, "End other programs, or choose a machine with more memory")]
     if on_gpu:
         needed = (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) * bytes_per_copy

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from cotrain.task import Task
 logger = get_logger(__name__)
 
 STATE_FILE = "training_state.pt"
+OpenState = AbstractContextManager[tuple[dict, list[torch.Tensor]]]  # yields metadata and tensors of a TrainingState
 _FORMAT = 1
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -46,10 +48,10 @@ class TrainingState:
         return self.metadata["epoch"]
 
 
-def save_training_state(path: Path, state: TrainingState) -> None:
-    content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata, "tensors": state.tensors}
-    with new_file(path) as temporary:
-        torch.save(content, temporary)
+def save_training_state(path: Path, run_id: str, state: OpenState) -> None:
+    """Write metadata and tensors, within their context. It does not last until they are on the disk."""
+    with new_file(path) as temporary, state as (metadata, tensors):
+        torch.save({"format": _FORMAT, "run_id": run_id, "metadata": metadata, "tensors": tensors}, temporary)
 
 
 def load_training_state(path: Path, run_id: str) -> TrainingState:
@@ -78,7 +80,7 @@ def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: Tra
         task.save_pretrained(model, temporary)
         if not any(temporary.glob("model*.safetensors")):
             save_model(model, temporary / "model.safetensors")
-        save_training_state(temporary / STATE_FILE, state)
+        save_training_state(temporary / STATE_FILE, state.run_id, nullcontext((state.metadata, state.tensors)))
         description = {"run_id": state.run_id, "step": state.step, **info}
         (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n")
     return path
@@ -127,14 +129,14 @@ class BackupWriter:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="BackupWriter")
         self._pending: Future | None = None
 
-    def write(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Save a TrainingState in the background; skip it while the previous backup is still being written."""
+    def write(self, state: OpenState) -> None:
+        """Save a state in the background, without a copy; skip it while the previous backup is still being written."""
         if self._pending is None or self._pending.done():
-            self._pending = self._executor.submit(self._write, TrainingState(self.run_id, metadata, tensors))
+            self._pending = self._executor.submit(self._write, state)
 
-    def _write(self, state: TrainingState) -> None:
+    def _write(self, state: OpenState) -> None:
         try:
-            save_training_state(self.path, state)
+            save_training_state(self.path, self.run_id, state)
         except Exception as error:
             logger.error(f"Could not write the backup {self.path} ({error}); keeping the previous one")
 

@@ -25,6 +25,7 @@ from cotrain.arguments import (
     TrainerArguments,
     check_compression,
 )
+from cotrain.averaging.base import shared_zeros_like
 from cotrain.averaging.compression import COMPRESSIONS
 from cotrain.averaging.local_updates import LocalUpdatesOptimizer
 from cotrain.averaging.optimizer import CollaborativeOptimizer
@@ -142,8 +143,8 @@ def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = learning_rate
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-        for name in optimizer.state[parameter]:
-            optimizer.state[parameter][name] *= 0  # `step`, and statistics with coupled weight decay
+        for name, value in optimizer.state[parameter].items():  # `step`, and statistics with coupled weight decay
+            optimizer.state[parameter][name] = shared_zeros_like(value) if isinstance(value, torch.Tensor) else 0
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):

@@ -188,7 +188,7 @@ class TrainingSession:
                 self.report(step, samples)
                 self.num_recoveries = 0
                 if step % self.args.backup_every_steps == 0:
-                    self.backup.write(*self.optimizer.state_averager.snapshot())
+                    self.backup.write(self.optimizer.state_averager.frozen_state())
 
     def report(self, step: int, samples: int) -> None:
         """Log a global step and publish this peer's metrics for it.
@@ -292,8 +292,8 @@ class TrainingSession:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the current global step; log an error if that fails."""
-        with self.optimizer.saved_state():
-            state = TrainingState(self.args.run_id, *self.optimizer.state_averager.snapshot())
+        with self.optimizer.saved_state(), self.optimizer.state_averager.frozen_state() as content:
+            state = TrainingState(self.args.run_id, *content)
             try:
                 checkpoints.save_checkpoint(self.folder, self.task, self.model, state, {"time": time.time()})
             except OSError as error:

@@ -139,6 +139,7 @@ class Group:
         tensors: Callable[[int], list[torch.Tensor]] = lambda number: make_tensors(number),
         takers: Collection[int] | None = None,
         group_id: bytes = b"group",
+        in_place: bool = False,
         **options,
     ):
         self.ids = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(len(rates))]
@@ -148,6 +149,10 @@ class Group:
         )
         self.inputs = [tensors(number) for number in range(len(rates))]
         self.outputs = [[torch.full_like(tensor, math.nan) for tensor in values] for values in self.inputs]
+        if in_place:
+            self.outputs = [
+                [gradient, *rest] for (gradient, *_), (_, *rest) in zip(self.inputs, self.outputs, strict=True)
+            ]
         infos = [
             CompressionInfo.from_tensor(tensor, key=key, role=role)
             for key, (tensor, role) in enumerate(
@@ -260,6 +265,20 @@ def test_round_averages_gradients_and_parameters_by_their_weights():
     assert not any(member.violations() | member.excesses() for member in group.members)
     first, second, third, _ = group.ids
     assert group.members[0].weights() == {first: 1.0, second: 3.0, third: 2.0}
+
+
+@pytest.mark.parametrize("silent", [set(), {2}], ids=["complete", "partial"])
+@pytest.mark.parametrize("compression", ["none", "float16", "blockwise4"])
+def test_averages_may_replace_the_gradients(compression, silent):
+    """A trainer has one copy for both. Parts without an average are 0, not this peer's gradient."""
+    options = {"compression": compression, "silent": silent, "sender_timeout": 0.5, "reducer_timeout": 1.0}
+    group, _ = average(lambda: Group([FAST] * 4, in_place=True, **options))
+    expected = sum(1e-3 * (number + 1) for number in {0, 1, 2, 3} - silent) / (4 - len(silent))
+    for gradient, parameters in (group.outputs[number] for number in {0, 1, 2, 3} - silent):
+        is_zero = gradient == 0
+        assert bool(is_zero.any()) == bool(silent) and is_zero.float().mean() < 0.3
+        assert torch.allclose(gradient[~is_zero], torch.tensor(expected), rtol=0.01)
+        assert not torch.isnan(parameters).any()
 
 
 def noisy_tensors(number: int) -> list[torch.Tensor]:
@@ -408,7 +427,7 @@ async def test_round_that_fails_leaves_nothing_running(monkeypatch):
         await group.members[0].run()
     before = [output.clone() for output in group.outputs[0]]
     await asyncio.gather(*others)
-    assert all(torch.equal(*pair) for pair in zip(before, group.outputs[0], strict=True))
+    assert all(torch.allclose(*pair, equal_nan=True) for pair in zip(before, group.outputs[0], strict=True))
 
 
 async def _fail() -> None:

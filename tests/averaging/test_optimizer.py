@@ -72,17 +72,24 @@ def test_group_has_peers_of_the_same_rounds_only():
     assert build(learning_rate=0.5, bandwidth=10.0).grad_averager.schema_hash in hashes
 
 
+@pytest.mark.parametrize(("compression", "is_one_copy"), [("float16", True), ("blockwise4", True), ("topk", False)])
+def test_gradients_and_their_averages_are_one_copy(compression, is_one_copy):
+    averager = build_local(gradient_compression=compression).grad_averager
+    pairs = zip(averager.gradients, averager.averaged_gradients, strict=True)
+    assert {own.data_ptr() == averaged.data_ptr() for own, averaged in pairs} == {is_one_copy}
+
+
 def test_contribution_is_the_clipped_mean_over_samples():
     optimizer = build()
     compute(optimizer, 0.1, samples=2)
     compute(optimizer, 0.4, samples=4)
     compute(optimizer, float("nan"))
     take(optimizer)
-    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.3)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.3)
     assert optimizer.coordinator.weights == [6.0] and optimizer.num_dropped_gradients == 1
     compute(optimizer, 100.0)
     take(optimizer)
-    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.5**0.5)  # two elements, norm 1
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.5**0.5)  # two elements, norm 1
 
 
 @pytest.mark.parametrize("outcome", [Outcome.AVERAGED, Outcome.ALONE])
@@ -149,7 +156,7 @@ def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too
     compute(optimizer, 0.6, samples=4)
     assert optimizer.accumulator.num_samples == 16
     take(optimizer, Outcome.MISSED)
-    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.3)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.3)
     take(optimizer, Outcome.MISSED)
     assert optimizer.accumulator.num_samples == 0 and optimizer.distance == 3
     assert value_of(optimizer._offloaded_parameters()) == 3.0
@@ -181,7 +188,7 @@ def test_samples_that_other_members_may_have_used_are_not_sent_again(outcome, lo
     moved = before - parameter[0, 0].item()  # by the inner optimizer's momentum
     take(optimizer)
     assert optimizer.coordinator.weights == [12.0, 4.0]
-    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(moved, abs=1e-6)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(moved, abs=1e-6)
 
 
 def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_others():
@@ -348,7 +355,7 @@ def test_global_step_moves_by_the_average_of_the_local_changes():
     optimizer = build_local()
     compute(optimizer, 0.2)
     take(optimizer, gradients=0.4)
-    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(0.1 / INNER_WARMUP_STEPS, rel=0.02)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.1 / INNER_WARMUP_STEPS, rel=0.02)
     assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 - 0.5 * 1.5 * 0.4)  # Nesterov
 
 
@@ -363,7 +370,7 @@ def test_local_steps_during_a_round_count_in_the_next_one():
     assert value_of([parameter]) == pytest.approx(value_of(optimizer._offloaded_parameters()) + change) and change < 0
     assert optimizer.accumulator.num_samples == optimizer.tracker.local_progress.samples_accumulated == 3
     take(optimizer, gradients=0.4, during=lambda: None)
-    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(-change)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(-change)
 
 
 def test_peer_that_missed_a_round_keeps_its_local_updates_for_the_next():
@@ -417,7 +424,7 @@ def test_local_updates_that_diverge_are_sent_to_nobody_and_dropped():
     assert not optimizer.discard_local_updates(), "they are finite"
     optimizer.state_averager.main_parameters[0].data[0, 0] = float("nan")
     take(optimizer)
-    assert optimizer.coordinator.weights == [0.0] and value_of(optimizer.grad_averager.gradients) == 0.0
+    assert optimizer.coordinator.weights == [0.0] and value_of(optimizer.coordinator.contribution) == 0.0
     assert optimizer.discard_local_updates()
     assert torch.equal(*optimizer.state_averager.main_parameters, *optimizer._offloaded_parameters())
 

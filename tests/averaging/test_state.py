@@ -1,6 +1,7 @@
 """Tests of the training state: schedule, updates, snapshots, and states that do not fit."""
 
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -204,6 +205,56 @@ def test_restored_tensors_are_copied():
     assert torch.equal(flat(state[1]), before)
 
 
+def test_statistics_are_restored_in_place():
+    averager = offline_averager(hyperparameter_args=arguments(optimizer="adamw"))
+    fill_gradients(averager, seed=0)
+    averager.apply_update(1)
+    state = averager.snapshot()
+    averager.apply_update(2)
+    before = [value.data_ptr() for value in statistics_of(averager)]
+    averager.restore(*state)
+    assert [value.data_ptr() for value in statistics_of(averager)] == before
+    assert torch.equal(flat(averager.snapshot()[1]), flat(state[1]))
+
+
+def statistics_of(averager: TrainingStateAverager) -> list[torch.Tensor]:
+    values = (value for values in averager.optimizer.state.values() for value in values.values())
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
+
+
+def test_state_is_saved_without_a_copy(pool):
+    averager = offline_averager()
+    with averager.frozen_state() as (_, tensors):
+        live = [*averager._optimized_parameters(), *statistics_of(averager)]
+        assert [tensor.data_ptr() for tensor in tensors if tensor.ndim] == [tensor.data_ptr() for tensor in live]
+        before, update = flat(tensors).clone(), pool.submit(averager.apply_update, 1)
+        assert not wait([update], timeout=0.3).done and torch.equal(flat(tensors), before)
+    update.result(60)
+
+
+def test_copies_for_other_processes_are_made_in_shared_memory():
+    """Those that are moved there later leave as much free memory in the heap."""
+    averager = offline_averager(compression="float16")
+    _, tensors, _ = averager.get_current_state()
+    assert all(tensor.is_shared() for tensor in tensors)
+    assert {tensor.dtype for tensor in tensors if tensor.numel() > 1} == {torch.float16}, "as they are sent"
+
+
+def test_children_keep_no_copies_of_the_statistics():
+    """They see what this process writes after the fork."""
+    statistics = statistics_of(offline_averager())
+    reading_end, writing_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading_end, 1)
+        os._exit(all((value == 2.0).all() for value in statistics))
+    for value in statistics:
+        value.fill_(2.0)
+    os.write(writing_end, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    os.close(reading_end), os.close(writing_end)
+
+
 def test_copy_is_freed_after_a_while(monkeypatch):
     monkeypatch.setattr(TrainingStateAverager, "COPY_SECONDS", 0.2)
     averager = offline_averager()
@@ -227,6 +278,7 @@ def transfer(donor: TrainingStateAverager, newcomer: TrainingStateAverager) -> N
     metadata, tensors, infos = donor.get_current_state()
     messages = [donor.state_compression.compress(*tensor) for tensor in zip(tensors, infos, strict=True)]
     for message, spec in zip(messages, newcomer.expected_tensors(metadata), strict=True):
+        message.dtype = "float32" if message.dtype == "float16" else message.dtype  # as rpc_download_state does
         check_tensor(message, spec)
     tensors = [deserialize_torch_tensor(message) for message in messages]
     newcomer.unpack_state(metadata, tensors)

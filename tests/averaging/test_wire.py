@@ -82,6 +82,7 @@ def test_chunks_are_assembled():
     assert assembler.is_complete and assembler.fraction == 1.0
     assert fractions == sorted(fractions) and len(fractions) > 6
     assert all(torch.equal(*pair) for pair in zip(assembler.tensors, TENSORS, strict=True))
+    assert all(tensor.is_shared() for tensor in assembler.tensors), "they leave this process without another copy"
     with pytest.raises(ValueError, match="more tensors"):
         assembler.add(chunks(TENSORS[0])[0])
 

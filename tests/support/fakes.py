@@ -5,6 +5,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +128,9 @@ class FakeAverager:
     def snapshot(self):
         state = make_state(self.step)
         return {**state.metadata, "marks": self.offered_marks}, state.tensors
+
+    def frozen_state(self):
+        return nullcontext(self.snapshot())
 
     def offer(self, priority: float) -> None:
         self.offered_step = priority + 0.5

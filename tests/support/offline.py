@@ -53,7 +53,8 @@ class Rounds:
     """Coordinator whose rounds have the outcome that the test sets.
 
     Its attribute `during` is called in each round, `gradients` and `parameters` are the values of the averages. The
-    other members lack no updates; `is_given` says that this peer receives parameters on demand.
+    other members lack no updates; `is_given` says that this peer receives parameters on demand. `contribution` has the
+    gradients of the newest round as it begins.
     """
 
     num_attempts, last_error, has_group, is_called_off, other = 1, "", False, False, None
@@ -66,9 +67,11 @@ class Rounds:
         self.gradients, self.parameters = 0.0, None
         self.during: Callable[[], object] = lambda: None
         self.weights: list[float] = []
+        self.contribution: list[torch.Tensor] = []
 
     def average(self, step: int, weight: float) -> tuple[Outcome, RoundResult | None]:
         self.weights.append(weight)
+        self.contribution = [gradient.clone() for gradient in self.averager.gradients]
         self.during()
         if self.outcome != Outcome.AVERAGED:
             return self.outcome, None

@@ -48,7 +48,7 @@ def test_open_files():
 
 def test_memory(monkeypatch):
     """Model and gradients of 350 million parameters are on the GPU, and not in the memory of a notebook."""
-    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=16e9))
+    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
     monkeypatch.setattr(check.psutil, "disk_usage", lambda _path: SimpleNamespace(free=9e9))
     monkeypatch.setattr(check.torch.cuda, "mem_get_info", lambda _device: (8e9, 16e9))
 
@@ -56,7 +56,8 @@ def test_memory(monkeypatch):
         found = check_memories(num_parameters, torch.device(device), local_updates)
         return [finding.subject for finding in found if finding.advice]
 
-    assert faults(350_000_000, "cpu") == ["memory"]
+    assert faults(350_000_000, "cpu") == ["memory"] and faults(300_000_000, "cpu") == []
+    assert faults(300_000_000, "cpu", local_updates=True) == ["memory"]
     assert faults(350_000_000, "cuda") == []
     assert faults(350_000_000, "cuda", local_updates=True) == ["GPU memory"]
     assert faults(10**9, "cuda") == ["memory", "GPU memory", "/dev/shm"]

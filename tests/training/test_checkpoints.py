@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -159,13 +160,13 @@ def full_disk(tmp_path):
 
 def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
     backup = checkpoints.BackupWriter(full_disk / "backup.pt", "run")
-    backup.write({"epoch": 1, "optimizer_metadata": []}, [torch.ones(1000)])
+    backup.write(nullcontext(({"epoch": 1, "optimizer_metadata": []}, [torch.ones(1000)])))
     assert backup.read().step == 1
-    backup.write({"epoch": 2, "optimizer_metadata": []}, [torch.ones(1_000_000)])
+    backup.write(nullcontext(({"epoch": 2, "optimizer_metadata": []}, [torch.ones(1_000_000)])))
     assert backup.read().step == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert [path.name for path in full_disk.iterdir()] == ["backup.pt"]
-    backup.write({"epoch": 3, "optimizer_metadata": []}, [torch.ones(1000)])
+    backup.write(nullcontext(({"epoch": 3, "optimizer_metadata": []}, [torch.ones(1000)])))
     assert backup.read().step == 3, "and goes on when there is room"
     backup.close()
 

@@ -5,6 +5,7 @@ A joining trainer waits for the training state if reports show a run, and one By
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -123,7 +124,7 @@ def test_reports_of_another_model_keep_nobody_out_of_a_run(join, monkeypatch):
 def test_broken_parameters_are_rolled_back_to_the_newest_valid_state(session, backup, offered, expected):
     session.optimizer.state_averager.offered = offered
     if backup is not None:
-        session.backup.write({"epoch": backup, "optimizer_metadata": []}, [])
+        session.backup.write(nullcontext(({"epoch": backup, "optimizer_metadata": []}, [])))
     spoil(session)
     assert session.after_local_step()
     assert session.model.weight[0, 0] == expected
@@ -179,13 +180,13 @@ def test_backup_that_is_being_written_is_not_replaced(tmp_path, monkeypatch):
     written, may_end = [], threading.Event()
 
     def write(self, state) -> None:
-        written.append(state.step)
+        written.append(state.enter_result)
         may_end.wait(10)
 
     monkeypatch.setattr(BackupWriter, "_write", write)
     writer = BackupWriter(tmp_path / "backup.pt", "run")
     for step in (1, 2, 3):
-        writer.write({"epoch": step}, [])
+        writer.write(nullcontext(step))
     may_end.set()
     writer.close()
     assert written == [1]
