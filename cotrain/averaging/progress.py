@@ -1,9 +1,9 @@
 """Progress reports of the peers, and when a global step is due.
 
-Each trainer publishes a signed record under `{run_id}_training_progress` (see `SafeDHT`): the newest steps that it has begun and
-completed, the samples for the next one, and how far its parameters are from the others'. The record has the protocol
-and the schema of the rounds: trainers of another version or with another model are ignored. Auxiliary peers publish a
-record without samples, so that other peers know them.
+Each trainer publishes a signed record under `{run_id}_training_progress`, which `SafeDHT` spreads over several keys:
+the newest steps that it has begun and completed, the samples for the next one, and how far its parameters are from the
+others'. The record has the protocol and the schema of the rounds: trainers of another version or with another model
+are ignored. Auxiliary peers publish a record without samples, so that other peers know them.
 
 Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step, extrapolates from old
 reports without limit, and, while it reads the DHT, holds a lock that the training thread needs.
