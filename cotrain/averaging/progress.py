@@ -1,9 +1,9 @@
 """Progress reports of the peers, and when a global step is due.
 
-Each trainer publishes a signed record under `{run_id}_training_progress`: the newest steps that it has begun and
-completed, the samples for the next one, and how far its parameters are from the others'. The record has the protocol
-and the schema of the rounds: trainers of another version or with another model are ignored. Auxiliary peers publish a
-record without samples, so that other peers know them.
+Each trainer publishes a signed record under `{run_id}_training_progress`, which `SafeDHT` spreads over several keys:
+the newest steps that it has begun and completed, the samples for the next one, and how far its parameters are from the
+others'. The record has the protocol and the schema of the rounds: trainers of another version or with another model
+are ignored. Auxiliary peers publish a record without samples, so that other peers know them.
 
 Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step, extrapolates from old
 reports without limit, and, while it reads the DHT, holds a lock that the training thread needs.
@@ -40,6 +40,7 @@ MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the firs
 ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # age of the newest report from which on a peer is not waited for
 PROBATION_SECONDS = 1.5 * HEARTBEAT_SECONDS  # for which a peer counts as alive whose first report looks old
 MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
+SECONDS_PER_PEER = 0.05  # between two reads: a read of 100 reports is of about 0.7 MB
 DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
@@ -555,7 +556,8 @@ class ProgressTracker(threading.Thread):
             period = min(period, ROUND_END_SECONDS)
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
         period = min(period, time.monotonic() - max(self._first_seen.values(), default=-math.inf))
-        return min(max(period, self.args.min_refresh_period), self.args.max_refresh_period)
+        shortest = max(self.args.min_refresh_period, SECONDS_PER_PEER * progress.num_peers)
+        return min(max(period, shortest), self.args.max_refresh_period)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the thread and announce that this peer leaves."""

@@ -38,7 +38,7 @@ from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
 
-PROTOCOL = 8  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 9  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal

@@ -22,6 +22,7 @@ from cotrain.dht.metrics_schema import (
     LocalMetrics,
     Step,
 )
+from cotrain.dht.node import NUM_BUCKETS, PROGRESS
 from cotrain.dht.records import ReadableValidator, RunValidator, SafeValidatorMixin
 
 logger = get_logger(__name__)
@@ -93,9 +94,13 @@ class MetricSchema(pydantic.BaseModel):
     peers: dict[BytesWithPublicKey, PeerInfo]
     rounds: dict[BytesWithPublicKey, RoundStatistics]
     evaluation: dict[BytesWithPublicKey, Evaluation]
-    # Checked by the reader (cotrain/averaging/progress.py), which warns about peers with another protocol number
-    training_progress: dict[BytesWithPublicKey, dict | None]
 
+
+# Checked by the reader (cotrain/averaging/progress.py), which warns about peers with another protocol number
+ProgressSchema = pydantic.create_model(
+    "ProgressSchema",
+    **{f"{PROGRESS}.{bucket}": (dict[BytesWithPublicKey, dict | None], ...) for bucket in range(NUM_BUCKETS)},
+)
 
 # The priority (global step) of the state that a peer offers, None once the offer is withdrawn. The key is no Python
 # identifier, so this schema is no class.
@@ -121,7 +126,7 @@ class ConfigSchema(pydantic.BaseModel):
 
 # Seconds to the expiration of a record, at most: what the flags allow, and some more for clocks that differ
 MAX_LIFETIME = 5400.0
-LIFETIMES = {"training_progress": 180.0, "state_averager.all_averagers": 180.0}
+LIFETIMES = dict.fromkeys([*ProgressSchema.__fields__, "state_averager.all_averagers"], 180.0)
 
 
 class SignatureValidator(SafeValidatorMixin, RSASignatureValidator):
@@ -139,7 +144,7 @@ def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tu
     :returns: the validators, and the subkey (owner tag with public key) of this peer's records
     """
     signature_validator = SignatureValidator(private_key)
-    schemas = [RunSchemaValidator(schema, prefix=run_id) for schema in (MetricSchema, AveragerSchema)]
+    schemas = [RunSchemaValidator(schema, prefix=run_id) for schema in (MetricSchema, ProgressSchema, AveragerSchema)]
     schemas.append(RunSchemaValidator(ConfigSchema))
     keys = {key: name for schema in schemas for key, name in schema._key_id_to_field_name.items()}
     lifetimes = {key: LIFETIMES.get(name, MAX_LIFETIME) for key, name in keys.items()}

@@ -519,3 +519,12 @@ def test_thread_survives_a_silent_dht(monkeypatch):
     tracker.shutdown(5.0)
     assert not tracker.is_alive()
     assert list(tracker.dht.records.values()) == [None], "its goodbye"
+
+
+def test_reads_of_many_reports_are_rarer(monkeypatch, clock):
+    """Reads cost the other nodes as many bytes as there are reports."""
+    tracker = see(make_tracker(), record(1, samples=99, rate=1.0), record(2))
+    clock.now += 10.0
+    assert tracker._refresh_period() < 6.0
+    monkeypatch.setattr(progress_module, "SECONDS_PER_PEER", 2.0)
+    assert tracker._refresh_period() == 6.0

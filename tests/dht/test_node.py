@@ -25,9 +25,12 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.admission.invitations import load_identity
 from cotrain.common.errors import TemporaryError
+from cotrain.dht.clock import run_time
 from cotrain.dht.node import (
+    NUM_BUCKETS,
     RelayedP2P,
     _without_claims,
+    bucket_of,
     close_relayed_connections,
     receive_raw_data,
     use_own_socket_folder,
@@ -79,6 +82,24 @@ def test_client_listens_nowhere_and_asks_no_router_for_a_port(tmp_path):
                 listening = [c for c in daemon.net_connections("inet") if c.status == psutil.CONN_LISTEN]
                 assert bool(listening) == (name == "three") and "-natPortMap=0" in daemon.cmdline()
                 assert get_dictionary(peer.dht, "run_peers") == {}
+
+
+@pytest.mark.peers
+def test_reports_under_several_keys_are_read_as_one_and_no_copy_counts(tmp_path):
+    """A trainer that stores its report under each of the keys has one report."""
+    with local_peer(tmp_path / "one", "run") as one:
+        address = str(one.dht.get_visible_maddrs()[0])
+        with local_peer(tmp_path / "two", "run", (address,)) as two:
+            right = bucket_of(two.public_key)
+            store_record(two.dht, "run_training_progress", two.public_key, {"epoch": 1}, 50.0)
+            store_record(one.dht, "run_training_progress", one.public_key, {"epoch": 2}, 50.0)
+            for bucket in set(range(NUM_BUCKETS)) - {right}:
+                key = f"run_training_progress.{bucket}"
+                two.dht.store(key, {"epoch": 9}, run_time() + 60, subkey=two.public_key)
+            wait_until(lambda: len(get_dictionary(one.dht, "run_training_progress")) == 2, 30, "both reports")
+            for peer in (one, two):
+                found = get_dictionary(peer.dht, "run_training_progress")
+                assert [found[p.public_key].value["epoch"] for p in (two, one)] == [1, 2]
 
 
 async def test_announced_length_of_a_message_is_bounded():

@@ -83,8 +83,8 @@ def is_valid(validator: RecordValidatorBase, record: DHTRecord) -> bool:
         ("peers", PeerInfo(username="", leaving=True).dict()),
         ("rounds", RoundStatistics(rounds=64, complete=2).dict()),
         ("rounds", RoundStatistics(rounds=64, complete=2, computed=10**9, applied=0).dict()),
-        ("training_progress", {"protocol": 2, "epoch": 3}),
-        ("training_progress", None),
+        ("training_progress.0", {"protocol": 2, "epoch": 3}),
+        ("training_progress.0", None),
         *(("state_averager.all_averagers", value) for value in (12.0, 12, None)),
     ],
 )
@@ -121,7 +121,7 @@ def test_good_records_are_accepted(name, value):
         ("rounds", {"rounds": 3}),
         ("rounds", {"rounds": 3, "complete": 1, "computed": 10**9 + 1, "applied": 0}),
         ("rounds", {"rounds": 3, "complete": 1, "extra": "text"}),
-        *(("training_progress", value) for value in (True, [1])),
+        *(("training_progress.0", value) for value in (True, [1])),
         *(("state_averager.all_averagers", value) for value in (True, float("inf"), -1, [1])),
     ],
 )
@@ -144,11 +144,11 @@ def test_records_of_others_are_refused():
 
 
 def test_large_long_lived_and_unknown_records_are_refused():
-    assert is_accepted("training_progress", {"a field of another version": "x" * 1000})
-    assert not is_accepted("training_progress", {"a field of another version": "x" * 9000})
+    assert is_accepted("training_progress.0", {"a field of another version": "x" * 1000})
+    assert not is_accepted("training_progress.0", {"a field of another version": "x" * 9000})
     for lifetime in (86400, float("nan"), float("inf")):
         assert not is_accepted("metrics", GOOD, lifetime=lifetime)
-    assert is_accepted("metrics", GOOD, lifetime=600) and not is_accepted("training_progress", None, lifetime=600)
+    assert is_accepted("metrics", GOOD, lifetime=600) and not is_accepted("training_progress.0", None, lifetime=600)
     for lifetime in (60.0, -float("inf")):
         assert not is_accepted("anything", None, lifetime=lifetime), "20,000 records under any keys took 92 MB"
 
@@ -213,13 +213,13 @@ def test_refused_records_take_up_no_room(monkeypatch):
     (validator,), own_subkey = make_validators("run", KEY)
 
     def store(subkey: bytes, value: object) -> bool:
-        return is_valid(validator, make_record("training_progress", subkey, MSGPackSerializer.dumps(value)))
+        return is_valid(validator, make_record("training_progress.0", subkey, MSGPackSerializer.dumps(value)))
 
     assert not any(store(b"%d" % number + tail, None) for number in range(9) for tail in (b"", own_subkey))
     assert not store(own_subkey, "junk") and store(own_subkey, {"protocol": 5})
 
 
-@pytest.mark.parametrize("name", ["metrics", "training_progress", "state_averager.all_averagers"])
+@pytest.mark.parametrize("name", ["metrics", "training_progress.0", "state_averager.all_averagers"])
 @pytest.mark.parametrize(
     "value",
     [*RAW, b"\xff" * 100, b"\xdd\xff\xff\xff\xff", b"\xc7\x03\x63abc", nest(9)],

@@ -55,7 +55,7 @@ from cotrain.common.errors import UserError
 from cotrain.data.archive import DATASET, MIN_LIMIT, TOKENIZER, unpack_archive
 from cotrain.data.manifest import Manifest
 from cotrain.dht.metrics_schema import MAX_STEP
-from cotrain.dht.node import DHTProtocol
+from cotrain.dht.node import DHTProtocol, bucket_of
 from cotrain.dht.records import peer_id_of
 from cotrain.dht.run_records import Evaluation, make_validators
 from cotrain.monitoring.aggregation import MetricsAggregator
@@ -99,7 +99,8 @@ BOUNDS = {  # records at the bounds of what is valid, which the mutations rarely
 
 
 def key_of(name: str) -> bytes:
-    return DHTID.generate(name if name == "run_config" else f"run_{name}").to_bytes()
+    name = {"run_config": name, "training_progress": f"run_{name}.{bucket_of(SUBKEY)}"}.get(name, f"run_{name}")
+    return DHTID.generate(name).to_bytes()
 
 
 def read_everywhere(name: str, value: object) -> None:

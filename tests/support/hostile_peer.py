@@ -7,6 +7,7 @@ python tests/support/hostile_peer.py RUN_ID MULTIADDRESS
 """
 
 import asyncio
+import math
 import random
 import sys
 from contextlib import suppress
@@ -25,6 +26,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.processes import guard_children
+from cotrain.dht.node import NUM_BUCKETS, PROGRESS, bucket_of
 from cotrain.dht.records import signer_of
 
 # The claimed steps are far above those of the tests' runs, so that tests can tell them from the trainers' reports.
@@ -73,13 +75,14 @@ class Attack:
 
     def __init__(self, node: DHTNode, run_id: str, own: bytes):
         self.node, self.run_id, self.own = node, run_id, own
-        self.reports, self.metrics, self.offers = "training_progress", "metrics", "state_averager.all_averagers"
+        self.reports, self.metrics, self.offers = PROGRESS, "metrics", "state_averager.all_averagers"
         self.records: list[DHTRecord] = []
 
     def write(self, name: str, subkey: object, value: object, lifetime: float = 100.0) -> None:
         self.write_raw(name, subkey, MSGPackSerializer.dumps(value), lifetime)
 
     def write_raw(self, name: str, subkey: object, value: bytes, lifetime: float = 100.0) -> None:
+        name = f"{name}.{max(0, bucket_of(subkey))}" if name == PROGRESS else name
         key = DHTID.generate(f"{self.run_id}_{name}").to_bytes()
         record = DHTRecord(key, MSGPackSerializer.dumps(subkey), value, get_dht_time() + lifetime)
         self.records.append(replace(record, value=self.node.protocol.record_validator.sign_value(record)))
@@ -140,8 +143,8 @@ class Attack:
 async def attack(_dht: DHT, node: DHTNode, run_id: str, own: bytes) -> None:
     attack = Attack(node, run_id, own)
     while True:
-        found = await node.get(f"{run_id}_{attack.reports}", latest=True)
-        trainers = [subkey for subkey in (found.value if found else {}) if subkey != own]
+        found = await node.get_many([f"{run_id}_{PROGRESS}.{bucket}" for bucket in range(NUM_BUCKETS)], math.inf)
+        trainers = [subkey for records in found.values() if records for subkey in records.value if subkey != own]
         attack.write_malformed()
         attack.write_false_claims(trainers)
         attack.write_junk()

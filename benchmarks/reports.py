@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Measure what the progress reports cost the nodes of the DHT: benchmarks/reports.py --peers 25 50
+
+The nodes run in this process and call each other without a network. Each peer stores its report and reads all of them,
+twice; the second time counts: the bytes of all requests and answers, without those of libp2p. The Mbit/s are for peers
+that report and read every PERIOD seconds. "one key": all reports under one, with hivemind's caches. Needs no network.
+"""
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from hivemind.dht import node as dht_node
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.utils.crypto import RSAPrivateKey
+
+from cotrain.averaging.progress import PeerProgress
+from cotrain.dht import node as own_node
+from cotrain.dht.clock import run_time
+from cotrain.dht.run_records import make_validators
+
+PERIOD = 5.0
+
+
+class Protocol(own_node.DHTProtocol):
+    nodes: dict[PeerID, "Protocol"] = {}
+    sent = Counter()  # peer ID -> bytes
+
+    async def add_p2p_handlers(self, *_args, **_kwargs) -> None:
+        self.nodes[self.p2p.peer_id] = self
+
+    def get_stub(self, peer: PeerID) -> SimpleNamespace:
+        return SimpleNamespace(
+            **{name: partial(self.call, peer, name) for name in ("rpc_ping", "rpc_find", "rpc_store")}
+        )
+
+    async def call(self, peer: PeerID, name: str, request, timeout: float | None = None):
+        answer = await getattr(self.nodes[peer], name)(request, P2PContext("", "", self.p2p.peer_id))
+        self.sent.update({self.p2p.peer_id: request.ByteSize()})
+        self.sent.update({peer: answer.ByteSize()})
+        return answer
+
+
+async def measure(signers: list[RSAPrivateKey], buckets: int, **options) -> str:
+    nodes, subkeys = [], []
+    for signer in signers:
+        (validator,), subkey = make_validators("run", signer)
+        validator._known = nodes[0].protocol.record_validator._known if nodes else validator._known  # checked once
+        p2p = SimpleNamespace(peer_id=PeerID(os.urandom(32)))
+        nodes.append(await dht_node.DHTNode.create(p2p=p2p, record_validator=validator, **options))
+        await asyncio.gather(*(nodes[-1].protocol.call_ping(other.peer_id) for other in nodes[-4:-1] + nodes[:1]))
+        await nodes[-1].find_nearest_nodes([nodes[-1].node_id])
+        subkeys.append(subkey)
+    keys = [f"run_{own_node.PROGRESS}.{bucket}" for bucket in range(buckets)]
+    for _ in range(2):
+        Protocol.sent.clear()
+        for node, subkey in zip(nodes, subkeys, strict=True):
+            record = PeerProgress(b"", time=run_time(), reported_at=run_time(), samples_per_second=1.5).to_record()
+            key = keys[own_node.bucket_of(subkey) % buckets]
+            await node.store(key, {**record, "schema": "0" * 16}, run_time() + 60, subkey=subkey)
+        for node in nodes:
+            found = await node.get_many(keys, math.inf)
+            assert sum(len(records.value) for records in found.values() if records) == len(nodes)
+    mbits = [number * 8 / 1e6 / PERIOD for number in Protocol.sent.values()]
+    return f"busiest node {max(mbits):.2f} Mbit/s, mean {sum(mbits) / len(nodes):.2f}"
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=int, nargs="+", default=[25, 50])
+    numbers, dht_node.DHTProtocol = parser.parse_args().peers, Protocol
+    signers = [RSAPrivateKey() for _ in range(max(numbers))]
+    for number in numbers:
+        print(f"{number} peers", flush=True)
+        print("  now:", await measure(signers[:number], own_node.NUM_BUCKETS, **own_node.WITHOUT_CACHES), flush=True)
+        print("  one key:", await measure(signers[:number], 1), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
