@@ -41,9 +41,9 @@ MIN_OPEN_FILES = 4096
 DIAL_TIMEOUT = 5.0
 DEVICE_SECONDS = 5.0  # for which micro-batches are computed
 # Copies of the parameters in a trainer's processes, see docs/gpus.md#memory: peak PSS of two trainers and a newcomer
-# on CPUs, models of 9.7 and 30 M parameters: 36 bytes per parameter in rounds, 40 with a download, 47 with local
+# on CPUs, models of 9.7 and 30 M parameters: 36 bytes per parameter in rounds, 42 with a download, 47 with local
 # updates. The rest is what a trainer of a tiny model takes.
-COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 10, 12, 6, 1.0e9
+COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 10.5, 12, 6, 1.0e9
 COPIES_ON_GPU = 3, 4  # of these (computed), without and with local updates: model, gradients, their sum or two moments
 # The same on a GPU, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
 # the moments of the inner optimizer, and copies while a round begins or ends

@@ -56,8 +56,8 @@ def test_memory(monkeypatch):
         found = check_memories(num_parameters, torch.device(device), local_updates)
         return [finding.subject for finding in found if finding.advice]
 
-    assert faults(350_000_000, "cpu") == ["memory"] and faults(300_000_000, "cpu") == []
-    assert faults(300_000_000, "cpu", local_updates=True) == ["memory"]
+    assert faults(350_000_000, "cpu") == ["memory"] and faults(280_000_000, "cpu") == []
+    assert faults(280_000_000, "cpu", local_updates=True) == ["memory"]
     assert faults(350_000_000, "cuda") == []
     assert faults(350_000_000, "cuda", local_updates=True) == ["GPU memory"]
     assert faults(10**9, "cuda") == ["memory", "GPU memory", "/dev/shm"]
