@@ -211,7 +211,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         the optimizer's epsilon.
         """
         with self.frozen_state() as (metadata, tensors):
-            if self._copy is None:
+            if (copy := self._copy) is None:  # the timer may reset it meanwhile
                 first, names = len(self._optimized_parameters()), self._statistic_names()
                 entries = metadata["optimizer_metadata"][-len(names) :]  # of the statistics, which come last
                 moments = self.optimizer.second_moments
@@ -223,13 +223,13 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                     for index, tensor in enumerate(tensors)
                 ]
                 copies = (t.sqrt() if index in roots else t.clone() for index, t in enumerate(tensors))
-                self._copy = {**metadata, "roots": roots}, list(map(self._pack, copies, infos)), infos
+                copy = self._copy = {**metadata, "roots": roots}, list(map(self._pack, copies, infos)), infos
                 if self._copy_timer is not None:
                     self._copy_timer.cancel()
                 self._copy_timer = threading.Timer(self.COPY_SECONDS, self.mark_changed)
                 self._copy_timer.daemon = True
                 self._copy_timer.start()
-            return self._copy
+            return copy
 
     def _pack(self, tensor: torch.Tensor, info: CompressionInfo) -> torch.Tensor:
         """Move a copy to shared memory, in float16 if it is sent so. In the heap, what is freed later would stay."""
