@@ -8,10 +8,10 @@ that report and read every PERIOD seconds. "one key": all reports under one, wit
 
 import argparse
 import asyncio
-import math
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from cotrain.dht.clock import run_time
 from cotrain.dht.run_records import make_validators
 
 PERIOD = 5.0
+KEY = f"run_{own_node.PROGRESS}"
 
 
 class Protocol(own_node.DHTProtocol):
@@ -49,7 +50,11 @@ class Protocol(own_node.DHTProtocol):
         return answer
 
 
-async def measure(signers: list[RSAPrivateKey], buckets: int, **options) -> str:
+async def read_one_key(node: dht_node.DHTNode, key: str) -> dict:
+    return (await node.get(f"{key}.0", latest=True)).value
+
+
+async def measure(signers: list[RSAPrivateKey], buckets: int, read: Callable, **options) -> str:
     nodes, subkeys = [], []
     for signer in signers:
         (validator,), subkey = make_validators("run", signer)
@@ -59,7 +64,7 @@ async def measure(signers: list[RSAPrivateKey], buckets: int, **options) -> str:
         await asyncio.gather(*(nodes[-1].protocol.call_ping(other.peer_id) for other in nodes[-4:-1] + nodes[:1]))
         await nodes[-1].find_nearest_nodes([nodes[-1].node_id])
         subkeys.append(subkey)
-    keys = [f"run_{own_node.PROGRESS}.{bucket}" for bucket in range(buckets)]
+    keys = [f"{KEY}.{bucket}" for bucket in range(buckets)]
     for _ in range(2):
         Protocol.sent.clear()
         for node, subkey in zip(nodes, subkeys, strict=True):
@@ -67,8 +72,8 @@ async def measure(signers: list[RSAPrivateKey], buckets: int, **options) -> str:
             key = keys[own_node.bucket_of(subkey) % buckets]
             await node.store(key, {**record, "schema": "0" * 16}, run_time() + 60, subkey=subkey)
         for node in nodes:
-            found = await node.get_many(keys, math.inf)
-            assert sum(len(records.value) for records in found.values() if records) == len(nodes)
+            found = await read(node, KEY)
+            assert len(found) == len(nodes)
     mbits = [number * 8 / 1e6 / PERIOD for number in Protocol.sent.values()]
     return f"busiest node {max(mbits):.2f} Mbit/s, mean {sum(mbits) / len(nodes):.2f}"
 
@@ -80,8 +85,9 @@ async def main() -> None:
     signers = [RSAPrivateKey() for _ in range(max(numbers))]
     for number in numbers:
         print(f"{number} peers", flush=True)
-        print("  now:", await measure(signers[:number], own_node.NUM_BUCKETS, **own_node.WITHOUT_CACHES), flush=True)
-        print("  one key:", await measure(signers[:number], 1), flush=True)
+        now = own_node.NUM_BUCKETS, own_node.read_reports
+        print("  now:", await measure(signers[:number], *now, **own_node.WITHOUT_CACHES), flush=True)
+        print("  one key:", await measure(signers[:number], 1, read_one_key), flush=True)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,18 @@ def bucket_of(subkey: object) -> int:
     return zlib.crc32(subkey) % NUM_BUCKETS if isinstance(subkey, bytes) else -1
 
 
+async def read_reports(node: dht_node.DHTNode, key: str) -> dict[bytes, ValueWithExpiration]:
+    """Return the reports under all keys that `key` stands for, by subkey. A copy under another key does not count."""
+    buckets = {f"{key}.{bucket}": bucket for bucket in range(NUM_BUCKETS)}
+    found = await node.get_many(buckets, math.inf, num_workers=NUM_WORKERS)
+    return {
+        subkey: record
+        for name, records in found.items()
+        for subkey, record in (records.value.items() if records else ())
+        if bucket_of(subkey) == buckets[name]
+    }
+
+
 class SafeDHT(DHT):
     """hivemind.DHT that survives the death of a process that has called it, and spreads the progress reports.
 
@@ -201,14 +213,7 @@ class SafeDHT(DHT):
         if not key.endswith(PROGRESS):
             return await super()._get(key, latest, future, **kwargs)
         try:
-            keys = [f"{key}.{bucket}" for bucket in range(NUM_BUCKETS)]
-            found = await self._node.get_many(keys, math.inf, num_workers=NUM_WORKERS, **kwargs)
-            records = {
-                subkey: record
-                for bucket, name in enumerate(keys)
-                for subkey, record in (found[name].value.items() if found[name] else ())
-                if bucket_of(subkey) == bucket  # no other copy of a report counts
-            }
+            records = await read_reports(self._node, key)
             newest = max((record.expiration_time for record in records.values()), default=0.0)
             if not future.done():
                 future.set_result(ValueWithExpiration(records, newest) if records else None)

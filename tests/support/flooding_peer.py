@@ -7,7 +7,6 @@ python tests/support/flooding_peer.py RUN_ID MULTIADDRESS
 """
 
 import asyncio
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from cotrain.averaging.rounds import RoundAverager
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.processes import guard_children
-from cotrain.dht.node import NUM_BUCKETS, PROGRESS
+from cotrain.dht.node import PROGRESS, read_reports
 from cotrain.dht.records import signer_of
 from cotrain.dht.run_records import make_validators
 
@@ -70,8 +69,8 @@ def list_calls(p2p: P2P, peer: PeerID, run_id: str) -> Iterator:
 async def flood(_dht: DHT, node: DHTNode, run_id: str, own: bytes) -> None:
     tasks: set[asyncio.Task] = set()
     while True:
-        found = await node.get_many([f"{run_id}_{PROGRESS}.{i}" for i in range(NUM_BUCKETS)], math.inf)
-        peers = [signer_of(key) for records in found.values() if records for key in records.value if key != own]
+        reports = await read_reports(node, f"{run_id}_{PROGRESS}")
+        peers = [signer_of(subkey) for subkey in reports if subkey != own]
         for task in tasks:
             task.cancel()
         with suppress(Exception):

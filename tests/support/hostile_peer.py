@@ -7,7 +7,6 @@ python tests/support/hostile_peer.py RUN_ID MULTIADDRESS
 """
 
 import asyncio
-import math
 import random
 import sys
 from contextlib import suppress
@@ -26,7 +25,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.processes import guard_children
-from cotrain.dht.node import NUM_BUCKETS, PROGRESS, bucket_of
+from cotrain.dht.node import PROGRESS, bucket_of, read_reports
 from cotrain.dht.records import signer_of
 
 # The claimed steps are far above those of the tests' runs, so that tests can tell them from the trainers' reports.
@@ -143,8 +142,8 @@ class Attack:
 async def attack(_dht: DHT, node: DHTNode, run_id: str, own: bytes) -> None:
     attack = Attack(node, run_id, own)
     while True:
-        found = await node.get_many([f"{run_id}_{PROGRESS}.{bucket}" for bucket in range(NUM_BUCKETS)], math.inf)
-        trainers = [subkey for records in found.values() if records for subkey in records.value if subkey != own]
+        reports = await read_reports(node, f"{run_id}_{PROGRESS}")
+        trainers = [subkey for subkey in reports if subkey != own]
         attack.write_malformed()
         attack.write_false_claims(trainers)
         attack.write_junk()
