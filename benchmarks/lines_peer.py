@@ -59,7 +59,7 @@ def train(
 ) -> None:
     import torch
 
-    from cotrain.averaging.base import shared_zeros_like
+    from cotrain.averaging.base import share_parameters
     from cotrain.averaging.round_log import RoundLog
     from cotrain.common.logs import setup_logging
     from cotrain.models.model import build_model, read_config
@@ -69,8 +69,7 @@ def train(
 
     setup_logging(collaboration_args.debug)
     model = build_model(read_config(model_args.model_name_or_path), collaboration_args.run_id)
-    for parameter in model.parameters():  # as load_workload does
-        parameter.data = shared_zeros_like(parameter).copy_(parameter.data)
+    share_parameters(model)  # as load_workload does
     output_dir = Path(training_args.output_dir)
     with ExitStack() as stack:
         peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))

@@ -47,6 +47,12 @@ def shared_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
 
 
+def share_parameters(model: torch.nn.Module) -> None:
+    """Move the parameters of a model on the CPU to memory that children share."""
+    for parameter in model.parameters():
+        parameter.data = shared_zeros_like(parameter).copy_(parameter.data)
+
+
 class SafeAverager(DecentralizedAverager):
     """hivemind's averager process, with the workarounds that both averagers need."""
 

@@ -45,7 +45,7 @@ DEVICE_SECONDS = 5.0  # for which micro-batches are computed
 # updates. The rest is what a trainer of a tiny model takes.
 COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 10.5, 12, 6, 1.0e9
 COPIES_ON_GPU = 3, 4  # of these (computed), without and with local updates: model, gradients, their sum or two moments
-# The same on a GPU, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
+# On the GPU itself, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
 # the moments of the inner optimizer, and copies while a round begins or ends
 GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
 # Time of a round, fitted by benchmarks/home_lines.py to ALBERT-large (17.85 M parameters), 2 and 4 peers, 5 to

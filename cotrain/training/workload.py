@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset
 
 from cotrain.arguments import TrainerArguments
-from cotrain.averaging.base import shared_zeros_like
+from cotrain.averaging.base import share_parameters
 from cotrain.common.errors import UserError
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.task import Task
@@ -46,6 +46,5 @@ def load_workload(args: TrainerArguments) -> Workload:
         enable_gradient_checkpointing(model)
     choose_kernels(model, args.training, num_devices if device.type == "cuda" else 0)
     if device.type == "cpu":
-        for parameter in model.parameters():
-            parameter.data = shared_zeros_like(parameter).copy_(parameter.data)
+        share_parameters(model)
     return Workload(task, samples, model, device, num_devices)
