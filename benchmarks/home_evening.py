@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from statistics import fmean
 
@@ -59,13 +59,14 @@ class Evening(Swarm):
         super().__init__(folder, data, launcher, target, *flags.split())
         stack.callback(self.stop)
         self.internet = stack.enter_context(Internet())
-        self.hosts: dict[str, Host] = {}
+        self.hosts: dict[str, tuple[Host, float]] = {}  # with the rate of its line, relative to UPLINK and DOWNLINK
         self.data, self.launcher = data, launcher
 
     def _move_to_new_host(self, name: str, rate: float) -> tuple[str, ...]:
         """Let the next script run on a new host, and return its flags."""
-        self.hosts[name] = host = self.internet.add_public()
-        self.internet.limit(host, UPLINK * rate, DOWNLINK * rate)
+        host = self.internet.add_public()
+        self.hosts[name] = host, rate
+        self.limit(name)
         running = self.scripts.running
         self.scripts = Scripts(self.scripts.folder, self.data, host.namespace, self.launcher)
         self.scripts.running = running
@@ -80,8 +81,10 @@ class Evening(Swarm):
         self.start_trainer(name, PACE, *address, "--backup_every_steps", 1)
         self.trainers[name].wait_for("Using --bandwidth", 120)  # the monitor takes four uploads at a time
 
-    def stall(self, name: str, rate: float) -> None:
-        self.internet.limit(self.hosts[name], UPLINK * rate, DOWNLINK * rate)
+    def limit(self, name: str, fraction: float = 1.0) -> None:
+        """Give a host a fraction of the rate of its line."""
+        host, rate = self.hosts[name]
+        self.internet.limit(host, UPLINK * rate * fraction, DOWNLINK * rate * fraction)
 
 
 def keep_backups(folder: Path, kept: dict[float, Path]) -> None:
@@ -99,15 +102,15 @@ def spend_evening(evening: Evening, minutes: float, kept: dict[float, Path]) -> 
         evening.add()
     evening.wait_until_all_train()
     began, since, event, signals = time.time(), time.monotonic(), 0, cycle((signal.SIGINT, signal.SIGKILL))
-    leavers, stalled = cycle(range(1, 100)), None
+    leavers, stalled = count(1), None
     while (evening_minute := (time.monotonic() - since) * SCALE / 60) < minutes:
         evening.assert_alive()
         keep_backups(evening.scripts.folder, kept)
         if evening_minute >= 10 * event + 5 and stalled is None:
             stalled = evening.staying[(5 * event + 2) % PEERS]
-            evening.stall(stalled, 0.01)
+            evening.limit(stalled, 0.01)
         if evening_minute >= 10 * event + 6 and stalled is not None:
-            evening.stall(stalled, 1 / 3 if int(stalled.split("-")[1]) in SLOW else 1.0)
+            evening.limit(stalled)
             stalled = None
         if evening_minute >= 10 * (event + 1):
             evening.remove(f"trainer-{next(leavers)}", next(signals))
