@@ -427,7 +427,8 @@ async def test_round_that_fails_leaves_nothing_running(monkeypatch):
         await group.members[0].run()
     before = [output.clone() for output in group.outputs[0]]
     await asyncio.gather(*others)
-    assert all(torch.allclose(*pair, equal_nan=True) for pair in zip(before, group.outputs[0], strict=True))
+    for then, now in zip(before, group.outputs[0], strict=True):
+        assert torch.allclose(then, now, rtol=0, atol=0, equal_nan=True)
 
 
 async def _fail() -> None:
