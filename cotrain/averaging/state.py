@@ -49,7 +49,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     It averages nothing. The class name is part of the protocol: hivemind addresses the averager of another peer by
     class name (hivemind/p2p/servicer.py).
 
-    `local_epoch` is the global step of this peer. Offers and snapshots carry `applied_epoch`, the step whose update
+    `local_epoch` is the global step of this peer. Offers and saved states carry `applied_epoch`, the step whose update
     the parameters have. It lags while an update runs in the background.
 
     `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
@@ -194,11 +194,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             tensors = [tensor.detach().cpu() for tensor in (*self._optimized_parameters(), *statistics)]
             marks = [list(mark) for mark in self.marks]
             yield {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, tensors
-
-    def snapshot(self) -> tuple[dict, list[torch.Tensor]]:
-        """Return a copy of the state: metadata and tensors."""
-        with self.frozen_state() as (metadata, tensors):
-            return metadata, [tensor.clone() for tensor in tensors]
 
     def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
         """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.

@@ -17,6 +17,7 @@ from cotrain.averaging.matchmaking import MAX_DISTANCE
 from cotrain.averaging.optimizer import MAX_FAILURES, MAX_MISSED_UPDATES, CollaborativeOptimizer
 from tests.support.offline import PEER, offline_optimizer
 from tests.support.peers import wait_until
+from tests.support.state import snapshot
 
 pytestmark = pytest.mark.usefixtures("offline")
 FLAGS = {
@@ -414,7 +415,7 @@ def test_inner_optimizer_begins_again_with_a_restored_state():
     optimizer = build_local()
     compute(optimizer, 0.2)
     assert any(value["exp_avg"].any() for value in optimizer.inner.state.values())
-    optimizer.restore(*optimizer.state_averager.snapshot())
+    optimizer.restore(*snapshot(optimizer.state_averager))
     assert not any(value["exp_avg"].any() for value in optimizer.inner.state.values())
 
 
@@ -464,7 +465,7 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
 
     def save() -> None:
         with optimizer.saved_state():
-            metadata, (copy, *_) = optimizer.state_averager.snapshot()
+            metadata, (copy, *_) = snapshot(optimizer.state_averager)
             assert metadata["epoch"] == 1 and torch.equal(copy, parameter)
             may_end.set()  # the step cannot change the state before the context is closed
             time.sleep(0.2)

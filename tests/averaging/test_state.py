@@ -23,7 +23,7 @@ from cotrain.training.optimizer import (
 )
 from tests.support.offline import offline_averager
 from tests.support.peers import wait_until
-from tests.support.state import CONFIG, arguments, fill_gradients, fill_parameters, flat, learning_rates
+from tests.support.state import CONFIG, arguments, fill_gradients, fill_parameters, flat, learning_rates, snapshot
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_schedule_is_that_of_stepping_to_the_same_step():
 
 def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
     averager = offline_averager()
-    metadata, tensors = averager.snapshot()
+    metadata, tensors = snapshot(averager)
     started = time.monotonic()
     averager.restore({**metadata, "epoch": 10**6}, tensors)
     assert time.monotonic() - started < 2
@@ -86,7 +86,7 @@ def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
                     lambda: averager.sync_with_main_parameters(500)):  # fmt: skip
         averager.restore({**metadata, "epoch": 900}, tensors)
         go_back()
-        assert averager.local_epoch == averager.applied_epoch == averager.snapshot()[0]["epoch"] == 500
+        assert averager.local_epoch == averager.applied_epoch == snapshot(averager)[0]["epoch"] == 500
         assert learning_rates(averager.optimizer) == pytest.approx([0.005, 0.005])
 
 
@@ -146,13 +146,13 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, m
     setattr(averager.optimizer, method, change)
     averaged = [torch.full_like(parameter, 2.0) for parameter in averager._optimized_parameters()]
     averager.get_current_state()  # keeps a copy of the state before the update
-    metadata, tensors = averager.snapshot()
+    metadata, tensors = snapshot(averager)
     if method == "step":
         update = pool.submit(averager.apply_update, 1, averaged)
     else:
         update = pool.submit(averager.restore, {**metadata, "epoch": 1}, [*averaged, *tensors[len(averaged) :]])
     assert is_in_the_middle.wait(60)
-    readers = [pool.submit(averager.snapshot), pool.submit(averager.get_current_state),
+    readers = [pool.submit(snapshot, averager), pool.submit(averager.get_current_state),
                pool.submit(averager._apply_optimizer_parameters_)]  # fmt: skip
     assert not wait(readers, timeout=0.5).done
     may_end.set()
@@ -169,7 +169,7 @@ def test_offers_and_snapshots_carry_the_applied_step():
     averager = offline_averager()
     averager.sync_with_main_parameters(5)
     averager.local_epoch = 6  # the update to step 6 is still running in the background
-    assert averager.applied_epoch == averager.snapshot()[0]["epoch"] == averager.get_current_state()[0]["epoch"] == 5
+    assert averager.applied_epoch == snapshot(averager)[0]["epoch"] == averager.get_current_state()[0]["epoch"] == 5
 
 
 # Copies of the state
@@ -182,7 +182,7 @@ def test_downloads_of_one_state_share_an_unchanging_copy():
     first, second = (averager.get_current_state()[1] for _ in range(2))
     pointers = [tensor.data_ptr() for tensor in first]
     assert pointers == [tensor.data_ptr() for tensor in second]
-    live = [*averager._optimized_parameters(), *averager.snapshot()[1]]
+    live = [*averager._optimized_parameters(), *snapshot(averager)[1]]
     assert not {tensor.data_ptr() for tensor in live} & set(pointers)
     before = flat(first).clone()
     fill_gradients(averager, seed=0)
@@ -190,14 +190,14 @@ def test_downloads_of_one_state_share_an_unchanging_copy():
     assert torch.equal(flat(first), before)
     third = averager.get_current_state()[1]
     assert not torch.equal(flat(third), before)
-    averager.restore(*averager.snapshot())
+    averager.restore(*snapshot(averager))
     assert averager.get_current_state()[1][0].data_ptr() != third[0].data_ptr()
 
 
 def test_restored_tensors_are_copied():
     """torch's optimizers would keep and update the tensors that they are given."""
     averager = offline_averager()
-    state = averager.snapshot()
+    state = snapshot(averager)
     before = flat(state[1]).clone()
     averager.restore(*state)
     fill_gradients(averager, seed=0)
@@ -209,12 +209,12 @@ def test_statistics_are_restored_in_place():
     averager = offline_averager(hyperparameter_args=arguments(optimizer="adamw"))
     fill_gradients(averager, seed=0)
     averager.apply_update(1)
-    state = averager.snapshot()
+    state = snapshot(averager)
     averager.apply_update(2)
     before = [value.data_ptr() for value in statistics_of(averager)]
     averager.restore(*state)
     assert [value.data_ptr() for value in statistics_of(averager)] == before
-    assert torch.equal(flat(averager.snapshot()[1]), flat(state[1]))
+    assert torch.equal(flat(snapshot(averager)[1]), flat(state[1]))
 
 
 def statistics_of(averager: TrainingStateAverager) -> list[torch.Tensor]:
@@ -323,7 +323,7 @@ def test_donor_must_say_which_statistics_are_roots(roots):
 
 def test_states_that_do_not_fit_are_refused_whole():
     averager = offline_averager()
-    metadata, tensors = averager.snapshot()
+    metadata, tensors = snapshot(averager)
     entries = metadata["optimizer_metadata"]
     before = flat(averager.main_parameters)
 

@@ -24,7 +24,16 @@ from cotrain.dht.records import signer_of
 from cotrain.models.model import build_model
 from cotrain.training import optimizer as optimizer_module
 from tests.support.peers import wait_until
-from tests.support.state import CONFIG, arguments, fill_gradients, fill_parameters, flat, learning_rates, offer
+from tests.support.state import (
+    CONFIG,
+    arguments,
+    fill_gradients,
+    fill_parameters,
+    flat,
+    learning_rates,
+    offer,
+    snapshot,
+)
 
 
 def statistics(averager: TrainingStateAverager) -> list:
@@ -136,12 +145,12 @@ def test_download_that_breaks_off_is_tried_again(donors):
 def test_unfinished_download_takes_bounded_time_and_changes_nothing(donors, behaviour):
     donor, newcomer = donors.add(behaviour), donors.add(donor_timeout=1.0, download_timeout=3.0)
     offer(donor, step=5)
-    before = flat(newcomer.snapshot()[1])
+    before = flat(snapshot(newcomer)[1])
     started = time.monotonic()
     assert not newcomer.load_state_from_peers()
     assert time.monotonic() - started < 13
     assert newcomer.local_epoch == 0
-    assert torch.equal(before, flat(newcomer.snapshot()[1]))
+    assert torch.equal(before, flat(snapshot(newcomer)[1]))
 
 
 def test_donor_that_trickles_leaves_the_others_their_time(donors):
@@ -205,7 +214,7 @@ def test_download_that_takes_longer_than_a_step_is_of_one_step(donors):
             yield message
 
     donor, newcomer = donors.add(pause), donors.add()
-    metadata, tensors = donor.snapshot()
+    metadata, tensors = snapshot(donor)
     donor.restore({**metadata, "epoch": 5}, [torch.ones_like(tensor) for tensor in tensors])
     donor.state_sharing_priority, donor.allow_state_sharing = 5, True
     download = donors.pool.submit(newcomer.download_state)

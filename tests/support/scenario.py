@@ -26,7 +26,7 @@ from cotrain.training.optimizer import build_optimizer
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.simulated_network import Network, Node
 from tests.support.simulated_time import owner
-from tests.support.state import arguments, build_averager
+from tests.support.state import arguments, build_averager, snapshot
 
 State = tuple[dict, list[torch.Tensor]]
 
@@ -111,7 +111,7 @@ class Peer(Node):
     def _record(self) -> None:
         self.samples.update(self.optimizer.pop_steps())
         if self.optimizer.state_averager.applied_epoch != self._recorded:
-            metadata, tensors = self.optimizer.state_averager.snapshot()
+            metadata, tensors = snapshot(self.optimizer.state_averager)
             self._recorded = metadata["epoch"]
             later = [step for step in self.history if step > self._recorded]  # of a fork that this peer has left
             for step in later:
@@ -124,7 +124,7 @@ class Peer(Node):
 
     @property
     def state(self) -> State:
-        return self.optimizer.state_averager.snapshot()
+        return snapshot(self.optimizer.state_averager)
 
     @property
     def marks(self) -> Marks:

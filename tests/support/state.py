@@ -50,6 +50,12 @@ def build_averager(
     )
 
 
+def snapshot(averager: TrainingStateAverager) -> tuple[dict, list[torch.Tensor]]:
+    """Return a copy of the state: metadata and tensors."""
+    with averager.frozen_state() as (metadata, tensors):
+        return metadata, [tensor.clone() for tensor in tensors]
+
+
 def offer(averager: TrainingStateAverager, step: int, priority: float | None = None) -> None:
     averager.sync_with_main_parameters(step)
     averager.state_sharing_priority = step if priority is None else priority

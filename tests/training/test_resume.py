@@ -21,6 +21,7 @@ from cotrain.training.checkpoints import list_checkpoints
 from cotrain.training.session import TrainingSession
 from tests.support.fakes import FakeTask, make_arguments, make_batch
 from tests.support.peers import local_peer
+from tests.support.state import snapshot
 from tests.support.swarm import CONFIG
 
 SIZE = 8  # samples of the dataset, of a local step and of a global step: all steps use the same samples
@@ -52,7 +53,7 @@ class Recorder(TrainingSession):
 
     def record(self) -> None:
         step = self.optimizer.local_epoch
-        self.states[step] = self.optimizer.state_averager.snapshot()
+        self.states[step] = snapshot(self.optimizer.state_averager)
         self.weights[step] = [parameter.detach().clone() for parameter in self.model.parameters()]
 
     @property
