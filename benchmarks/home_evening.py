@@ -5,9 +5,10 @@ benchmarks/home_evening.py --train_file my.txt --folder results
 
 A third of the size in everything that takes time: a model of 1.4 million parameters on lines of 3.2 Mbit/s up and 24.6
 down has the rounds of ALBERT-large at 14.7 and 112 Mbit/s in a third of the time. Two trainers have a third of these
-rates. Micro-batches are paced. Each ten minutes of the evening a trainer leaves, every other one killed, and another
-joins; a line stalls for a minute. There is no latency. The loss is that of the first trainer on held-out text. Prints
-times of the evening, three times those measured. Needs root, 8 GB of memory, and 1.5 cores.
+rates. A packet takes 23 ms of the evening to another home. Micro-batches are paced. Each ten minutes of the evening a
+trainer leaves, every other one killed, and another joins; a line stalls for a minute. The loss is that of the first
+trainer on held-out text. Prints times of the evening, three times those measured. Needs root, 8 GB of memory, and 1.5
+cores.
 """
 
 import argparse
@@ -41,6 +42,7 @@ MODEL = {
 VOCABULARY = 1000
 SCALE = 3  # seconds of the evening in a second
 UPLINK, DOWNLINK = 3.24, 24.6  # Mbit/s
+LATENCY = 23.0 / SCALE  # milliseconds
 PEERS, SLOW = 8, (3, 6)
 PACE, STEP_SECONDS = 1.0, 21.0  # a global step takes 63 s of the evening, as 4,096 samples of 8 T4s
 MODES = {
@@ -58,7 +60,7 @@ class Evening(Swarm):
         flags = f"--optimizer adamw --adam_epsilon 1e-8 --warmup_steps 4 --averaging_timeout 60 {MODES[mode]}"
         super().__init__(folder, data, launcher, target, *flags.split())
         stack.callback(self.stop)
-        self.internet = stack.enter_context(Internet())
+        self.internet = stack.enter_context(Internet(LATENCY))
         self.hosts: dict[str, tuple[Host, float]] = {}  # with the rate of its line, relative to UPLINK and DOWNLINK
         self.data, self.launcher = data, launcher
 

@@ -6,8 +6,8 @@ benchmarks/home_lines.py --uplinks 14.7 --downlink 7.6 --peers 8 --slow 2 --mode
 
 Each peer runs in a network namespace behind a rate limit (tc's token bucket filter) and averages the tensors of a
 model; its computation is simulated. Downlinks have 5 times the rate of the uplink, at least 50 Mbit/s. With --slow,
-some peers have a third of these rates. There is no latency. Needs root, and for each peer 1.5 GB of memory with
-ALBERT-large, 6 GB with GPT-2.
+some peers have a third of these rates. With --latency, packets take so long to another peer. Needs root, and for each
+peer 1.5 GB of memory with ALBERT-large, 6 GB with GPT-2.
 
 Rates rise, from before the peers connect: TCP's send buffers grow with the rate and never shrink. On a link that has
 become much slower, a full buffer has no room for more than 5 s, and libp2p closes the connection.
@@ -55,7 +55,7 @@ class Swarm:
 
     def __init__(self, stack: ExitStack, folder: Path, mode: str, number: int, upload: float, args):
         self.folder, self.number, self.args = folder, number, args
-        self.internet = stack.enter_context(Internet())
+        self.internet = stack.enter_context(Internet(args.latency))
         self.hosts = [self.internet.add_public() for _ in range(number)]
         self.limit(upload)
         self.scripts: list[Script] = []
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--model", default="albert-large-v2", help="name or config file; default: albert-large-v2")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--downlink", type=float, default=5.0, help="rate of the downlink / that of the uplink")
+    parser.add_argument("--latency", type=float, default=0.0, help="in milliseconds")
     parser.add_argument("--slow", type=int, default=0, help="peers with a third of the rates")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of a point; the first round of all is left out")
     args = parser.parse_args()

@@ -7,7 +7,9 @@ is left when the processes end for any reason, and the machine's own network doe
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 from cotrain.common.processes import leave_with_parent
 from tests.support.peers import namespace_prefix, wait_until
@@ -17,6 +19,7 @@ from tests.support.peers import namespace_prefix, wait_until
 _NETWORK = "1.2.3"
 _HOME_ADDRESS = "192.168.1.2"  # the same in each home, as with consumer routers
 _ROUTER_ADDRESS = "192.168.1.1"
+DELAYING_SWITCH = Path(__file__).with_name("delaying_switch.py")
 
 
 def why_unavailable() -> str | None:
@@ -77,11 +80,19 @@ def _limit(host: Host, interface: str, rate: float) -> None:
 
 
 class Internet(ExitStack):
-    """A network switch, to which hosts are added. At its end it closes them with their processes."""
+    """A network switch, to which hosts are added. At its end it closes them with their processes.
 
-    def __init__(self):
+    :param latency: milliseconds from one host to another. There are no partitions then
+    """
+
+    def __init__(self, latency: float = 0.0):
         super().__init__()
-        self._switch = self._new_host()
+        self._switch, self._latency = self._new_host(), latency
+        if latency:
+            command = [*namespace_prefix(self._switch.namespace), sys.executable, str(DELAYING_SWITCH), str(latency)]
+            delaying = subprocess.Popen(command, preexec_fn=leave_with_parent)
+            self.callback(delaying.wait)
+            self.callback(delaying.kill)
         for bridge in ("switch", "apart"):
             self._switch.run(f"ip link add {bridge} type bridge")
             self._switch.run(f"ip link set {bridge} up")
@@ -98,7 +109,8 @@ class Internet(ExitStack):
         name, host.address = f"port{number}", f"{_NETWORK}.{number}"
         self._ports[host.address] = name
         self._switch.add_link(name, host, "wan")
-        self._switch.run(f"ip link set {name} master switch")
+        if not self._latency:
+            self._switch.run(f"ip link set {name} master switch")
         host.run(f"ip address add {host.address}/24 dev wan")
 
     def add_public(self) -> Host:
