@@ -198,7 +198,7 @@ def monitor(
         # Checkpoints: downloaded from trainers, and offered to them
         keeper = uploader = None
         if args.store_checkpoints:
-            observer = open_observer(model, peer, run_id, run_args, run_args.load_state_timeout)
+            observer = open_observer(model, peer, run_id, run_args, run_args.load_state_timeout, output_dir)
             keeper = CheckpointKeeper(stack.enter_context(observer), task, model, run_id, args)
             stack.callback(keeper.close)
             keeper.restore()

@@ -2,10 +2,10 @@
 
 import asyncio
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
@@ -21,6 +21,7 @@ from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.comparison import pack_elements
 from cotrain.averaging.download import StateDownload, StateLoadError, check_epoch
 from cotrain.averaging.history import Marks, read_marks
+from cotrain.averaging.stored_tensors import StoredTensors
 from cotrain.averaging.wire import SCALAR, TensorSpec
 from cotrain.dht.clock import run_time
 from cotrain.dht.metrics_schema import MAX_STEP
@@ -61,12 +62,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     :param credible_epoch: returns the newest global step that the run is known to be at; None accepts any step. Called
       at the start of each download, see StateDownload. If all donors claim a later step, the state of one is accepted
       with a warning: there is no alternative.
+    :param folder: on a disk, for the copies that other peers download; default: that for temporary files
     """
 
-    # Bounds on the downloads of other peers, since a reader that has stalled keeps a copy of the state in memory
+    # Bounds on the downloads of other peers, since a reader that has stalled keeps a copy of the state on the disk
     MAX_UPLOADS, MAX_UPLOADS_OF_ALL = 2, 16  # at the same time, of a peer and of all
     LEAST_RATE, GRACE_SECONDS = 25_000.0, 60.0  # bytes per second that a reader must take, after a grace period
-    COPY_SECONDS = 60.0  # for which an unchanged copy of the state is kept for further downloads
 
     def __init__(
         self,
@@ -75,15 +76,15 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         download_timeout: float = 600.0,
         donor_timeout: float = 60.0,
         credible_epoch: Callable[[], int | None] | None = None,
+        folder: Path | None = None,
         **kwargs,
     ):
-        self.public_key = public_key
+        self.public_key, self.folder = public_key, folder
         self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
         self.credible_epoch = credible_epoch
         self.applied_epoch = 0
         self.marks: Marks = ()  # of the history of the parameters
-        self._copy: tuple[dict, list[torch.Tensor], list[CompressionInfo]] | None = None  # see get_current_state
-        self._copy_timer: threading.Timer | None = None
+        self._copy: tuple[dict, StoredTensors, list[CompressionInfo]] | None = None  # see copy_state
         self._downloads: set = set()  # tasks, in the averager's process
         self._uploads: Counter[PeerID] = Counter()  # in the averager's process
         super().__init__(*args, **kwargs)
@@ -195,18 +196,18 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             marks = [list(mark) for mark in self.marks]
             yield {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, tensors
 
-    def get_current_state(self) -> tuple[dict, list[torch.Tensor], list[CompressionInfo]]:
-        """Return the state for a peer that downloads it. hivemind calls this in a thread of the main process.
+    def copy_state(self) -> tuple[dict, StoredTensors, list[CompressionInfo]]:
+        """Return a copy of the state for peers that download it. Downloads share it until the state changes.
 
-        hivemind's method returns the live tensors: a long download would mix two steps. Downloads share a copy, which
-        is kept until the state changes, for COPY_SECONDS at most.
+        The copy is on the disk: with a model of 1 billion parameters and float16 it has 6 GB. hivemind sends the live
+        tensors: a long download would mix two steps.
 
         Second moments, which the optimizer names, are sent as their roots. Most are below 6e-8 and would become 0 in
         float16. The update divides by their roots, which float16 represents with an error of 0.05 % or 3e-8, less than
         the optimizer's epsilon.
         """
         with self.frozen_state() as (metadata, tensors):
-            if (copy := self._copy) is None:  # the timer may reset it meanwhile
+            if (copy := self._copy) is None:
                 first, names = len(self._optimized_parameters()), self._statistic_names()
                 entries = metadata["optimizer_metadata"][-len(names) :]  # of the statistics, which come last
                 moments = self.optimizer.second_moments
@@ -217,23 +218,34 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                     )
                     for index, tensor in enumerate(tensors)
                 ]
-                copies = (t.sqrt() if index in roots else t.clone() for index, t in enumerate(tensors))
-                copy = self._copy = {**metadata, "roots": roots}, list(map(self._pack, copies, infos)), infos
-                if self._copy_timer is not None:
-                    self._copy_timer.cancel()
-                self._copy_timer = threading.Timer(self.COPY_SECONDS, self.mark_changed)
-                self._copy_timer.daemon = True
-                self._copy_timer.start()
+                copies = (t.sqrt() if index in roots else t for index, t in enumerate(tensors))
+                stored = StoredTensors(map(self._pack, copies, infos), self.folder)
+                copy = self._copy = {**metadata, "roots": roots}, stored, infos
             return copy
 
+    def get_current_state(self) -> tuple[dict, tuple, tuple]:
+        """Return the copy of the state, for hivemind, in a thread of the main process.
+
+        hivemind moves the tensors to shared memory, but not what is beside them.
+        """
+        try:
+            metadata, *copy = self.copy_state()
+        except OSError as error:
+            raise OSError(f"A peer cannot download the state: no copy of it in {self.folder} ({error})") from None
+        return metadata, (), tuple(copy)
+
+    async def _get_current_state_from_host_process(self) -> tuple[bytes, StoredTensors, list[CompressionInfo]]:
+        metadata, _, (tensors, infos) = await super()._get_current_state_from_host_process()
+        return metadata, tensors, infos
+
     def _pack(self, tensor: torch.Tensor, info: CompressionInfo) -> torch.Tensor:
-        """Move a copy to shared memory, in float16 if it is sent so. In the heap, what is freed later would stay."""
+        """Convert a tensor to float16 if it is sent so."""
         compression = self.state_compression
         while isinstance(compression, AdaptiveCompressionBase):
             compression = compression.choose_compression(info)
         if type(compression) is Float16Compression:
-            tensor = tensor.clamp_(compression.FP16_MIN, compression.FP16_MAX).half()
-        return tensor.share_memory_()
+            tensor = tensor.clamp(compression.FP16_MIN, compression.FP16_MAX).half()
+        return tensor
 
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext

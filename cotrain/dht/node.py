@@ -1,10 +1,10 @@
 """Workarounds for hivemind 1.1.12 in the DHT and in libp2p's daemon, see docs/upgrading-hivemind.md."""
 
 import asyncio
-import atexit
 import fcntl
 import functools
 import math
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -80,7 +80,9 @@ def use_own_socket_folder(_pid: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix=SOCKET_FOLDER))  # of this user alone
     _lock(folder)
     RelayedP2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    multiprocessing.current_process()._config["tempdir"] = str(folder)  # of the socket through which files are passed
+    # That socket is removed first, when this process exits.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-100)
 
 
 def _lock(folder: Path) -> int:

@@ -6,6 +6,7 @@ Peers exchange the optimizer state by position, so all of them must use these bu
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 from hivemind.compression import (
@@ -109,7 +110,7 @@ def build_local_optimizer(param_groups: list[dict], args: HyperparameterArgument
 
     Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see
     `PortableSteps`, scalar statistics that are finite and not negative, and `second_moments`: the names of statistics
-    that are sent to other peers as roots, see TrainingStateAverager.get_current_state.
+    that are sent to other peers as roots, see TrainingStateAverager.copy_state.
 
     LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
@@ -243,6 +244,7 @@ def build_optimizer(
             "initialize_optimizer": False,  # see initialize_optimizer_state
             "download_timeout": run_args.load_state_timeout,
             "donor_timeout": run_args.averaging_timeout,
+            "folder": Path(training_args.output_dir),
         },
         verbose=True,
     )
@@ -289,7 +291,12 @@ def build_state_compression(name: str) -> CompressionBase:
 
 @contextlib.contextmanager
 def open_observer(
-    model: torch.nn.Module, peer: Peer, run_id: str, args: HyperparameterArguments, download_timeout: float
+    model: torch.nn.Module,
+    peer: Peer,
+    run_id: str,
+    args: HyperparameterArguments,
+    download_timeout: float,
+    folder: Path | None = None,
 ) -> Iterator[TrainingStateAverager]:
     """Open an averager that downloads the trainers' state into `model`, for a peer that does not train.
 
@@ -297,6 +304,7 @@ def open_observer(
     set.
 
     :param download_timeout: seconds that a download may take; a donor may be silent for half of them
+    :param folder: see TrainingStateAverager
     """
     averager = TrainingStateAverager(
         dht=peer.dht,
@@ -310,6 +318,7 @@ def open_observer(
         allow_state_sharing=False,
         download_timeout=download_timeout,
         donor_timeout=download_timeout / 2,
+        folder=folder,
         start=True,
     )
     try:

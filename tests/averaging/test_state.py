@@ -22,7 +22,6 @@ from cotrain.training.optimizer import (
     initialize_optimizer_state,
 )
 from tests.support.offline import offline_averager
-from tests.support.peers import wait_until
 from tests.support.state import CONFIG, arguments, fill_gradients, fill_parameters, flat, learning_rates, snapshot
 
 
@@ -145,14 +144,14 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, m
 
     setattr(averager.optimizer, method, change)
     averaged = [torch.full_like(parameter, 2.0) for parameter in averager._optimized_parameters()]
-    averager.get_current_state()  # keeps a copy of the state before the update
+    averager.copy_state()  # keeps a copy of the state before the update
     metadata, tensors = snapshot(averager)
     if method == "step":
         update = pool.submit(averager.apply_update, 1, averaged)
     else:
         update = pool.submit(averager.restore, {**metadata, "epoch": 1}, [*averaged, *tensors[len(averaged) :]])
     assert is_in_the_middle.wait(60)
-    readers = [pool.submit(snapshot, averager), pool.submit(averager.get_current_state),
+    readers = [pool.submit(snapshot, averager), pool.submit(averager.copy_state),
                pool.submit(averager._apply_optimizer_parameters_)]  # fmt: skip
     assert not wait(readers, timeout=0.5).done
     may_end.set()
@@ -160,7 +159,7 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, m
     for reader in readers[:2]:
         metadata, tensors, *_ = reader.result(60)
         assert metadata["epoch"] == 1
-        assert all((tensor == 2.0).all() for tensor in tensors[: len(averaged)])
+        assert all((tensor == 2.0).all() for tensor in [*tensors][: len(averaged)])
     readers[2].result(60)
     assert all((parameter == 2.0).all() for parameter in averager.main_parameters)
 
@@ -169,7 +168,7 @@ def test_offers_and_snapshots_carry_the_applied_step():
     averager = offline_averager()
     averager.sync_with_main_parameters(5)
     averager.local_epoch = 6  # the update to step 6 is still running in the background
-    assert averager.applied_epoch == snapshot(averager)[0]["epoch"] == averager.get_current_state()[0]["epoch"] == 5
+    assert averager.applied_epoch == snapshot(averager)[0]["epoch"] == averager.copy_state()[0]["epoch"] == 5
 
 
 # Copies of the state
@@ -179,19 +178,16 @@ def test_downloads_of_one_state_share_an_unchanging_copy():
     averager = offline_averager()
     fill_gradients(averager, seed=1)
     averager.apply_update(1)
-    first, second = (averager.get_current_state()[1] for _ in range(2))
-    pointers = [tensor.data_ptr() for tensor in first]
-    assert pointers == [tensor.data_ptr() for tensor in second]
-    live = [*averager._optimized_parameters(), *snapshot(averager)[1]]
-    assert not {tensor.data_ptr() for tensor in live} & set(pointers)
+    first = averager.copy_state()[1]
+    assert averager.copy_state()[1] is first
     before = flat(first).clone()
     fill_gradients(averager, seed=0)
     averager.apply_update(2)
     assert torch.equal(flat(first), before)
-    third = averager.get_current_state()[1]
+    third = averager.copy_state()[1]
     assert not torch.equal(flat(third), before)
     averager.restore(*snapshot(averager))
-    assert averager.get_current_state()[1][0].data_ptr() != third[0].data_ptr()
+    assert averager.copy_state()[1] is not third
 
 
 def test_restored_tensors_are_copied():
@@ -232,12 +228,18 @@ def test_state_is_saved_without_a_copy(pool):
     update.result(60)
 
 
-def test_copies_for_other_processes_are_made_in_shared_memory():
-    """Those that are moved there later leave as much free memory in the heap."""
+def test_copies_are_as_they_are_sent():
     averager = offline_averager(compression="float16")
-    _, tensors, _ = averager.get_current_state()
-    assert all(tensor.is_shared() for tensor in tensors)
-    assert {tensor.dtype for tensor in tensors if tensor.numel() > 1} == {torch.float16}, "as they are sent"
+    live = flat(snapshot(averager)[1]).clone()
+    _, tensors, _ = averager.copy_state()
+    assert {tensor.dtype for tensor in tensors if tensor.numel() > 1} == {torch.float16}
+    assert torch.equal(flat(snapshot(averager)[1]), live)
+
+
+def test_peer_without_space_for_a_copy_says_so(tmp_path):
+    averager = offline_averager(folder=tmp_path / "missing")
+    with pytest.raises(OSError, match=r"^A peer cannot download the state: .*missing"):
+        averager.get_current_state()
 
 
 def test_children_keep_no_copies_of_the_statistics():
@@ -255,14 +257,6 @@ def test_children_keep_no_copies_of_the_statistics():
     os.close(reading_end), os.close(writing_end)
 
 
-def test_copy_is_freed_after_a_while(monkeypatch):
-    monkeypatch.setattr(TrainingStateAverager, "COPY_SECONDS", 0.2)
-    averager = offline_averager()
-    averager.get_current_state()
-    assert averager._copy is not None
-    wait_until(lambda: averager._copy is None, 120, "the end of the copy")
-
-
 # Second moments
 
 
@@ -275,7 +269,7 @@ def build_rmsprop(groups: list[dict]) -> torch.optim.Optimizer:
 
 def transfer(donor: TrainingStateAverager, newcomer: TrainingStateAverager) -> None:
     """Restore the state of a donor as it arrives at a newcomer."""
-    metadata, tensors, infos = donor.get_current_state()
+    metadata, tensors, infos = donor.copy_state()
     messages = [donor.state_compression.compress(*tensor) for tensor in zip(tensors, infos, strict=True)]
     for message, spec in zip(messages, newcomer.expected_tensors(metadata), strict=True):
         message.dtype = "float32" if message.dtype == "float16" else message.dtype  # as rpc_download_state does
@@ -313,7 +307,7 @@ def test_small_second_moments_survive_the_transfer(optimizer, second_moment, mom
 @pytest.mark.parametrize("roots", [None, "roots", [-1], [0], [10**6], [True], [1.0]])
 def test_donor_must_say_which_statistics_are_roots(roots):
     averager = offline_averager()
-    metadata, tensors, _ = averager.get_current_state()
+    metadata, tensors, _ = averager.copy_state()
     with pytest.raises(StateLoadError, match="another version"):
         averager.unpack_state({**metadata, "roots": roots}, tensors)
 

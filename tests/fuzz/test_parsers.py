@@ -338,7 +338,7 @@ def test_states(draw):
     own = averager()
     marks = draw(st.sampled_from([(), read_marks({"marks": MARKS}), ((16, "1" * 12),)]))
     download = StateDownload(own, min_epoch=8, credible_epoch=20, timeout=60.0, marks=marks)
-    metadata, tensors, _ = own.get_current_state()
+    metadata, tensors, _ = own.copy_state()
     metadata = {**metadata, "epoch": draw(st.sampled_from([17] * 3 + [7, 30, MAX_STEP])), "marks": MARKS}
     entries_, index = metadata["optimizer_metadata"], draw(st.integers(0, len(metadata["optimizer_metadata"]) - 1))
     entry = draw(st.sampled_from([entries_[index], {"type": "value", "value": draw(st.sampled_from(NUMBERS))}]))
@@ -360,7 +360,7 @@ def test_states(draw):
                 assembler.add(chunk)
         own.unpack_state(received, assembler.tensors)
         own.restore(received, assembler.tensors)
-        own.get_current_state()  # for the next peer
+        own.copy_state()  # for the next peer
         return True
 
     if bounded(receive):

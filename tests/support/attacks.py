@@ -121,12 +121,12 @@ def malform_claims() -> None:
 def offer_false_state() -> None:
     """Offer random parameters, as of a later step than any other peer has."""
 
-    def offer_noise(get_current_state, self):
-        metadata, tensors, infos = get_current_state(self)
+    def offer_noise(copy_state, self):
+        metadata, tensors, infos = copy_state(self)
         noise = [torch.randn_like(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
         return metadata | {"epoch": metadata["epoch"] + 1}, [tensor.abs() for tensor in noise], infos
 
-    wrap(TrainingStateAverager, "get_current_state", offer_noise)
+    wrap(TrainingStateAverager, "copy_state", offer_noise)
     wrap(TrainingStateAverager, "offer", lambda offer, self, priority: offer(self, priority + 1))
 
 

@@ -1,6 +1,7 @@
 """Averagers and optimizers without their processes and without a network, for fast tests of one peer."""
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -149,7 +150,7 @@ class Donors:
         return SimpleNamespace(rpc_download_state=open_download, rpc_compare_state=compare)
 
     async def _get_state(self, donor: TrainingStateAverager) -> tuple:
-        metadata, *state = await asyncio.get_running_loop().run_in_executor(self.pool, donor.get_current_state)
+        metadata, *state = await asyncio.get_running_loop().run_in_executor(self.pool, donor.copy_state)
         return donor.serializer.dumps(metadata), *state
 
 
@@ -161,7 +162,8 @@ def offline_averager(peer=PEER, **options) -> TrainingStateAverager:
 def offline_optimizer(model: torch.nn.Module, **flags) -> CollaborativeOptimizer:
     """Build a trainer's optimizer with `Rounds`. Use the fixture `offline`, which keeps it from starting processes."""
     known = LocalTrainingArguments.__dataclass_fields__
-    training_args = LocalTrainingArguments(**{name: value for name, value in flags.items() if name in known})
+    options = {name: value for name, value in flags.items() if name in known}
+    training_args = LocalTrainingArguments(**{"output_dir": tempfile.gettempdir(), **options})
     collaboration_args = CollaborationArguments(
         run_id="run", bandwidth=flags.pop("bandwidth", 50.0),
         **{name: value for name, value in flags.items() if name not in known},

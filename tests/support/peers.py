@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -389,7 +390,13 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
     """
     from cotrain.training.optimizer import build_optimizer
 
-    hyperparameters = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0}
+    hyperparameters = {
+        "learning_rate": 0.01,
+        "warmup_steps": 0,
+        "total_steps": 1000,
+        "max_grad_norm": 0.0,
+        "output_dir": tempfile.gettempdir(),
+    }
     known = HyperparameterArguments.__dataclass_fields__
     overrides = {name: collaboration.pop(name) for name in list(collaboration) if name in known}
     options = {

@@ -5,6 +5,7 @@ Peers train on a quadratic loss with noise, so that different histories have dif
 
 import logging
 import math
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -65,7 +66,8 @@ class Peer(Node):
         self.model.weight = torch.nn.Parameter(parameters.clone())
         flags = {**SETTINGS, "client_mode": self.client_mode, "bandwidth": self.uplink * 8e-6, **flags}
         known = LocalTrainingArguments.__dataclass_fields__
-        training_args = LocalTrainingArguments(**{name: flags.pop(name) for name in list(flags) if name in known})
+        options = {name: flags.pop(name) for name in list(flags) if name in known}
+        training_args = LocalTrainingArguments(**options, output_dir=tempfile.gettempdir())
         args = TrainerArguments(
             training_args, None, CollaborationArguments(run_id="run", **flags), ProgressTrackerArguments()
         )

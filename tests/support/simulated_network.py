@@ -144,7 +144,7 @@ class Node:
 
     async def get_state(self, averager: SafeAverager) -> tuple:
         loop = asyncio.get_running_loop()
-        metadata, *state = await loop.run_in_executor(None, averager.get_current_state)
+        metadata, *state = await loop.run_in_executor(None, averager.copy_state)
         return averager.serializer.dumps(metadata), *state
 
     # As a P2P object
