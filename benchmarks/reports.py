@@ -3,7 +3,8 @@
 
 The nodes run in this process and call each other without a network. Each peer stores its report and reads all of them,
 twice; the second time counts: the bytes of all requests and answers, without those of libp2p. The Mbit/s are for peers
-that report and read every PERIOD seconds. "one key": all reports under one, with hivemind's caches. Needs no network.
+that report every 5 s, and read as often as trainers do at most. "one key": all reports under one, with hivemind's
+caches, and a read every 5 s. Needs no network.
 """
 
 import argparse
@@ -22,12 +23,11 @@ from hivemind.dht import node as dht_node
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.averaging.progress import PeerProgress
+from cotrain.averaging.progress import HEARTBEAT_SECONDS, SECONDS_PER_PEER, PeerProgress
 from cotrain.dht import node as own_node
 from cotrain.dht.clock import run_time
 from cotrain.dht.run_records import make_validators
 
-PERIOD = 5.0
 KEY = f"run_{own_node.PROGRESS}"
 
 
@@ -54,13 +54,21 @@ async def read_one_key(node: dht_node.DHTNode, key: str) -> dict:
     return (await node.get(f"{key}.0", latest=True)).value
 
 
-async def measure(signers: list[RSAPrivateKey], buckets: int, read: Callable, **options) -> str:
+async def measure(signers: list[RSAPrivateKey], buckets: int, read: Callable, period: float, **options) -> str:
+    """Return the traffic of the nodes.
+
+    :param period: seconds between two reads of a peer
+    """
     nodes, subkeys = [], []
     for signer in signers:
         (validator,), subkey = make_validators("run", signer)
         validator._known = nodes[0].protocol.record_validator._known if nodes else validator._known  # checked once
         p2p = SimpleNamespace(peer_id=PeerID(os.urandom(32)))
-        nodes.append(await dht_node.DHTNode.create(p2p=p2p, record_validator=validator, **options))
+        nodes.append(
+            await dht_node.DHTNode.create(
+                p2p=p2p, record_validator=validator, cache_refresh_before_expiry=0, **options
+            )
+        )
         await asyncio.gather(*(nodes[-1].protocol.call_ping(other.peer_id) for other in nodes[-4:-1] + nodes[:1]))
         await nodes[-1].find_nearest_nodes([nodes[-1].node_id])
         subkeys.append(subkey)
@@ -71,23 +79,26 @@ async def measure(signers: list[RSAPrivateKey], buckets: int, read: Callable, **
             record = PeerProgress(b"", time=run_time(), reported_at=run_time(), samples_per_second=1.5).to_record()
             key = keys[own_node.bucket_of(subkey) % buckets]
             await node.store(key, {**record, "schema": "0" * 16}, run_time() + 60, subkey=subkey)
+        for_reports = Counter(Protocol.sent)
+        Protocol.sent.clear()
         for node in nodes:
             found = await read(node, KEY)
             assert len(found) == len(nodes)
-    mbits = [number * 8 / 1e6 / PERIOD for number in Protocol.sent.values()]
-    return f"busiest node {max(mbits):.2f} Mbit/s, mean {sum(mbits) / len(nodes):.2f}"
+    seconds = ((for_reports, HEARTBEAT_SECONDS), (Protocol.sent, period))
+    mbits = [sum(8e-6 * sent[peer] / each for sent, each in seconds) for peer in Protocol.sent]
+    return f"busiest node {max(mbits):.2f} Mbit/s, mean {sum(mbits) / len(nodes):.2f}, reads every {period:.1f} s"
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, nargs="+", default=[25, 50])
+    parser.add_argument("--peers", type=int, nargs="+", default=[25, 50, 100])
     numbers, dht_node.DHTProtocol = parser.parse_args().peers, Protocol
     signers = [RSAPrivateKey() for _ in range(max(numbers))]
     for number in numbers:
         print(f"{number} peers", flush=True)
-        now = own_node.NUM_BUCKETS, own_node.read_reports
+        now = own_node.NUM_BUCKETS, own_node.read_reports, max(0.5, SECONDS_PER_PEER * number)
         print("  now:", await measure(signers[:number], *now, **own_node.WITHOUT_CACHES), flush=True)
-        print("  one key:", await measure(signers[:number], 1, read_one_key), flush=True)
+        print("  one key:", await measure(signers[:number], 1, read_one_key, 5.0), flush=True)
 
 
 if __name__ == "__main__":

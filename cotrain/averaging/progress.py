@@ -40,7 +40,7 @@ MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the firs
 ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # age of the newest report from which on a peer is not waited for
 PROBATION_SECONDS = 1.5 * HEARTBEAT_SECONDS  # for which a peer counts as alive whose first report looks old
 MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
-SECONDS_PER_PEER = 0.1  # between two reads: a read of 100 reports costs the other nodes 0.7 MB
+SECONDS_PER_PEER = 0.2  # between two reads: a read of 100 reports costs the other nodes 0.7 MB
 DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
@@ -349,13 +349,15 @@ class ProgressTracker(threading.Thread):
         """Estimate of the current progress of the run."""
         step, now, own = self.next_step, time.monotonic(), self.local_progress
         trainers = self.other_trainers + ([] if self.auxiliary else [own])
+        reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * len(trainers))
         total = estimated = 0.0
         rate = 1e-20
         for progress in self.counting + ([] if self.auxiliary else [own]):
-            # Other peers' samples are extrapolated for one heartbeat after the report: a killed peer computes no more.
+            # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
+            # read: a killed peer computes no more.
             # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
             is_own = progress is own
-            until = min(now, progress.seen + HEARTBEAT_SECONDS, progress.computed + MAX_EXTRAPOLATION)
+            until = min(now, progress.seen + reach, progress.computed + MAX_EXTRAPOLATION)
             rate += progress.samples_per_second
             samples, extrapolated = progress.contributed, 0.0
             if progress.epoch == step - 1:

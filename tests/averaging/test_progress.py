@@ -21,6 +21,7 @@ from cotrain.averaging.progress import (
     DHT_TIMEOUT,
     HEARTBEAT_SECONDS,
     PROBATION_SECONDS,
+    SECONDS_PER_PEER,
     PeerProgress,
     ProgressTracker,
     parse_progress,
@@ -233,6 +234,17 @@ def test_samples_are_extrapolated_for_one_heartbeat_after_the_report_and_a_minut
     now = run_time()
     tracker = see(make_tracker(target=10_000), record(1, rate=50.0, time=now - age, reported_at=now - reported))
     assert tracker.seconds_to_step == pytest.approx((10_000 - samples) / 50, abs=1.0)
+
+
+def test_samples_of_many_peers_are_extrapolated_until_the_next_read(clock):
+    """Each read of 100 peers costs them 0.7 MB, so they read rarely. The step is due in the meantime."""
+    tracker = make_tracker(target=100_000)
+    tracker = see(tracker, *(record(number, rate=50.0, age=0.0) for number in range(1, 101)))
+    assert tracker._refresh_period() == pytest.approx(SECONDS_PER_PEER * 101)
+    clock.now += 15.0
+    assert tracker.seconds_to_step == pytest.approx(5.0, abs=0.5)
+    clock.now += 5.5
+    assert tracker.seconds_to_step == pytest.approx(0.0, abs=0.1)
 
 
 def test_step_is_not_due_before_new_reports_are_read():
