@@ -31,7 +31,8 @@ PLACEHOLDERS = [
     (r"(?<= )…", ""),  # more flags
 ]
 # Of other programs
-FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir", "--project", "--require-hashes"}
+FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir", "--project", "--require-hashes", "--gpus",
+                   "--network", "--init", "--stop-timeout"}  # fmt: skip
 # Files of the repository, not files that the scripts write.
 FILE = re.compile(
     r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(cotrain|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
