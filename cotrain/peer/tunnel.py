@@ -21,8 +21,7 @@ from hivemind.utils import get_logger
 
 from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.argument_parser import endpoint_to_maddrs
-from cotrain.common.errors import TemporaryError, UserError, first_line
-from cotrain.common.threads import PeriodicThread
+from cotrain.common.errors import TemporaryError, UserError
 from cotrain.peer.addresses import fix_tcp_port
 
 logger = get_logger(__name__)
@@ -45,12 +44,7 @@ def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
             *endpoint_to_maddrs("--announce_tunnel", endpoint),
             *(args.announce_maddrs or find_local_maddrs(args.host_maddrs)),
         ]
-        watch = TunnelWatch(endpoint, local)
-        watch.start()
-        try:
-            yield
-        finally:
-            watch.stop()
+        yield
 
 
 def find_local_endpoint(host_maddrs: list[str], port: int) -> str:
@@ -149,40 +143,3 @@ def find_ngrok_token() -> str:
             "your-authtoken: `export NGROK_AUTHTOKEN=...`, or `ngrok config add-authtoken`"
         )
     return token
-
-
-def probe(endpoint: str, timeout: float = 10.0) -> str:
-    """Return why no peer can be reached at HOST:PORT; empty if one sends libp2p's greeting."""
-    host, port = endpoint.rsplit(":", 1)
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
-            greeting = connection.recv(64)
-    except OSError as error:
-        return first_line(error)
-    return "" if b"/multistream/" in greeting else "no peer at the other end"
-
-
-class TunnelWatch(PeriodicThread):
-    """Logs when a tunnel no longer leads to this peer, and when it does again.
-
-    :param endpoint: HOST:PORT of the tunnel's public end
-    :param local: HOST:PORT of the peer; nothing is logged while the peer does not answer there
-    """
-
-    def __init__(self, endpoint: str, local: str):
-        super().__init__(period=30.0)
-        self.endpoint, self.local = endpoint, local
-        self._failures = 0  # consecutive
-
-    def work(self) -> None:
-        if probe(self.local):
-            return
-        reason = probe(self.endpoint)
-        if not reason and self._failures >= 2:
-            logger.info(f"Peers can join through the tunnel {self.endpoint} again")
-        self._failures = self._failures + 1 if reason else 0
-        if self._failures == 2:  # a single failure may be a lost packet
-            logger.warning(
-                f"Nobody can join through the tunnel {self.endpoint} ({reason}): check that it is running and leads "
-                f"to {self.local} (some routers do not answer from inside), or restart this peer"
-            )

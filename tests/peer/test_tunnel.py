@@ -2,7 +2,6 @@
 servers are fake."""
 
 import contextlib
-import logging
 import re
 import socket
 import sys
@@ -17,15 +16,7 @@ from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.peer import tunnel
 from cotrain.peer.addresses import get_free_port
-from cotrain.peer.tunnel import (
-    NGROK_INSTALL,
-    TunnelWatch,
-    find_local_endpoint,
-    find_local_maddrs,
-    find_ngrok_token,
-    open_tunnel,
-    probe,
-)
+from cotrain.peer.tunnel import NGROK_INSTALL, find_local_endpoint, find_local_maddrs, find_ngrok_token, open_tunnel
 from tests.support.peers import ROOT, wait_until
 from tests.support.tunnels import FakeNgrok, make_certificate
 
@@ -116,27 +107,6 @@ def test_token_is_found_where_ngrok_keeps_it(home, path, content, token, monkeyp
         assert find_ngrok_token() == token
     monkeypatch.setenv("NGROK_AUTHTOKEN", "another\n")
     assert find_ngrok_token() == "another"
-
-
-def test_tunnel_that_breaks_is_reported_once_and_so_is_its_return(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    results = iter(["", "lost", "", "down", "down", "down", "", "down", "down"])
-    monkeypatch.setattr(tunnel, "probe", lambda endpoint: next(results) if endpoint == "tunnel" else peer_fault)
-    watch, peer_fault = TunnelWatch("tunnel", "local"), ""
-    for _ in range(7):
-        watch.work()
-    peer_fault = "refused"
-    for _ in range(2):
-        watch.work()
-    levels = [record.levelno for record in caplog.records if record.name == "cotrain.peer.tunnel"]
-    assert levels == [logging.WARNING, logging.INFO]
-    assert "Nobody can join through the tunnel tunnel (down)" in caplog.text
-
-
-def test_probe_tells_a_peer_from_another_server():
-    assert "refused" in probe(f"127.0.0.1:{get_free_port()}")
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "timed out" in probe(f"127.0.0.1:{silent.getsockname()[1]}", timeout=0.1)
 
 
 def test_local_addresses_are_those_of_the_interfaces(monkeypatch):
