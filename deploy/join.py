@@ -3,9 +3,7 @@
 `python -m deploy.join` prints the batch size for this machine's GPU.
 """
 
-import contextlib
 import getpass
-import json
 import math
 import os
 import re
@@ -14,8 +12,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -31,28 +27,18 @@ STOP_TIMEOUT = 30.0  # seconds; the trainer's own limit is 12
 MIN_TORCH = "2.6"  # required by the pinned transformers
 
 
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    memory: float  # GiB
+def choose_batch_size() -> int:
+    """Return the micro-batch size per GPU: the largest power of two that fits the smallest GPU of this machine.
 
-
-def find_gpus() -> list[Gpu]:
-    """Return the GPUs of this machine, with the names of NVIDIA's driver; raise UserError if there is none."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    :raises UserError: if NVIDIA's driver finds no GPU
+    """
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        output = ""
-    found = re.findall(r"^(.+), *(\d+)$", output, re.MULTILINE)
-    if not found:
-        raise UserError("there is no GPU here: turn it on (see the first cell), and run all cells again")
-    return [Gpu(name, int(mebibytes) / 1024) for name, mebibytes in found]
-
-
-def choose_batch_size(gpus: list[Gpu]) -> int:
-    """Return the micro-batch size per GPU: the largest power of two that fits the smallest GPU."""
-    fits = (min(gpu.memory for gpu in gpus) - GIB_FOR_REST) / GIB_FOR_SAMPLE
+        mebibytes = min(map(int, output.splitlines()))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        raise UserError("there is no GPU here: turn it on (see the first cell), and run all cells again") from None
+    fits = (mebibytes / 1024 - GIB_FOR_REST) / GIB_FOR_SAMPLE
     return min(MAX_BATCH_SIZE, 2 ** int(math.log2(max(1.0, fits))))
 
 
@@ -103,40 +89,26 @@ def find_ngrok_token() -> None:
     os.environ["NGROK_AUTHTOKEN"] = token.strip()
 
 
-# --- the peers -------------------------------------------------------------------------------------------------------
+# --- the trainer -----------------------------------------------------------------------------------------------------
 
 
 def trainer_command(
-    initial_peers: str, username: str, batch_size: int, more_flags: str = "", tunnel: str = "none"
+    initial_peers: str | None, username: str, batch_size: int, more_flags: str = "", tunnel: str = "none"
 ) -> list[str]:
-    """Return the command line of a trainer, from the values of a form. Without a tunnel it is in client mode."""
-    peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
-    if not peers:
-        raise UserError("INITIAL_PEERS is empty: paste the address that the organiser of the run gave you")
+    """Return the command line of a trainer, from the values of a form. Without a tunnel it is in client mode.
+
+    :param initial_peers: None for the trainer that begins a run; `more_flags` then state the settings of the run
+    """
     command = [sys.executable, "run_trainer.py", "--disable_tqdm", "--per_device_train_batch_size", str(batch_size)]
     command += ["--client_mode"] if tunnel == "none" else ["--tunnel", tunnel]
     if username.strip():
         command += ["--username", username.strip()]
-    return [*command, "--initial_peers", *peers, *shlex.split(more_flags)]
-
-
-@contextlib.contextmanager
-def open_monitor(project: Path, settings: str, log: Path = Path("monitor.log")) -> Iterator[str]:
-    """Run a monitor that publishes the settings of the run to this machine, while the context is open.
-
-    Yields its address. Others join through the trainer, which passes the settings on: one tunnel is enough. The
-    trainer keeps the checkpoints.
-    """
-    peer_file = project / "monitor_outputs" / "peer.json"
-    peer_file.unlink(missing_ok=True)
-    command = [sys.executable, "run_training_monitor.py", "--no_store_checkpoints", "--host_maddrs",
-               "/ip4/127.0.0.1/tcp/0", *shlex.split(settings)]  # fmt: skip
-    with _running(command, project, log) as process:
-        while not peer_file.exists():
-            if process.poll() is not None:
-                raise UserError(f"the monitor: {log.read_text(errors='replace').strip().splitlines()[-1]}")
-            time.sleep(0.5)
-        yield " ".join(json.loads(peer_file.read_text())["initial_peers"])
+    if initial_peers is not None:
+        peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
+        if not peers:
+            raise UserError("INITIAL_PEERS is empty: paste the address that the organiser of the run gave you")
+        command += ["--initial_peers", *peers]
+    return [*command, *shlex.split(more_flags)]
 
 
 def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> None:
@@ -147,7 +119,11 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # the default of 1024 files is too low
     interrupted = False
-    with _running(command, folder, log) as process, open(log, errors="replace") as output:
+    with open(log, "wb") as file, open(log, errors="replace") as output:
+        # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=leave_with_parent
+        )
         try:
             _show(process, output)
         except KeyboardInterrupt:
@@ -155,27 +131,12 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
             print("\nStopping: the trainer saves a checkpoint and leaves the run. Interrupt again to end it at once")
             process.terminate()
             _show(process, output, STOP_TIMEOUT)
+        finally:
+            process.kill()
+            process.wait()
     if process.returncode != 0 and not interrupted:
         raise UserError(f"the trainer ended with exit code {process.returncode}; see its last lines above")
     print("The trainer has ended. Run this cell again to rejoin")
-
-
-@contextlib.contextmanager
-def _running(command: list[str], folder: Path, log: Path) -> Iterator[subprocess.Popen]:
-    """Run a process with its output in `log`. At the end of the block, or with the notebook's process, it ends."""
-    with open(log, "wb") as file:
-        # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
-        process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=leave_with_parent
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()  # the second signal ends a trainer at once
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT)
-        process.kill()
-        process.wait()
 
 
 def _show(process: subprocess.Popen, output: TextIO, timeout: float = math.inf) -> None:
@@ -188,4 +149,4 @@ def _show(process: subprocess.Popen, output: TextIO, timeout: float = math.inf) 
 
 
 if __name__ == "__main__":
-    print(choose_batch_size(find_gpus()))
+    print(choose_batch_size())

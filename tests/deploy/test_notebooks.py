@@ -23,7 +23,7 @@ from cotrain.common.errors import UserError
 from cotrain.common.flags import parse_arguments
 from deploy import join
 from deploy.aws import Deployment
-from deploy.join import Gpu, choose_batch_size, find_gpus, trainer_command
+from deploy.join import choose_batch_size, trainer_command
 from tests.support.aws import DATA, IMAGE, make_settings
 from tests.support.peers import LOCAL, ROOT, wait_until
 from tests.support.tunnels import FakeNgrok
@@ -67,11 +67,11 @@ def write_program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def nvidia_smi(monkeypatch, tmp_path):
-    """Add a fake nvidia-smi with these GPUs (name, MiB) to PATH."""
+    """Add a fake nvidia-smi that prints these lines, such as a GPU's MiB, to PATH."""
 
-    def install(*gpus: tuple[str, int], exit_code: int = 0) -> None:
-        lines = "\n".join(f"{name}, {memory}" for name, memory in gpus)
-        write_program(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\ncat <<EOF\n{lines}\nEOF\nexit {exit_code}\n")
+    def install(*lines: object, exit_code: int = 0) -> None:
+        text = "\n".join(map(str, lines))
+        write_program(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\ncat <<EOF\n{text}\nEOF\nexit {exit_code}\n")
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
     return install
@@ -91,19 +91,21 @@ def test_committed_notebooks_are_valid_and_stripped(path):
 # --- the parts of joining --------------------------------------------------------------------------------------------
 
 
-def test_batch_size_fits_the_smallest_gpu():
-    sizes = {2: 1, 4: 2, 8: 4, 11.2: 8, 14.75: 8, 16: 8, 22.5: 16, 40: 32, 140: 64}
-    assert {memory: choose_batch_size([Gpu("x", memory), Gpu("large", 200)]) for memory in sizes} == sizes
+def test_batch_size_fits_the_smallest_gpu(nvidia_smi):
+    sizes = {2048: 1, 4096: 2, 8192: 4, 11469: 8, 15360: 8, 23028: 16, 40960: 32, 143771: 64}
+    for mebibytes, samples in sizes.items():
+        nvidia_smi(mebibytes, 200_000)
+        assert choose_batch_size() == samples
 
 
-def test_gpus_are_found(nvidia_smi, monkeypatch):
-    nvidia_smi(("Tesla T4", 15360), ("NVIDIA A100-SXM4-40GB, the second", 40960))
-    assert find_gpus() == [Gpu("Tesla T4", 15.0), Gpu("NVIDIA A100-SXM4-40GB, the second", 40.0)]
-    nvidia_smi(("NVIDIA-SMI has failed", 0), exit_code=9)
-    for path in (os.environ["PATH"], ""):
-        monkeypatch.setenv("PATH", path)
+def test_missing_gpu_is_named(nvidia_smi, monkeypatch):
+    for lines, exit_code in ((["NVIDIA-SMI has failed"], 9), (["No devices were found"], 0), ([], 0)):
+        nvidia_smi(*lines, exit_code=exit_code)
         with pytest.raises(UserError, match="there is no GPU here"):
-            find_gpus()
+            choose_batch_size()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="there is no GPU here"):
+        choose_batch_size()
 
 
 def test_the_trainer_understands_its_command():
@@ -120,6 +122,9 @@ def test_the_trainer_understands_its_command():
     _, _, collaboration, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", command[2:])
     assert (collaboration.tunnel, collaboration.client_mode) == ("ngrok", False)
     assert "--username" not in command
+    command = trainer_command(None, "", 4, "--run_id friends", "ngrok")
+    _, _, collaboration, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", command[2:])
+    assert (collaboration.initial_peers, collaboration.run_id) == ([], "friends")
     with pytest.raises(UserError, match="INITIAL_PEERS is empty"):
         trainer_command(" --initial_peers", "", 4)
 
@@ -191,7 +196,7 @@ TRAINER = 'import json, sys\nprint("ARGUMENTS", json.dumps(sys.argv[1:]))'  # fo
 @pytest.fixture
 def site(tmp_path, monkeypatch, nvidia_smi) -> Path:
     """Set up a machine with a T4 and a matching torch in this folder."""
-    nvidia_smi(("Tesla T4", 15360))
+    nvidia_smi(15360)
     (tmp_path / "site").mkdir()
     write_torch(tmp_path / "site", "2.8.0+cu126")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
@@ -235,7 +240,7 @@ def test_join_notebook_runs_the_commit_that_it_names(repository, tmp_path):
     values = {"INITIAL_PEERS": ADDRESS, "USERNAME": "ann", "REPO_URL": str(repository)}
     values["REVISION"] = commit_another(repository)
     printed = execute(read("join_collaboration.ipynb", **values), folder)
-    assert "Tesla T4 with 15 GiB: 8 samples at a time" in printed
+    assert "computes 8 samples at a time" in printed
     arguments = json.loads(re.search(r"ARGUMENTS (.*)", printed)[1])
     assert arguments == trainer_command(ADDRESS, "ann", 8)[2:]
     assert "The trainer has ended" in printed
@@ -260,11 +265,6 @@ os.environ["PACE"] = {pace!r}
 sys.argv[:1] = ["altered.py", "run_trainer.py"]
 altered.main()
 """
-MONITOR = """
-import os, sys
-del os.environ["PYTHONPATH"]
-os.execv(sys.executable, [sys.executable, {script!r}, *sys.argv[1:]])
-"""
 
 
 class RunningNotebook(threading.Thread):
@@ -277,8 +277,7 @@ class RunningNotebook(threading.Thread):
         super().__init__(daemon=True)
         self.project, self.printed = project, ""
         self.notebook = read(name, **values)
-        monitor = MONITOR.format(script=str(ROOT / "run_training_monitor.py"))
-        make_repository(project, PACED_TRAINER.format(root=str(ROOT), site=str(site), pace=pace), monitor)
+        make_repository(project, PACED_TRAINER.format(root=str(ROOT), site=str(site), pace=pace))
         self.start()
 
     def run(self) -> None:
@@ -287,10 +286,10 @@ class RunningNotebook(threading.Thread):
         except CellExecutionError as error:
             self.printed = str(error)
 
-    def wait_for(self, pattern: str, log: str = "trainer.log") -> str:
+    def wait_for(self, pattern: str) -> str:
         def find() -> re.Match | None:
             assert self.is_alive(), self.printed
-            path = self.project / log
+            path = self.project / "trainer.log"
             return re.search(pattern, path.read_text()) if path.exists() else None
 
         return wait_until(find, 240, pattern)[0]
@@ -319,8 +318,8 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
         monkeypatch.setenv("FAKE_NGROK", str(servers.port))
         (tmp_path / "certificate.pem").write_bytes(servers.certificate)
         host = RunningNotebook(
-            tmp_path / "host", "host_collaboration.ipynb", "0.25", site, DATASET_URL=dataset_url, SETTINGS=settings,
-            MORE_FLAGS=local,
+            tmp_path / "host", "host_collaboration.ipynb", "0.25", site, DATASET_URL=dataset_url,
+            FLAGS=f"{settings} {local}",
         )  # fmt: skip
         address = host.wait_for(r"--initial_peers /dns4/localhost/tcp/\d+/p2p/\w+")
         host.wait_for("Your current contribution")
@@ -331,7 +330,7 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
         )  # fmt: skip
         friend.wait_for(r"Joined the collaboration at step #\d+")
         friend.wait_for("Averaged gradients with 2 peers")
-        host.wait_for(r"Step #\d+\tloss = .*\talive peers = 2", "monitor.log")
+        host.wait_for("Averaged gradients with 2 peers")
         processes = [*host.processes(), *friend.processes()]
         assert not any(TOKEN in word for process in processes for word in process.cmdline())
         printed = {name: notebook.interrupt() for name, notebook in {"friend": friend, "host": host}.items()}
