@@ -3,10 +3,7 @@
 `python -m deploy.join` prints the batch size for this machine's GPU.
 """
 
-import getpass
 import math
-import os
-import re
 import resource
 import shlex
 import subprocess
@@ -24,7 +21,6 @@ GIB_FOR_SAMPLE, GIB_FOR_REST = 1.0, 2.0
 MAX_BATCH_SIZE = 64  # a micro-batch of half a second on the largest GPUs
 
 STOP_TIMEOUT = 30.0  # seconds; the trainer's own limit is 12
-MIN_TORCH = "2.6"  # required by the pinned transformers
 
 
 def choose_batch_size() -> int:
@@ -40,56 +36,6 @@ def choose_batch_size() -> int:
         raise UserError("there is no GPU here: turn it on (see the first cell), and run all cells again") from None
     fits = (mebibytes / 1024 - GIB_FOR_REST) / GIB_FOR_SAMPLE
     return min(MAX_BATCH_SIZE, 2 ** int(math.log2(max(1.0, fits))))
-
-
-# --- installation ----------------------------------------------------------------------------------------------------
-
-
-def install(project: Path, tunnel: str = "none") -> None:
-    """Install the requirements of the trainer, and the SDK of the tunnel.
-
-    An installed torch that works with this GPU is kept: the torch of Colab and Kaggle matches their driver, while the
-    newest one may require a newer driver or GPU.
-    """
-    keep_torch = torch_works()
-    packages = re.findall(r"^[^#\s]+", (project / "requirements.txt").read_text(), re.MULTILINE)
-    packages = [package for package in packages if not (keep_torch and package.startswith("torch=="))]
-    if tunnel == "ngrok":
-        packages.append(re.search(r"ngrok==[\d.]+", (project / "cotrain" / "peer" / "tunnel.py").read_text())[0])
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
-    if subprocess.run(pip, timeout=3600).returncode != 0:
-        raise UserError("pip could not install the requirements; see its last lines above")
-    if not keep_torch and not torch_works():
-        raise UserError("torch does not see the GPU: restart the session and run all cells again, or take another GPU")
-
-
-def torch_works() -> bool:
-    """Whether the installed torch is new enough and computes on the GPU.
-
-    A separate process tries it: the notebook's would keep the old torch loaded and occupy GPU memory.
-    """
-    code = "import sys, torch; from packaging.version import Version as V; "
-    code += f"sys.exit(V(torch.__version__) < V('{MIN_TORCH}') or torch.ones(8, 8, device='cuda').sum() != 64)"
-    try:
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
-
-
-def find_ngrok_token() -> None:
-    """Put ngrok's authtoken into the environment, from Colab's secrets or by asking."""
-    if os.environ.get("NGROK_AUTHTOKEN"):
-        return
-    try:
-        from google.colab import userdata
-
-        token = userdata.get("NGROK_AUTHTOKEN")
-    except Exception:  # not in Colab, no such secret, or no access to it
-        token = getpass.getpass("ngrok's authtoken, from https://dashboard.ngrok.com/get-started/your-authtoken: ")
-    os.environ["NGROK_AUTHTOKEN"] = token.strip()
-
-
-# --- the trainer -----------------------------------------------------------------------------------------------------
 
 
 def trainer_command(

@@ -6,9 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
-import types
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from nbclient.exceptions import CellExecutionError
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.errors import UserError
 from cotrain.common.flags import parse_arguments
+from cotrain.peer.tunnel import NGROK_INSTALL
 from deploy import join
 from deploy.aws import Deployment
 from deploy.join import choose_batch_size, trainer_command
@@ -86,6 +85,7 @@ def test_committed_notebooks_are_valid_and_stripped(path):
     nbformat.validate(notebook)
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in notebook.cells)
     assert re.findall(SECRETS, path.read_text()) == []
+    assert set(re.findall(r"ngrok==[\d.]+", path.read_text())) <= {NGROK_INSTALL.split()[-1]}
 
 
 # --- the parts of joining --------------------------------------------------------------------------------------------
@@ -129,58 +129,6 @@ def test_the_trainer_understands_its_command():
         trainer_command(" --initial_peers", "", 4)
 
 
-@pytest.mark.parametrize(
-    ("torch_works", "exit_code", "installed"),
-    [
-        ((True,), 0, "numpy==2.3.5 torch-optimizer==0.3.0 ngrok==1.4.0"),  # the notebook's torch is kept
-        ((False, True), 0, "numpy==2.3.5 torch==2.13.0 torch-optimizer==0.3.0 ngrok==1.4.0"),
-        ((False, False), 0, "torch does not see the GPU"),
-        ((True,), 1, "pip could not install"),
-    ],
-)
-def test_install(monkeypatch, tmp_path, torch_works, exit_code, installed):
-    (tmp_path / "requirements.txt").write_text("# pins\nnumpy==2.3.5\ntorch==2.13.0\ntorch-optimizer==0.3.0\n")
-    (tmp_path / "cotrain").symlink_to(ROOT / "cotrain")
-    results, answers = [], iter(torch_works)
-    monkeypatch.setattr(join, "torch_works", lambda: next(answers))
-    run = lambda command, **_: results.append(command) or subprocess.CompletedProcess(command, exit_code)  # noqa: E731
-    monkeypatch.setattr(join.subprocess, "run", run)
-    try:
-        join.install(tmp_path, "ngrok")
-        assert " ".join(word for word in results[0] if "==" in word) == installed
-    except UserError as error:
-        assert str(error).startswith(installed)
-
-
-@pytest.mark.programs
-def test_torch_is_really_tried(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not join.torch_works()
-    for number, works in (("2.5.1+cu124", False), ("2.8.0+cu126", True)):
-        write_torch(tmp_path, number)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        assert join.torch_works() == works
-
-
-def write_torch(folder: Path, number: str) -> None:
-    """Write a fake torch of a given version that finds a GPU."""
-    (folder / "torch.py").write_text(
-        f"__version__ = {number!r}\nclass Tensor:\n    def sum(self): return 64.0\n"
-        "def ones(*size, device):\n    assert device == 'cuda'\n    return Tensor()\n"
-    )
-
-
-@pytest.mark.parametrize("source", ["environment", "Colab", "prompt"])
-def test_ngrok_token(monkeypatch, source):
-    monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN if source == "environment" else "")
-    if source == "Colab":
-        colab = types.SimpleNamespace(userdata=types.SimpleNamespace(get={"NGROK_AUTHTOKEN": TOKEN}.get))
-        monkeypatch.setitem(sys.modules, "google.colab", colab)
-    monkeypatch.setattr(join.getpass, "getpass", lambda prompt: f" {TOKEN}\n" if source == "prompt" else None)
-    join.find_ngrok_token()
-    assert os.environ["NGROK_AUTHTOKEN"] == TOKEN
-
-
 def test_a_failure_of_the_trainer_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="the trainer ended with exit code 2"):
@@ -194,17 +142,8 @@ TRAINER = 'import json, sys\nprint("ARGUMENTS", json.dumps(sys.argv[1:]))'  # fo
 
 
 @pytest.fixture
-def site(tmp_path, monkeypatch, nvidia_smi) -> Path:
-    """Set up a machine with a T4 and a matching torch in this folder."""
-    nvidia_smi(15360)
-    (tmp_path / "site").mkdir()
-    write_torch(tmp_path / "site", "2.8.0+cu126")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    return tmp_path / "site"
-
-
-@pytest.fixture
-def repository(tmp_path, site) -> Path:
+def repository(tmp_path, nvidia_smi) -> Path:
+    nvidia_smi(15360)  # a T4
     return make_repository(tmp_path / "repository", TRAINER)
 
 
@@ -259,7 +198,7 @@ PACED_TRAINER = """
 import os, sys
 with open("notebook.pid", "w") as file:
     file.write(str(os.getppid()))
-sys.path[:] = [{root!r}, *(folder for folder in sys.path if folder != {site!r})]
+sys.path.insert(0, {root!r})
 from tests.support import altered, ngrok_peer
 os.environ["PACE"] = {pace!r}
 sys.argv[:1] = ["altered.py", "run_trainer.py"]
@@ -273,11 +212,11 @@ class RunningNotebook(threading.Thread):
     :param pace: seconds of a micro-batch
     """
 
-    def __init__(self, project: Path, name: str, pace: str, site: Path, **values: object):
+    def __init__(self, project: Path, name: str, pace: str, **values: object):
         super().__init__(daemon=True)
         self.project, self.printed = project, ""
         self.notebook = read(name, **values)
-        make_repository(project, PACED_TRAINER.format(root=str(ROOT), site=str(site), pace=pace))
+        make_repository(project, PACED_TRAINER.format(root=str(ROOT), pace=pace))
         self.start()
 
     def run(self) -> None:
@@ -307,8 +246,9 @@ class RunningNotebook(threading.Thread):
 
 @pytest.mark.peers
 @pytest.mark.early
-def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monkeypatch, site):
+def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monkeypatch, nvidia_smi):
     """The friend is in client mode, comes later and has half of the speed."""
+    nvidia_smi(15360)
     for name, value in {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NGROK_AUTHTOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FAKE_NGROK_CERTIFICATE", str(tmp_path / "certificate.pem"))
@@ -318,14 +258,14 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
         monkeypatch.setenv("FAKE_NGROK", str(servers.port))
         (tmp_path / "certificate.pem").write_bytes(servers.certificate)
         host = RunningNotebook(
-            tmp_path / "host", "host_collaboration.ipynb", "0.25", site, DATASET_URL=dataset_url,
+            tmp_path / "host", "host_collaboration.ipynb", "0.25", DATASET_URL=dataset_url,
             FLAGS=f"{settings} {local}",
         )  # fmt: skip
         address = host.wait_for(r"--initial_peers /dns4/localhost/tcp/\d+/p2p/\w+")
         host.wait_for("Your current contribution")
         address = address.replace("/dns4/localhost", "/ip4/127.0.0.1")  # data in this machine is for its peers only
         friend = RunningNotebook(
-            tmp_path / "friend", "join_collaboration.ipynb", "0.5", site, INITIAL_PEERS=address, USERNAME="friend",
+            tmp_path / "friend", "join_collaboration.ipynb", "0.5", INITIAL_PEERS=address, USERNAME="friend",
             MORE_FLAGS=local,
         )  # fmt: skip
         friend.wait_for(r"Joined the collaboration at step #\d+")
