@@ -1,24 +1,17 @@
 """Functions of deploy_on_aws.ipynb: a coordinator and spot trainers on EC2, as one stack of CloudFormation.
 
-No state is kept on the organiser's machine, and all calls are idempotent. Coordinator and trainers are Auto Scaling
-groups, which replace instances that fail or are interrupted. The coordinator's elastic IP and its identity, an
-encrypted parameter, are outside of the stack, so its address stays the same. The trainers receive no secret.
+No state is kept on the organiser's machine, and all calls are idempotent. The coordinator keeps its identity on
+its disk, and reports its address to CloudFormation, which then creates the trainers: an Auto Scaling group, which
+replaces interrupted instances. No machine receives a secret.
 """
 
-import base64
 import contextlib
 import json
 import re
 import shlex
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-
-from urllib3.util import parse_url
 
 from cotrain.common.errors import UserError, describe
 from cotrain.common.flags import has_secret
@@ -30,24 +23,25 @@ try:
 except ModuleNotFoundError as error:
     raise UserError(describe(error)) from None
 
-PROJECT = Path(__file__).parent.parent
 TAG, ROLE = "CollaborativeTraining", "Role"  # the tags of all resources
 COORDINATOR, TRAINER = "coordinator", "trainer"
 
-PUBLIC_IP_PRICE = 0.005  # USD per hour and public IPv4 address
-DISK_PRICE = 0.08 / 730  # USD per hour and GiB of gp3
+COORDINATOR_IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
+# CloudFormation's attribute is like {"coordinator":"/ip4/203.0.113.1/tcp/31337/p2p/XXXX"}.
+ADDRESS = {"Fn::Select": [3, {"Fn::Split": ['"', {"Fn::GetAtt": ["ready", "Data"]}]}]}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a deployment. Prices are in USD per hour.
+    """Settings of a deployment.
 
     :param name: name of the stack, and tag of all resources of this deployment
     :param dataset_url: archive written by `tokenize_wikitext103.py --archive`
     :param revision: commit (its whole hash) of the project; a branch or tag may change between two boots
     :param monitor_flags: flags of the monitor, including the settings of the run, e.g. "--target_batch_size 2048"
-    :param coordinator_price: on-demand price, for the limit of costs
-    :param coordinator_image: an AMI, or the public parameter that names the newest one; so is `trainer_image`
+    :param max_spot_price: USD per hour
+    :param trainer_image: public parameter that names the newest AMI
+    :param disk_gib: no less than the size of the AMI
     """
 
     name: str
@@ -61,29 +55,18 @@ class Settings:
     monitor_flags: str = ""
     trainer_flags: str = ""
     coordinator_type: str = "t3.medium"
-    coordinator_price: float = 0.0416
-    coordinator_image: str = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
     trainer_types: tuple[str, ...] = ("g4dn.xlarge", "g5.xlarge", "g6.xlarge")
     max_spot_price: float = 0.60
     trainer_image: str = (
         "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id"
     )
-    disk_gib: int = 40
+    disk_gib: int = 100
 
     def __post_init__(self):
-        name = re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,29}", self.name)
-        require(name is not None, "NAME must have 1 to 30 characters: a letter, then letters, digits and '-'")
-        require("." not in self.run_id and bool(self.run_id.strip()), "RUN_ID must not be empty or contain '.'")
         for field in ("repo_url", "dataset_url"):
-            url, flag = getattr(self, field), field.upper()
-            is_address = bool(parse_url(url).scheme and parse_url(url).path)
-            require(is_address, f"{flag} must be an address like https://example.org/x")
-            require(not has_secret(url), f"{flag} has a secret, which all users of the machines can read")
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
+            url = getattr(self, field)
+            if "://" not in url or has_secret(url):  # all users of the machines can read it
+                raise UserError(f"{field.upper()} must be an address like https://example.org/x, without a secret")
 
 
 def resource(kind: str, **properties: object) -> dict:
@@ -91,12 +74,9 @@ def resource(kind: str, **properties: object) -> dict:
     return {"Type": f"AWS::{kind}", "Properties": properties}
 
 
-def policy(statements: list[dict]) -> dict:
-    return {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", **statement} for statement in statements]}
-
-
-def arn(service: str, name: str) -> dict:
-    return {"Fn::Sub": f"arn:${{AWS::Partition}}:{service}:${{AWS::Region}}:${{AWS::AccountId}}:{name}"}
+def allow(**statement: object) -> dict:
+    """Return a policy with one statement."""
+    return {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", **statement}]}
 
 
 @contextlib.contextmanager
@@ -111,94 +91,54 @@ def readable_errors() -> Iterator[None]:
 
 
 class Deployment:
-    """The stack `settings.name` in one region, and its address."""
+    """The stack `settings.name` in one region."""
 
     def __init__(self, settings: Settings):
         self.settings, self._trainers = settings, f"{settings.name}-{TRAINER}s"
-        self._identity_parameter = f"/collaborative-training/{settings.name}/identity"
-        self._ours = [{"Name": f"tag:{TAG}", "Values": [settings.name]}]
         retries = {"max_attempts": 5, "mode": "standard"}
         config = Config(region_name=settings.region, connect_timeout=10, read_timeout=60, retries=retries)
-        services = ("ec2", "ssm", "cloudformation", "autoscaling")
-        self.ec2, self.ssm, self.stacks, self.scaling = (boto3.client(service, config=config) for service in services)
+        services = ("ec2", "cloudformation", "autoscaling")
+        self.ec2, self.stacks, self.scaling = (boto3.client(service, config=config) for service in services)
 
     # --- status ------------------------------------------------------------------------------------------------------
 
     @readable_errors()
     def instances(self) -> list[dict]:
         """Return EC2's descriptions of the instances that are not terminated, the oldest first."""
+        ours = {"Name": f"tag:{TAG}", "Values": [self.settings.name]}
         running = {"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}
-        pages = self.ec2.get_paginator("describe_instances").paginate(Filters=[*self._ours, running])
+        pages = self.ec2.get_paginator("describe_instances").paginate(Filters=[ours, running])
         found = pages.search("Reservations[].Instances[]")
         return sorted(found, key=lambda one: (one["LaunchTime"], one["InstanceId"]))
 
     @readable_errors()
-    def address(self) -> str:
-        """Return the address of the coordinator, for --initial_peers; raise UserError if there is none yet."""
-        elastic_ip, key = self._find_elastic_ip(), self._find_identity()
-        if elastic_ip is None or key is None:
-            raise UserError(f"'{self.settings.name}' has no coordinator yet: start it first")
-        from hivemind.p2p import PeerID  # the import takes seconds
-
-        peer_id = PeerID.from_identity(key).to_base58()
-        return f"/ip4/{elastic_ip['PublicIp']}/tcp/{self.settings.port}/p2p/{peer_id}"
-
-    @readable_errors()
     def status(self) -> str:
-        """Return a table of the instances, why trainers are missing, the highest costs, and the address."""
-        instances = self.instances()
-        if not instances:
-            return f"No instance is running in '{self.settings.name}'"
-        rows = [("role", "instance", "type", "zone", "state", "address", "hours")]
-        for one in instances:
-            tags = {tag["Key"]: tag["Value"] for tag in one["Tags"]}
+        """Return a table of the instances, and why trainers are missing."""
+        lines, trainers = [], 0
+        for one in self.instances():
+            role = next(tag["Value"] for tag in one["Tags"] if tag["Key"] == ROLE)
+            trainers += role == TRAINER
             zone, ip = one["Placement"]["AvailabilityZone"], one.get("PublicIpAddress", "")
-            hours = f"{(datetime.now(UTC) - one['LaunchTime']).total_seconds() / 3600:.1f}"
-            rows.append((tags[ROLE], one["InstanceId"], one["InstanceType"], zone, one["State"]["Name"], ip, hours))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        trainers = sum(role == TRAINER for role, *_ in rows)
+            lines.append(
+                f"{role:<11}  {one['InstanceId']:<19}  {one['InstanceType']:<12}  {zone:<14}  {ip:<15}  "
+                f"{one['State']['Name']}, started {one['LaunchTime']:%d %b %H:%M} UTC"
+            )
         groups = self.scaling.describe_auto_scaling_groups(AutoScalingGroupNames=[self._trainers])
         wanted = sum(group["DesiredCapacity"] for group in groups["AutoScalingGroups"])
         if trainers < wanted:
             activities = self.scaling.describe_scaling_activities(AutoScalingGroupName=self._trainers)["Activities"]
             reasons = [x["StatusMessage"] for x in activities if x["StatusCode"] == "Failed"]
             lines += [f"{trainers} of {wanted} trainers", *reasons[:1]]
-        disks = sum(volume["Size"] for volume in self.ec2.describe_volumes(Filters=self._ours)["Volumes"])
-        costs = self.settings.coordinator_price + trainers * self.settings.max_spot_price
-        costs += len(instances) * PUBLIC_IP_PRICE + disks * DISK_PRICE
-        lines += ["", f"At most ${costs:.2f} an hour, ${24 * costs:.2f} a day, without traffic"]
-        return "\n".join([*lines, f"--initial_peers {self.address()}"])
-
-    @readable_errors()
-    def console(self, instance_id: str, lines: int = 40) -> str:
-        """Return the last lines of an instance's console, which AWS shows with a delay of some minutes."""
-        output = self.ec2.get_console_output(InstanceId=instance_id).get("Output", "")
-        return "\n".join(output.splitlines()[-lines:]) or "No output yet: AWS shows it with a delay of some minutes"
-
-    def wait_until_ready(self, timeout: float = 1200.0) -> str:
-        """Wait until this machine can join the coordinator, at most `timeout` seconds; return the probe's output."""
-        print("Joining the coordinator. A new machine installs for about ten minutes")
-        command = [sys.executable, "-W", "ignore", "-m", "deploy.probe", "--run_id", self.settings.run_id]
-        command += ["--initial_peers", self.address(), "--bootstrap_timeout", str(timeout)]
-        result = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=timeout + 120)
-        if result.returncode != 0:
-            reason = next(iter(result.stderr.strip().splitlines()[-1:]), "no answer")
-            raise UserError(f"{reason}. To see the machine's output: print(deployment.console(INSTANCE_ID))")
-        return result.stdout.strip()
+        return "\n".join(lines) or f"No instance is running in '{self.settings.name}'"
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
     @readable_errors()
     def start_coordinator(self) -> str:
-        """Start the coordinator unless it exists, and return its address."""
-        if self._find_elastic_ip() is None:
-            tags = [{"ResourceType": "elastic-ip", "Tags": self._tags("address")}]
-            self.ec2.allocate_address(Domain="vpc", TagSpecifications=tags)
-        if self._find_identity() is None:
-            self._make_identity()
+        """Start the coordinator unless it exists, and return its address, for --initial_peers."""
         self._deploy()
-        return self.address()
+        (stack,) = self.stacks.describe_stacks(StackName=self.settings.name)["Stacks"]
+        return stack["Outputs"][0]["OutputValue"]
 
     @readable_errors()
     def set_trainers(self, wanted: int) -> None:
@@ -208,19 +148,15 @@ class Deployment:
         print(f"AWS keeps {wanted} trainers running")
 
     @readable_errors()
-    def clean_up(self, keep_address: bool = False) -> None:
-        """Remove all resources, also the checkpoints; `keep_address` keeps the elastic IP and the identity."""
+    def clean_up(self) -> None:
+        """Remove all resources, also the checkpoints and the address."""
         print("Removing the stack: this takes some minutes")
         self.stacks.delete_stack(StackName=self.settings.name)
         self._wait("stack_delete_complete", self.settings.name)
-        if not keep_address:
-            if (elastic_ip := self._find_elastic_ip()) is not None:
-                self.ec2.release_address(AllocationId=elastic_ip["AllocationId"])
-            self.ssm.delete_parameters(Names=[self._identity_parameter])
-        print(f"Removed all resources of '{self.settings.name}'" + (", except its address" if keep_address else ""))
+        print(f"Removed all resources of '{self.settings.name}'")
 
     def _deploy(self) -> None:
-        """Create the stack, or update it: running instances stay, and later ones have the new settings."""
+        """Create the stack, or update it: running instances stay, and later trainers have the new settings."""
         stack = {
             "StackName": self.settings.name,
             "TemplateBody": json.dumps(self.template()),
@@ -229,8 +165,10 @@ class Deployment:
         }
         try:
             reply = self.stacks.create_stack(**stack, OnFailure="DELETE")
+            print("Starting the coordinator: it installs the project, which takes about ten minutes")
             self._wait("stack_create_complete", reply["StackId"])
         except self.stacks.exceptions.AlreadyExistsException:
+            self._wait("stack_create_complete", self.settings.name)  # which an interrupted cell may have begun
             try:
                 reply = self.stacks.update_stack(**stack)
                 self._wait("stack_update_complete", reply["StackId"])
@@ -241,7 +179,7 @@ class Deployment:
     def _wait(self, what: str, stack: str) -> None:
         """Wait until AWS has changed the stack; raise UserError with the reason if it could not."""
         try:
-            self.stacks.get_waiter(what).wait(StackName=stack, WaiterConfig={"Delay": 5, "MaxAttempts": 360})
+            self.stacks.get_waiter(what).wait(StackName=stack, WaiterConfig={"Delay": 5, "MaxAttempts": 480})
         except WaiterError:
             events = self.stacks.describe_stack_events(StackName=stack)["StackEvents"]  # the newest first
             failures = [event["ResourceStatusReason"] for event in events if "FAILED" in event["ResourceStatus"]]
@@ -252,117 +190,111 @@ class Deployment:
     # --- the stack ---------------------------------------------------------------------------------------------------
 
     def template(self) -> dict:
-        """Return the template of the stack: the port of the peers, and the groups of coordinator and trainers."""
-        s, user_data, elastic_ip = self.settings, self.trainer_user_data(), self._find_elastic_ip()
+        """Return the template of the stack: the port of the peers, the coordinator, and the group of trainers."""
+        s = self.settings
+        images = {COORDINATOR: COORDINATOR_IMAGE, TRAINER: s.trainer_image}
+        parameters = {
+            f"{role}Image": {"Type": "AWS::SSM::Parameter::Value<AWS::EC2::Image::Id>", "Default": image}
+            for role, image in images.items()
+        }
         port = {"IpProtocol": "tcp", "FromPort": s.port, "ToPort": s.port, "CidrIp": "0.0.0.0/0"}
-        address = (f"elastic-ip/{elastic_ip['AllocationId']}", "instance/*", "network-interface/*")
-        coordinator_may = [
-            {"Action": "ssm:GetParameter", "Resource": arn("ssm", f"parameter{self._identity_parameter}")},
-            {"Action": "ec2:AssociateAddress", "Resource": [arn("ec2", name) for name in address]},
-        ]
-        group = arn("autoscaling", f"autoScalingGroup:*:autoScalingGroupName/{self._trainers}")
-        trainer_may = [{"Action": "autoscaling:TerminateInstanceInAutoScalingGroup", "Resource": group}]
-        on_demand = {"OnDemandPercentageAboveBaseCapacity": 100}
-        spot = {"SpotAllocationStrategy": "price-capacity-optimized", "SpotMaxPrice": str(s.max_spot_price)}
-        spot["OnDemandPercentageAboveBaseCapacity"] = 0
+        elastic_ip = {"Fn::GetAtt": ["address", "AllocationId"]}
         resources = {
             "peers": resource("EC2::SecurityGroup", GroupDescription="Port of the peers", SecurityGroupIngress=[port]),
-            **self._machine(COORDINATOR, s.coordinator_image, self.coordinator_user_data(elastic_ip), coordinator_may),
-            **self._machine(TRAINER, s.trainer_image, user_data, trainer_may),
-            "coordinators": self._group(COORDINATOR, [s.coordinator_type], (1, 1), on_demand),
-            # The stack does not state the number of trainers: it would fail if AWS cannot start them all.
-            "trainers": self._group(TRAINER, s.trainer_types, (0, 1000), spot),
+            "address": resource("EC2::EIP", Domain="vpc", Tags=self._tags("address")),
+            "coordinatorTemplate": self._machine(
+                COORDINATOR, self.coordinator_user_data(), InstanceType=s.coordinator_type
+            ),
+            # Always version 1: other settings would stop the instance, and AWS runs user data at the first boot only.
+            "coordinator": resource(
+                "EC2::Instance", LaunchTemplate={"LaunchTemplateId": {"Ref": "coordinatorTemplate"}, "Version": "1"}
+            ),
+            "association": resource("EC2::EIPAssociation", AllocationId=elastic_ip, InstanceId={"Ref": "coordinator"}),
+            "signal": resource("CloudFormation::WaitConditionHandle"),
+            "ready": {
+                **resource("CloudFormation::WaitCondition", Handle={"Ref": "signal"}, Timeout="1800"),
+                "DependsOn": "association",
+            },
+            "trainerTemplate": self._machine(
+                TRAINER,
+                self.trainer_user_data(),
+                IamInstanceProfile={"Arn": {"Fn::GetAtt": ["trainerProfile", "Arn"]}},
+            ),
+            "trainerProfile": resource("IAM::InstanceProfile", Roles=[{"Ref": "trainerRole"}]),
+            "trainerRole": self._trainer_role(),
+            "trainers": self._trainer_group(),
         }
-        return {"Resources": resources}
+        return {"Parameters": parameters, "Resources": resources, "Outputs": {"address": {"Value": ADDRESS}}}
 
-    def _machine(self, role: str, image: str, user_data: str, may: list[dict]) -> dict[str, dict]:
-        """Return the launch template of a role, with what its machines may do."""
-        image_id = self.ssm.get_parameter(Name=image)["Parameter"]["Value"] if image.startswith("/") else image
-        (found,) = self.ec2.describe_images(ImageIds=[image_id])["Images"]
-        disks = {mapping["DeviceName"]: mapping.get("Ebs") for mapping in found["BlockDeviceMappings"]}
-        size = max(self.settings.disk_gib, disks[found["RootDeviceName"]]["VolumeSize"])
-        disk = {"VolumeSize": size, "VolumeType": "gp3", "DeleteOnTermination": True}
+    def _machine(self, role: str, user_data: dict, **more: object) -> dict:
+        """Return the launch template of a role."""
+        disk = {"VolumeSize": self.settings.disk_gib, "VolumeType": "gp3", "DeleteOnTermination": True}
         machine = {
-            "ImageId": image_id,
-            "UserData": base64.b64encode(user_data.encode()).decode(),
-            "IamInstanceProfile": {"Arn": {"Fn::GetAtt": [f"{role}Profile", "Arn"]}},
+            "ImageId": {"Ref": f"{role}Image"},
+            "UserData": user_data,
             "SecurityGroupIds": [{"Fn::GetAtt": ["peers", "GroupId"]}],
-            "BlockDeviceMappings": [{"DeviceName": found["RootDeviceName"], "Ebs": disk}],
+            "BlockDeviceMappings": [{"DeviceName": "/dev/xvda", "Ebs": disk}],  # the root of Amazon Linux
             "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
             "TagSpecifications": [{"ResourceType": kind, "Tags": self._tags(role)} for kind in ("instance", "volume")],
+            **more,
         }
-        trust = policy([{"Principal": {"Service": "ec2.amazonaws.com"}, "Action": "sts:AssumeRole"}])
-        policies = [{"PolicyName": role, "PolicyDocument": policy(may)}]
-        return {
-            f"{role}Role": resource("IAM::Role", AssumeRolePolicyDocument=trust, Policies=policies),
-            f"{role}Profile": resource("IAM::InstanceProfile", Roles=[{"Ref": f"{role}Role"}]),
-            f"{role}Template": resource("EC2::LaunchTemplate", LaunchTemplateData=machine),
-        }
+        return resource("EC2::LaunchTemplate", LaunchTemplateData=machine)
 
-    def _group(self, role: str, types: Iterable[str], sizes: tuple[int, int], distribution: dict) -> dict:
-        """Return an Auto Scaling group in all zones; `sizes` are its smallest and largest number of instances."""
-        version = {"Fn::GetAtt": [f"{role}Template", "LatestVersionNumber"]}
+    def _trainer_role(self) -> dict:
+        """Return the role with which a trainer may give its machine back."""
+        arn = "arn:${AWS::Partition}:autoscaling:${AWS::Region}:${AWS::AccountId}:autoScalingGroup:*"
+        group = {"Fn::Sub": f"{arn}:autoScalingGroupName/{self._trainers}"}
+        give_back = allow(Action="autoscaling:TerminateInstanceInAutoScalingGroup", Resource=group)
+        machine = allow(Principal={"Service": "ec2.amazonaws.com"}, Action="sts:AssumeRole")
+        policy = {"PolicyName": TRAINER, "PolicyDocument": give_back}
+        return resource("IAM::Role", AssumeRolePolicyDocument=machine, Policies=[policy])
+
+    def _trainer_group(self) -> dict:
+        """Return the Auto Scaling group of spot instances in all zones.
+
+        Their number is not stated: the stack would fail if AWS cannot start them all.
+        """
+        version = {"Fn::GetAtt": ["trainerTemplate", "LatestVersionNumber"]}
         template = {
-            "LaunchTemplateSpecification": {"LaunchTemplateId": {"Ref": f"{role}Template"}, "Version": version},
-            "Overrides": [{"InstanceType": name} for name in types],
+            "LaunchTemplateSpecification": {"LaunchTemplateId": {"Ref": "trainerTemplate"}, "Version": version},
+            "Overrides": [{"InstanceType": name} for name in self.settings.trainer_types],
+        }
+        spot = {
+            "SpotAllocationStrategy": "price-capacity-optimized",
+            "SpotMaxPrice": str(self.settings.max_spot_price),
+            "OnDemandPercentageAboveBaseCapacity": 0,
         }
         return resource(
             "AutoScaling::AutoScalingGroup",
-            AutoScalingGroupName=f"{self.settings.name}-{role}s",
-            MinSize=str(sizes[0]),
-            MaxSize=str(sizes[1]),
+            AutoScalingGroupName=self._trainers,
+            MinSize="0",
+            MaxSize="1000",
             AvailabilityZones={"Fn::GetAZs": ""},
-            MixedInstancesPolicy={"LaunchTemplate": template, "InstancesDistribution": distribution},
+            MixedInstancesPolicy={"LaunchTemplate": template, "InstancesDistribution": spot},
         )
 
-    def coordinator_user_data(self, elastic_ip: dict) -> str:
+    def coordinator_user_data(self) -> dict:
         s = self.settings
         digest = ["--dataset_sha256", s.dataset_sha256] if s.dataset_sha256 else []
-        return self._user_data(
-            COORDINATOR,
-            "run_training_monitor.py",
-            ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)],
-            PUBLIC_IP=elastic_ip["PublicIp"],
-            ALLOCATION_ID=elastic_ip["AllocationId"],
-            IDENTITY_PARAMETER=self._identity_parameter,
-        )
+        flags = ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)]
+        values = {"Fn::Sub": "PUBLIC_IP='${address}' SIGNAL_URL='${signal}'"}
+        return self._user_data(COORDINATOR, "run_training_monitor.py", flags, values)
 
-    def trainer_user_data(self) -> str:
+    def trainer_user_data(self) -> dict:
         s = self.settings
-        flags = ["--initial_peers", self.address(), "--username", f"{s.name}-aws", "--disable_tqdm"]
-        return self._user_data(TRAINER, "run_trainer.py", [*flags, *shlex.split(s.trainer_flags)])
+        flags = ["--username", f"{s.name}-aws", "--disable_tqdm", *shlex.split(s.trainer_flags)]
+        values = {"Fn::Sub": ["INITIAL_PEERS='${peer}' REGION='${AWS::Region}'", {"peer": ADDRESS}]}
+        return self._user_data(TRAINER, "run_trainer.py", flags, values)
 
-    def _user_data(self, role: str, script: str, flags: list[str], **more: str) -> str:
+    def _user_data(self, role: str, script: str, flags: list[str], values: dict) -> dict:
+        """Return user_data.sh with its settings; `values` are those that only CloudFormation knows."""
         s = self.settings
-        values = {"ROLE": role, "REPO_URL": s.repo_url, "REVISION": s.revision, "REGION": s.region, "SCRIPT": script}
-        values |= {"PORT": str(s.port), **more}
-        head = [f"{name}={shlex.quote(value)}" for name, value in values.items()]
+        known = {"ROLE": role, "REPO_URL": s.repo_url, "REVISION": s.revision, "SCRIPT": script, "PORT": str(s.port)}
+        head = [f"{name}={shlex.quote(value)}" for name, value in known.items()]
         shebang, body = (Path(__file__).parent / "user_data.sh").read_text().split("\n", 1)
-        return "\n".join([shebang, *head, f"FLAGS=({shlex.join(flags)})", "", body])
-
-    # --- helpers -----------------------------------------------------------------------------------------------------
+        lines = [shebang, *head, values, f"FLAGS=({shlex.join(flags)})", "", body]
+        return {"Fn::Base64": {"Fn::Join": ["\n", lines]}}
 
     def _tags(self, role: str) -> list[dict]:
         tags = {"Name": f"{self.settings.name}-{role}", TAG: self.settings.name, ROLE: role}
         return [{"Key": key, "Value": value} for key, value in tags.items()]
-
-    def _find_elastic_ip(self) -> dict | None:
-        return next(iter(self.ec2.describe_addresses(Filters=self._ours)["Addresses"]), None)
-
-    def _find_identity(self) -> bytes | None:
-        reply = self.ssm.get_parameters(Names=[self._identity_parameter], WithDecryption=True)
-        return next((base64.b64decode(parameter["Value"]) for parameter in reply["Parameters"]), None)
-
-    def _make_identity(self) -> None:
-        from cotrain.admission.invitations import load_identity  # the import takes seconds
-
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "identity.key"
-            load_identity(path)
-            self.ssm.put_parameter(
-                Name=self._identity_parameter,
-                Value=base64.b64encode(path.read_bytes()).decode(),
-                Type="SecureString",
-                Description="Private key of the coordinator, which determines its peer ID",
-                Tags=self._tags("identity"),
-            )

@@ -4,28 +4,36 @@
 # aws.py puts the settings before this script; together they are the machine's user data. It contains no secret, since
 # anybody who may describe the instance, and any program on it, can read it.
 #
-#   ROLE                coordinator or trainer
-#   REPO_URL, REVISION  the project, and its commit, branch or tag
-#   SCRIPT, FLAGS       what the service runs
-#   PORT, REGION        where others reach this peer; AWS's region
-#   PUBLIC_IP, ALLOCATION_ID, IDENTITY_PARAMETER  for a coordinator
+#   ROLE                     coordinator or trainer
+#   REPO_URL, REVISION       the project, and its commit, branch or tag
+#   SCRIPT, FLAGS            what the service runs
+#   PORT                     where others reach this peer
+#   PUBLIC_IP, SIGNAL_URL    of a coordinator: its elastic IP; where CloudFormation waits for its address, once
+#   INITIAL_PEERS, REGION    of a trainer: the coordinator's address; AWS's region
 # shellcheck disable=SC2154
 set -euo pipefail
 trap give_up EXIT
 
+LOG=/var/log/cloud-init-output.log # this script's output
 FOLDER=/opt/collaboration
 UNITS=/etc/systemd/system
 METADATA=http://169.254.169.254/latest # the instance metadata service
 
 give_up() {
     [[ $? == 0 ]] && return
+    if [[ $ROLE == coordinator ]]; then
+        sleep 1 # the log is written through a pipe
+        signal FAILURE "$(tail -n 5 "$LOG" | tr '\n' ' ' | tr -cd '[:alnum:] .,:/_-' | tail -c 400)"
+    else
+        systemctl start give-back.service # do not pay for an idle instance
+    fi
     echo "This machine could not be set up: see the lines above"
-    [[ $ROLE == coordinator ]] || give_back # do not pay for an idle instance
 }
 
-give_back() { # terminate this trainer's instance, without a replacement
-    retry aws autoscaling terminate-instance-in-auto-scaling-group --region "$REGION" \
-        --instance-id "$(retry metadata instance-id)" --should-decrement-desired-capacity
+signal() { # STATUS TEXT: tell CloudFormation the address, or why there is none
+    local text='{"Status": "%s", "UniqueId": "coordinator", "Reason": "%s", "Data": "%s"}'
+    # shellcheck disable=SC2059
+    retry curl -fsS -X PUT -H "Content-Type:" --data "$(printf "$text" "$1" "$2" "$2")" "$SIGNAL_URL"
 }
 
 metadata() { # PATH: one of the machine's metadata. IMDSv2 requires a token
@@ -37,7 +45,7 @@ metadata() { # PATH: one of the machine's metadata. IMDSv2 requires a token
 retry() { # COMMAND…: the network may not be up yet, and some errors are transient
     local pause
     for pause in 5 10 20 40 80 160; do
-        "$@" && return
+        "$@" && return 0 # in a trap, a bare `return` has the status from before the trap
         echo "Failed, trying again in $pause seconds: $1" >&2
         sleep $pause
     done
@@ -46,11 +54,6 @@ retry() { # COMMAND…: the network may not be up yet, and some errors are trans
 
 as_user() {
     runuser --user collaboration -- env "HOME=$FOLDER" "TMPDIR=$FOLDER/tmp" "$@"
-}
-
-take_address() { # the elastic IP, which cuts all connections that are open by then
-    aws ec2 associate-address --region "$REGION" --instance-id "$(metadata instance-id)" \
-        --allocation-id "$ALLOCATION_ID" --allow-reassociation && [[ $(metadata public-ipv4) == "$PUBLIC_IP" ]]
 }
 
 install_project() { # FILE: the list of requirements
@@ -64,30 +67,35 @@ install_project() { # FILE: the list of requirements
     retry as_user "$FOLDER/venv/bin/pip" install -q --no-cache-dir -r "$FOLDER/project/$1"
 }
 
-load_identity() { # the private key that gives the coordinator its peer ID: only its role may read it
-    local key
-    key=$(retry aws ssm get-parameter --region "$REGION" --name "$IDENTITY_PARAMETER" --with-decryption \
-        --query Parameter.Value --output text)
-    (umask 077 && base64 -d <<<"$key" >"$FOLDER/identity.key")
-    chown collaboration "$FOLDER/identity.key"
+wait_for_address() { # of the monitor, which logs it; fails if the monitor does
+    local log=(journalctl -u collaboration.service -o cat --no-pager)
+    until grep -oPm1 -e '--initial_peers \K/\S+' < <("${log[@]}"); do
+        ! systemctl is-failed -q collaboration.service || { "${log[@]}" -n 3 >&2 && return 1; }
+        sleep 2
+    done
 }
 
-# FLAG…: the machine's own, which FLAGS may overrule. The service is trainer.service with other settings. AWS shuts an
-# interrupted machine down: systemd then stops the trainer, which leaves the run, and does not start give-back.
-write_services() {
+# A service that terminates this trainer's instance, without a replacement. AWS shuts an interrupted machine down: systemd
+# then stops the trainer, which leaves the run, and does not start give-back.
+write_give_back() {
+    cat >"$UNITS/give-back.service" <<EOF
+[Service]
+ExecStart=/usr/bin/env aws autoscaling terminate-instance-in-auto-scaling-group --region $REGION \\
+  --instance-id $(retry metadata instance-id) --should-decrement-desired-capacity
+Restart=on-failure
+RestartSec=10
+StandardOutput=journal+console
+EOF
+}
+
+write_service() { # FLAG…: the machine's own, which FLAGS may overrule. It is trainer.service with other settings
     local command=("$SCRIPT" "$@" --host_maddrs "/ip4/0.0.0.0/tcp/$PORT"
         --announce_maddrs "/ip4/$PUBLIC_IP/tcp/$PORT" "${FLAGS[@]}")
     cat >"$FOLDER/start.sh" <<EOF
 #!/bin/bash
 exec ${FOLDER@Q}/venv/bin/python -u ${command[@]@Q}
 EOF
-    cat >"$FOLDER/give_back.sh" <<EOF
-#!/bin/bash
-METADATA=$METADATA REGION=$REGION
-$(declare -f metadata retry give_back)
-give_back
-EOF
-    chmod 755 "$FOLDER"/{start,give_back}.sh
+    chmod 755 "$FOLDER/start.sh"
     cp "$FOLDER/project/deploy/trainer.service" "$UNITS/collaboration.service"
     mkdir -p "$UNITS/collaboration.service.d"
     cat >"$UNITS/collaboration.service.d/machine.conf" <<EOF
@@ -102,20 +110,24 @@ ExecStart=
 ExecStart=$FOLDER/start.sh
 StandardOutput=journal+console
 EOF
-    printf "[Service]\nExecStart=%s\nStandardOutput=journal+console\n" "$FOLDER/give_back.sh" >"$UNITS/give-back.service"
 }
 
 if [[ $ROLE == coordinator ]]; then
-    retry take_address
+    # CloudFormation attaches the elastic IP, which cuts all connections that are open by then.
+    until [[ $(metadata public-ipv4) == "$PUBLIC_IP" ]]; do sleep 5; done
     install_project requirements-organiser.txt # its flags may ask for a dashboard
-    load_identity
-    write_services --identity_path "$FOLDER/identity.key"
+    write_service
 else
+    write_give_back
     PUBLIC_IP=$(retry metadata public-ipv4)
     install_project requirements.txt
     batch_size=$(cd "$FOLDER/project" && as_user "$FOLDER/venv/bin/python" -m deploy.join)
-    write_services --per_device_train_batch_size "$batch_size"
+    write_service --initial_peers "$INITIAL_PEERS" --per_device_train_batch_size "$batch_size"
 fi
 systemctl daemon-reload
 systemctl enable --now collaboration.service
+if [[ $ROLE == coordinator ]]; then
+    address=$(wait_for_address)
+    signal SUCCESS "$address"
+fi
 echo "This machine is set up as a $ROLE"

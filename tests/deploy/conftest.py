@@ -10,6 +10,7 @@ from moto.utilities.utils import load_resource
 
 from deploy.aws import Deployment
 from tests.support.aws import make_settings
+from tests.support.fake_stack import complete_moto
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,7 @@ def cloud() -> Iterator[str]:
         # the variable: a script with another environment than the launcher's is not forked.
         patch.setattr("moto.ec2.models.amis.AMIS", used)
         patch.setattr("moto.ec2.models.amis.environ", {"MOTO_AMIS_PATH": "no others"})
+        complete_moto(patch)
         server.start()
         yield "http://{}:{}".format(*server.get_host_and_port())
         server.stop()

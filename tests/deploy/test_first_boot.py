@@ -1,6 +1,5 @@
 """First boot of a machine on AWS: its user data, run with fake programs that would require root."""
 
-import base64
 import json
 import os
 import re
@@ -17,8 +16,10 @@ from cotrain.common.flags import parse_arguments
 from deploy.aws import Deployment
 from tests.deploy.test_notebooks import commit_another, make_repository, write_program
 from tests.support.aws import make_settings, read_user_data
+from tests.support.fake_stack import COORDINATOR_ADDRESS, SIGNAL_URL
 
 pytestmark = pytest.mark.programs
+PEER_ID = COORDINATOR_ADDRESS.split("/")[-1]
 
 
 def test_user_data_is_a_valid_script(started, tmp_path):
@@ -37,6 +38,7 @@ case "$*" in
     *"X-aws-ec2-metadata-token: the token"*/meta-data/instance-id) echo i-0123 ;;
     *"X-aws-ec2-metadata-token: the token"*/meta-data/public-ipv4) head -n 1 {0}; sed -i '1{{$!d}}' {0} ;;
     *169.254.169.254*) exit 22 ;;
+    *"-X PUT -H Content-Type: --data "*) ;;
     *) exec {1} "$@" ;;
 esac"""
 
@@ -46,7 +48,7 @@ class Machine:
 
     def __init__(self, folder: Path):
         self.folder, self.addresses = folder / "collaboration", folder / "addresses"
-        self.units, self.log = folder / "units", folder / "log"
+        self.units, self.log, self.output = folder / "units", folder / "log", folder / "output"
         self.units.mkdir()
         self.addresses.write_text("203.0.113.7\n")
         python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
@@ -69,16 +71,22 @@ class Machine:
         return subprocess.run(list(map(str, command)), **options)
 
     def boot(self, user_data: str) -> subprocess.CompletedProcess:
-        for name, value in {"FOLDER": self.folder, "UNITS": self.units}.items():
+        for name, value in {"FOLDER": self.folder, "UNITS": self.units, "LOG": self.output}.items():
             user_data, count = re.subn(rf"^{name}=.*$", f"{name}={value}", user_data, count=1, flags=re.MULTILINE)
             assert count == 1
         script = self.folder.parent / "user_data.sh"
         script.write_text(user_data)
-        return self.run("bash", script)
+        return self.run("bash", "-c", f"set -o pipefail; bash {script} 2>&1 | tee {self.output}")
 
     def changes(self) -> str:
         """Return what this machine changes in trainer.service."""
         return (self.units / "collaboration.service.d" / "machine.conf").read_text()
+
+    def signal(self) -> dict[str, str]:
+        """Return what the machine has told CloudFormation."""
+        (sent,) = re.findall(r"^curl .*--data (.*) (\S+)$", self.log.read_text(), re.MULTILINE)
+        assert sent[1] == SIGNAL_URL
+        return json.loads(sent[0])
 
     def service_arguments(self) -> list[str]:
         """Return the command line that systemd would run."""
@@ -101,16 +109,18 @@ def repository(tmp_path) -> Path:
 
 
 class TestFirstBoot:
-    def test_trainer(self, started, repository, machine):
+    def test_trainer(self, deployment, repository, machine):
         settings = make_settings(
             repo_url=f"file://{repository}",
             revision=commit_another(repository),
             trainer_flags="--bandwidth 500 --username 'a b%c$d'",
         )
-        result = machine.boot(Deployment(settings).trainer_user_data())
+        started = Deployment(settings)
+        started.set_trainers(1)
+        result = machine.boot(read_user_data(started, "trainer"))
         assert result.returncode == 0, result.stdout + result.stderr
         training, _, peer, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", machine.service_arguments())
-        assert peer.initial_peers == [started.address()] and not peer.client_mode
+        assert peer.initial_peers == [COORDINATOR_ADDRESS] and not peer.client_mode
         assert peer.host_maddrs == ["/ip4/0.0.0.0/tcp/31337"]
         assert peer.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]
         assert training.per_device_train_batch_size == 8, "by the GPU's memory"
@@ -125,15 +135,22 @@ class TestFirstBoot:
             result = machine.run("systemd-analyze", "verify", *machine.units.glob("*.service"))
             assert result.returncode == 0, result.stderr
 
-    def test_coordinator(self, started, repository, machine):
-        ip = started.address().split("/")[2]
-        machine.addresses.write_text(f"198.51.100.1\n198.51.100.1\n{ip}\n")  # the elastic IP comes later
-        key = started.ssm.get_parameter(Name="/collaborative-training/test/identity", WithDecryption=True)
-        machine.install("aws", f"[[ $1 != ssm ]] || echo {key['Parameter']['Value']}")
+    def test_coordinator(self, deployment, repository, machine):
         data = {"dataset_url": "https://example.org/data.tar.gz", "dataset_sha256": "A" * 64}
-        settings = make_settings(repo_url=f"file://{repository}", **data)
-        (elastic_ip,) = started.ec2.describe_addresses()["Addresses"]
-        user_data = Deployment(settings).coordinator_user_data(elastic_ip)
+        started = Deployment(make_settings(repo_url=f"file://{repository}", **data))
+        started.start_coordinator()
+        ip = started.ec2.describe_addresses()["Addresses"][0]["PublicIp"]
+        machine.addresses.write_text(f"198.51.100.1\n198.51.100.1\n{ip}\n")  # the elastic IP comes later
+        address = f"/ip4/{ip}/tcp/31337/p2p/{PEER_ID}"
+        machine.install("systemctl", "[[ $1 != is-failed ]]")
+        machine.install(
+            "journalctl",
+            f"""
+            echo Starting
+            [[ -e {machine.output}.seen ]] && echo '[INFO] To connect other peers, use --initial_peers {address} /x'
+            touch {machine.output}.seen""",
+        )
+        user_data = read_user_data(started, "coordinator")
         result = machine.boot(user_data)
         assert result.returncode == 0, result.stdout + result.stderr
 
@@ -141,31 +158,38 @@ class TestFirstBoot:
         assert (peer.announce_maddrs, peer.run_id) == ([f"/ip4/{ip}/tcp/31337"], "r")
         found = run.dataset_url, run.dataset_sha256
         assert found == (data["dataset_url"], "a" * 64), "the trainers take them from the coordinator"
-        identity = machine.folder / "identity.key"
-        assert peer.identity_path == str(identity)
-        assert base64.b64encode(identity.read_bytes()).decode() == key["Parameter"]["Value"]
-        assert identity.stat().st_mode & 0o777 == 0o600
-        assert key["Parameter"]["Value"] not in result.stdout + result.stderr
         log = machine.log.read_text()
         assert f"-r {machine.folder}/project/requirements-organiser.txt" in log, "its flags may ask for a dashboard"
-        assert "aws ssm get-parameter --region us-east-1 --name /collaborative-training/test/identity" in log
-        address = f"--instance-id i-0123 --allocation-id {elastic_ip['AllocationId']} --allow-reassociation"
-        assert f"aws ec2 associate-address --region us-east-1 {address}\n" in log
+        assert machine.signal() == {
+            "Status": "SUCCESS", "UniqueId": "coordinator", "Reason": address, "Data": address,
+        }  # fmt: skip
 
-        result = machine.boot(user_data.replace(f"file://{repository}", "file:///nothing"))
+    @pytest.mark.parametrize(
+        ("repo_url", "reason"),
+        [("file:///nothing", "does not appear to be a git repository"), (None, "error: wrong flag")],
+    )
+    def test_coordinator_that_cannot_start_reports_why(self, deployment, repository, machine, repo_url, reason):
+        started = Deployment(make_settings(repo_url=repo_url or f"file://{repository}"))
+        started.start_coordinator()
+        machine.addresses.write_text(started.ec2.describe_addresses()["Addresses"][0]["PublicIp"] + "\n")
+        machine.install("journalctl", """echo 'error: "wrong" $flag'""")
+        result = machine.boot(read_user_data(started, "coordinator"))
         assert result.returncode != 0 and "could not be set up" in result.stdout
-        assert "aws autoscaling" not in machine.log.read_text(), "a coordinator waits for its organiser"
+        assert machine.signal()["Status"] == "FAILURE" and reason in machine.signal()["Reason"]
+        assert "give-back" not in machine.log.read_text(), "a coordinator waits for its organiser"
 
     @pytest.mark.parametrize("set_up", [True, False])
-    def test_a_trainer_gives_its_machine_back(self, started, repository, machine, tmp_path, set_up):
+    def test_a_trainer_gives_its_machine_back(self, deployment, repository, machine, tmp_path, set_up):
         machine.install("aws", "")
-        settings = make_settings(repo_url=f"file://{repository if set_up else tmp_path / 'nothing'}")
-        result = machine.boot(Deployment(settings).trainer_user_data())
+        started = Deployment(make_settings(repo_url=f"file://{repository if set_up else tmp_path / 'nothing'}"))
+        started.set_trainers(1)
+        result = machine.boot(read_user_data(started, "trainer"))
         assert (result.returncode == 0) == set_up
         assert ("This machine could not be set up" in result.stdout) == (not set_up)
-        if set_up:
-            assert "aws autoscaling" not in machine.log.read_text()
-            assert machine.run(machine.folder / "give_back.sh").returncode == 0
+        assert ("systemctl start give-back.service" in machine.log.read_text()) == (not set_up)
+        unit = (machine.units / "give-back.service").read_text().replace("\\\n", " ")
+        (command,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+        assert machine.run(*command.split()).returncode == 0
         assert (
             "aws autoscaling terminate-instance-in-auto-scaling-group --region us-east-1 --instance-id i-0123 "
             "--should-decrement-desired-capacity\n" in machine.log.read_text()

@@ -290,10 +290,8 @@ def test_deploy_notebook(account):
         "deploy_on_aws.ipynb", NAME="nb", REPO_URL="https://example.org/project.git", DATASET_URL=DATA, RUN_ID="r",
         REALLY=True, MORE={"trainer_image": IMAGE},
     )  # fmt: skip
-    for cell in notebook.cells:  # nobody listens at the address of a fake machine
-        cell.source = cell.source.replace("print(deployment.wait_until_ready())", "")
     printed = execute(notebook, ROOT / "deploy")
     assert re.search(r"^--initial_peers /ip4/[\d.]+/tcp/31337/p2p/\w+$", printed, re.MULTILINE)
-    assert "AWS keeps 2 trainers running" in printed and "At most $" in printed
+    assert "AWS keeps 2 trainers running" in printed and printed.count("\ntrainer ") == 2
     assert printed.rstrip().endswith("Removed all resources of 'nb'")
     assert Deployment(make_settings(name="nb")).instances() == []

@@ -15,9 +15,7 @@ from tests.support.messages import is_printed
 from tests.support.peers import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text()} | {
-    name: name for name in ("deploy.probe",)
-}
+MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text()}
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 ADDRESS = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
 PLACEHOLDERS = [
@@ -32,7 +30,7 @@ PLACEHOLDERS = [
 ]
 # Of other programs
 FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir", "--project", "--require-hashes", "--gpus",
-                   "--network", "--init", "--stop-timeout"}  # fmt: skip
+                   "--instance-id", "--network", "--output", "--init", "--stop-timeout"}  # fmt: skip
 # Files of the repository, not files that the scripts write.
 FILE = re.compile(
     r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(cotrain|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
