@@ -448,7 +448,7 @@ class LocalTrainingArguments(HyperparameterArguments):
     save_total_limit: int = flag(2, "Keep this many checkpoints")
     logging_steps: int = flag(100, "Log the local loss every this many local steps")
     logging_first_step: bool = flag(True, "Log the first local step too")
-    disable_tqdm: bool = flag(False, "Show no progress bar and no status panel on the terminal")
+    disable_tqdm: bool = flag(False, "Show no progress bar on the terminal")
     status: bool = flag(
         False,
         "Print the status of the trainer of this --output_dir, and exit: with code 0 if it runs, otherwise with 1",

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 import warnings
 
 from hivemind.utils.logging import use_hivemind_log_handler
@@ -16,37 +15,22 @@ logger = logging.getLogger(__name__)
 
 
 class TerminalLogStream:
-    """Log stream on a terminal: writes above a tqdm progress bar or a live panel of rich, which replaces sys.stderr.
+    """Log stream on a terminal: writes above a tqdm progress bar.
 
-    A forked process knows neither: its parent would draw over its lines. They pass through a pipe to the parent.
+    A forked process has no bar, and tqdm's lock, which a thread of its parent may have held during the fork.
     """
 
     def __init__(self):
-        self._is_child = False
-        reader, self._writer = os.pipe()
-        os.register_at_fork(after_in_child=self._enter_child)
-        threading.Thread(target=self._forward, args=(reader,), name="ChildLogs", daemon=True).start()
+        self._parent = os.getpid()
 
     def write(self, text: str) -> None:
-        if self._is_child:
-            os.write(self._writer, text.encode())
+        if os.getpid() == self._parent:
+            tqdm.write(text, file=sys.stderr, end="")
         else:
-            with tqdm.get_lock():  # before sys.stderr is read: the panel may take its place meanwhile
-                tqdm.write(text, file=sys.stderr, end="")
+            sys.stderr.write(text)
 
     def flush(self) -> None:
-        if not self._is_child:
-            sys.stderr.flush()
-
-    def _enter_child(self) -> None:
-        # A thread of the parent may have held the panel's lock during the fork.
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        self._is_child = True
-
-    def _forward(self, reader: int) -> None:
-        with os.fdopen(reader, errors="replace") as lines:
-            for line in lines:
-                self.write(line)
+        sys.stderr.flush()
 
 
 class TracebackFilter(logging.Filter):

@@ -25,7 +25,7 @@ from cotrain.monitoring.parsing import parse_peers, parse_shares
 from cotrain.monitoring.progress_log import ProgressLog
 from cotrain.monitoring.reporters import Reporters
 from cotrain.peer.peer import Peer
-from cotrain.status.console import ClientModeAlarm
+from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import TrainingState

@@ -73,7 +73,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
-    """Return the status as rows of a table: a label, and a text on one line. The number of rows is constant."""
+    """Return the status as rows of a table: a label, and a text on one line."""
     s, wait = status, "at an unknown time"
     if s.seconds_to_next is not None:
         wait = f"in {format_duration(s.seconds_to_next)}"

@@ -1,4 +1,4 @@
-"""Keeps the status of a trainer, writes it to its output folder, and shows it."""
+"""Keeps the status of a trainer, writes it to its output folder, and logs the progress."""
 
 import contextlib
 import time
@@ -17,14 +17,13 @@ from cotrain.common.json_file import write_json
 from cotrain.common.threads import PeriodicThread
 from cotrain.dht.metrics_schema import MAX_COUNT, MAX_ROUNDS
 from cotrain.peer.addresses import count_connections, peer_id_in
-from cotrain.status.console import StatusPanel
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import FILE_NAME, TrainerStatus, describe_progress
 
 logger = get_logger(__name__)
 
-WRITE_SECONDS, DRAW_SECONDS = 5.0, 1.0  # between two writes of the file, and two updates of the panel
-LOG_SECONDS = 30.0  # between two reads of the connections and, without a panel, two lines about the progress
+WRITE_SECONDS = 5.0  # between two writes of the file
+LOG_SECONDS = 30.0  # between two lines about the progress, and two reads of the connections
 MAX_SECONDS_TO_STEP = 30 * 86400.0  # longer estimates are those of trainers without a known speed
 MAX_REASON = 100  # characters
 REASONS = {
@@ -35,10 +34,10 @@ REASONS = {
 
 
 class StatusKeeper(PeriodicThread):
-    """Thread that writes the status, and shows it in a panel or logs the progress. The training thread only counts.
+    """Thread that writes the status and logs the progress. The training thread only counts.
 
     :param peer_id: in base58
-    :param should_stop: returns whether the trainer is to end. The panel is closed then: it would hide the messages
+    :param should_stop: returns whether the trainer is to end
     """
 
     def __init__(
@@ -50,17 +49,16 @@ class StatusKeeper(PeriodicThread):
         peer_id: str,
         loss_meter: LossMeter,
         should_stop: Callable[[], bool] = bool,
-        panel: StatusPanel | None = None,
     ):
-        super().__init__(WRITE_SECONDS if panel is None else DRAW_SECONDS)
+        super().__init__(WRITE_SECONDS)
         self.path, self.optimizer, self.args, self.peer_id = folder / FILE_NAME, optimizer, args, peer_id
-        self.loss_meter, self.should_stop, self.panel = loss_meter, should_stop, panel
+        self.loss_meter, self.should_stop = loss_meter, should_stop
         end_time = None if args.ends_at is None else args.end_time
         self._status = TrainerStatus(name, args.run_id, optimizer.target_batch_size, args.page, end_time)
         self._begun_at = 0  # step after which each one is joined or missed
         self._computed = 0
         self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
-        self._write_at, self._log_at = float("-inf"), time.monotonic() + LOG_SECONDS  # time.monotonic
+        self._log_at = time.monotonic() + LOG_SECONDS
 
     def start(self) -> None:
         self.write()  # the status of an earlier trainer in this folder is over
@@ -112,20 +110,9 @@ class StatusKeeper(PeriodicThread):
             known = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
             known |= {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
             self._log_at, self._status.connections = now + LOG_SECONDS, count_connections(self.optimizer.dht, known)
-            if self.panel is None and not self.should_stop():
+            if not self.should_stop():
                 logger.info(describe_progress(self.update(), self.loss_meter.mean()))
-        if self.panel is not None and self.should_stop():
-            self.panel.close()
-            self.panel = None
-            logger.info("Stopping. A second Ctrl-C ends the trainer at once")
-        elif self.panel is not None:
-            try:
-                self.panel.show(self.update())
-            except OSError:  # the terminal is gone
-                self.panel = None
-        if now >= self._write_at:
-            self._write_at = now + WRITE_SECONDS
-            self.write()
+        self.write()
 
     def write(self) -> None:
         with contextlib.suppress(OSError):  # on a full disk the file grows old, which `--status` says
@@ -153,7 +140,5 @@ class StatusKeeper(PeriodicThread):
         self.stop()
         if self.ident is not None:
             self.join()
-            if self.panel is not None:
-                self.panel.close()
             self._status.ended_at = time.time()
             self.write()

@@ -25,7 +25,7 @@ from cotrain.dht.run_records import LocalMetrics, PeerInfo, RoundStatistics
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.peer import Peer, supervise
 from cotrain.peer.run_config import RunConfigRelay
-from cotrain.status.console import ClientModeAlarm, open_panel
+from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import describe_end, describe_gift
 from cotrain.status.status_keeper import StatusKeeper
@@ -68,10 +68,8 @@ class TrainingSession:
         self.relay = relay or RunConfigRelay(peer, None, lifetime=0.0)
         peer_id = str(peer.dht.peer_id)
         self.name = self.args.username or derive_name(peer_id)
-        self.loss_meter, panel = LossMeter(), open_panel(args.training.disable_tqdm)
-        self.status = StatusKeeper(
-            self.folder, optimizer, self.args, self.name, peer_id, self.loss_meter, should_stop, panel
-        )
+        self.loss_meter = LossMeter()
+        self.status = StatusKeeper(self.folder, optimizer, self.args, self.name, peer_id, self.loss_meter, should_stop)
         optimizer.round_log = RoundLog(self.folder, on_entry=self.status.record_round)
         self.backup = BackupWriter(self.folder / "backup.pt", self.args.run_id)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())

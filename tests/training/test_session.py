@@ -17,7 +17,7 @@ from cotrain.common.errors import UserError
 from cotrain.common.names import derive_name
 from cotrain.dht import run_records
 from cotrain.dht.records import signer_of
-from cotrain.status.console import ClientModeAlarm
+from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.training import session as session_module
 from cotrain.training.checkpoints import BackupWriter
 from cotrain.training.session import TrainingSession
