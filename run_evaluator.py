@@ -6,7 +6,7 @@ reachable.
 
     ./run_evaluator.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
 
-The monitor logs and draws the results, too.
+The results go to the log, to evaluations.jsonl and, with --report_to, to a dashboard.
 """
 
 from contextlib import ExitStack

@@ -25,7 +25,7 @@ from arguments import (
 )
 from cotrain.arguments import check_compression
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import PEER_ID, ArgumentsError, check_maddr, flag, parse_command_line, parse_repo_id
+from cotrain.common.flags import ArgumentsError, check_maddr, flag, parse_command_line, parse_repo_id
 from cotrain.common.json_file import write_json
 from cotrain.common.processes import StopSignal, guard_children
 
@@ -47,11 +47,6 @@ class TrainingMonitorArguments(ReportingArguments):
     save_total_limit: int = flag(2, "Keep this many checkpoints")
     hourly_checkpoints: int = flag(
         8, "Also keep the first checkpoint of each of this many hours, in case the newest are bad", at_least=0
-    )
-    evaluators: list[str] = flag(
-        list,
-        "Report the results of these peers only: run_evaluator.py logs 'This evaluator is PEER_ID' at its start. "
-        "Default: of the first three peers that publish results, once a minute; they may be anybody",
     )
     space_id: str | None = flag(
         None,
@@ -99,12 +94,6 @@ class TrainingMonitorArguments(ReportingArguments):
             raise ArgumentsError("--sample_text needs the model of the checkpoints: drop --no_store_checkpoints")
         for maddr in self.assistant_maddrs:
             check_maddr("--assistant_maddrs", maddr)
-        for peer_id in self.evaluators:
-            if PEER_ID.fullmatch(peer_id) is None:
-                raise ArgumentsError(
-                    f"--evaluators: '{peer_id}' is not a peer ID; copy it from the evaluator's line 'This evaluator "
-                    "is …'"
-                )
         if self.repo_id is not None:
             self.repo_id = parse_repo_id("--repo_id", self.repo_id)
             if not self.store_checkpoints:

@@ -2,7 +2,6 @@
 
 from cotrain.dht.metrics_schema import LocalMetrics
 from cotrain.dht.run_records import (
-    Evaluation,
     MetricSchema,
     MonitorStatus,
     PeerInfo,

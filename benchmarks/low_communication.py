@@ -132,7 +132,7 @@ class TextTask:
         return self.task.collate([self._samples[index] for index in indices])
 
     def evaluate(self, model: torch.nn.Module) -> float:
-        return self._evaluator.evaluate(model, step=0).metrics["loss"]
+        return self._evaluator.evaluate(model, step=0)["loss"]
 
 
 class Results:

@@ -45,7 +45,7 @@ class StepRecorder(TrainerCallback):
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.recorder.write("local step", samples=samples, waited=0.0)
         if self.evaluation_steps and state.global_step % self.evaluation_steps == 0:
-            loss = self.evaluator.evaluate(model, state.global_step).metrics["loss"]
+            loss = self.evaluator.evaluate(model, state.global_step)["loss"]
             self.recorder.write("evaluation", step=state.global_step, loss=loss)
 
     def on_log(self, args, state, control, logs, **kwargs):

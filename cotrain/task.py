@@ -39,7 +39,7 @@ class Task:
         return model(**batch).loss
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> dict[str, Metric]:
-        """Return the metrics of a batch of validation samples by name: letters, digits and "_", at most 8 metrics."""
+        """Return the metrics of a batch of validation samples by name."""
         return {"loss": self.compute_loss(model, batch)}
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:

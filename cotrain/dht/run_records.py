@@ -1,7 +1,5 @@
 """Records that peers publish in the DHT: schemas, validators, reading and writing."""
 
-import re
-
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
@@ -18,7 +16,6 @@ from cotrain.dht.metrics_schema import (
     Count,
     ExtensibleRecord,
     HistoryRow,
-    InvalidValue,
     LocalMetrics,
     Step,
 )
@@ -26,9 +23,6 @@ from cotrain.dht.node import NUM_BUCKETS, PROGRESS
 from cotrain.dht.records import ReadableValidator, RunValidator, SafeValidatorMixin
 
 logger = get_logger(__name__)
-
-MAX_METRICS = 8  # of an evaluation
-_METRIC_NAME = re.compile(r"\w{1,32}", re.ASCII)
 
 
 class MonitorStatus(pydantic.BaseModel):
@@ -61,29 +55,6 @@ class RoundStatistics(ExtensibleRecord):
     averaging: pydantic.confloat(strict=True, ge=0.0, le=1.0) | None = None
 
 
-class Evaluation(ExtensibleRecord):
-    """Record of an evaluator: metrics over validation samples, for the parameters of a global step.
-
-    The metrics are further fields: at most MAX_METRICS finite numbers; None: there is no such metric.
-    """
-
-    step: Step
-    samples: Count
-
-    @pydantic.root_validator(pre=True)
-    def check_metrics(cls, values: dict) -> dict:
-        names = values.keys() - cls.__fields__.keys()
-        if len(names) > MAX_METRICS or not all(_METRIC_NAME.fullmatch(name) for name in names):
-            raise InvalidValue("wrong metrics")
-        return values
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics by name, the loss first: pydantic keeps no order. A stranger's may be named as a method."""
-        names = sorted(vars(self).keys() - self.__fields__.keys(), key=lambda name: (name != "loss", name))
-        return {name: value for name in names if (value := vars(self)[name]) is not None}
-
-
 class MetricSchema(pydantic.BaseModel):
     """The DHT keys of a run without the prefix; each holds a dictionary from the signer's public key to a record."""
 
@@ -93,7 +64,6 @@ class MetricSchema(pydantic.BaseModel):
     monitor: dict[BytesWithPublicKey, MonitorStatus]
     peers: dict[BytesWithPublicKey, PeerInfo]
     rounds: dict[BytesWithPublicKey, RoundStatistics]
-    evaluation: dict[BytesWithPublicKey, Evaluation]
 
 
 # Checked by the reader (cotrain/averaging/progress.py), which warns about peers with another protocol number

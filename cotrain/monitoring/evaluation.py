@@ -15,10 +15,8 @@ from tqdm import tqdm
 
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
-from cotrain.common.errors import UserError
 from cotrain.dht import run_records
 from cotrain.dht.metrics_schema import MAX_NUMBER
-from cotrain.dht.run_records import MAX_METRICS, Evaluation
 from cotrain.monitoring.aggregation import MAX_SPREAD
 from cotrain.monitoring.parsing import parse_progress
 from cotrain.monitoring.reporters import Reporters
@@ -29,7 +27,6 @@ from cotrain.tasks.loading import load_samples
 logger = get_logger(__name__)
 
 MAX_PAUSE = 60.0  # seconds between two attempts to download a state
-LIFETIME = 3600.0  # seconds; of an evaluation in the DHT
 
 
 class Evaluator:
@@ -45,8 +42,8 @@ class Evaluator:
         self.num_samples = min(len(self.samples), args.max_eval_samples or len(self.samples))
         self.device = torch.device("cuda:0" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
-    def evaluate(self, model: torch.nn.Module, step: int) -> Evaluation | None:
-        """Evaluate a copy of a model; None if `should_stop` ended it."""
+    def evaluate(self, model: torch.nn.Module, step: int) -> dict[str, float] | None:
+        """Return the metrics of a copy of a model; None if `should_stop` ended it."""
         model = copy.deepcopy(model).to(self.device).eval()
         batch_size, sums, counts = self.args.per_device_eval_batch_size, defaultdict(float), Counter()
         starts = range(0, self.num_samples, batch_size)
@@ -64,12 +61,7 @@ class Evaluator:
                     counts[name] += count
         metrics = self.task.summarize({name: value / max(1, counts[name]) for name, value in sums.items()})
         # In this order also NaN, which a broken model has, is MAX_NUMBER.
-        bounded = {name: max(-MAX_NUMBER, min(MAX_NUMBER, float(value))) for name, value in metrics.items()}
-        try:
-            return Evaluation(**{"step": step, "samples": self.num_samples, **bounded})
-        except ValueError:
-            rule = f"at most {MAX_METRICS} metrics, named by at most 32 letters, digits and '_'"
-            raise UserError(f"the task must have {rule}, and has: {', '.join(metrics)}") from None
+        return {name: max(-MAX_NUMBER, min(MAX_NUMBER, float(value))) for name, value in metrics.items()}
 
 
 @dataclass
@@ -131,11 +123,10 @@ class EvaluationLoop:
         self._backoff.reset()
         donor, metadata, tensors = downloaded
         self.averager.restore(metadata, tensors)
-        evaluation = self.evaluator.evaluate(self.model, self.averager.local_epoch)
-        if evaluation is None:
+        step = self.averager.local_epoch
+        metrics = self.evaluator.evaluate(self.model, step)
+        if metrics is None:
             return
-        self.evaluated_step = evaluation.step
+        self.evaluated_step = step
         self._next_time = started + self.args.evaluation_interval
-        self.reporter.report_evaluation(evaluation, f"\t({time.monotonic() - started:.1f} s, from {donor})")
-        key = f"{self.run_id}_evaluation"
-        run_records.store_record(self.peer.dht, key, self.peer.public_key, evaluation.dict(), LIFETIME)
+        self.reporter.report_evaluation(step, metrics, f"\t({time.monotonic() - started:.1f} s, from {donor})")

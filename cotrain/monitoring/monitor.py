@@ -15,8 +15,7 @@ from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError
 from cotrain.dht import run_records
 from cotrain.dht.clock import run_time
-from cotrain.dht.records import signer_of
-from cotrain.dht.run_records import Evaluation, MonitorStatus
+from cotrain.dht.run_records import MonitorStatus
 from cotrain.monitoring.advice import Adviser
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
@@ -36,7 +35,6 @@ MAX_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
 # Steps that a downloaded state may be ahead of the reports, which lag by a refresh period and a download. The monitor
 # offers a saved checkpoint permanently: all trainers would adopt the state of a fabricated step.
 MAX_LEAD = MAX_JUMP
-MAX_EVALUATORS = 3  # without --evaluators
 
 
 class CheckpointKeeper:
@@ -150,8 +148,6 @@ class TrainingMonitor:
         self._client_mode_alarm = ClientModeAlarm()
         self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
         self._newest_step = aggregator.last_reported_step
-        self._evaluated: dict[str, float] = {}  # an evaluator's peer ID -> expiration of its newest reported record
-        self._evaluations_read_at = float("-inf")
         self._leaders_shown_at = contributors.step
 
     def refresh(self, page: str | None = None) -> None:
@@ -167,7 +163,6 @@ class TrainingMonitor:
         self._log_refused()
         num_clients = sum(trainer.heartbeat is not None and trainer.heartbeat.client_mode for trainer in trainers)
         self._client_mode_alarm.check(len(trainers), num_clients)
-        self._report_evaluations()
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
         leaving = [key in peers and peers[key]["leaving"] for key in self.aggregator.contributors]
         if self.keeper is not None:
@@ -213,24 +208,6 @@ class TrainingMonitor:
         logger.info(format_leaderboard(self.contributors))
         self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)
         return build_curves(self.contributors)
-
-    def _report_evaluations(self) -> None:
-        """Report evaluations published since the last refresh. Those of steps not reported yet are postponed.
-
-        Anybody may publish them: without --evaluators, those of the first MAX_EVALUATORS peers count, once a minute.
-        """
-        now, named = time.monotonic(), self.args.evaluators
-        if not named and now < self._evaluations_read_at + 60:
-            return
-        self._evaluations_read_at, records = now, self._read("evaluation")
-        found = {str(signer_of(subkey)): record for subkey, record in records.items()}
-        counting = named or [*(self._evaluated | found)][:MAX_EVALUATORS]
-        for peer in found.keys() & set(counting):
-            evaluation, expiration = Evaluation(**found[peer].value), found[peer].expiration_time
-            is_new = self._evaluated.setdefault(peer, 0.0) < expiration  # also of a lower step
-            if is_new and evaluation.step <= self.aggregator.last_reported_step:
-                self.reporter.report_evaluation(evaluation)
-                self._evaluated[peer] = expiration
 
     def _log_refused(self) -> None:
         """Log the refused records, at most once a minute: any peer can write to the DHT."""

@@ -1,4 +1,4 @@
-"""Output of the monitor: steps go to metrics.jsonl, evaluations to evaluations.jsonl, both optionally to a dashboard.
+"""Output of monitor and evaluator: steps in metrics.jsonl, evaluations in evaluations.jsonl, optionally a dashboard.
 
 metrics.jsonl is the durable record: no step is lost from it, and a restarted monitor reads the last step from it. A
 dashboard (trackers.py) is for display only.
@@ -14,18 +14,16 @@ from pathlib import Path
 
 from cotrain.common.errors import describe
 from cotrain.common.json_file import read_records
-from cotrain.dht.run_records import Evaluation
 from cotrain.monitoring.aggregation import StepReport
 
 logger = logging.getLogger(__name__)
 
 # A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
 TABLE_GROWTH = 1.05
-MAX_METRICS = 16  # of all evaluations together: any peer may publish one, with names of its choice
 
 
 class Reporters:
-    """The files and at most one dashboard. Steps arrive in ascending order, an evaluation after its step.
+    """The files and at most one dashboard.
 
     :param report_to: the dashboard, see `trackers.build_tracker`, to which `options` are passed
     :raises OSError: if the output folder or a file there is not writable
@@ -35,7 +33,6 @@ class Reporters:
         self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
         self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
         self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
-        self._metrics: set[str] = set()  # of evaluations
         self.dashboard = None
         if report_to != "none":
             from cotrain.monitoring.trackers import Dashboard, build_tracker  # a second
@@ -58,15 +55,13 @@ class Reporters:
         self.metrics_file.write(record | more)
         self._log({name: value for name, value in record.items() if value is not None and name != "step"}, report.step)
 
-    def report_evaluation(self, evaluation: Evaluation, remark: str = "") -> None:
+    def report_evaluation(self, step: int, metrics: dict[str, float], remark: str = "") -> None:
         """:param remark: added to the line in the log"""
-        metrics, known = evaluation.metrics, self._metrics
-        known.update([name for name in metrics if name not in known][: MAX_METRICS - len(known)])
-        values = {curve_name(name): value for name, value in metrics.items() if name in known}
+        values = {curve_name(name): value for name, value in metrics.items()}
         described = "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
-        logger.info(f"Step #{evaluation.step}\t{described}{remark}")
-        self.evaluations_file.write({"step": evaluation.step, **values, "time": round(time.time(), 3)})
-        self._log(values, evaluation.step)
+        logger.info(f"Step #{step}\t{described}{remark}")
+        self.evaluations_file.write({"step": step, **values, "time": round(time.time(), 3)})
+        self._log(values, step)
 
     def _log(self, values: dict, step: int) -> None:
         if self.dashboard is not None:
@@ -90,7 +85,7 @@ class Reporters:
 
 
 def curve_name(metric: str) -> str:
-    """Return the name of an evaluation's curve, other than those of the steps: an evaluator may choose any."""
+    """Return the name of an evaluation's curve, other than those of the steps: a task may choose any."""
     name = metric.replace("_", " ")
     return name if metric in ("perplexity", "mlm_accuracy", "sop_accuracy") else f"validation {name}"
 

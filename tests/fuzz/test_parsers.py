@@ -57,7 +57,7 @@ from cotrain.data.manifest import Manifest
 from cotrain.dht.metrics_schema import MAX_STEP
 from cotrain.dht.node import DHTProtocol, bucket_of
 from cotrain.dht.records import peer_id_of
-from cotrain.dht.run_records import Evaluation, make_validators
+from cotrain.dht.run_records import make_validators
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.parsing import parse_peers, parse_shares
@@ -82,7 +82,6 @@ RECORDS = {
     "monitor": {"stores_checkpoints": True, "checkpoint_step": 17},
     "peers": {"username": "alice", "leaving": False},
     "rounds": {"rounds": 4, "complete": 3, "computed": 64, "applied": 60},
-    "evaluation": {"step": 17, "samples": 64, "loss": 1.5, "accuracy": None},
     "training_progress": PROGRESS,
     "state_averager.all_averagers": 17.0,
     "run_config": RunConfig.sign(SETTINGS, KEY).record,
@@ -122,8 +121,6 @@ def read_everywhere(name: str, value: object) -> None:
             assert contributors.find_name(SUBKEY).isprintable()
     elif name == "rounds":
         assert all(0 <= share <= 1 for share in parse_shares(found).values())
-    elif name == "evaluation":
-        assert all(map(math.isfinite, Evaluation(**value).metrics.values()))
     elif name == "run_config":
         choose({SUBKEY: value}, {PEER}, "run")
     else:

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig
 
 from cotrain.arguments import DatasetArguments
-from cotrain.common.errors import UserError
 from cotrain.dht import run_records
 from cotrain.models.model import build_model
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
@@ -37,7 +36,7 @@ def test_loss_is_that_of_the_model(family, is_broken):
     with torch.inference_mode():
         expected = model(**batch).loss.item()
     task.load_samples, task.collate = lambda split: range(8), lambda samples: batch
-    metrics = Evaluator(task, bool, EvaluatorArguments(use_cpu=True)).evaluate(model, step=3).metrics
+    metrics = Evaluator(task, bool, EvaluatorArguments(use_cpu=True)).evaluate(model, step=3)
     loss, perplexity = (1e9, math.exp(20)) if is_broken else (expected, math.exp(expected))
     assert metrics.pop("loss") == pytest.approx(loss, rel=1e-5)
     if family == "gpt2":
@@ -84,17 +83,9 @@ class Noise(Task):
 
 def test_means_are_over_what_a_task_counts_and_random_numbers_are_the_same_each_time():
     evaluator = Evaluator(Noise(), bool, EvaluatorArguments(use_cpu=True, per_device_eval_batch_size=3))
-    one, other = (evaluator.evaluate(torch.nn.Linear(1, 1), step=1).metrics for _ in range(2))
+    one, other = (evaluator.evaluate(torch.nn.Linear(1, 1), step=1) for _ in range(2))
     assert one == other
     assert (one["mean"], one["over_4"]) == (4.5, 7.0)
-
-
-@pytest.mark.parametrize("metrics", [{"a b": 1.0}, {"x" * 33: 1.0}, {"step": 1.5}, {f"m{n}": 1.0 for n in range(9)}])
-def test_metrics_that_the_run_has_no_room_for_are_refused(metrics):
-    task = Noise()
-    task.evaluate = lambda model, batch: metrics
-    with pytest.raises(UserError, match="at most 8"):
-        Evaluator(task, bool, EvaluatorArguments(use_cpu=True)).evaluate(torch.nn.Linear(1, 1), step=1)
 
 
 def test_the_same_each_time_whatever_the_batch_size(evaluate):
@@ -104,12 +95,11 @@ def test_the_same_each_time_whatever_the_batch_size(evaluate):
     assert one == again
     for batch_size in (1, 7, 64):
         other, _ = evaluate(per_device_eval_batch_size=batch_size)
-        assert other.loss == pytest.approx(one.loss, rel=1e-5)
-        assert other.metrics == {**one.metrics, "loss": other.loss}
-    assert model.training and one.samples > 100
-    assert one.loss == pytest.approx(math.log(500) + math.log(2), rel=0.03)
-    assert one.sop_accuracy == pytest.approx(0.5, abs=0.2) and one.mlm_accuracy < 0.1
-    assert evaluate(max_eval_samples=10)[0].samples == 10
+        assert other == {**one, "loss": pytest.approx(one["loss"], rel=1e-5)}
+    assert model.training
+    assert one["loss"] == pytest.approx(math.log(500) + math.log(2), rel=0.03)
+    assert one["sop_accuracy"] == pytest.approx(0.5, abs=0.2) and one["mlm_accuracy"] < 0.1
+    assert evaluate(max_eval_samples=10)[0] != one
     assert evaluate(should_stop=lambda: True)[0] is None
 
 
@@ -147,9 +137,9 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
     assert loop._evaluate.called == is_due
 
 
-def test_evaluator_reports_to_the_monitor_and_joins_no_round(scripts):
+def test_evaluator_joins_no_round(scripts):
     peer_id = make_identity(scripts.folder / "evaluator")
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 2, "--evaluators", peer_id)
+    monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
     common = ("--initial_peers", monitor.address, *LONG_STEPS)
     trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
     evaluator = scripts.start(
@@ -159,9 +149,8 @@ def test_evaluator_reports_to_the_monitor_and_joins_no_round(scripts):
         "--max_eval_samples", 64, log="evaluator",
     )  # fmt: skip
     join_together(*trainers)
-    seen = scripts.folder / "monitor" / "evaluations.jsonl"
     own = scripts.folder / "evaluator" / "evaluations.jsonl"
-    wait_until(lambda: len(read_jsonl(seen)) >= 3, 240, "three evaluations at the monitor")
+    wait_until(lambda: len(read_jsonl(own)) >= 3, 240, "three evaluations")
     for script in (evaluator, *trainers, monitor):
         assert script.stop() == 0, script.output
         script.assert_nothing_left()
@@ -169,12 +158,10 @@ def test_evaluator_reports_to_the_monitor_and_joins_no_round(scripts):
 
     evaluations = read_jsonl(own)
     steps = [evaluation["step"] for evaluation in evaluations]
-    assert steps == sorted(set(steps)) and len(steps) >= 2
+    assert steps == sorted(set(steps))
     assert evaluations[-1]["validation loss"] < evaluations[0]["validation loss"] < 8
     assert {"step", "validation loss", "mlm accuracy", "sop accuracy", "time"} == evaluations[0].keys()
-    values = {evaluation["step"]: evaluation["validation loss"] for evaluation in evaluations}
-    assert all(values[record["step"]] == pytest.approx(record["validation loss"]) for record in read_jsonl(seen))
-    assert re.search(r"Step #\d+\tvalidation loss = [\d.]+\tmlm accuracy", monitor.output)
+    assert re.search(r"Step #\d+\tvalidation loss = [\d.]+\tmlm accuracy", evaluator.output)
 
     # the evaluator is an observer: groups have the two trainers only, and it offers no training state
     assert re.search(r"This evaluator is (\w+)", evaluator.output)[1] == peer_id

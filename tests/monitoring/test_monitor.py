@@ -5,14 +5,11 @@ from types import SimpleNamespace
 from unittest.mock import ANY, Mock
 
 import pytest
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.common.flags import ArgumentsError
 from cotrain.dht import run_records
-from cotrain.dht.records import signer_of
 from cotrain.monitoring.advice import PERIOD, Adviser
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
@@ -153,38 +150,6 @@ def test_last_checkpoint_is_saved_and_uploaded_when_trainers_leave(
     monitor.refresh()
     monitor.keeper.update.assert_called_once_with(10 if leaving else 9, is_due)
     uploader.update.assert_called_once_with(None, run_is_over=run_is_over)
-
-
-@pytest.mark.parametrize("is_named", [True, False])
-def test_evaluations_of_strangers_are_not_reported_or_few(tmp_path, stored, is_named):
-    subkeys = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in range(6)]
-    reporter = Mock()
-    monitor = make_monitor(tmp_path, reporter, MetricsAggregator(last_reported_step=100))
-    monitor.args.evaluators = [str(signer_of(subkeys[5]))] if is_named else []
-    for step in range(1, 11):
-        values = [{"step": step, "samples": 1, "loss": float(number)} for number in range(6)]
-        stored["run_evaluation"] = {
-            key: ValueWithExpiration(value, float(step)) for key, value in zip(subkeys, values, strict=True)
-        }
-        monitor.refresh()
-    reported = [call.args[0] for call in reporter.report_evaluation.call_args_list]
-    if is_named:
-        assert [(record.step, record.loss) for record in reported] == [(step, 5.0) for step in range(1, 11)]
-    else:
-        assert sorted((record.step, record.loss) for record in reported) == [(1, 0.0), (1, 1.0), (1, 2.0)]
-
-
-def test_evaluation_of_a_lower_step_is_reported_once_the_run_has_gone_back(tmp_path, stored):
-    reporter, subkey = Mock(), RSASignatureValidator(RSAPrivateKey()).local_public_key
-    monitor = make_monitor(tmp_path, reporter, MetricsAggregator(last_reported_step=16))
-    monitor.args.evaluators = [str(signer_of(subkey))]
-    for number, step in enumerate((16, 15, 15)):
-        stored["run_evaluation"] = {
-            subkey: ValueWithExpiration({"step": step, "samples": 1, "loss": 1.0}, 1.0 + number)
-        }
-        monitor.refresh()
-        monitor.refresh()
-    assert [call.args[0].step for call in reporter.report_evaluation.call_args_list] == [16, 15, 15]
 
 
 def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path, stored, caplog):

@@ -23,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain.common.errors import ORGANISER_MODULES
-from cotrain.dht.run_records import Evaluation
 from cotrain.monitoring import reporters as reporting
 from cotrain.monitoring import trackers
 from cotrain.monitoring.aggregation import StepReport
@@ -69,8 +68,8 @@ def make_report(step, loss=5.0):
     return StepReport(step, loss, alive_peers=2, samples=64, performance=3.5, contributors=2, mini_steps=4, time=1e9)
 
 
-def make_evaluation(step):
-    return Evaluation(step=step, samples=64, loss=2.0, perplexity=7.4)
+def report_evaluation(reporters, step):
+    reporters.report_evaluation(step, {"loss": 2.0, "perplexity": 7.4, "samples": 0.5})
 
 
 def steps_in(folder):
@@ -85,7 +84,7 @@ def test_records_have_the_names_of_hiveminds_example(tmp_path):
     reporters = Reporters(folder, "run")
     assert reporters.dashboard is None and reporters.page is None and reporters.last_step() == -1
     reporters.report(make_report(7, loss=None), {"applied share": 0.5})
-    reporters.report_evaluation(make_evaluation(7))
+    report_evaluation(reporters, 7)
     reporters.close()
     (record,) = read_jsonl(folder / "metrics.jsonl")
     assert record == {
@@ -94,18 +93,8 @@ def test_records_have_the_names_of_hiveminds_example(tmp_path):
     }  # fmt: skip
     (evaluation,) = read_jsonl(folder / "evaluations.jsonl")
     assert evaluation.items() > {"step": 7, "validation loss": 2.0, "perplexity": 7.4}.items()
+    assert evaluation["validation samples"] == 0.5, "not the curve of the steps"
     assert Reporters(folder, "run").last_step() == 7
-
-
-def test_names_that_strangers_choose_are_few_and_shadow_nothing(tmp_path):
-    """A name may be that of a method, or of a curve of the steps."""
-    reporters = Reporters(tmp_path, "run")
-    for number in range(5):
-        names = ["dict", "performance", *(f"m{number}_{place}" for place in range(6))]
-        reporters.report_evaluation(Evaluation(step=number, samples=1, **dict.fromkeys(names, 0.5)))
-    records = read_jsonl(tmp_path / "evaluations.jsonl")
-    assert {"validation dict", "validation performance"} <= records[0].keys()
-    assert len(set().union(*records) - {"step", "time"}) == 16
 
 
 @settings(max_examples=100, deadline=None)
@@ -208,7 +197,7 @@ def test_dashboard_that_fails_is_one_warning(tmp_path, caplog, failing):
     reporters = make_fake_reporters(tmp_path, FakeTracker(*failing))
     for step in range(3):
         reporters.report(make_report(step))
-        reporters.report_evaluation(make_evaluation(step))
+        report_evaluation(reporters, step)
         reporters.report_table("people", ("name", "samples"), [("eve", 5)], step)
     reporters.close()
     assert steps_in(tmp_path) == [0, 1, 2] and reporters.last_step() == 2
@@ -235,12 +224,12 @@ def test_values_come_with_the_steps_of_the_collaboration(tmp_path, caplog):
     reporters = make_fake_reporters(tmp_path, tracker)
     reporters.report(make_report(7, loss=None), {"applied share": 0.5})
     reporters.report_table("people", ("name", "samples"), [("eve", 5)], 7)
-    reporters.report_evaluation(make_evaluation(5))
+    report_evaluation(reporters, 5)
     reporters.close()
     assert tracker.logged[1:-1] == [
         (7, {"alive peers": 2, "samples": 64, "performance": 3.5, "applied share": 0.5}),
         (7, "people", ["name", "samples"], [["eve", 5]]),
-        (5, {"validation loss": 2.0, "perplexity": pytest.approx(7.4)}),
+        (5, {"validation loss": 2.0, "perplexity": pytest.approx(7.4), "validation samples": 0.5}),
     ]
     assert not caplog.records
 

@@ -141,9 +141,6 @@ def test_one_good_initial_peer_among_bad_ones_is_enough(trainer, tmp_path):
 def test_monitor_and_evaluator(run, tmp_path):
     flags = ("--tokenizer_path", "nowhere", "--output_dir", tmp_path / "out")
     assert "--tokenizer_path" in run(run_training_monitor, *flags)
-    for value in ("alice", "/ip4/192.0.2.1/tcp/1/p2p/Qm"):
-        fault = f"--evaluators: '{value}' is not a peer ID; copy it from the evaluator's line"
-        assert fault in run(run_training_monitor, "--evaluators", value, code=2)
     assert "--initial_peers is missing" in run(run_evaluator)
 
 

@@ -240,7 +240,7 @@ class Evening:
         models = {
             name: AutoModelForCausalLM.from_pretrained(list_checkpoints(self.folder / name)[0]) for name in PEERS
         }
-        return {name: evaluator.evaluate(model, 0).metrics["loss"] for name, model in models.items()}
+        return {name: evaluator.evaluate(model, 0)["loss"] for name, model in models.items()}
 
     def read_plain(self, step: int) -> tuple[int, float]:
         """Wait until the one process is at a step, end it, and return its nearest evaluated step and the loss."""
