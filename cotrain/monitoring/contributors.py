@@ -5,7 +5,6 @@ beside a name identifies the peer.
 """
 
 import hashlib
-import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,8 +15,6 @@ from cotrain.monitoring.aggregation import StepReport
 
 MAX_CONTRIBUTORS = 5000  # a key pair costs nothing; 5000 are half a megabyte
 MAX_NAME_LENGTH = 64
-MAX_CURVES = 30  # the first leaders have one, under their first name: new keys and names would be new curves for ever
-_UNSAFE = re.compile(r"[^\w -]")  # characters that a dashboard does not accept in the name of a metric
 TABLE_COLUMNS = ("place", "name", "key", "samples", "steps")
 
 
@@ -57,7 +54,6 @@ class Contributors:
         self._file, self.run_id = JsonFile(folder / "contributors.json"), run_id
         self.step = self._loaded_step = -1  # the newest step that is counted, and that was before a restart
         self._contributors: dict[str, Contributor] = {}
-        self.curves: dict[str, str] = {}  # fingerprint -> name of the curve
         self._names: dict[str, str] = {}  # fingerprint -> name, also of peers that have not contributed yet
         self._file.load(self._parse)
 
@@ -107,15 +103,6 @@ class Contributors:
         contributors = [Contributor(**entry) for entry in content["contributors"]]
         self.step = self._loaded_step = int(content["step"])
         self._contributors = {contributor.key: contributor for contributor in contributors}
-
-
-def build_curves(contributors: Contributors, number: int = 10) -> dict[str, int]:
-    """Return the samples of the top contributors that have a curve, under names that every dashboard accepts."""
-    curves, leaders = contributors.curves, contributors.top(number)
-    for leader in leaders:
-        if len(curves) < MAX_CURVES:
-            curves.setdefault(leader.key, f"contribution/{_UNSAFE.sub('_', leader.name)} {leader.key[:8]}")
-    return {curves[leader.key]: leader.samples for leader in leaders if leader.key in curves}
 
 
 def build_table(contributors: Contributors) -> list[tuple[int, str, str, int, int]]:

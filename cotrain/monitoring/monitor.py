@@ -18,7 +18,7 @@ from cotrain.dht.clock import run_time
 from cotrain.dht.run_records import MonitorStatus
 from cotrain.monitoring.advice import Adviser
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
-from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_curves, build_table, format_leaderboard
+from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_table, format_leaderboard
 from cotrain.monitoring.hub_upload import HubUploader
 from cotrain.monitoring.parsing import parse_peers, parse_shares
 from cotrain.monitoring.progress_log import ProgressLog
@@ -196,18 +196,18 @@ class TrainingMonitor:
                 f"samples = {report.samples}\tperformance = {report.performance:.2f} samples/s"
             )
             self.contributors.add(report)
-            self.reporter.report(report, rounds | self._leaderboard(report.step))
+            self.reporter.report(report, rounds)
+            self._show_leaderboard(report.step)
         if reports:
             self.contributors.save()
 
-    def _leaderboard(self, step: int) -> dict[str, int]:
-        """Log who has contributed most, as often as checkpoints are saved, and return it for the curves."""
+    def _show_leaderboard(self, step: int) -> None:
+        """Log who has contributed most, as often as checkpoints are saved."""
         if step < self._leaders_shown_at + self.args.save_checkpoint_step_interval or not len(self.contributors):
-            return {}
+            return
         self._leaders_shown_at = step
         logger.info(format_leaderboard(self.contributors))
         self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)
-        return build_curves(self.contributors)
 
     def _log_refused(self) -> None:
         """Log the refused records, at most once a minute: any peer can write to the DHT."""

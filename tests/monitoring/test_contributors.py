@@ -70,18 +70,6 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
     assert len(counted._names) == 0
 
 
-def test_new_keys_and_names_make_no_more_than_a_few_curves(tmp_path):
-    counted, curves = Contributors(tmp_path, "run"), set()
-    for step in range(1, 100):
-        names = {b"honest": f"name {step}", b"sybil%d" % step: f"sybil {step}"}
-        counted.record_names(names)
-        counted.add(make_report(step, **{key.decode(): 10 * step for key in names}))
-        leaders = contributors.build_curves(counted)
-        curves |= leaders.keys()
-        assert sum("name" in curve for curve in leaders) == 1
-    assert len(curves) == contributors.MAX_CURVES
-
-
 @pytest.mark.parametrize(
     ("name", "clean"),
     [
