@@ -27,7 +27,6 @@ see `StepReport`, their values are not.
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -106,7 +105,6 @@ class MetricsAggregator:
     schema: type[LocalMetrics] = LocalMetrics
 
     def __post_init__(self):
-        self.refused: Counter = Counter()  # heartbeats refused in the newest update, by reason
         self.live_peers: list[TrackedPeer] = []  # in the newest update
         self.contributors: set[bytes] = set()  # public keys of the peers in the newest report
         self._peers: dict[bytes, TrackedPeer] = {}
@@ -139,7 +137,7 @@ class MetricsAggregator:
     # Records
 
     def _read(self, metrics: Mapping, history: Mapping | None, progress: Mapping | None) -> None:
-        heartbeats, self.refused = parse_progress(progress)
+        heartbeats = parse_progress(progress)
         newest = parse_metrics(metrics, self.schema)
         for record in (*heartbeats, *newest):
             self._peers.setdefault(record.peer, TrackedPeer(record.peer)).present = self._now

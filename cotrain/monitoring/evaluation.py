@@ -92,7 +92,7 @@ class EvaluationLoop:
         One false claim does not change it: those far behind the evaluated step, such as 0, do not count. If all are
         behind it, the run has gone back.
         """
-        heartbeats, _ = parse_progress(run_records.get_dictionary(self.peer.dht, f"{self.run_id}_training_progress"))
+        heartbeats = parse_progress(run_records.get_dictionary(self.peer.dht, f"{self.run_id}_training_progress"))
         newest = max((heartbeat.epoch for heartbeat in heartbeats), default=0)
         if 0 < newest < self.evaluated_step:
             self.evaluated_step = newest - 1

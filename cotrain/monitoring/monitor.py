@@ -144,7 +144,6 @@ class TrainingMonitor:
         self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
         self.contributors, self.keeper, self.uploader, self.args = contributors, keeper, uploader, args
         self._adviser = adviser
-        self._refused_logged_at = float("-inf")
         self._client_mode_alarm = ClientModeAlarm()
         self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
         self._newest_step = aggregator.last_reported_step
@@ -160,7 +159,6 @@ class TrainingMonitor:
         checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
         self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
         self._report(reports)
-        self._log_refused()
         num_clients = sum(trainer.heartbeat is not None and trainer.heartbeat.client_mode for trainer in trainers)
         self._client_mode_alarm.check(len(trainers), num_clients)
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
@@ -208,11 +206,3 @@ class TrainingMonitor:
         self._leaders_shown_at = step
         logger.info(format_leaderboard(self.contributors))
         self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)
-
-    def _log_refused(self) -> None:
-        """Log the refused records, at most once a minute: any peer can write to the DHT."""
-        now = time.monotonic()
-        if self.aggregator.refused and now >= self._refused_logged_at + 60:
-            self._refused_logged_at = now
-            reasons = ", ".join(f"{number} x {reason}" for reason, number in self.aggregator.refused.most_common(5))
-            logger.warning(f"Refused records: {reasons}")

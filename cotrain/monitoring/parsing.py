@@ -7,8 +7,9 @@ size, and check them against `run_records.MetricSchema`; heartbeats, which it le
 import math
 import re
 import statistics
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 
 import pydantic.v1 as pydantic
@@ -67,22 +68,16 @@ def parse_history(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics
     return [peer_step(peer, *read_row(entry, schema)) for peer, entries, _ in _records(raw) for entry in entries]
 
 
-def parse_progress(raw: Mapping | None) -> tuple[list[Heartbeat], Counter]:
-    """Parse the heartbeats of trainers under `{run_id}_training_progress`.
-
-    :returns: the valid ones, and the number of invalid ones by reason
-    """
-    heartbeats, refused = [], Counter()
+def parse_progress(raw: Mapping | None) -> list[Heartbeat]:
+    """Parse the valid heartbeats of trainers under `{run_id}_training_progress`."""
+    heartbeats = []
     for peer, value, _ in _records(raw):
-        try:
-            if value is None:
-                heartbeats.append(Heartbeat(peer=peer, goodbye=True))
-            elif value.get("auxiliary") is not True:
-                fields = {name: value.get(name) for name in FIELDS}
-                heartbeats.append(Heartbeat(peer=peer, **fields))
-        except pydantic.ValidationError as refusal:
-            refused[f"wrong {refusal.errors()[0]['loc'][0]}"] += 1
-    return heartbeats, refused
+        if value is None:
+            heartbeats.append(Heartbeat(peer=peer, goodbye=True))
+        elif value.get("auxiliary") is not True:
+            with suppress(pydantic.ValidationError):
+                heartbeats.append(Heartbeat(peer=peer, **{name: value.get(name) for name in FIELDS}))
+    return heartbeats
 
 
 def parse_shares(raw: Mapping | None) -> dict[str, float]:

@@ -104,7 +104,6 @@ def test_hostile_records_stop_neither_trainers_nor_monitor(scripts):
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, false or repeated"
     assert all(5 < record["loss"] < 8 for record in records)
     assert list_checkpoints(scripts.folder / "monitor"), run.monitor.output
-    assert 1 <= run.monitor.output.count("Refused records") <= 6, "a summary at most once a minute"
 
 
 @pytest.mark.long
