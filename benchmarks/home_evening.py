@@ -30,7 +30,7 @@ import torch
 from benchmarks.low_communication import TextTask
 from benchmarks.round_records import summarize
 from benchmarks.swarm import BATCH_SIZE, Swarm, open_folder
-from cotrain.training.checkpoints import load_training_state
+from cotrain.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
 from cotrain.training.optimizer import build_param_groups
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import Scripts, prepare_data, read_jsonl
@@ -89,12 +89,12 @@ class Evening(Swarm):
         self.internet.limit(host, UPLINK * rate * fraction, DOWNLINK * rate * fraction)
 
 
-def keep_backups(folder: Path, kept: dict[float, Path]) -> None:
-    """Keep each backup of the first trainer."""
-    backup = folder / "trainer-0" / "backup.pt"
-    if backup.exists() and (moment := backup.stat().st_mtime) not in kept:
-        kept[moment] = folder / f"{moment}.pt"
-        shutil.copy(backup, kept[moment])
+def keep_states(folder: Path, kept: dict[float, Path]) -> None:
+    """Keep the state in each checkpoint of the first trainer."""
+    for checkpoint in list_checkpoints(folder / "trainer-0")[:1]:
+        if (moment := (checkpoint / STATE_FILE).stat().st_mtime) not in kept:
+            kept[moment] = folder / f"{moment}.pt"
+            shutil.copy(checkpoint / STATE_FILE, kept[moment])
 
 
 def spend_evening(evening: Evening, minutes: float, kept: dict[float, Path]) -> float:
@@ -107,7 +107,7 @@ def spend_evening(evening: Evening, minutes: float, kept: dict[float, Path]) -> 
     leavers, stalled = count(1), None
     while (evening_minute := (time.monotonic() - since) * SCALE / 60) < minutes:
         evening.assert_alive()
-        keep_backups(evening.scripts.folder, kept)
+        keep_states(evening.scripts.folder, kept)
         if evening_minute >= 10 * event + 5 and stalled is None:
             stalled = evening.staying[(5 * event + 2) % PEERS]
             evening.limit(stalled, 0.01)

@@ -265,7 +265,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     )
     backup_every_steps: int = flag(
         10,
-        "Back up the training state every this many global steps, for a rollback if the parameters become NaN or Inf",
+        "Save a checkpoint every this many global steps, for a rollback if the parameters become NaN or Inf",
     )
     max_global_steps: int | None = flag(
         None, "Leave once the run has reached this global step. Default: train until stopped"
@@ -443,8 +443,8 @@ class LocalTrainingArguments(HyperparameterArguments):
     seed: int = flag(
         42, "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout", at_least=0
     )
-    output_dir: str = flag("outputs", "Folder for this peer's checkpoints, backups and identity")
-    save_steps: int = flag(500, "Save a checkpoint every this many local steps")
+    output_dir: str = flag("outputs", "Folder for this peer's checkpoints and identity")
+    save_steps: int = flag(500, "Also save a checkpoint every this many local steps")
     save_total_limit: int = flag(2, "Keep this many checkpoints")
     logging_steps: int = flag(100, "Log the local loss every this many local steps")
     logging_first_step: bool = flag(True, "Log the first local step too")

@@ -1,4 +1,4 @@
-"""Checkpoints and backups of the training state on disk, written atomically.
+"""Checkpoints of the training state on disk, written atomically.
 
 A checkpoint is a folder `checkpoint-STEP` with the weights as model.safetensors and what the task saves beside them: a
 text task also its configuration and tokenizer, so that `from_pretrained` opens the folder. It also holds the training
@@ -9,8 +9,6 @@ Readers never see an incomplete checkpoint. A failed write leaves the previous c
 import json
 import re
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +17,13 @@ from hivemind.utils import get_logger
 from safetensors.torch import save_model
 
 from cotrain.averaging.state import StateLoadError, TrainingStateAverager
-from cotrain.common.atomic_files import new_file, new_folder
+from cotrain.common.atomic_files import new_folder
 from cotrain.common.errors import first_line
 from cotrain.task import Task
 
 logger = get_logger(__name__)
 
 STATE_FILE = "training_state.pt"
-OpenState = AbstractContextManager[tuple[dict, list[torch.Tensor]]]  # yields metadata and tensors of a TrainingState
 _FORMAT = 1
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -48,12 +45,6 @@ class TrainingState:
         return self.metadata["epoch"]
 
 
-def save_training_state(path: Path, run_id: str, state: OpenState) -> None:
-    """Write metadata and tensors, within their context. It does not last until they are on the disk."""
-    with new_file(path) as temporary, state as (metadata, tensors):
-        torch.save({"format": _FORMAT, "run_id": run_id, "metadata": metadata, "tensors": tensors}, temporary)
-
-
 def load_training_state(path: Path, run_id: str) -> TrainingState:
     """Load a training state to the CPU.
 
@@ -71,16 +62,13 @@ def load_training_state(path: Path, run_id: str) -> TrainingState:
 
 
 def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: TrainingState, info: dict) -> Path:
-    """Write `checkpoint-STEP` into a folder: model, training state, and `info` as collaboration.json.
-
-    :raises OSError: if it cannot be written, such as on a full disk
-    """
+    """Write `checkpoint-STEP` into a folder: model, training state, and `info` as collaboration.json."""
     path = folder / f"checkpoint-{state.step}"
     with new_folder(path, "--output_dir", overwrite=True, replaceable=(STATE_FILE, "config.json")) as temporary:
         task.save_pretrained(model, temporary)
         if not any(temporary.glob("model*.safetensors")):
             save_model(model, temporary / "model.safetensors")
-        save_training_state(temporary / STATE_FILE, state.run_id, nullcontext((state.metadata, state.tensors)))
+        torch.save({"format": _FORMAT, **vars(state)}, temporary / STATE_FILE)
         description = {"run_id": state.run_id, "step": state.step, **info}
         (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n")
     return path
@@ -119,38 +107,3 @@ def remove_old_checkpoints(folder: Path, keep: int, keep_hourly: int = 0) -> Non
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-class BackupWriter:
-    """Saves a trainer's newest finite training state in a background thread, for a rollback after NaN or Inf."""
-
-    def __init__(self, path: Path, run_id: str):
-        self.path, self.run_id = path, run_id
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="BackupWriter")
-        self._pending: Future | None = None
-
-    def write(self, state: OpenState) -> None:
-        """Save a state in the background, without a copy; skip it while the previous backup is still being written."""
-        if self._pending is None or self._pending.done():
-            self._pending = self._executor.submit(self._write, state)
-
-    def _write(self, state: OpenState) -> None:
-        try:
-            save_training_state(self.path, self.run_id, state)
-        except Exception as error:
-            logger.error(f"Could not write the backup {self.path} ({error}); keeping the previous one")
-
-    def read(self) -> TrainingState | None:
-        """Load the newest backup of this run, if there is one, after a pending write has ended."""
-        if self._pending is not None:
-            self._pending.result()
-        if not self.path.exists():
-            return None
-        try:
-            return load_training_state(self.path, self.run_id)
-        except ValueError as error:
-            logger.warning(f"Skipping the backup: {error}")
-            return None
-
-    def close(self) -> None:
-        self._executor.shutdown(wait=True)

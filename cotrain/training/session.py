@@ -15,7 +15,7 @@ from cotrain.arguments import TrainerArguments
 from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.averaging.round_log import RoundLog
 from cotrain.averaging.state import StateLoadError, all_finite
-from cotrain.common.errors import TemporaryError, UserError
+from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.names import derive_name
 from cotrain.common.processes import StopSignal, Watchdog
 from cotrain.dht import run_records
@@ -31,7 +31,7 @@ from cotrain.status.status import describe_end, describe_gift
 from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
-from cotrain.training.checkpoints import BackupWriter, TrainingState
+from cotrain.training.checkpoints import TrainingState
 
 logger = get_logger(__name__)
 
@@ -71,7 +71,6 @@ class TrainingSession:
         self.loss_meter = LossMeter()
         self.status = StatusKeeper(self.folder, optimizer, self.args, self.name, peer_id, self.loss_meter, should_stop)
         optimizer.round_log = RoundLog(self.folder, on_entry=self.status.record_round)
-        self.backup = BackupWriter(self.folder / "backup.pt", self.args.run_id)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.total_samples_processed = 0
         self.num_recoveries = 0
@@ -186,7 +185,7 @@ class TrainingSession:
                 self.report(step, samples)
                 self.num_recoveries = 0
                 if step % self.args.backup_every_steps == 0:
-                    self.backup.write(self.optimizer.state_averager.frozen_state())
+                    self.save_checkpoint()
 
     def report(self, step: int, samples: int) -> None:
         """Log a global step and publish this peer's metrics for it.
@@ -229,7 +228,7 @@ class TrainingSession:
         self._store("rounds", value.dict())
 
     def recover(self) -> None:
-        """Roll back NaN or Inf parameters to the peers' state or to the last backup, whichever is newer.
+        """Roll back NaN or Inf parameters to the peers' state or to the last checkpoint, whichever is newer.
 
         :raises UserError: if there is neither, or after MAX_RECOVERIES rollbacks without a global step
         """
@@ -240,10 +239,10 @@ class TrainingSession:
             logger.info(f"Went back to the parameters of step #{self.optimizer.local_epoch}")
             return
         with self.optimizer.frozen_state():
-            backup = self.backup.read()
-            newest = self.optimizer.state_averager.download_state(min_epoch=0 if backup is None else backup.step)
-            if newest is None and backup is not None:
-                newest = self.backup.path, backup.metadata, backup.tensors
+            own = self.restore_checkpoint()
+            newest = self.optimizer.state_averager.download_state(min_epoch=0 if own is None else own.step)
+            if newest is None and own is not None:
+                newest = "the last checkpoint", own.metadata, own.tensors
             if newest is None or self.num_recoveries > self.MAX_RECOVERIES:
                 raise UserError(
                     "the parameters are not finite and there is no valid state to roll back to: lower "
@@ -285,8 +284,8 @@ class TrainingSession:
             time.sleep(0.5)
         logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")
 
-    def restore_checkpoint(self) -> None:
-        checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)
+    def restore_checkpoint(self) -> TrainingState | None:
+        return checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the current global step; log an error if that fails."""
@@ -294,9 +293,9 @@ class TrainingSession:
             state = TrainingState(self.args.run_id, *content)
             try:
                 checkpoints.save_checkpoint(self.folder, self.task, self.model, state, {"time": time.time()})
-            except OSError as error:
+            except Exception as error:  # on a full disk, torch and safetensors raise errors of their own
                 logger.error(
-                    f"Could not save a checkpoint: {error.strerror}. Training continues, keeping the previous "
+                    f"Could not save a checkpoint: {first_line(error)}. Training continues, keeping the previous "
                     "checkpoint"
                 )
                 return
@@ -304,7 +303,6 @@ class TrainingSession:
 
     def close(self) -> None:
         self.status.close()
-        self.backup.close()
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from cotrain.arguments import DatasetArguments
 from cotrain.common.processes import guard_children
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.text import build_text_task
-from cotrain.training.checkpoints import TrainingState, list_checkpoints, load_training_state
+from cotrain.training.checkpoints import STATE_FILE, TrainingState, list_checkpoints, load_training_state
 from run_evaluator import EvaluatorArguments
 from tests.support.launcher import Launcher
 from tests.support.namespaces import Internet, why_unavailable
@@ -189,10 +189,11 @@ class Evening:
         return max((entries[-1]["step"] for entries in rounds if entries), default=0)
 
     def read_states(self) -> dict[str, TrainingState]:
-        """Return the backups of the trainers, and the monitor's checkpoint at the step of the first one."""
-        paths = {name: self.folder / name / "backup.pt" for name in TRAINERS}
-        states = {name: load_training_state(path, RUN_ID) for name, path in paths.items() if path.exists()}
-        path = self.folder / "monitor" / f"checkpoint-{states['first'].step}" / "training_state.pt"
+        """Return the trainers' newest states, and the monitor's checkpoint at the step of the first one."""
+        saved = {name: list_checkpoints(self.folder / name) for name in TRAINERS}
+        paths = {name: folders[0] / STATE_FILE for name, folders in saved.items() if folders}
+        states = {name: load_training_state(path, RUN_ID) for name, path in paths.items()}
+        path = self.folder / "monitor" / f"checkpoint-{states['first'].step}" / STATE_FILE
         return states | ({"monitor": load_training_state(path, RUN_ID)} if path.exists() else {})
 
     def finish(self) -> dict[str, tuple[int, float]]:

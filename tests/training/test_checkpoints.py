@@ -23,7 +23,7 @@ from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from run_training_monitor import TrainingMonitorArguments
-from tests.support.fakes import FakeAverager, make_state
+from tests.support.fakes import FakeAverager, make_session, make_state
 from tests.support.swarm import CONFIG
 
 
@@ -158,17 +158,17 @@ def full_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_full_disk_costs_neither_the_old_backup_nor_the_run(full_disk, caplog):
-    backup = checkpoints.BackupWriter(full_disk / "backup.pt", "run")
-    backup.write(nullcontext(({"epoch": 1, "optimizer_metadata": []}, [torch.ones(1000)])))
-    assert backup.read().step == 1
-    backup.write(nullcontext(({"epoch": 2, "optimizer_metadata": []}, [torch.ones(1_000_000)])))
-    assert backup.read().step == 1
+def test_full_disk_costs_neither_the_old_checkpoint_nor_the_run(full_disk, caplog):
+    session = make_session(full_disk, offered=None)
+    session.status.close()
+    for step, number, saved in ((1, 1000, [1]), (2, 1_000_000, [1]), (3, 1000, [3, 1])):
+        state = {"epoch": step, "optimizer_metadata": []}, [torch.ones(number)]
+        session.optimizer.state_averager.frozen_state = lambda state=state: nullcontext(state)
+        session.save_checkpoint()
+        found = checkpoints.list_checkpoints(full_disk)
+        assert found == [full_disk / f"checkpoint-{step}" for step in saved], "and goes on when there is room"
+        assert checkpoints.load_training_state(found[0] / checkpoints.STATE_FILE, "run").step == saved[0]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert [path.name for path in full_disk.iterdir()] == ["backup.pt"]
-    backup.write(nullcontext(({"epoch": 3, "optimizer_metadata": []}, [torch.ones(1000)])))
-    assert backup.read().step == 3, "and goes on when there is room"
-    backup.close()
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 A joining trainer waits for the training state if reports show a run, and one Byzantine peer does not prevent it.
 """
 
-import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +16,10 @@ from cotrain.common.names import derive_name
 from cotrain.dht import run_records
 from cotrain.dht.records import signer_of
 from cotrain.status.client_mode import ClientModeAlarm
+from cotrain.training import checkpoints
 from cotrain.training import session as session_module
-from cotrain.training.checkpoints import BackupWriter
 from cotrain.training.session import TrainingSession
-from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session
+from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session, make_state
 
 
 @pytest.fixture
@@ -117,14 +115,14 @@ def test_reports_of_another_model_keep_nobody_out_of_a_run(join, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backup", "offered", "expected"),
+    ("saved", "offered", "expected"),
     [(6, None, 6), (6, 8, 8), (None, 8, 8), (8, 6, 8)],
-    ids=["only a backup", "peers have a newer one", "only peers", "the backup is newer"],
+    ids=["only a checkpoint", "peers have a newer one", "only peers", "the checkpoint is newer"],
 )
-def test_broken_parameters_are_rolled_back_to_the_newest_valid_state(session, backup, offered, expected):
+def test_broken_parameters_are_rolled_back_to_the_newest_valid_state(session, saved, offered, expected):
     session.optimizer.state_averager.offered = offered
-    if backup is not None:
-        session.backup.write(nullcontext(({"epoch": backup, "optimizer_metadata": []}, [])))
+    if saved is not None:
+        checkpoints.save_checkpoint(session.folder, session.task, session.model, make_state(saved), {})
     spoil(session)
     assert session.after_local_step()
     assert session.model.weight[0, 0] == expected
@@ -165,31 +163,14 @@ def test_two_steps_within_one_local_step_are_both_reported(session):
     assert session.total_samples_processed == 96
 
 
-def test_state_is_backed_up_every_so_many_steps(session, monkeypatch):
+def test_checkpoint_is_saved_every_so_many_global_steps(session, monkeypatch):
     saved = []
-    monkeypatch.setattr(session.backup, "write", lambda *_state: saved.append(step))
+    monkeypatch.setattr(session, "save_checkpoint", lambda: saved.append(step))
     session.args.backup_every_steps = 5
     for step in range(10, 21):
         session.steps = [(step, 4)]
         session.after_local_step()
     assert saved == [10, 15, 20]
-
-
-def test_backup_that_is_being_written_is_not_replaced(tmp_path, monkeypatch):
-    """A slow disk would fall behind further and further."""
-    written, may_end = [], threading.Event()
-
-    def write(self, state) -> None:
-        written.append(state.enter_result)
-        may_end.wait(10)
-
-    monkeypatch.setattr(BackupWriter, "_write", write)
-    writer = BackupWriter(tmp_path / "backup.pt", "run")
-    for step in (1, 2, 3):
-        writer.write(nullcontext(step))
-    may_end.set()
-    writer.close()
-    assert written == [1]
 
 
 def test_global_step_ends_a_series_of_recoveries(session):
