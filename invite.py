@@ -8,8 +8,9 @@ The monitor needs an invitation too, and so does each further machine. All that 
 belong to one run; keep that file secret.
 
     ./invite.py revoke --username alice
+    cp authority.revoked monitor_outputs/revocations
 
-revokes all invitations of alice; a monitor with `--revocations authority.revoked` passes the list on to all peers.
+revokes all invitations of alice; the monitor passes the list on to all peers.
 """
 
 import sys
@@ -96,7 +97,7 @@ def revoke(args: RevocationArguments) -> None:
     else:
         revoked = find_invitations(args.username, authority_path)
     path = revoke_invitations(revoked, authority, authority_path)
-    print(f"Revoked {len(revoked)} invitations: {path}, which the monitor reads with --revocations")
+    print(f"Revoked {len(revoked)} invitations: {path}, which the monitor reads as `revocations` in its --output_dir")
 
 
 if __name__ == "__main__":

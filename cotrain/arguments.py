@@ -101,11 +101,6 @@ class BaseTrainingArguments(Flags):
     invitation: str | None = flag(
         None, "Invitation file from the organiser, see invite.py; it contains this peer's identity"
     )
-    revocations: str | None = flag(
-        None,
-        "File with the organiser's list of revoked invitations, written by invite.py revoke, for all peers. It may be "
-        "created later and is read again when it changes",
-    )
     bootstrap_timeout: float = flag(60.0, "Give up joining after this many seconds if none of initial_peers answers")
     page: str | None = setting(
         None,
@@ -130,7 +125,6 @@ class BaseTrainingArguments(Flags):
                 check_peer(f"--{name}", peer)
         if self.invitation is not None and self.identity_path is not None:
             raise ArgumentsError("--invitation contains an identity: drop --identity_path")
-        require(self.revocations is None or self.invitation is not None, "--revocations also needs --invitation")
         if self.use_ipfs and any("/tcp/" in peer for peer in self.initial_peers):
             raise ArgumentsError("--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")
         require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays also needs --use_auto_relay")

@@ -22,7 +22,6 @@ from hivemind.utils import MSGPackSerializer, get_logger
 
 from cotrain.admission.invitations import Invitation, InvitationError, check_token, load_invitation
 from cotrain.admission.revocations import RevocationStore
-from cotrain.common.errors import UserError
 from cotrain.dht.node import RelayedP2P, SafeDHT
 
 logger = get_logger(__name__)
@@ -149,21 +148,13 @@ class Admission:
         return values
 
 
-def load_admission(invitation: Path, revocations: Path | None, folder: Path) -> Admission:
-    """Read a peer's invitation and the organiser's revocation list.
+def load_admission(invitation: Path, folder: Path) -> Admission:
+    """Read a peer's invitation; raise UserError if it is not valid.
 
-    :param revocations: file of the organiser, which need not exist yet
-    :param folder: where the newest list received from other peers is stored
-    :raises UserError: if a file is not valid
+    :param folder: has the newest revocation list
     """
     loaded = load_invitation(invitation)
-    store = RevocationStore(loaded.authority, folder / "revocations", revocations)
-    if revocations is not None and revocations.exists():
-        try:
-            store.adopt(revocations.read_bytes())
-        except InvitationError as error:
-            raise UserError(f"--revocations: '{revocations}': {error}; ask the organiser for another file") from None
-    return Admission(loaded, store)
+    return Admission(loaded, RevocationStore(loaded.authority, folder / "revocations"))
 
 
 class InvitedP2P(RelayedP2P):

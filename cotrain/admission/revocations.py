@@ -55,32 +55,30 @@ class Revocations:
 class RevocationStore:
     """The newest revocation list that this peer has received, in a file shared by the peer's processes.
 
-    The DHT process writes the file, the averagers' processes read it. The list survives a restart.
-
-    :param source: another file with the list, which the organiser may replace at any time
+    The DHT process writes the file, the averagers' processes read it. The list survives a restart. The organiser may
+    replace the file by a newer list at any time.
     """
 
-    PERIOD = 1.0  # seconds between two checks of the files
+    PERIOD = 1.0  # seconds between two checks of the file
 
-    def __init__(self, authority: RSAPublicKey, path: Path, source: Path | None = None):
-        self.authority, self.path, self.source = authority, path, source
+    def __init__(self, authority: RSAPublicKey, path: Path):
+        self.authority, self.path = authority, path
         self.newest = Revocations()
         self.writes = False  # whether this process writes the file
-        self._read: dict[Path, bytes] = {}  # contents of the files
+        self._read = b""  # content of the file
         self._next_look = float("-inf")
 
     def refresh(self) -> None:
-        """Read the files once per PERIOD, so that frequent calls are cheap."""
+        """Read the file once per PERIOD, so that frequent calls are cheap."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self.PERIOD
-        for path in filter(None, (self.path, self.source)):
-            try:
-                if path.exists() and (content := path.read_bytes()) != self._read.get(path):
-                    self._read[path] = content
-                    self.adopt(content)
-            except (OSError, InvitationError) as error:
-                logger.warning(f"Ignoring the revocation list {path}: {error}")
+        try:
+            if self.path.exists() and (content := self.path.read_bytes()) != self._read:
+                self._read = content
+                self.adopt(content)
+        except (OSError, InvitationError) as error:
+            logger.warning(f"Ignoring the revocation list {self.path}: {error}")
 
     def adopt(self, content: bytes) -> None:
         """Replace the list by a newer one; ignore an older one. Raises InvitationError as `Revocations.parse`."""

@@ -110,8 +110,7 @@ def start_peer(
     build_dht = SafeDHT
     has_new_identity = args.invitation is None and not identity_path.exists()
     if args.invitation is not None:
-        revocations = None if args.revocations is None else Path(args.revocations)
-        admission = load_admission(Path(args.invitation), revocations, identity_path.parent)
+        admission = load_admission(Path(args.invitation), identity_path.parent)
         identity_path = identity_path.with_name("invited.key")
         write_private_key(admission.invitation.private_key, identity_path)
         build_dht = partial(InvitedDHT, admission=admission)

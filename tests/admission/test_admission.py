@@ -1,6 +1,7 @@
 """Invitation-only runs: an invited peer takes part, and no service responds to any other peer."""
 
 import asyncio
+import shutil
 import stat
 import time
 from unittest.mock import AsyncMock, Mock
@@ -88,7 +89,8 @@ def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkey
             visitor(address, other.private_key, other.token) as neighbour,
         ):
             assert "rpc_ping" in list_answered(await call_services(p2p, address, "run", timeout=5))
-            revoke_invitations({guest.peer_id.to_base58()}, authority, tmp_path / "authority.key")
+            path = revoke_invitations({guest.peer_id.to_base58()}, authority, tmp_path / "authority.key")
+            shutil.copy(path, tmp_path / "first" / "revocations")
             deadline = time.monotonic() + 60
             outcomes = {}
             while not outcomes or not all(map(is_refusal, outcomes.values())):
@@ -97,9 +99,7 @@ def test_peers_pass_on_that_an_invitation_is_revoked(tmp_path, authority, monkey
             assert_refused(outcomes)
             assert "rpc_ping" in list_answered(await call_services(neighbour, address, "run", timeout=5))
 
-    with local_peer(
-        tmp_path / "first", "run", invitation=organiser, revocations=str(tmp_path / "authority.revoked")
-    ) as first:
+    with local_peer(tmp_path / "first", "run", invitation=organiser) as first:
         address = str(first.dht.get_visible_maddrs()[0])
         with (
             local_peer(tmp_path / "second", "run", (address,), invitation=member) as second,
@@ -130,7 +130,7 @@ def two_admissions(tmp_path, authority) -> list[Admission]:
     for name in ("alice", "bob"):
         invite(authority, tmp_path / name)
         (tmp_path / f"{name}-folder").mkdir()
-        admissions.append(load_admission(tmp_path / name, None, tmp_path / f"{name}-folder"))
+        admissions.append(load_admission(tmp_path / name, tmp_path / f"{name}-folder"))
     return admissions
 
 

@@ -195,7 +195,6 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("invite.py", "--username alice --output a --days 0", "--days"),
         ("invite.py revoke", "--authority authority.key", "--username"),
         ("invite.py revoke", "--username alice --invitation alice.invitation", "either"),
-        ("run_trainer.py", "--revocations authority.revoked", "--invitation"),
         ("run_training_monitor.py", "--repo_id me/my--albert", "--repo_id"),
         ("run_training_monitor.py", "--repo_url https://gitlab.example/me/my-albert", "--repo_id"),
         ("run_training_monitor.py", "--repo_id me/my-albert --no_store_checkpoints", "--no_store_checkpoints"),
