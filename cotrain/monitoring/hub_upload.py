@@ -18,8 +18,9 @@ from huggingface_hub.utils import disable_progress_bars
 from cotrain.common.atomic_files import temporary_folder
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError, UserError, describe
+from cotrain.common.json_file import read_records
 from cotrain.monitoring.contributors import Contributors
-from cotrain.monitoring.model_card import CardMetadata, build_card, build_card_data, read_curve
+from cotrain.monitoring.model_card import CardMetadata, build_card, build_card_data
 from cotrain.training.checkpoints import STATE_FILE, list_checkpoints
 
 logger = get_logger(__name__)
@@ -138,8 +139,9 @@ class HubUploader:
         left_out = shutil.ignore_patterns(".*", "README.md", *state_files)
         try:
             step = int(checkpoint.name.rsplit("-", 1)[-1])
-            curve = read_curve(self.folder / "metrics.jsonl", step)
-            card = build_card(self.metadata, step, curve, self.contributors, self.initial_peers, page)
+            records = [record for record in read_records(self.folder / "metrics.jsonl") if record["step"] <= step]
+            loss = records[-1].get("loss") if records else None
+            card = build_card(self.metadata, step, loss, self.contributors, self.initial_peers, page)
             with temporary_folder(self.folder / "upload") as folder:
                 shutil.copytree(checkpoint, folder, ignore=left_out, dirs_exist_ok=True)
                 card.save(folder / "README.md")

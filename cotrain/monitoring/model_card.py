@@ -1,25 +1,19 @@
-"""Model card of an uploaded checkpoint: description, usage, loss curve, contributors, how to join.
+"""Model card of an uploaded checkpoint: description, loss, usage, contributors, how to join.
 
 Names and numbers come from untrusted peers and are escaped: they appear as plain text on the page.
 """
 
 import shlex
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 
-from cotrain.common.json_file import read_records
 from cotrain.models.model import get_model_class
 from cotrain.monitoring.contributors import Contributors, build_table
 from cotrain.status.status import plural
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask
-
-CURVE_ROWS = 12
 
 
 @dataclass(frozen=True)
@@ -62,14 +56,14 @@ model = {model_class}.from_pretrained("{metadata.repo_id}")"""
 def build_card(
     metadata: CardMetadata,
     step: int,
-    curve: Sequence[tuple[int, int, float]],
+    loss: float | None,
     contributors: Contributors,
     initial_peers: Sequence[str],
     page: str | None = None,
 ) -> ModelCard:
     """Build the model card.
 
-    :param curve: see `read_curve`
+    :param loss: of the training at this step, if it is known
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
     :param page: address of the run's curves, see `is_page`
     """
@@ -79,6 +73,8 @@ def build_card(
         f"[hivemind](https://github.com/learning-at-home/hivemind). This is step {step:,} of the run "
         f"<b>{escape_markdown(metadata.run_id)}</b>: {description}."
     )
+    if loss is not None:
+        introduction += f" The training loss at this step was {loss:.4f}."
     usage = f"""## How to load it
 
 ```python
@@ -101,7 +97,6 @@ Add `--username YOUR_NAME` to be listed above under that name."""
         introduction,
         f"The [curves of the run]({page}) are public." if page is not None else "",
         usage,
-        _curve_table(curve),
         _contributor_table(contributors),
         join if initial_peers else "",
     ]
@@ -114,22 +109,6 @@ def escape_markdown(text: str) -> str:
     Backslashes are not sufficient: they prevent neither HTML nor automatic links.
     """
     return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
-
-
-def read_curve(path: Path, last_step: int, rows: int = CURVE_ROWS) -> list[tuple[int, int, float]]:
-    """Read the losses up to `last_step` from metrics.jsonl, as means over at most `rows` ranges of steps.
-
-    :returns: first step, last step and mean loss of each range
-    """
-    records = [record for record in read_records(path) if record["step"] <= last_step]
-    losses = {record["step"]: record["loss"] for record in records if isinstance(record.get("loss"), float)}
-    groups = [group.tolist() for group in np.array_split(sorted(losses), rows) if len(group)]
-    return [(group[0], group[-1], statistics.fmean(map(losses.get, group))) for group in groups]
-
-
-def _curve_table(curve: Sequence[tuple[int, int, float]]) -> str:
-    rows = [f"| {first:,} to {last:,} | {loss:.4f} |" for first, last, loss in curve]
-    return "\n".join(["## Loss\n", "| steps | mean loss |", "|---|---|", *rows]) if rows else ""
 
 
 def _contributor_table(contributors: Contributors) -> str:

@@ -159,7 +159,7 @@ def test_failure_is_one_line_and_is_tried_again(hub, make_uploader, monkeypatch,
     save(uploader, 7)
     if not refusals:
         faults = [OSError(28, "No space left on device", "out"), []]
-        monkeypatch.setattr(upload, "read_curve", Mock(side_effect=faults))
+        monkeypatch.setattr(upload, "read_records", Mock(side_effect=faults))
     upload_newest(uploader)
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert words in record.message and "trying again in" in record.message

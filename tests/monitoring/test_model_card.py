@@ -1,6 +1,5 @@
 """The model card: metadata, rendered page, and escaping of untrusted names."""
 
-import json
 import shlex
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +14,7 @@ from cotrain.common.flags import parse_arguments
 from cotrain.models.model import build_model
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
-from cotrain.monitoring.model_card import CardMetadata, build_card, read_curve
+from cotrain.monitoring.model_card import CardMetadata, build_card
 from cotrain.monitoring.parsing import PeerStep
 from tests.support.fakes import make_text_task
 from tests.support.peers import TINY_CONFIGS
@@ -56,7 +55,7 @@ def render(card: ModelCard) -> ElementTree.Element:
 
 
 def test_card_is_read_back_as_the_hub_reads_it(tmp_path):
-    build_card(METADATA, 12_345, [], contributed(tmp_path, ["alice"]), []).save(tmp_path / "README.md")
+    build_card(METADATA, 12_345, None, contributed(tmp_path, ["alice"]), []).save(tmp_path / "README.md")
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.to_dict() == {
         "library_name": "transformers",
@@ -72,10 +71,11 @@ def test_card_is_read_back_as_the_hub_reads_it(tmp_path):
 def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
     contributors = contributed(tmp_path, HOSTILE_NAMES)
     peers, curves = ["/ip4/1.1.1.1/tcp/1/p2p/Qm"], "https://huggingface.co/spaces/me/my_albert?x=1"
-    card = build_card(METADATA, 1, [(1, 1, 9.0)], contributors, peers, curves)
+    card = build_card(METADATA, 1, 9.0, contributors, peers, curves)
     page = render(card)
     cells = ["".join(cell.itertext()) for cell in page.iter("td")]
-    assert cells[:2] == ["1 to 1", "9.0000"] and cells[3::5] == [leader.name for leader in contributors.top(100)]
+    assert cells[1::5] == [leader.name for leader in contributors.top(100)]
+    assert "The training loss at this step was 9.0000." in card.text
     tags = {element.tag for element in page.iter()} - {"body"}
     assert tags == {"h1", "h2", "p", "b", "a", "table", "thead", "tbody", "tr", "th", "td", "pre", "code"}
     links = [element.get("href") for element in page.iter("a")]
@@ -88,7 +88,7 @@ def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
 def test_join_command_needs_the_addresses_only(tmp_path):
     metadata = CardMetadata("me/model", "my <i>run</i>; rm -rf", make_text_task(CONFIGS["albert"]))
     peers = [f"/ip4/1.1.1.1/tcp/1/p2p/{PEER_ID}", f"/dns4/x.org/tcp/2/p2p/{PEER_ID}"]
-    card = build_card(metadata, 1, [], Contributors(tmp_path, "run"), peers)
+    card = build_card(metadata, 1, None, Contributors(tmp_path, "run"), peers)
     assert render(card).find(".//i") is None
     script, *words = shlex.split(card.text.split("```bash\n")[1].split("\n```")[0])
     arguments = parse_arguments(TRAINER_ARGUMENTS, "-", words)
@@ -96,24 +96,8 @@ def test_join_command_needs_the_addresses_only(tmp_path):
 
 
 def test_table_is_cut_but_counts_all(tmp_path):
-    text = build_card(METADATA, 1, [], contributed(tmp_path, ["x"] * 150), []).text
+    text = build_card(METADATA, 1, None, contributed(tmp_path, ["x"] * 150), []).text
     assert text.count("| x |") == 100 and "150 contributors; the first 100 are" in text
-
-
-# The loss
-
-
-@pytest.mark.parametrize("steps", [0, 1, 11, 12, 13, 100])
-def test_curve_covers_each_step_once(tmp_path, steps):
-    records = [json.dumps({"step": step, "loss": 10.0 - step / 100}) + "\n" for step in range(steps)]
-    (tmp_path / "metrics.jsonl").write_text("".join(records) + '{"step": 7777, "loss": null}\n')
-    curve = read_curve(tmp_path / "metrics.jsonl", last_step=10**6)
-    assert len(curve) == min(steps, 12)
-    assert sum(last - first + 1 for first, last, _loss in curve) == steps
-    if steps == 100:
-        assert [point[:2] for point in curve][:2] == [(0, 8), (9, 17)]
-        assert curve[0][2] == pytest.approx(10.0 - 0.04)
-        assert read_curve(tmp_path / "metrics.jsonl", last_step=49, rows=10)[-1][:2] == (45, 49)
 
 
 # Loading
@@ -125,7 +109,11 @@ def test_snippet_loads_the_model(tmp_path, data, model_type):
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(data / "tokenizer").save_pretrained(tmp_path)
     card = build_card(
-        CardMetadata("me/model", "run", make_text_task(CONFIGS[model_type])), 1, [], Contributors(tmp_path, "run"), []
+        CardMetadata("me/model", "run", make_text_task(CONFIGS[model_type])),
+        1,
+        None,
+        Contributors(tmp_path, "run"),
+        [],
     )
     assert "license" not in card.data.to_dict() and "language" not in card.data.to_dict(), "none is given"
     assert card.data.pipeline_tag == ("text-generation" if model_type == "gpt2" else "fill-mask")
