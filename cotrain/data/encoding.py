@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,20 +41,29 @@ class TextEncoder:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self.is_by_word:
             self._backend.no_truncation()
-        self._words = _Words(self._encode_whole)
+        self._look_up = cache(self._encode_word)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, int32."""
-        if len(self._words) > MAX_WORDS:
-            self._words.clear()
+        if self._look_up.cache_info().currsize > MAX_WORDS:  # `lru_cache` with a bound takes a quarter longer
+            self._look_up.cache_clear()
         return list(map(self._encode_words if self.is_by_word else self._encode_whole, texts))
 
     def _encode_words(self, text: str) -> np.ndarray:
-        words = _WORD.findall(text) if self._has_bytes else text.split(" ")
-        ids = b"".join(map(self._words.__getitem__, words))
-        if "  " in text or text[-1:] == " " or not self._words.dependent.isdisjoint(words):
+        words = list(map(self._look_up, _WORD.findall(text) if self._has_bytes else text.split(" ")))
+        if None in words or "  " in text or text[-1:] == " ":
             return self._encode_whole(text)
-        return np.frombuffer(ids, dtype=np.int32)
+        return np.frombuffer(b"".join(words), dtype=np.int32)
+
+    def _encode_word(self, word: str) -> bytes | None:
+        """Return the ids of a word; None if they may depend on the text around it."""
+        bare = word.removeprefix(" ")
+        if not bare or bare[0].isspace() or bare[-1].isspace():
+            return None  # several characters of white space may be one token
+        category = unicodedata.category(bare[0])
+        if category == "Cf" or category.startswith("M"):
+            return None  # such a character joins the space before it
+        return self._encode_whole(word).tobytes()
 
     def _encode_whole(self, text: str) -> np.ndarray:
         if self.is_by_word:  # without transformers' bookkeeping, which takes four times as long as a word
@@ -67,29 +76,3 @@ class TextEncoder:
             if self._backend is not None:
                 self._backend.encode_special_tokens = False  # transformers leaves it at True
         return np.array(ids, dtype=np.int32)
-
-
-class _Words(dict[str, bytes]):
-    """Ids of the words that have occurred; a new word is encoded when it is looked up.
-
-    `dependent`: words whose ids depend on the text around them
-    """
-
-    def __init__(self, encode: Callable[[str], np.ndarray]):
-        super().__init__()
-        self._encode = encode
-        self.dependent: set[str] = set()
-
-    def __missing__(self, word: str) -> bytes:
-        if _is_dependent(word.removeprefix(" ")):
-            self.dependent.add(word)
-        ids = self[word] = self._encode(word).tobytes()
-        return ids
-
-
-def _is_dependent(word: str) -> bool:
-    """Whether a word may be encoded in another way alone than in its text."""
-    if not word or word[0].isspace() or word[-1].isspace():
-        return True  # several characters of white space may be one token
-    category = unicodedata.category(word[0])
-    return category == "Cf" or category.startswith("M")  # such a character joins the space before it
