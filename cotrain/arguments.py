@@ -313,7 +313,7 @@ class ModelArguments(Flags):
         "and tokenizer_path if one of them is missing",
     )
     dataset_sha256: str | None = setting(
-        None, "SHA-256 of the archive at --dataset_url. Default: read from the .sha256 file next to the archive"
+        None, "SHA-256 of the archive at --dataset_url, without which an interrupted download starts again"
     )
     cache_dir: str | None = flag("data/cache", "Folder for downloads from the Hub")
     task: str | None = flag(
@@ -334,7 +334,7 @@ class ModelArguments(Flags):
             self.dataset_sha256 = self.dataset_sha256.lower()
             require(
                 bool(re.fullmatch("[0-9a-f]{64}", self.dataset_sha256)),
-                "--dataset_sha256 must be 64 hexadecimal digits, as in the .sha256 file beside the archive",
+                "--dataset_sha256 must be 64 hexadecimal digits, as tokenize_wikitext103.py prints them",
             )
 
     @property

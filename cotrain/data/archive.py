@@ -39,10 +39,7 @@ class ArchiveError(UserError):
 
 
 def write_archive(path: Path, folders: dict[str, Path]) -> str:
-    """Pack folders (name in the archive -> folder on disk) into a .tar.gz.
-
-    Its SHA-256 is returned, and written to a file beside it, for `sha256sum -c`.
-    """
+    """Pack folders (name in the archive -> folder on disk) into a .tar.gz, and return its SHA-256."""
     files = sorted(
         (f"{name}/{file.relative_to(folder).as_posix()}", file)
         for name, folder in folders.items()
@@ -63,10 +60,7 @@ def write_archive(path: Path, folders: dict[str, Path]) -> str:
             entry.size = file.stat().st_size
             with open(file, "rb") as content:
                 archive.addfile(entry, CallbackIOWrapper(progress.update, content))
-    digest = file_sha256(path)
-    with new_file(path.with_name(f"{path.name}.sha256")) as temporary:
-        temporary.write_text(f"{digest}  {path.name}\n")
-    return digest
+    return file_sha256(path)
 
 
 def file_sha256(path: Path) -> str:

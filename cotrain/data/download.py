@@ -1,16 +1,14 @@
 """Download of the prepared data from a web server: download, verify, and unpack the archive.
 
-If the archive's SHA-256 is known, an interrupted transfer resumes where it stopped, also after the script was stopped
+With --dataset_sha256, an interrupted transfer resumes where it stopped, also after the script was stopped
 or killed. The partial archive is kept under a hidden name beside the dataset until it is unpacked.
 """
 
 import contextlib
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,11 +31,9 @@ T = TypeVar("T")
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
 BLOCK = 2**20
-SPACE_BYTES = 64 * 2**20  # less than archive.SPARE_BYTES; the free space is checked before each of these
 PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
-NOT_PUBLISHED = {403, 404, 410}  # S3 answers 403 for a missing file
 
 # The file that marks a folder as complete, and the file with the SHA-256 of the archive that a dataset is from.
 _MARKS = {DATASET: "manifest.json", TOKENIZER: "tokenizer_config.json"}
@@ -110,12 +106,11 @@ def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_t
         session.trust_env = "dataset_url" not in args.adopted  # a password in .netrc, or a proxy, which checks nothing
         for scheme in ("http://", "https://"):
             session.mount(scheme, GuardedAdapter(args.near if "dataset_url" in args.adopted else None))
-        expected = args.dataset_sha256 or _retry(args.dataset_url, partial(_fetch_checksum, session, args.dataset_url))
-        digest = _download(session, args, path, expected, disable_tqdm)
-    if expected is None:
+        digest = _download(session, args, path, disable_tqdm)
+    if args.dataset_sha256 is None:
         logger.warning(
-            f"Could not verify the archive: there is no .sha256 file next to {address}. Compare its SHA-256 "
-            f"with the organiser's and pass it as --dataset_sha256: {digest}"
+            f"Could not verify the archive at {address}: compare its SHA-256 with the organiser's, and pass it as "
+            f"--dataset_sha256: {digest}"
         )
     try:
         _unpack(path, missing, digest)
@@ -152,16 +147,6 @@ def _unpack(path: Path, missing: dict[str, Path], digest: str) -> None:
 def public_address(url: str) -> str:
     """Return an address without query, user name and password, which may be credentials."""
     return parse_url(url)._replace(auth=None, query=None, fragment=None).url
-
-
-def _fetch_checksum(session: requests.Session, url: str) -> str | None:
-    """Return the checksum in the .sha256 file (of `sha256sum`) beside the archive; None if there is none."""
-    parts = parse_url(url)
-    url = parts._replace(path=f"{parts.path or '/'}.sha256", fragment=None).url
-    with _get(session, url, expected={200, *NOT_PUBLISHED}) as response:
-        text = response.raw.read(1000, decode_content=True).decode(errors="replace")
-        match = re.match(r"([0-9a-fA-F]{64})\b", text)  # some hosts answer any request with a web page
-        return match[1].lower() if match else None
 
 
 @contextlib.contextmanager
@@ -219,15 +204,9 @@ def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lam
     raise TemporaryError(f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later")
 
 
-def _download(
-    session: requests.Session, args: ModelArguments, path: Path, expected: str | None, disable_tqdm: bool
-) -> str:
-    """Download the archive, and resume a partial file at `path` if the SHA-256 is known.
-
-    :param expected: SHA-256; None: any
-    :returns: SHA-256 of the archive
-    """
-    url = args.dataset_url
+def _download(session: requests.Session, args: ModelArguments, path: Path, disable_tqdm: bool) -> str:
+    """Download the archive, and resume a partial file at `path` if the SHA-256 is known; return the SHA-256."""
+    url, expected = args.dataset_url, args.dataset_sha256
 
     def count() -> int:
         return path.stat().st_size if path.exists() else 0
@@ -252,8 +231,8 @@ def _download(
             break
         logger.warning("The resumed download does not match the SHA-256")
     raise UserError(
-        f"--dataset_url: {public_address(url)} has SHA-256 {digest}, but --dataset_sha256 or the .sha256 "
-        f"file beside it says {expected}; ask the organiser which is right"
+        f"--dataset_url: {public_address(url)} has SHA-256 {digest}, but --dataset_sha256 says {expected}; ask "
+        "the organiser which is right"
     )
 
 
@@ -265,7 +244,6 @@ def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: ModelAr
     address, limit = public_address(args.dataset_url), MAX_BYTES if "dataset_url" in args.adopted else math.inf
     logger.info(f"{verb} {address}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
     check_space(path.parent, missing or 0)
-    checked = start
     with (
         open(path, "ab" if start else "wb") as file,
         tqdm(
@@ -280,9 +258,7 @@ def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: ModelAr
                 path.unlink()
                 text = f"has more than {limit / 1e9:.0f} GB: refused; if you want it, pass the address yourself"
                 raise UserError(f"--dataset_url: {address} {text}")
-            if file.tell() >= checked:
-                check_space(path.parent, 0)
-                checked += SPACE_BYTES
+            check_space(path.parent, len(block))
             file.write(block)
             progress.update(len(block))
             received += len(block)
