@@ -64,11 +64,10 @@ class TokenizationArguments(Flags):
         0.05, "Fraction of the documents to hold out for validation if the source has no validation split", below=1
     )
     tokenizer: str = flag("albert-large-v2", "Tokenizer: a name on the Hugging Face Hub or a local folder")
-    train_tokenizer: bool = flag(False, "Train a tokenizer on the text instead of loading one. Nothing is downloaded")
-    tokenizer_type: Literal["sentencepiece", "wordpiece", "bpe"] | None = flag(
-        None,
-        "Kind of tokenizer for --train_tokenizer: sentencepiece (ALBERT's), wordpiece (BERT's) or bpe "
-        "(GPT-2's for a causal objective, else RoBERTa's). Default: by objective, in this order",
+    train_tokenizer: bool = flag(
+        False,
+        "Train a tokenizer on the text instead of loading one: for mlm_sop ALBERT's kind, for mlm RoBERTa's, for clm "
+        "GPT-2's. Nothing is downloaded",
     )
     vocab_size: int = flag(30000, "Size of the vocabulary for --train_tokenizer")
     objective: Literal[tuple(OBJECTIVES)] = flag(
@@ -94,8 +93,6 @@ class TokenizationArguments(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.tokenizer_type is None:
-            self.tokenizer_type = OBJECTIVES[self.objective].tokenizer_type
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(not (self.sample and self.train_file), "pass either --sample or --train_file, not both")
         if self.validation_file is not None and self.train_file is None:
@@ -188,8 +185,8 @@ def build_tokenizer(
         from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
 
         sample = documents.sample(TRAINING_CHARS, args.seed)
-        sample = tqdm(sample, desc=f"Training a {args.tokenizer_type} tokenizer", unit=" documents", delay=1)
-        tokenizer = train_tokenizer(sample, args.tokenizer_type, args.objective, args.vocab_size, args.max_seq_length)
+        sample = tqdm(sample, desc="Training a tokenizer", unit=" documents", delay=1)
+        tokenizer = train_tokenizer(sample, args.objective, args.vocab_size, args.max_seq_length)
     else:
         remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
         tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", remedy, use_hub=True, cache_dir=args.cache_dir)

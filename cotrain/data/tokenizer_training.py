@@ -2,31 +2,26 @@
 
 import io
 import json
-from collections import Counter
 from collections.abc import Iterable
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AlbertTokenizer, BertTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, RobertaTokenizer
+from transformers import AlbertTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
 from cotrain.common.errors import UserError
 from cotrain.models.objectives import OBJECTIVES
 
 # A vocabulary of 30,000 changes little beyond some ten million words, and training holds all of them in memory.
 TRAINING_CHARS = 50_000_000
-# Maximum number of single characters in a vocabulary: Chinese or emoji must not displace words of other languages.
-_MAX_ALPHABET = 1000
 
 
 def train_tokenizer(
-    documents: Iterable[str], kind: str, objective: str, vocab_size: int, max_seq_length: int
+    documents: Iterable[str], objective: str, vocab_size: int, max_seq_length: int
 ) -> PreTrainedTokenizerBase:
     """Train a tokenizer; raise UserError if its vocabulary cannot have exactly this size with this text."""
-    if kind == "sentencepiece":
+    if OBJECTIVES[objective].has_sentence_order:
         tokenizer = _train_sentencepiece(documents, vocab_size)
-    elif kind == "wordpiece":
-        tokenizer = _train_wordpiece(documents, vocab_size)
     else:
         tokenizer = _train_bpe(documents, vocab_size, OBJECTIVES[objective].is_causal)
     if len(tokenizer) != vocab_size:
@@ -70,33 +65,6 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int) -> AlbertTok
         vocab=[(piece.piece, piece.score) for piece in proto.pieces],
         _spm_precompiled_charsmap=proto.normalizer_spec.precompiled_charsmap,
     )
-
-
-def _train_wordpiece(documents: Iterable[str], vocab_size: int) -> BertTokenizer:
-    """Train with WordPieceTrainer of tokenizers, made deterministic.
-
-    The trainer numbers "##a", "##b", ... in the order of a hash table, and breaks ties between merges by these numbers
-    (https://github.com/huggingface/tokenizers/issues/1794). Here they are numbered in advance, as special tokens. The
-    returned tokenizer uses only the vocabulary.
-    """
-    documents = list(documents)
-    backend = BertTokenizer().backend_tokenizer
-    frequencies = Counter()
-    for document in documents:
-        frequencies.update(backend.normalizer.normalize_str(document))
-    ranking = sorted((c for c in frequencies if not c.isspace()), key=lambda c: (-frequencies[c], c))
-    alphabet = sorted(ranking[:_MAX_ALPHABET])
-    special_tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special_tokens + [f"##{character}" for character in alphabet],
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        continuing_subword_prefix="##",
-        show_progress=False,  # the progress bar prints empty lines
-    )
-    backend.train_from_iterator(documents, trainer)
-    return BertTokenizer(vocab=backend.get_vocab())
 
 
 def _train_bpe(documents: Iterable[str], vocab_size: int, is_causal: bool) -> GPT2Tokenizer | RobertaTokenizer:

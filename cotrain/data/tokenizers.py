@@ -55,5 +55,5 @@ def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> 
     if missing:
         raise UserError(
             f"--objective {objective} needs a tokenizer with the special tokens {', '.join(missing)}, which "
-            f"{type(tokenizer).__name__} lacks; choose another --tokenizer or --tokenizer_type"
+            f"{type(tokenizer).__name__} lacks; choose another --tokenizer"
         )

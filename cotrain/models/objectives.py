@@ -17,7 +17,6 @@ class Objective:
     :param columns: columns of the prepared data, in this order; their types are in cotrain/data/packing.py
     :param model_classes: model type -> transformers' class that trains it and loads its checkpoints; or the name of
         such a table in transformers.models.auto.modeling_auto, whose import takes seconds
-    :param tokenizer_type: default type of tokenizer for --train_tokenizer
     :param is_causal: whether the model predicts each next token, instead of masked tokens
     :param has_sentence_order: whether the model also predicts if two segments are swapped
     """
@@ -26,7 +25,6 @@ class Objective:
     description: str
     columns: tuple[str, ...]
     model_classes: str | dict[str, str]
-    tokenizer_type: str
     is_causal: bool = False
     has_sentence_order: bool = False
 
@@ -37,7 +35,6 @@ _ALL = (  # the first that trains a model type is its default
         description="masked language modelling and sentence order",
         columns=("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask", "sentence_order_label"),
         model_classes={"albert": "AlbertForPreTraining"},
-        tokenizer_type="sentencepiece",
         has_sentence_order=True,
     ),
     Objective(
@@ -45,14 +42,12 @@ _ALL = (  # the first that trains a model type is its default
         description="masked language modelling",
         columns=("input_ids", "attention_mask", "special_tokens_mask"),
         model_classes="MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-        tokenizer_type="wordpiece",
     ),
     Objective(
         name="clm",
         description="causal language modelling",
         columns=("input_ids", "attention_mask"),
         model_classes="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-        tokenizer_type="bpe",
         is_causal=True,
     ),
 )

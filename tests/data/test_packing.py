@@ -53,7 +53,7 @@ def documents() -> list[str]:
 
 @pytest.fixture(scope="module")
 def encoder(documents) -> TextEncoder:
-    return TextEncoder(train_tokenizer(documents, "sentencepiece", "mlm_sop", vocab_size=1000, max_seq_length=64))
+    return TextEncoder(train_tokenizer(documents, "mlm_sop", vocab_size=1000, max_seq_length=64))
 
 
 def pack(sentences, max_seq_length=16, seed=0):

@@ -15,7 +15,7 @@ import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AlbertConfig, AutoTokenizer, BertConfig, GPT2Config, RobertaConfig
+from transformers import AlbertConfig, AutoTokenizer, BertConfig, BertTokenizer, GPT2Config, RobertaConfig
 
 import tokenize_wikitext103
 from cotrain.arguments import DatasetArguments
@@ -29,6 +29,7 @@ from cotrain.data.manifest import FORMAT_VERSION, Manifest, tokenizer_sha256
 from cotrain.data.packing import SCHEMAS, group_documents
 from cotrain.data.tokenizer_training import train_tokenizer
 from cotrain.models.model import max_tokens
+from cotrain.models.objectives import OBJECTIVES
 from cotrain.training.workload import load_workload
 from tests.support.fakes import make_arguments, make_text_task
 from tests.support.peers import ROOT, TINY_ALBERT
@@ -79,16 +80,15 @@ def small_text(tmp_path_factory) -> str:
 
 @pytest.mark.programs
 @pytest.mark.parametrize(
-    ("objective", "kind", "tokenizer_class", "special_ids"),
+    ("objective", "tokenizer_class", "special_ids"),
     [
-        ("mlm_sop", None, "AlbertTokenizer", {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}),
-        ("mlm", None, "BertTokenizer", {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}),
-        ("mlm", "bpe", "RobertaTokenizer", {"bos": 0, "cls": 0, "pad": 1, "eos": 2, "sep": 2, "unk": 3, "mask": 4}),
-        ("clm", None, "GPT2Tokenizer", {"bos": 0, "eos": 0, "pad": 1}),
+        ("mlm_sop", "AlbertTokenizer", {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}),
+        ("mlm", "RobertaTokenizer", {"bos": 0, "cls": 0, "pad": 1, "eos": 2, "sep": 2, "unk": 3, "mask": 4}),
+        ("clm", "GPT2Tokenizer", {"bos": 0, "eos": 0, "pad": 1}),
     ],
 )
-def test_each_model_family(tmp_path, objective, kind, tokenizer_class, special_ids):
-    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, objective=objective, tokenizer_type=kind))
+def test_each_model_family(tmp_path, objective, tokenizer_class, special_ids):
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, objective=objective))
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     assert type(tokenizer).__name__ == tokenizer_class == manifest.tokenizer_class
@@ -149,31 +149,31 @@ def test_a_validation_file_is_used_whole(tmp_path, small_text):
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
-def test_the_same_text_gives_the_same_tokenizer(kind):
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_same_text_gives_the_same_tokenizer(objective):
     documents = list(split_documents(corpus.open_sample().rows["train"]()))[:30]
-    sha256 = {tokenizer_sha256(train_tokenizer(iter(documents), kind, "mlm", 1000, 64)) for _ in range(3)}
+    sha256 = {tokenizer_sha256(train_tokenizer(iter(documents), objective, 1000, 64)) for _ in range(3)}
     assert len(sha256) == 1
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
-def test_signal_in_the_middle_of_training_a_tokenizer_is_no_error_of_the_text(kind):
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_signal_in_the_middle_of_training_a_tokenizer_is_no_error_of_the_text(objective):
     def documents() -> Iterator[str]:
         yield "a b c d e f " * 20
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_tokenizer(documents(), kind, "mlm", 300, 64)
+        train_tokenizer(documents(), objective, 300, 64)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "wordpiece", "bpe"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("size", [100_000, 8])
-def test_impossible_vocabulary_size_names_a_possible_one(kind, size):
+def test_impossible_vocabulary_size_names_a_possible_one(objective, size):
     documents = list(split_documents(corpus.open_sample().rows["train"]()))[:10]
     with pytest.raises(UserError, match=f"--vocab_size {size}") as error:
-        train_tokenizer(documents, kind, "mlm", size, 64)
+        train_tokenizer(documents, objective, size, 64)
     possible = int(re.search(r"(?:pass|<=|vs) (\d+)", str(error.value))[1])
-    assert len(train_tokenizer(documents, kind, "mlm", possible, 64)) == possible
+    assert len(train_tokenizer(documents, objective, possible, 64)) == possible
 
 
 def test_existing_tokenizer_is_reused(tmp_path, prepared):
@@ -184,8 +184,9 @@ def test_existing_tokenizer_is_reused(tmp_path, prepared):
     assert manifest.tokenizer == "tokenizer"  # the path of the folder is not published
     assert contents(prepared / "tokenizer") == before
     with pytest.raises(UserError, match=r"--objective clm needs .* eos"):
-        train = partial(arguments, tmp_path / "clm", objective="clm")
-        tokenize_wikitext103.prepare(train(tokenizer_type="wordpiece"))
+        BertTokenizer().save_pretrained(tmp_path / "bert")
+        flags = {"objective": "clm", "tokenizer": str(tmp_path / "bert")}
+        tokenize_wikitext103.prepare(arguments(tmp_path / "clm", **flags))
     assert not (tmp_path / "clm" / "tokenizer").exists()
 
 
@@ -265,7 +266,7 @@ def test_collator_masks_text_only(prepared):
 
 
 def test_causal_collator_teaches_the_end_of_text():
-    tokenizer = train_tokenizer(["a b c d e f " * 20], "bpe", "clm", 260, 64)
+    tokenizer = train_tokenizer(["a b c d e f " * 20], "clm", 260, 64)
     tokenizer.pad_token = None  # as for GPT-2's published tokenizer
     samples = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 6, 0, 7], [8, 0])]
     batch = make_text_task(CONFIG_OF["clm"], tokenizer).collate(samples)

@@ -46,7 +46,7 @@ def build(model_type: str, fields: dict, objective: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_takes_a_step_and_its_checkpoint_is_complete(family, tmp_path):
-    model_type, fields, objective, _ = FAMILIES[family]
+    model_type, fields, objective = FAMILIES[family]
     model, tokenizer = build(model_type, fields, objective)
     assert len(tokenizer) == model.config.vocab_size == 600 and model.training
     length = int(max_tokens(model.config))
@@ -70,7 +70,7 @@ def test_family_takes_a_step_and_its_checkpoint_is_complete(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["bert-causal", "llama"])
 def test_causal_model_does_not_see_later_tokens(family):
-    model_type, fields, objective, _ = FAMILIES[family]
+    model_type, fields, objective = FAMILIES[family]
     model, _ = build(model_type, fields, objective)
     tokens = torch.arange(5, 21)[None]
     changed = tokens.clone()

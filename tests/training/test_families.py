@@ -30,14 +30,14 @@ COMMON = (*LONG_STEPS, "--max_global_steps", 2, "--optimizer", "adamw", "--learn
 
 @pytest.fixture(scope="module")
 def make_data(tmp_path_factory, launcher):
-    """Return a function that prepares the data for an objective and a tokenizer once, and returns its folder."""
+    """Return a function that prepares the data for an objective once, and returns its folder."""
     made = {}
 
-    def make(objective: str, kind: str):
-        if (objective, kind) not in made:
-            folder = made[objective, kind] = tmp_path_factory.mktemp(f"{objective}-{kind}")
-            prepare_data(folder, objective, VOCAB_SIZE, "--tokenizer_type", kind, launcher=launcher)
-        return made[objective, kind]
+    def make(objective: str):
+        if objective not in made:
+            folder = made[objective] = tmp_path_factory.mktemp(objective)
+            prepare_data(folder, objective, VOCAB_SIZE, launcher=launcher)
+        return made[objective]
 
     return make
 
@@ -48,8 +48,8 @@ LONG = [pytest.param(family, marks=pytest.mark.long) for family in FAMILIES if f
 @pytest.mark.peers
 @pytest.mark.parametrize("family", ["gpt2", *LONG])
 def test_two_peers_train_a_family(family, make_data, tmp_path, launcher):
-    model_type, fields, objective, kind = FAMILIES[family]
-    data = make_data(objective, kind)
+    model_type, fields, objective = FAMILIES[family]
+    data = make_data(objective)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**fields, "model_type": model_type}))
     scripts = Scripts(tmp_path, data, launcher=launcher)
