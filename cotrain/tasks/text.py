@@ -1,13 +1,11 @@
 """The built-in task: a language model of transformers, on text that tokenize_wikitext103.py has prepared."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -56,19 +54,15 @@ class TextTask(Task):
                 f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "
                 f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
             )
-        samples = load_datasets(self.args.dataset_path)[split]
-        return CollatedSamples(samples, self.collate) if split == "validation" else samples
+        return load_datasets(self.args.dataset_path)[split]
 
     def collate(self, samples: list[dict]) -> Batch:
-        """Pad samples to a multiple of 8 tokens, and for masked LM select the tokens to predict, unless that is done.
+        """Pad samples to a multiple of 8 tokens, and for masked LM select the tokens to predict.
 
         A batch has LongTensors of shape [samples, tokens]: `input_ids`, `attention_mask`, `labels` (-100: not
         predicted); for sentence order also `token_type_ids`, and `sentence_order_label` of shape [samples]. Of the
         tokens to predict, 80 % are replaced by [MASK] and 10 % by a random token; special tokens are never selected.
         """
-        if "labels" in samples[0]:
-            padding = {"input_ids": self.tokenizer.pad_token_id, "labels": -100}
-            return {name: _stack([sample[name] for sample in samples], padding.get(name, 0)) for name in samples[0]}
         is_masked, probability = not self.objective.is_causal, self.args.mlm_probability
         pad = partial(DataCollatorForLanguageModeling, pad_to_multiple_of=8)  # tensor cores are fastest then
         batch = dict(pad(self.tokenizer, mlm=is_masked, mlm_probability=probability)(samples))
@@ -98,26 +92,6 @@ class TextTask(Task):
     def save_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
         super().save_pretrained(model, folder)
         self.tokenizer.save_pretrained(folder)
-
-
-class CollatedSamples(Dataset):
-    """Samples whose masked tokens depend on the index of the sample only, not on its batch."""
-
-    def __init__(self, samples: Dataset, collate: Callable[[list[dict]], Batch]):
-        self.samples, self.collate = samples, collate
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Batch:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(index)
-            return {name: values[0] for name, values in self.collate([self.samples[index]]).items()}
-
-
-def _stack(values: list[torch.Tensor], padding: int) -> torch.Tensor:
-    """Stack the samples' values of a column: numbers, or sequences, which are padded to the longest one."""
-    return pad_sequence(values, batch_first=True, padding_value=padding) if values[0].ndim else torch.stack(values)
 
 
 def measure(logits: torch.Tensor, labels: torch.Tensor) -> tuple[Metric, Metric]:
