@@ -49,14 +49,6 @@ _REFUSED_NAMES = {
 }
 # Configurations that transformers hosted before 2020
 _OLD_CONFIG = re.compile(r"https://s3\.amazonaws\.com/models\.huggingface\.co/bert/(.+)-config\.json")
-_OLD_8_BITS = ("UNIFORM_8BIT", "QUANTILE_8BIT", "uniform8", "quantile8")
-_OLD_VALUES = {
-    "--gradient_compression": {
-        "FLOAT16": "float16", "NONE": "none", "MEANSTD_16BIT": "scaled_float16",
-        **dict.fromkeys(_OLD_8_BITS, "blockwise8"),
-    },
-    "--load_state_compression": dict.fromkeys(_OLD_8_BITS, "float16"),
-}  # fmt: skip
 
 
 def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
@@ -95,9 +87,6 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
                     values = [maddr for value in values for maddr in endpoint_to_maddrs(arg, value)]
                 warnings.append(f"{arg} is now {new_name}" + (f": {' '.join(values)}" if is_endpoint else ""))
                 arg = new_name
-        old_values = _OLD_VALUES.get(arg, {})
-        warnings += [f"{arg} {value} is now {old_values[value]}" for value in values if value in old_values]
-        values = [old_values.get(value, value) for value in values]
         if arg == "--model_name_or_path":
             values = [_OLD_CONFIG.sub(r"\1", value) for value in values]
         translated += [arg, *values]
