@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple
 from cotrain.common.flags import (
     ArgumentsError,
     Flags,
-    check_endpoint,
+    check_announced,
     check_maddr,
     check_page,
     check_peer,
     check_web_address,
+    endpoint_to_maddrs,
     flag,
     parse_end,
     require,
@@ -132,9 +133,7 @@ class BaseTrainingArguments(Flags):
         if self.use_auto_relay and not self.use_ipfs:
             self.trusted_relays = self.trusted_relays or self.initial_peers
         for maddr in self.announce_maddrs:
-            protocols = check_maddr("--announce_maddrs", maddr)
-            port = protocols.get("tcp", protocols.get("udp"))
-            require(port != "0", f"--announce_maddrs: '{maddr}' needs the port that other peers dial, not 0")
+            check_announced("--announce_maddrs", maddr)
         if self.tunnel != "none" and self.announce_tunnel is not None:
             raise ArgumentsError("--tunnel opens a tunnel, --announce_tunnel announces an existing one: pass only one")
         tcp_ports = {check_maddr("--host_maddrs", maddr).get("tcp") for maddr in self.host_maddrs} - {None}
@@ -142,7 +141,8 @@ class BaseTrainingArguments(Flags):
             raise ArgumentsError("--tunnel needs a TCP port: add /ip4/0.0.0.0/tcp/0 to --host_maddrs")
         if self.announce_tunnel is not None:
             self.announce_tunnel = self.announce_tunnel.removeprefix("tcp://")  # as ngrok and others print it
-            check_endpoint("--announce_tunnel", self.announce_tunnel)
+            for maddr in endpoint_to_maddrs("--announce_tunnel", self.announce_tunnel):
+                check_announced("--announce_tunnel", maddr)
             if not tcp_ports - {"0"}:
                 remedy = "pass --host_maddrs /ip4/0.0.0.0/tcp/PORT with the port that the tunnel leads to"
                 raise ArgumentsError(f"--announce_tunnel needs a fixed local port: {remedy}")

@@ -14,7 +14,7 @@ import yaml
 from transformers.hf_argparser import HfArgumentParser
 
 from cotrain.common.errors import UserError, first_line
-from cotrain.common.flags import HOST_PORT, MARKS, ArgumentsError, parse_ip, require
+from cotrain.common.flags import MARKS, ArgumentsError, endpoint_to_maddrs, require
 
 # Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) and versions -> their names now.
 _OLD_NAMES = {
@@ -49,17 +49,6 @@ _REFUSED_NAMES = {
 }
 # Configurations that transformers hosted before 2020
 _OLD_CONFIG = re.compile(r"https://s3\.amazonaws\.com/models\.huggingface\.co/bert/(.+)-config\.json")
-
-
-def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
-    """Translate gRPC's host:port notation to multiaddresses: '[::]:*' (all interfaces, any port) to /ip4 and /ip6."""
-    match = HOST_PORT.fullmatch(endpoint)
-    require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; pass {_OLD_NAMES.get(flag, flag)} instead")
-    host, port = match["host"].strip("[]"), match["port"].replace("*", "0")
-    if host == "::":
-        return [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
-    ip = parse_ip(host)
-    return [f"/dns4/{host}/tcp/{port}" if ip is None else f"/ip{ip.version}/{host}/tcp/{port}"]
 
 
 def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[list[str], list[str]]:

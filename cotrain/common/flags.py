@@ -159,21 +159,16 @@ def parse_end(flag: str, value: str | None) -> float:
 
 # A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.
 PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
-HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[^/\s:]+):(?P<port>\d+|\*)")
+HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[\w.-]+):(?P<port>\d+|\*)", re.ASCII)
 _VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-circuit", "http", "https", "webtransport"}
 _PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", "udp", "p2p", "ipfs", "certhash"}
 
 
-def parse_ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return an IP address; None if the text is none."""
+def _is_ip(text: str, version: int) -> bool:
     try:
-        return ipaddress.ip_address(text)
+        return ipaddress.ip_address(text).version == version
     except ValueError:
-        return None
-
-
-def is_port(text: str) -> bool:
-    return text.isdigit() and int(text) <= 65535
+        return False
 
 
 def check_maddr(flag: str, maddr: str) -> dict[str, str]:
@@ -189,25 +184,29 @@ def check_maddr(flag: str, maddr: str) -> dict[str, str]:
         else:
             require(name in _VALUELESS_PROTOCOLS, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
         if name in ("ip4", "ip6"):
-            is_address = (ip := parse_ip(value)) is not None and ip.version == int(name[-1])
-            require(is_address, f"{flag}: '{value}' in '{maddr}' is not an IPv{name[-1]} address")
+            require(_is_ip(value, int(name[-1])), f"{flag}: '{value}' in '{maddr}' is not an IPv{name[-1]} address")
         if name in ("tcp", "udp"):
-            require(is_port(value), f"{flag}: '{value}' in '{maddr}' is not a port")
+            require(value.isdigit() and int(value) <= 65535, f"{flag}: '{value}' in '{maddr}' is not a port")
     return protocols
 
 
-def check_endpoint(flag: str, endpoint: str) -> None:
-    """Check that a value is HOST:PORT, with a host that peers can dial and a port from 1 to 65535."""
+def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:
+    """Translate host:port notation to multiaddresses: '[::]:*' (all interfaces, any port) to /ip4 and /ip6."""
     match = HOST_PORT.fullmatch(endpoint)
     require(match is not None, f"{flag}: '{endpoint}' is not HOST:PORT; it looks like bore.pub:31337")
-    host, port = match["host"].strip("[]"), match["port"]
-    has_port = is_port(port) and port != "0"
-    require(has_port, f"{flag}: '{endpoint}' needs the port of the tunnel's public end, from 1 to 65535")
-    if ":" in host or re.fullmatch(r"[\d.]+", host):
-        valid = (ip := parse_ip(host)) is not None and not ip.is_unspecified
-    else:
-        valid = re.fullmatch(r"[\w.-]+", host, re.ASCII) is not None
-    require(valid, f"{flag}: '{host}' is not a host that other peers can reach")
+    host, port = match["host"].strip("[]"), match["port"].replace("*", "0")
+    if host == "::":
+        return [f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"]
+    kind = "ip6" if ":" in host else "dns4" if re.search("[A-Za-z]", host) else "ip4"
+    return [f"/{kind}/{host}/tcp/{port}"]
+
+
+def check_announced(flag: str, maddr: str) -> None:
+    """Check that a multiaddress has a host and a port that other peers can dial."""
+    protocols = check_maddr(flag, maddr)
+    require(protocols.get("ip4") != "0.0.0.0", f"{flag}: '{maddr}' is not a host that other peers can reach")
+    port = protocols.get("tcp", protocols.get("udp"))
+    require(port != "0", f"{flag}: '{maddr}' needs the port that other peers dial, not 0")
 
 
 def check_peer(flag: str, maddr: str) -> None:

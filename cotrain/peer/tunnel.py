@@ -20,8 +20,8 @@ import psutil
 from hivemind.utils import get_logger
 
 from cotrain.arguments import BaseTrainingArguments
-from cotrain.common.argument_parser import endpoint_to_maddrs
 from cotrain.common.errors import TemporaryError, UserError
+from cotrain.common.flags import endpoint_to_maddrs
 from cotrain.peer.addresses import fix_tcp_port
 
 logger = get_logger(__name__)
