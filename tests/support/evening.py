@@ -69,7 +69,7 @@ ATTACKS = [(33.0, "attack", ""), (35.0, "freeze", "second"), (38.0, "repel", "")
 PART = ("monitor", "first", "client")  # of the divided network
 MAX_DISTANCE = 0.02  # relative to the norm; LAMB moves the weights by up to 0.01 of their norm in a step here
 # What differs between two lines of the same kind: peer IDs, names, numbers, addresses
-VARIABLE = re.compile(r"Qm\w{6,}…?|\b[a-z]+-[a-z]+-[0-9a-f]{4}\b|\(\w{8}\)|/ip4/\S+|[+-]?\d[\d.,]*")
+VARIABLE = re.compile(r"Qm\w{6,}…?|\bpeer-\w{7}\b|\(\w{8}\)|/ip4/\S+|[+-]?\d[\d.,]*")
 
 
 def parameters_of(state: TrainingState) -> torch.Tensor:
