@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import fields
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -95,17 +94,12 @@ def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path)
 
 
 def summarize(manifest: Manifest) -> str:
-    rows = [
-        (field.name.replace("_", " "), [f"{numbers[field.name]:,}" for numbers in manifest.splits.values()])
-        for field in fields(PackingStats)
-    ]
-    fills = [
-        numbers["tokens"] / (manifest.max_seq_length * numbers["instances"]) for numbers in manifest.splits.values()
-    ]
-    rows = [("", list(manifest.splits)), *rows, ("mean fill", [f"{fill:.1%}" for fill in fills])]
-    lines = [f"{name:<20}" + "".join(f"{cell:>14}" for cell in cells) for name, cells in rows]
-    if fills[0] < 0.8:
-        lines.append(
-            "Warning: most documents are short. If blank lines separate paragraphs rather than documents, remove them"
-        )
+    lines = []
+    for split, numbers in manifest.splits.items():
+        counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in numbers.items())
+        fill = numbers["tokens"] / (manifest.max_seq_length * numbers["instances"])
+        lines.append(f"{split}: {counts}; mean fill {fill:.1%}")
+        if split == "train" and fill < 0.8:
+            remedy = "If blank lines separate paragraphs rather than documents, remove them"
+            lines.append(f"Warning: most documents are short. {remedy}")
     return "\n".join(lines)
