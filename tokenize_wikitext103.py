@@ -41,7 +41,10 @@ class TokenizationArguments(Flags):
 
     _argument_group_name = "Tokenization"
 
-    dataset_name: str = flag("Salesforce/wikitext", "Dataset on the Hugging Face Hub, with a column 'text'")
+    dataset_name: str = flag(
+        "Salesforce/wikitext",
+        "Dataset on the Hugging Face Hub, with a column 'text', or a folder with train.txt and validation.txt",
+    )
     dataset_config_name: str | None = flag(
         None, "Configuration of the dataset. Default: wikitext-103-v1 for WikiText, else none"
     )
@@ -54,10 +57,6 @@ class TokenizationArguments(Flags):
         None,
         "Text file to use instead of --dataset_name, UTF-8. Documents end at blank lines or, as in "
         "WikiText, at titles",
-    )
-    validation_file: str | None = flag(
-        None,
-        "Text file for validation, with --train_file. Default: --validation_fraction of the documents is held out",
     )
     sample: bool = flag(False, "Use the documentation topics included with Python as the text. Nothing is downloaded")
     validation_fraction: float = flag(
@@ -95,11 +94,8 @@ class TokenizationArguments(Flags):
         super().__post_init__()
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(not (self.sample and self.train_file), "pass either --sample or --train_file, not both")
-        if self.validation_file is not None and self.train_file is None:
-            raise ArgumentsError("--validation_file also needs --train_file")
-        for name in ("train_file", "validation_file"):
-            path = getattr(self, name)
-            require(path is None or Path(path).is_file(), f"--{name}: there is no file '{path}'")
+        is_file = self.train_file is None or Path(self.train_file).is_file()
+        require(is_file, f"--train_file: there is no file '{self.train_file}'")
         if self.archive is not None and not self.archive.endswith((".tar.gz", ".tgz")):
             raise ArgumentsError(f"--archive {self.archive}: it is compressed; pass a name that ends in .tar.gz")
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
@@ -130,7 +126,7 @@ def main() -> None:
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
     from cotrain.common.atomic_files import check_target, new_folder, temporary_folder
-    from cotrain.data.corpus import open_files, open_hub_dataset, open_sample, read_corpus
+    from cotrain.data.corpus import open_file, open_hub_dataset, open_sample, read_corpus
     from cotrain.data.packing import PackingConfig
     from cotrain.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
 
@@ -146,7 +142,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
         if args.sample:
             source = open_sample()
         elif args.train_file is not None:
-            source = open_files(args.train_file, args.validation_file)
+            source = open_file(args.train_file)
         else:
             names = args.dataset_name, args.dataset_config_name, args.dataset_revision
             source = open_hub_dataset(*names, args.cache_dir)

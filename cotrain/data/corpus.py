@@ -105,8 +105,8 @@ def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: 
     if "validation" not in corpus:
         if len(corpus["train"]) < 2:
             raise UserError(
-                f"{source.name} is a single document, so none can be held out for validation: pass "
-                "--validation_file, or separate its documents by blank lines"
+                f"{source.name} is a single document, so none can be held out for validation: "
+                "separate its documents by blank lines"
             )
         train, validation = hold_out(len(corpus["train"]), validation_fraction, seed)
         corpus = {"train": corpus["train"].select(train), "validation": corpus["train"].select(validation)}
@@ -118,16 +118,10 @@ def open_sample() -> Source:
     return Source(f"the documentation topics of Python {platform.python_version()}", {"train": _sample_rows})
 
 
-def open_files(train_file: str, validation_file: str | None) -> Source:
-    """Text files of the user."""
-    files = {"train": train_file}
-    if validation_file is not None:
-        files["validation"] = validation_file
+def open_file(path: str) -> Source:
+    """A text file of the user."""
     # The folder of a file may be private: the name goes into the manifest, which is published.
-    return Source(
-        ", ".join(Path(path).name for path in files.values()),
-        {split: partial(read_text_file, path) for split, path in files.items()},
-    )
+    return Source(Path(path).name, {"train": partial(read_text_file, path)})
 
 
 # --- rows -> documents -----------------------------------------------------------------------------------------------
@@ -259,7 +253,8 @@ def open_hub_dataset(name: str, config_name: str | None, revision: str | None, c
     if "train" not in dataset or "text" not in dataset["train"].column_names:
         columns = {split: part.column_names for split, part in dataset.items()}
         raise UserError(f"--dataset_name: '{full_name}' has no split 'train' with a column 'text', but {columns}")
-    return Source(full_name, {split: partial(_hub_rows, dataset[split]) for split in SPLITS if split in dataset})
+    public_name = Path(name).name if Path(name).is_dir() else full_name  # as for a file
+    return Source(public_name, {split: partial(_hub_rows, dataset[split]) for split in SPLITS if split in dataset})
 
 
 def _hub_rows(dataset) -> Iterator[str]:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -139,11 +140,12 @@ def test_a_dataset_that_is_a_script_is_explained(tmp_path):
 
 
 def test_a_validation_file_is_used_whole(tmp_path, small_text):
-    manifest = tokenize_wikitext103.prepare(
-        arguments(tmp_path, train_file=small_text, validation_file=small_text, vocab_size=60)
-    )
+    (tmp_path / "texts").mkdir()
+    for split in ("train", "validation"):
+        shutil.copy(small_text, tmp_path / "texts" / f"{split}.txt")
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name=str(tmp_path / "texts"), vocab_size=60))
     assert manifest.splits["train"]["documents"] == manifest.splits["validation"]["documents"] == 20
-    assert manifest.source == "text.txt, text.txt"  # without their folders
+    assert manifest.source == "texts"  # without its path
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
