@@ -38,7 +38,9 @@ def describe(error: BaseException) -> str:
         return f"{error.name} is not installed: pip install -r requirements-organiser.txt"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return f"{type(error).__name__}: {first_line(error, limit=None)} (--debug shows where)"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    where = f" in '{frames[-1].filename}', line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}: {first_line(error, limit=None)} (--debug shows where)"
 
 
 def report(error: Exception) -> int:

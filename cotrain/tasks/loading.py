@@ -1,18 +1,15 @@
 """Loading of a task, the file of --task or the built-in task of a model, and of its model and samples."""
 
-import contextlib
 import inspect
 import sys
-import traceback
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
 
 from cotrain.arguments import ModelArguments
-from cotrain.common.errors import UserError, first_line
+from cotrain.common.errors import UserError
 from cotrain.models.model import seeded_by
 from cotrain.task import Task
 from cotrain.tasks.text import build_text_task
@@ -29,20 +26,19 @@ def load_task(args: ModelArguments, **options: bool) -> Task:
 def read_task(path: Path) -> Task:
     """Run a file that defines a task, and build the task.
 
-    :raises UserError: if the file cannot be run, or does not define one subclass of Task
+    :raises UserError: if the file does not define one subclass of Task
     """
     path = path.resolve()
     module = types.ModuleType(f"task_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look there for the module of a class
-    with _explained(str(path)):
-        # Not imported: Python would take compiled code of another version if size and second of the change are equal.
-        exec(compile(path.read_bytes(), path, "exec"), vars(module))
-        classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Task)]
-        own = [task_class for task_class in classes if task_class.__module__ == module.__name__]
-        if len(own) != 1:
-            raise UserError(f"--task: '{path}' defines {len(own)} subclasses of cotrain.Task; it must define one")
-        return own[0]()
+    # Not imported: Python would take compiled code of another version if size and second of the change are equal.
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Task)]
+    own = [task_class for task_class in classes if task_class.__module__ == module.__name__]
+    if len(own) != 1:
+        raise UserError(f"--task: '{path}' defines {len(own)} subclasses of cotrain.Task; it must define one")
+    return own[0]()
 
 
 def build_model(task: Task, run_id: str) -> torch.nn.Module:
@@ -50,9 +46,10 @@ def build_model(task: Task, run_id: str) -> torch.nn.Module:
 
     :raises UserError: if the task does not build a model with parameters to train
     """
-    with _explained(path := inspect.getfile(type(task))), seeded_by(run_id):
+    with seeded_by(run_id):
         model = task.build_model()
         if not (isinstance(model, torch.nn.Module) and any(p.requires_grad for p in model.parameters())):
+            path = inspect.getfile(type(task))
             raise UserError(f"'{path}': build_model must return a torch.nn.Module with parameters to train")
         return model.float()  # in which peers exchange parameters and gradients
 
@@ -60,24 +57,9 @@ def build_model(task: Task, run_id: str) -> torch.nn.Module:
 def load_samples(task: Task, split: str) -> Dataset:
     """Load the samples of a task.
 
-    :raises UserError: if they cannot be loaded, or there are none
+    :raises UserError: if there are none
     """
-    with _explained(path := inspect.getfile(type(task))):
-        samples = task.load_samples(split)
-        if len(samples) == 0:
-            raise UserError(f"'{path}': load_samples has no samples of the split '{split}'")
-        return samples
-
-
-@contextlib.contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """Raise an error of the code in a file as a UserError, which says where it is; --debug shows the traceback."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        line = error.lineno if isinstance(error, SyntaxError) else next(reversed(lines), 1)
-        text = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"'{path}', line {line}: {text}; correct the file") from error
+    samples = task.load_samples(split)
+    if len(samples) == 0:
+        raise UserError(f"'{inspect.getfile(type(task))}': load_samples has no samples of the split '{split}'")
+    return samples

@@ -1,5 +1,6 @@
 """The file of --task: what it must have, and one line for what is wrong with it."""
 
+import re
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import run_trainer
 import run_training_monitor
 from cotrain import Task
 from cotrain.arguments import ModelArguments
-from cotrain.common.errors import UserError, run_script
+from cotrain.common.errors import UserError, describe, run_script
 from cotrain.monitoring.samples import open_completer
 from cotrain.tasks.loading import build_model, load_samples, read_task
 from tests.support.peers import LOCAL
@@ -68,29 +69,30 @@ def test_one_subclass_of_its_own_is_the_task(write, text):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        ("def f(:\n", r"mine.py', line 1: SyntaxError"),
-        ("x = 1\n\nx.y\n", r"mine.py', line 3: AttributeError: 'int' object"),
-        ("import no_such_package\n", r"line 1: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("def f(:\n", r"SyntaxError.*mine.py, line 1"),
+        ("x = 1\n\nx.y\n", r"AttributeError in '.*mine.py', line 3: 'int' object"),
+        ("import no_such_package\n", r"ModuleNotFoundError in .*line 1: No module named 'no_such_package'"),
         (HEAD, "defines 0 subclasses of cotrain.Task; it must define one"),
         (GOOD + "\nclass Other(Task):\n    pass\n", "defines 2 subclasses of cotrain.Task"),
         (GOOD.replace("    def build", "    def __init__(self, size):\n        pass\n\n    def build"), "TypeError"),
-        (f"{HEAD}class Mine(Task):\n    pass\n", "NotImplementedError: build_model is missing"),
-        (GOOD.replace("torch.nn.Linear(2, 1)", "1 / 0"), r"mine.py', line 6: ZeroDivisionError"),
+        (f"{HEAD}class Mine(Task):\n    pass\n", "NotImplementedError.*: build_model is missing"),
+        (GOOD.replace("torch.nn.Linear(2, 1)", "1 / 0"), r"ZeroDivisionError in '.*mine.py', line 6"),
         (
             GOOD.replace("torch.nn.Linear(2, 1)", "'model'"),
             "build_model must return a torch.nn.Module",
         ),
         (GOOD.replace("torch.nn.Linear(2, 1)", "torch.nn.ReLU()"), "with parameters to train"),
         (GOOD.replace("[1.0, 2.0, 3.0, 4.0]", "[]"), "load_samples has no samples of the split 'train'"),
-        (GOOD.replace("[1.0, 2.0, 3.0, 4.0]", "split.x"), r"mine.py', line 9: AttributeError"),
+        (GOOD.replace("[1.0, 2.0, 3.0, 4.0]", "split.x"), r"AttributeError in '.*mine.py', line 9"),
     ],
 )
 def test_fault_of_the_file_is_one_line(write, text, fault):
-    with pytest.raises(UserError, match=fault) as error:
+    with pytest.raises(Exception) as error:
         task = read_task(write(text))
         build_model(task, "run")
         load_samples(task, "train")
-    assert "mine.py'" in str(error.value) and "\n" not in str(error.value)
+    message = describe(error.value)
+    assert re.search(fault, message) and "\n" not in message
 
 
 @pytest.mark.parametrize("script", [run_trainer, run_training_monitor])
@@ -105,7 +107,9 @@ def test_script_ends_with_one_line_and_with_debug_the_traceback(write, script, d
     error = capsys.readouterr().err
     assert exit_info.value.code == 1
     assert ("Traceback" in error) == debug
-    assert f"script.py: error: '{path}', line 6: ZeroDivisionError: division by zero; correct the file\n" in error
+    assert (
+        f"script.py: error: ZeroDivisionError in '{path}', line 6: division by zero (--debug shows where)\n" in error
+    )
 
 
 def test_file_that_does_not_exist_is_a_usage_error(monkeypatch, capsys):
