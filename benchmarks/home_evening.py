@@ -81,7 +81,6 @@ class Evening(Swarm):
         name = f"trainer-{(number := len(self.trainers))}"
         address = self._move_to_new_host(name, 1 / 3 if number in SLOW else 1.0)
         self.start_trainer(name, PACE, *address, "--backup_every_steps", 1)
-        self.trainers[name].wait_for("Using --bandwidth", 120)  # the monitor takes four uploads at a time
 
     def limit(self, name: str, fraction: float = 1.0) -> None:
         """Give a host a fraction of the rate of its line."""

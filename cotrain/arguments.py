@@ -207,8 +207,8 @@ class OptimizerArguments(Flags):
     )
     bandwidth: float | None = flag(
         None,
-        "Network bandwidth of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: the "
-        "upload that a trainer measures when it starts, at most 100",
+        "Upload of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: little in the "
+        "first round, then the largest rate at which this machine has sent in a round, at most 100",
     )
     target_group_size: int = setting(
         256, "Maximum number of peers in one group. A full group starts its round immediately", at_least=2

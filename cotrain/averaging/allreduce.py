@@ -41,6 +41,7 @@ logger = get_logger(__name__)
 VALUES, DIFFERENCE, TAKEN = 0.0, 1.0, 2.0
 # Fraction of the time of a round after which a reducer closes its parts. The rest is for sending the averages.
 REDUCE_FRACTION = 0.9
+PACED_SECONDS = 3.0  # a peer on a slow link paces its values if sending them takes longer
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,6 @@ class AllReduce:
         timeout: float,
         upload: float = math.inf,
     ):
-        self._upload, self._may_send_at = upload, 0.0
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
         self.peer_id, self.group_id, self.peer_ids = p2p.peer_id, group_id, peer_ids
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
@@ -138,6 +138,11 @@ class AllReduce:
         parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
         self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
         self._parts = parts  # of each reducer; those that are given come last
+        sent = [
+            part for peer_id in peer_ids if peer_id != self.peer_id for part in parts[peer_id] if not part.is_given
+        ]
+        num_bytes = sum(part.own.nbytes * part.compression.estimate_compression_ratio(part.info) for part in sent)
+        self._upload, self._may_send_at = upload if num_bytes > PACED_SECONDS * upload else math.inf, 0.0
         # The parts whose averages this peer receives from each reducer
         self._answers = {
             peer_id: [part for _, part in self._answers_for(self.peer_id, parts[peer_id])] for peer_id in peer_ids

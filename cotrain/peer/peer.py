@@ -27,7 +27,6 @@ from cotrain.dht.node import SafeDHT, use_own_socket_folder
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.redial import BootstrapRedialer, set_run_clock
 from cotrain.peer.tunnel import open_tunnel
-from cotrain.peer.upload import serve_uploads
 
 logger = get_logger(__name__)
 
@@ -143,8 +142,6 @@ def start_peer(
         try:
             _wait_until_ready(dht, deadline, should_stop)
             set_run_clock(dht, initial_peers)
-            if not client_mode:
-                serve_uploads(dht)
             return Peer(dht, private_key, public_key)
         except Exception as error:
             _end(dht)

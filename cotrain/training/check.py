@@ -30,7 +30,6 @@ from cotrain.dht.run_records import get_dictionary
 from cotrain.peer.addresses import find_tcp_endpoint, peer_id_in
 from cotrain.peer.peer import Peer, open_peer
 from cotrain.peer.run_config import adopt_run_config
-from cotrain.peer.upload import UploadError, measure_upload
 from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.optimizer import open_observer
 from cotrain.training.workload import Workload, load_workload
@@ -52,6 +51,7 @@ GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
 # 20 Mbit/s and no latency. Residuals: at most 7 % for 22 of 24 points, 9 and 12 % for two.
 FIXED_SECONDS = 0.2  # of a round, whatever the connection. The search for the group begins before the step is due
 SLOWDOWN = 1.22  # seconds of a round / seconds for its tensors at full rate. Plain TCP has 1.14 in both directions
+LINKS = 5, 14.7, 100  # Mbit/s of upload: a slow link, the median of the world's fixed lines, and a fast one
 # Bits of a number, by compression. With topk, the mean of a contribution and of the average of 8 peers
 BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "blockwise8": 8.06, "blockwise4": 4.25, "topk": 0.65}
 
@@ -101,7 +101,7 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
                 yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
             yield attempt("device", partial(measure_device, work, args.training))
             yield attempt("state", partial(measure_download, work.model, peer, args))
-            yield check_upload(peer.dht, work.num_parameters(only_trainable=True), peer_args)
+            yield check_rounds(peer.dht, work.num_parameters(only_trainable=True), peer_args)
     except UserError as error:
         yield explain("joining", error)
 
@@ -230,22 +230,19 @@ def measure_download(model: torch.nn.Module, peer: Peer, args: TrainerArguments)
     return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed})"
 
 
-def check_upload(dht: DHT, num_parameters: int, args: CollaborationArguments) -> Finding:
-    """Measure the upload to the first initial peer that takes part, and how long a round takes at this speed."""
-    try:
-        speed, name = measure_upload(dht, args.initial_peers)
-    except UploadError as error:
-        return Finding("upload", f"not measured, {error}")
+def check_rounds(dht: DHT, num_parameters: int, args: CollaborationArguments) -> Finding:
+    """Tell how long a round takes with an upload of --bandwidth, or of some links."""
     bits = BITS[args.gradient_compression] + BITS[args.state_compression]
     trainers = max(2, min(1 + count_trainers(dht, args.run_id), args.target_group_size))
-    # A trainer in client mode sends each tensor once, as one of two does.
-    seconds = max(1.0, round_seconds(num_parameters, 2 if args.client_mode else trainers, bits, speed))
-    text = f"{speed:,.1f} Mbit/s to {name}; at this speed a round of {trainers} trainers with the parameters takes "
-    text += f"about {seconds:.0f} s"
-    if seconds <= args.averaging_timeout:
-        return Finding("upload", text)
+    peers = 2 if args.client_mode else trainers  # in client mode, it sends each tensor once, as one of two does
+    uploads = [args.bandwidth] if args.bandwidth else LINKS
+    seconds = [max(1.0, round_seconds(num_parameters, peers, bits, upload)) for upload in uploads]
+    times = ", ".join(f"{needed:.0f} s at {upload:g}" for needed, upload in zip(seconds, uploads, strict=True))
+    text = f"one of {trainers} trainers with the parameters takes about {times} Mbit/s of upload"
+    if seconds[-1] <= args.averaging_timeout:
+        return Finding("rounds", text)
     advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
-    return Finding("upload", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)
+    return Finding("rounds", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)
 
 
 def count_trainers(dht: DHT, run_id: str) -> int:

@@ -35,7 +35,6 @@ from cotrain.averaging.rounds import RoundAverager
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.errors import UserError
 from cotrain.peer.peer import Peer, supervise
-from cotrain.peer.upload import MAX_BANDWIDTH, measure_bandwidth
 
 # Bound on the distance between an element of two peers' parameters, in learning rates. LAMB and AdamW move an element
 # by about three learning rates in their first steps.
@@ -171,7 +170,7 @@ def _step_optimizer(args: HyperparameterArguments) -> dict:
     return {"optimizer": partial(build_local_optimizer, args=args), "scheduler": partial(build_scheduler, args=args)}
 
 
-def _round_options(hyperparameter_args: HyperparameterArguments, args: OptimizerArguments, bandwidth: float) -> dict:
+def _round_options(hyperparameter_args: HyperparameterArguments, args: OptimizerArguments) -> dict:
     """Return the options of RoundAverager. The bounds on contributions are the same at all peers of a run."""
     local_updates = hyperparameter_args.local_updates
     check_compression(args.gradient_compression, local_updates)
@@ -184,7 +183,7 @@ def _round_options(hyperparameter_args: HyperparameterArguments, args: Optimizer
         "parameter_compression": COMPRESSIONS[args.state_compression](),
         "average_parameters_every": args.average_state_every,
         "target_group_size": args.target_group_size,
-        "bandwidth": bandwidth,
+        "bandwidth": args.bandwidth,
         "min_matchmaking_time": args.matchmaking_time,
         "allreduce_timeout": args.averaging_timeout,
         # Seconds of silence after which a peer is excluded from a round. hivemind's default is `matchmaking_time`,
@@ -209,9 +208,6 @@ def build_optimizer(
             f"{batch_size_per_step}, the samples of one local step (--per_device_train_batch_size x devices x "
             "--gradient_accumulation_steps)"
         )
-    # In client mode this peer reduces nothing: its bandwidth has no effect.
-    bandwidth = MAX_BANDWIDTH if run_args.client_mode else run_args.bandwidth
-    bandwidth = bandwidth or measure_bandwidth(peer.dht, run_args.initial_peers)
     params = build_param_groups(model, training_args.weight_decay, training_args.optimizer)
     optimizer_class = CollaborativeOptimizer
     if training_args.local_updates:
@@ -239,7 +235,7 @@ def build_optimizer(
         load_state_compression=build_state_compression(run_args.load_state_compression),
         performance_ema_alpha=args.tracker.performance_ema_alpha,
         tracker_opts={"args": args.tracker},
-        grad_averager_factory=partial(RoundAverager, **_round_options(training_args, run_args, bandwidth)),
+        grad_averager_factory=partial(RoundAverager, **_round_options(training_args, run_args)),
         averager_opts={
             "initialize_optimizer": False,  # see initialize_optimizer_state
             "download_timeout": run_args.load_state_timeout,
@@ -271,7 +267,7 @@ def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tu
         dht=peer.dht,
         prefix=f"{run_id}_round_averager",
         auxiliary=True,
-        **_round_options(args, args, args.bandwidth or MAX_BANDWIDTH),
+        **_round_options(args, args),
     )
     tracker.schema = averager.schema_id
     return tracker, averager

@@ -16,7 +16,6 @@ from hivemind.proto.averaging_pb2 import AVERAGED_PART, BAD_GROUP_ID, AveragingD
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter
 
-from cotrain.averaging.allreduce import Delivery
 from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.rounds import RoundAverager
 from tests.support.peers import wait_until
@@ -285,14 +284,3 @@ async def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_an
     assert not await LateAverager().ends_by_itself(1.0)
     monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 0.5)
     assert await LateAverager().ends_by_itself(5.0)
-
-
-def test_claim_is_halved_after_poor_deliveries_and_grows_slowly():
-    averager = RoundAverager.__new__(RoundAverager)
-    averager.bandwidth, averager.claim, averager._delivery = 64.0, SimpleNamespace(value=64.0), Delivery(0)
-    claims = []
-    for failed in (0, 2, 1, *[2] * 9, 0):  # of 3 receivers, in the rounds one after the other
-        averager._adapt_claim(Delivery(3, failed))
-        claims.append(averager.claim.value)
-    assert claims[:5] == [64.0, 64.0, 32.0, pytest.approx(33.6), pytest.approx(16.8)]
-    assert claims[-1] == 1.0

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
+from cotrain.averaging import rounds, uplink
 from cotrain.averaging.history import MAX_DIFFERENT, different_marks
 from tests.support.scenario import BATCH, Peer, Scenario
 
@@ -55,6 +56,28 @@ def test_thin_uplink_costs_the_others_neither_steps_nor_samples():
     assert sum(steps) >= 0.9 * sum(steps_without) - edge, (steps, steps_without)
     assert sum(samples) >= (0.9 - edge / sum(steps_without)) * sum(samples_without), (samples, samples_without)
     assert min(peer.received for peer in trainers) >= 0.98, [peer.received for peer in trainers]
+
+
+def test_claims_follow_what_the_links_carry_from_the_second_round_on(monkeypatch):
+    """Two trainers come later. The time of a measurement is as small as the links: a gradient has 800 bytes."""
+    monkeypatch.setattr(rounds, "FIRST_CLAIM", 1e-4)
+    monkeypatch.setattr(uplink, "RATE_SECONDS", 0.25)
+
+    def claims() -> list[float]:
+        """Return the claims in bytes per second."""
+        return [peer.optimizer.grad_averager.claim.value / 8e-6 for peer in scenario.peers]
+
+    with Scenario(20, target_batch_size=160, average_state_every=100) as scenario:
+        for link in (1000.0, 1000.0, 1000.0, 100.0):
+            scenario.add(uplink=link, bandwidth=None)
+        assert claims() == pytest.approx([12.5] * 4)
+        scenario.reach(3)
+        assert claims() == pytest.approx([1000.0, 1000.0, 1000.0, 100.0], rel=0.25), scenario.describe()
+        assert min(entry["received"] for peer in scenario.peers for entry in peer.rounds[1:3]) >= 0.98
+        fast, slow = (scenario.add(speed=0.5, uplink=link, bandwidth=None) for link in (4000.0, 100.0))
+        scenario.wait_until(lambda: min(peer.outcomes().count("averaged") for peer in (fast, slow)) >= 1, 300.0)
+        *_, claim_of_fast, claim_of_slow = claims()
+        assert claim_of_fast >= 400.0 and claim_of_slow == pytest.approx(100.0, rel=0.25), scenario.describe()
 
 
 @pytest.mark.parametrize("local_updates", [False, True])

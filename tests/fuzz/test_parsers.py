@@ -63,7 +63,6 @@ from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.parsing import parse_peers, parse_shares
 from cotrain.peer import redial
 from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
-from cotrain.peer.upload import CHUNK_BYTES, NUM_CHUNKS, UploadSink
 from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
 from tests.support.dht_records import entries, metric
 from tests.support.offline import offline_averager
@@ -434,25 +433,7 @@ def test_settings_of_a_run(draw):
         bounded(adopt, refusals=(UserError, SystemExit))
 
 
-# Measurement of the upload, clocks of the initial peers
-
-
-@fuzz(100)
-def test_upload_sink(draw):
-    num_bytes = draw(st.sampled_from([0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, (NUM_CHUNKS + 1) * CHUNK_BYTES]))
-    answers, sink = [], UploadSink()  # it takes 14 in a period
-    sink._num_uploads, sink._period_ends_at = draw(st.sampled_from([(0, 0.0), (14, 0.0), (14, math.inf)]))
-
-    async def serve() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(bytes(num_bytes))
-        reader.feed_eof()
-        await sink.handle(None, reader, SimpleNamespace(write=answers.append, close=lambda: answers.append(None)))
-        assert sink._num_callers == 0
-
-    bounded(lambda: asyncio.run(serve()), refusals=())
-    num_received = 0 if sink._period_ends_at == math.inf else min(NUM_CHUNKS, num_bytes // CHUNK_BYTES)
-    assert answers[-1] is None and len(answers) == 2 + num_received
+# Clocks of the initial peers
 
 
 @fuzz(60)

@@ -1,10 +1,8 @@
 """Fakes: samples, a task, and the objects that a session or a checkpoint keeper uses."""
 
 import contextlib
-import itertools
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,18 +65,6 @@ class FakeTracker:
 
     def alive(self, peers: list[SimpleNamespace]) -> list[SimpleNamespace]:
         return peers
-
-
-class FakeUploads:
-    """DHT in which the upload to each peer in turn has one of some results: Mbit/s, or why there are none."""
-
-    def __init__(self, *results: float | str):
-        self.results = itertools.cycle(results)
-
-    def run_coroutine(self, _coroutine, return_future: bool) -> Future:
-        future = Future()
-        future.set_result(next(self.results))
-        return future
 
 
 def make_text_task(config: PretrainedConfig, tokenizer: object | None = None) -> TextTask:

@@ -23,6 +23,7 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.crypto import RSAPublicKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from cotrain.averaging import uplink as uplink_module
 from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.matchmaking import StepMatchmaking
 from cotrain.averaging.state import TrainingStateAverager
@@ -58,6 +59,7 @@ class Node:
         self._answered: dict[str, tuple[Callable, bool]] = {}
         self.tasks: set[asyncio.Task] = set()
         self.links_free_at = [0.0, 0.0]  # uplink and downlink
+        self.bytes_to_send = 0.0  # since the start, with those that wait for the uplink
         self.ended = self.vanished = False
         self._thawed = threading.Event()
         self._thawed.set()
@@ -93,6 +95,11 @@ class Node:
     def recover(self) -> None:
         """Answer all calls again."""
         self.handlers = dict(self._answered)
+
+    @property
+    def sent_bytes(self) -> float:
+        waiting = max(0.0, self.links_free_at[0] - self.network.time.read()) * self.uplink
+        return self.bytes_to_send - waiting
 
     @property
     def is_frozen(self) -> bool:
@@ -210,6 +217,7 @@ class Network:
     def __enter__(self) -> "Network":
         self._patches.setattr(SafeAverager, "run_in_background", lambda averager, **_: self._host(averager))
         self._patches.setattr(StepControl, "attach", _attach_once)
+        self._patches.setattr(uplink_module, "sent_bytes", lambda: {"wan": owner.get().sent_bytes})
         self._patches.setattr(TrainingStateAverager, "LEAST_RATE", 1.0)  # the links are as small as the models
         MPFuture()  # starts a thread of hivemind's that stays
         self.time.start()
@@ -303,13 +311,16 @@ class Network:
 
     async def _pass_links(self, sender: Node, receiver: Node, message: object) -> None:
         size = len(message.tensor_part.buffer) if hasattr(message, "tensor_part") else 0
+        sender.bytes_to_send += size
         for end, (peer, rate) in enumerate(((sender, sender.uplink), (receiver, receiver.downlink))):
             now = self.time.read()
             until = peer.links_free_at[end] = max(peer.links_free_at[end], now) + size / rate
             try:
                 await asyncio.sleep(until - now)
             except asyncio.CancelledError:  # what is not sent yet is dropped
-                peer.links_free_at[end] -= min(size / rate, until - self.time.read())
+                dropped = min(size / rate, until - self.time.read())
+                peer.links_free_at[end] -= dropped
+                sender.bytes_to_send -= 0 if end else dropped * rate
                 raise
         await asyncio.sleep(LATENCY if self.rng.random() >= self.loss else math.inf)
         while not self.reaches(sender, receiver):

@@ -70,7 +70,6 @@ async def call_services(p2p: P2P, address: str, run_id: str, timeout: float = 20
         "rpc_ping": dht.rpc_ping(dht_pb2.PingRequest()),
         "rpc_find": dht.rpc_find(dht_pb2.FindRequest(keys=[key])),
         "rpc_store": dht.rpc_store(store),
-        "receive_upload": _upload(p2p, peer),
     }
     join = averaging_pb2.JoinRequest(schema_hash=b"hash", expiration=get_dht_time() + 30, group_key=f"{run_id}.0b")
     part = averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=b"group")
@@ -88,18 +87,6 @@ async def call_services(p2p: P2P, address: str, run_id: str, timeout: float = 20
 async def _take_first(call) -> object:
     async with contextlib.aclosing(await call) as stream:
         return await anext(stream)
-
-
-async def _upload(p2p: P2P, peer: PeerID) -> bytes:
-    """Return the answer of the service that measures uploads.
-
-    :raises PermissionError: if the answer is an error of the admission
-    """
-    _, reader, writer = await p2p.call_binary_stream_handler(peer, "collaboration.receive_upload.v2")
-    with contextlib.closing(writer):
-        if (answer := await reader.readexactly(1)) != P2P.ERROR_MARKER:
-            return answer
-        raise PermissionError((await P2P.receive_raw_data(reader)).decode(errors="replace"))
 
 
 async def _describe(call, timeout: float) -> str:

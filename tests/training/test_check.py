@@ -23,10 +23,9 @@ from cotrain.training.check import (
     check_address,
     check_memories,
     check_open_files,
-    check_upload,
+    check_rounds,
     check_versions,
 )
-from tests.support.fakes import FakeUploads
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ALBERT_LARGE = 17_847_000
@@ -102,16 +101,15 @@ def subkeys() -> list[bytes]:
 
 @pytest.fixture
 def measure(monkeypatch, subkeys):
-    """Return a function that checks the upload to an initial peer, in a run with some trainers."""
+    """Return a function that checks the time of a round, in a run with some trainers."""
 
-    def measure(upload: float | str, trainers: int = 7, **options) -> str:
+    def measure(trainers: int = 7, **options) -> str:
         # Malformed records and auxiliary peers are no trainers.
         records = [{}, None, make_heartbeat(True), *[make_heartbeat(False)] * trainers]
         values = {subkey: ValueWithExpiration(record, 0.0) for subkey, record in zip(subkeys, records, strict=False)}
         monkeypatch.setattr(check, "get_dictionary", lambda _dht, key: {"run_training_progress": values}[key])
-        known = {"averaging_timeout": 300.0, "initial_peers": [f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"]}
-        args = CollaborationArguments(run_id="run", **{**known, **options})
-        return check_upload(FakeUploads(upload), ALBERT_LARGE, args).line
+        args = CollaborationArguments(run_id="run", **{"averaging_timeout": 300.0, **options})
+        return check_rounds(None, ALBERT_LARGE, args).line
 
     return measure
 
@@ -126,14 +124,15 @@ def measure(monkeypatch, subkeys):
         ({"target_group_size": 4}, 4, 105),
     ],
 )
-def test_round_at_the_measured_upload(measure, options, trainers, seconds):
-    line = measure(10.0, **options)
-    assert line.startswith("ok      upload: 10.0 Mbit/s to ")
-    assert line.endswith(f"; at this speed a round of {trainers} trainers with the parameters takes about {seconds} s")
-    line = measure(10.0, **options, averaging_timeout=seconds - 1.0)
-    assert line.startswith("FAILED") and f", and --averaging_timeout is {seconds - 1} s. Use a faster" in line
+def test_round_at_the_bandwidth(measure, options, trainers, seconds):
+    line = measure(bandwidth=10.0, **options)
+    text = f"rounds: one of {trainers} trainers with the parameters takes about {seconds} s at 10 Mbit/s of upload"
+    assert line == f"ok      {text}"
+    line = measure(bandwidth=10.0, **options, averaging_timeout=seconds - 1.0)
+    assert line.startswith(f"FAILED  {text}, and --averaging_timeout is {seconds - 1} s. Use a faster")
 
 
-def test_upload_that_cannot_be_measured_is_no_fault(measure):
-    assert re.fullmatch(r"ok      upload: not measured, \w+-\w+-\w+: it is busy", measure("it is busy"))
-    assert measure("", initial_peers=[]) == "ok      upload: not measured, there are no initial peers"
+def test_round_at_some_links(measure):
+    expected = "takes about 244 s at 5, 83 s at 14.7, 12 s at 100 Mbit/s of upload"
+    assert measure(averaging_timeout=20.0).endswith(expected)
+    assert measure(averaging_timeout=10.0).startswith("FAILED")

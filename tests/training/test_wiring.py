@@ -168,4 +168,4 @@ def test_local_flags_reach_transformers(tmp_path):
 def test_trainer_with_sparse_gradients_ends_with_one_line():
     args = OptimizerArguments(gradient_compression="topk")
     with pytest.raises(UserError, match="--gradient_compression topk also needs --local_updates"):
-        builders._round_options(HyperparameterArguments(), args, bandwidth=10.0)
+        builders._round_options(HyperparameterArguments(), args)
