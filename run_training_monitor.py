@@ -25,7 +25,7 @@ from arguments import (
 )
 from cotrain.arguments import check_compression
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import ArgumentsError, check_maddr, flag, parse_command_line, parse_repo_id
+from cotrain.common.flags import ArgumentsError, flag, parse_command_line, parse_repo_id
 from cotrain.common.json_file import write_json
 from cotrain.common.processes import StopSignal, guard_children
 
@@ -58,15 +58,6 @@ class TrainingMonitorArguments(ReportingArguments):
         "Sentences with [MASK], or beginnings of texts for a causal model. The monitor logs "
         "how the model of each checkpoint completes them, and shows it in the dashboard",
     )
-    assist_in_averaging: bool = flag(
-        False,
-        "Start an auxiliary peer, which averages with this machine's bandwidth and computes no "
-        "gradients. Also pass the trainers' --target_batch_size, --gradient_compression and --state_compression",
-    )
-    assistant_maddrs: list[str] = flag(
-        lambda: ["/ip4/0.0.0.0/tcp/0"],
-        "Multiaddresses that the auxiliary peer listens on. Open its port in the firewall, too",
-    )
     repo_id: str | None = flag(
         None,
         "Upload the newest checkpoint, with a model card, to this repository on the Hugging Face Hub: "
@@ -79,9 +70,6 @@ class TrainingMonitorArguments(ReportingArguments):
     )
     license: str | None = flag(None, "License for the model card, by its identifier on the Hub, e.g. apache-2.0")
     language: str | None = flag(None, "Language of the model for the model card, as an ISO 639-1 code, e.g. en")
-    assistant_invitation: str | None = flag(
-        None, "Invitation of the auxiliary peer, if the run needs one. It must differ from the monitor's --invitation"
-    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,8 +80,6 @@ class TrainingMonitorArguments(ReportingArguments):
             self.report_to = "trackio"
         if self.sample_text and not self.store_checkpoints:
             raise ArgumentsError("--sample_text needs the model of the checkpoints: drop --no_store_checkpoints")
-        for maddr in self.assistant_maddrs:
-            check_maddr("--assistant_maddrs", maddr)
         if self.repo_id is not None:
             self.repo_id = parse_repo_id("--repo_id", self.repo_id)
             if not self.store_checkpoints:
@@ -140,7 +126,6 @@ def monitor(
     from cotrain.common.logs import setup_logging
     from cotrain.monitoring.advice import Adviser
     from cotrain.monitoring.aggregation import MetricsAggregator
-    from cotrain.monitoring.auxiliary_peer import open_auxiliary_peer
     from cotrain.monitoring.contributors import Contributors
     from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
     from cotrain.monitoring.model_card import CardMetadata
@@ -157,12 +142,10 @@ def monitor(
     logger = get_logger(__name__)
     if run_args.client_mode:
         raise UserError("--client_mode: peers join through the monitor, so it must accept connections; drop the flag")
-    if args.assist_in_averaging and peer_args.invitation is not None and args.assistant_invitation is None:
-        raise UserError("--assist_in_averaging needs a separate invitation: pass --assistant_invitation")
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
     if run_args.task is not None:
         stated = {**stated, "task_sha256": run_args.task_sha256}
-    if args.store_checkpoints or args.assist_in_averaging:
+    if args.store_checkpoints:
         task = load_task(run_args)
         model = build_model(task, run_id)
     if args.sample_text:
@@ -191,10 +174,6 @@ def monitor(
             keeper = CheckpointKeeper(stack.enter_context(observer), task, model, run_id, args)
             stack.callback(keeper.close)
             keeper.restore()
-
-        # The auxiliary peer is a second peer: the monitor's own answers for checkpoints under the same name
-        if args.assist_in_averaging:
-            stack.enter_context(open_auxiliary_peer(model, peer_args, args, run_args, visible_maddrs, stop))
 
         relay = RunConfigRelay(peer, RunConfig.sign({"run_id": run_id, **stated}, peer.private_key), longest_wait)
         relay.publish()  # before anybody knows the address

@@ -3,10 +3,9 @@
 
 benchmarks/rounds.py
 
-All peers run on this machine, with a tiny model whose micro-batches sleep: a monitor with an auxiliary peer, a fast
-trainer, one whose local step takes 20 s, one in client mode, one that is frozen for 20 s (SIGSTOP of all its
-processes) after a quarter of the time, and one that joins after two fifths of the time and whose download takes three
-global steps. Needs no network.
+All peers run on this machine, with a tiny model whose micro-batches sleep: a monitor, a fast trainer, one whose local
+step takes 20 s, one in client mode, one that is frozen for 20 s (SIGSTOP of all its processes) after a quarter of the
+time, and one that joins after two fifths of the time and whose download takes three global steps. Needs no network.
 """
 
 import argparse
@@ -20,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.round_records import OUTCOMES, RunSummary, percentile, ratio, summarize
 from benchmarks.swarm import BATCH_SIZE, Swarm, open_folder, print_incomplete
-from tests.support.peers import LOCAL
 
 PACE = 0.5  # seconds of a micro-batch
 SLOW_PACE, SLOW_BATCH_SIZE = 20.0, 4 * BATCH_SIZE
@@ -43,7 +41,7 @@ averaged    when a trainer had the average of gradients and parameters"""
 def play(swarm: Swarm, seconds: float) -> RunSummary:
     """Run for some seconds after all initial trainers have begun; the newcomer joins later."""
     try:
-        swarm.start_monitor("--refresh_period", 1, "--assist_in_averaging", "--assistant_maddrs", LOCAL)
+        swarm.start_monitor("--refresh_period", 1)
         swarm.start_trainer("fast", PACE)
         swarm.start_trainer("slow", SLOW_PACE, "--per_device_train_batch_size", SLOW_BATCH_SIZE)
         swarm.start_trainer("client", PACE, "--client_mode")

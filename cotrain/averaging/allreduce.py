@@ -22,7 +22,6 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 
 import numpy as np
 import torch
-from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.partition import AllreduceException
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
@@ -97,7 +96,6 @@ class AllReduce:
     """One round of all-reduce at one member.
 
     :param blocks: the gradients, and the parameters if they are averaged or given in this round
-    :param modes: of the members. Auxiliary peers send no values and receive no averages
     :param weight, parameter_weight: averaging weights of this peer's gradients, which is its samples, and parameters
     :param compression: a compression for each role
     :param sender_timeout: seconds between two messages of a sender, and before its first one
@@ -115,7 +113,6 @@ class AllReduce:
         prefix: str,
         group_id: bytes,
         peer_ids: Sequence[PeerID],
-        modes: Sequence[AveragingMode],
         blocks: Sequence[Block],
         weight: float,
         parameter_weight: float,
@@ -129,6 +126,7 @@ class AllReduce:
     ):
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
         self.peer_id, self.group_id, self.peer_ids = p2p.peer_id, group_id, peer_ids
+        self._others = [peer_id for peer_id in peer_ids if peer_id != self.peer_id]
         self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
         self._weight, self._parameter_weight = max(weight, MIN_WEIGHT), max(parameter_weight, MIN_WEIGHT)
         self._answer_bounds = replace(
@@ -138,27 +136,22 @@ class AllReduce:
         parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
         self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
         self._parts = parts  # of each reducer; those that are given come last
-        sent = [
-            part for peer_id in peer_ids if peer_id != self.peer_id for part in parts[peer_id] if not part.is_given
-        ]
+        sent = [part for peer_id in self._others for part in parts[peer_id] if not part.is_given]
         num_bytes = sum(part.own.nbytes * part.compression.estimate_compression_ratio(part.info) for part in sent)
         self._upload, self._may_send_at = upload if num_bytes > PACED_SECONDS * upload else math.inf, 0.0
         # The parts whose averages this peer receives from each reducer
         self._answers = {
             peer_id: [part for _, part in self._answers_for(self.peer_id, parts[peer_id])] for peer_id in peer_ids
         }
-        senders = [peer_id for peer_id, mode in zip(peer_ids, modes, strict=True) if mode != AveragingMode.AUX]
-        self.is_sender = self.peer_id in senders
-        self._other_senders = [sender for sender in senders if sender != self.peer_id]
         self.reducer = Reducer(
             parts[self.peer_id],
-            self._other_senders,
-            self._weight_of if self.is_sender else None,
+            self._others,
+            self._weight_of,
             bounds,
             sender_timeout,
             REDUCE_FRACTION * timeout,
         )
-        self.delivery = Delivery(len(self._other_senders))
+        self.delivery = Delivery(len(self._others))
         self.was_late = False  # whether a reducer has closed a part without this peer's values
         self._violations: dict[PeerID, str] = {}
         self._excesses: dict[PeerID, str] = {}  # of answers
@@ -169,7 +162,7 @@ class AllReduce:
         self._num_opened, self._num_answered = dict.fromkeys(peer_ids, 0), dict.fromkeys(peer_ids, 0)
         # Elements that this peer receives, and those that it has received
         self._totals, self._received = Counter[TensorRole](), Counter[TensorRole]()
-        for part in chain(*self._answers.values()) if self.is_sender else ():
+        for part in chain(*self._answers.values()):
             self._totals[part.info.role] += part.own.numel()
         self._contributed: dict[Part, runtime_pb2.Tensor] = {}  # what `own` loses at the end
         self._untaken: set[Part] = set()  # parts that were closed without this peer's values
@@ -191,13 +184,13 @@ class AllReduce:
         return self._weight if part.is_gradient else self._parameter_weight
 
     def received_fraction(self, role: TensorRole) -> float | None:
-        """Return the fraction of the elements whose average has arrived; None if this peer receives none."""
+        """Return the fraction of the elements whose average has arrived; None if the round has none."""
         return self._received[role] / self._totals[role] if self._totals[role] else None
 
     def weights(self) -> dict[PeerID, float]:
-        """Return the gradient weights of the senders, known only if this peer reduces a gradient part."""
+        """Return the gradient weights of the members, known only if this peer reduces a gradient part."""
         reduces_gradients = any(part.is_gradient for part in self.reducer.parts)
-        own = {self.peer_id: self._weight} if self.is_sender and reduces_gradients else {}
+        own = {self.peer_id: self._weight} if reduces_gradients else {}
         return own | self.reducer.weights
 
     def violations(self) -> dict[PeerID, str]:
@@ -206,7 +199,7 @@ class AllReduce:
 
     def silent_reducers(self) -> set[PeerID]:
         """Return the other reducers that have answered nothing; none if nobody has: it may be this peer's link."""
-        asked = {peer_id for peer_id, parts in self._answers.items() if parts and self.is_sender} - {self.peer_id}
+        asked = {peer_id for peer_id in self._others if self._answers[peer_id]}
         return asked - self._answered if self._answered else set()
 
     @property
@@ -220,8 +213,7 @@ class AllReduce:
 
     async def run(self) -> None:
         """Average. Returns once all averages have arrived and this reducer has closed its parts, or at the timeout."""
-        others = [peer_id for peer_id in self.peer_ids if peer_id != self.peer_id and self._answers[peer_id]]
-        exchanges = [self._exchange(peer_id) for peer_id in others] if self.is_sender else []
+        exchanges = [self._exchange(peer_id) for peer_id in self._others if self._answers[peer_id]]
         tasks = [asyncio.create_task(work) for work in (self._reduce(), *exchanges)]
         try:
             with suppress(TimeoutError):
@@ -244,9 +236,8 @@ class AllReduce:
 
     async def _reduce(self) -> None:
         await self.reducer.run()
-        if self.is_sender:
-            for part in self._answers[self.peer_id]:
-                self._received[part.info.role] += part.own.numel()
+        for part in self._answers[self.peer_id]:
+            self._received[part.info.role] += part.own.numel()
 
     # With the other reducers
 
@@ -342,7 +333,7 @@ class AllReduce:
 
     def drop_unstarted_sender(self, peer_id: PeerID) -> None:
         """Do not wait for a sender that has not started: its round has ended or was cancelled."""
-        if peer_id in self._other_senders and not self.reducer.has_started(peer_id):
+        if peer_id in self._others and not self.reducer.has_started(peer_id):
             self.reducer.leave(peer_id)
 
     async def rpc_aggregate_part(
@@ -350,7 +341,7 @@ class AllReduce:
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Receive a member's values, and answer with the averages."""
         sender, request = context.remote_id, await anext(stream)
-        if sender not in self._other_senders or self.reducer.has_started(sender):
+        if sender not in self._others or self.reducer.has_started(sender):
             yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         self.reducer.start(sender)

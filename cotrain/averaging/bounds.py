@@ -32,7 +32,7 @@ class Bounds:
     weight: float = math.inf  # samples
     gradient_norm: float = 0.0  # of a whole contribution, and so of each part; 0: no bound
     # Root mean square, per element, by which a parameter part may differ from this peer's own part, in addition to
-    # `parameter_change` times the own part's norm. None: no reference (an auxiliary peer, or one that lacks an update)
+    # `parameter_change` times the own part's norm. None: no reference (a peer that lacks an update)
     parameter_step: float | None = None
     parameter_change: float = SENT_CHANGE
     compares_norms: bool = False  # a gradient is also bounded by those of the other senders, see outliers.py

@@ -22,7 +22,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
-from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
@@ -70,18 +69,17 @@ class RoundControl(StepControl):
 class Claims:
     """What a peer says of itself when it joins a group.
 
-    :param bandwidth: Mbit/s
+    :param bandwidth: Mbit/s; 0: it reduces nothing, as a peer in client mode
     :param distance: updates that its parameters lack, see CollaborativeOptimizer
     :param is_settling: whether its optimizer statistics lack updates that its parameters have
     """
 
     bandwidth: float
-    mode: AveragingMode
     distance: float = 0.0
     is_settling: bool = False
 
     def pack(self) -> bytes:
-        return MSGPackSerializer.dumps([self.bandwidth, self.mode.value, self.distance, self.is_settling])
+        return MSGPackSerializer.dumps([self.bandwidth, self.distance, self.is_settling])
 
 
 @dataclass(frozen=True)
@@ -140,9 +138,9 @@ def make_group_id(nonce: bytes, number: int, peer_ids: Sequence[PeerID], gathere
 def parse_claims(gathered: bytes) -> Claims:
     """Return what a member claims; ValueError if it is malformed."""
     try:
-        bandwidth, mode, distance, is_settling = MSGPackSerializer.loads(gathered[:MAX_CLAIM_BYTES])
-        claims = Claims(float(bandwidth), AveragingMode(mode), float(distance), bool(is_settling))
-        if not (0 < claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_DISTANCE):
+        bandwidth, distance, is_settling = MSGPackSerializer.loads(gathered[:MAX_CLAIM_BYTES])
+        claims = Claims(float(bandwidth), float(distance), bool(is_settling))
+        if not (0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_DISTANCE):
             raise ValueError("out of range")
         return claims
     except Exception as error:  # the bytes are another peer's
@@ -346,13 +344,8 @@ class StepMatchmaking(Matchmaking):
         return next(group for group in groups if self.peer_id in group)
 
     def _spare(self, peer_id: PeerID, gathered: bytes) -> bytes:
-        """Return the claims of a member, without a share if it was silent. An auxiliary peer gets a small one."""
-        if peer_id not in self._spared:
-            return gathered
-        claims = parse_claims(gathered)
-        if claims.mode == AveragingMode.AUX:
-            return replace(claims, bandwidth=1e-9).pack()
-        return replace(claims, mode=AveragingMode.CLIENT).pack()
+        """Return the claims of a member, without a share if it was silent."""
+        return replace(parse_claims(gathered), bandwidth=0.0).pack() if peer_id in self._spared else gathered
 
     async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
         """Ask a peer to lead and wait until it begins; None if it does not."""

@@ -3,7 +3,7 @@
 Each trainer publishes a signed record under `{run_id}_training_progress`, which `SafeDHT` spreads over several keys:
 the newest steps that it has begun and completed, the samples for the next one, and how far its parameters are from the
 others'. The record has the protocol and the schema of the rounds: trainers of another version or with another model
-are ignored. Auxiliary peers publish a record without samples, so that other peers know them.
+are ignored.
 
 Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step, extrapolates from old
 reports without limit, and, while it reads the DHT, holds a lock that the training thread needs.
@@ -52,7 +52,7 @@ WARN_SECONDS = 600.0  # between two warnings about the same peer
 
 # Field of a report -> its types, and the least and the largest value
 RANGES = {
-    **dict.fromkeys(("client_mode", "auxiliary", "away"), ((bool,), 0, 1)),
+    **dict.fromkeys(("client_mode", "away"), ((bool,), 0, 1)),
     **dict.fromkeys(("epoch", "completed"), ((int,), 0, MAX_STEP)),
     **dict.fromkeys(("samples_accumulated", "contributed"), ((int,), 0, MAX_SAMPLES)),
     **dict.fromkeys(("time", "reported_at"), ((int, float), -MAX_TIME, MAX_TIME)),
@@ -74,7 +74,6 @@ class PeerProgress:
     time: float = 0.0  # when the newest of the samples were computed, on the peer's clock
     reported_at: float = 0.0  # when the peer last reported, on the peer's clock
     client_mode: bool = False
-    auxiliary: bool = False
     distance: float = 0.0  # updates by which its parameters differ, see CollaborativeOptimizer
     away: bool = False  # it downloads a state, or finds no group: nobody waits for it
     marks: Marks = ()
@@ -133,12 +132,11 @@ class ProgressTracker(threading.Thread):
         *,
         public_key: bytes,
         client_mode: bool,
-        auxiliary: bool = False,
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
         self.target_batch_size = target_batch_size
-        self.client_mode, self.auxiliary, self.schema = client_mode, auxiliary, ""
+        self.client_mode, self.schema = client_mode, ""
         self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
         self.banned_peers: Callable[[], dict[bytes, float]] = dict
         self.on_refresh: Callable[[], None] = lambda: None
@@ -158,8 +156,8 @@ class ProgressTracker(threading.Thread):
         self._pending_fetch: tuple[MPFuture, float] | None = None  # result and start time
         self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
-        self._is_reporting = auxiliary  # a trainer publishes nothing before its first local step
-        self.local_progress = PeerProgress(dht.peer_id.to_bytes(), client_mode=client_mode, auxiliary=auxiliary)
+        self._is_reporting = False  # a trainer publishes nothing before its first local step
+        self.local_progress = PeerProgress(dht.peer_id.to_bytes(), client_mode=client_mode)
         self._set()
 
     # This peer's progress
@@ -212,7 +210,7 @@ class ProgressTracker(threading.Thread):
             self._report_soon(0.0)
 
     def _set(self, **changes) -> None:
-        rate, now = 0.0 if self.auxiliary else float(self.performance_ema.samples_per_second), run_time()
+        rate, now = float(self.performance_ema.samples_per_second), run_time()
         with self._lock:
             self.local_progress = replace(
                 self.local_progress, samples_per_second=rate, time=now, reported_at=now, **changes
@@ -231,8 +229,8 @@ class ProgressTracker(threading.Thread):
     # The other peers' progress
 
     @property
-    def others(self) -> list[PeerProgress]:
-        """Newest reports of the other trainers and auxiliary peers, without banned and ignored peers."""
+    def other_trainers(self) -> list[PeerProgress]:
+        """Newest reports of the other trainers, without banned and ignored ones."""
         banned = self.banned_peers()
         now = time.monotonic()
         with self._lock:
@@ -242,10 +240,6 @@ class ProgressTracker(threading.Thread):
                 if self._ignored.get(subkey, -math.inf) < now and progress.peer_id not in banned
             ]
 
-    @property
-    def other_trainers(self) -> list[PeerProgress]:
-        return [progress for progress in self.others if not progress.auxiliary]
-
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
         """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
         return [progress for progress in peers if self._fetched_at - progress.seen < ALIVE_SECONDS]
@@ -254,7 +248,7 @@ class ProgressTracker(threading.Thread):
     def side(self) -> list[PeerProgress]:
         """The live other trainers that are at this peer's step or next to it, with the same history."""
         own = self.local_progress.position
-        return [p for p in self._present if self.auxiliary or not p.position.is_apart_from(own)]
+        return [progress for progress in self._present if not progress.position.is_apart_from(own)]
 
     @property
     def _present(self) -> list[PeerProgress]:
@@ -273,7 +267,7 @@ class ProgressTracker(threading.Thread):
         return self.local_progress.distance - self._smallest_distance()
 
     def _smallest_distance(self) -> float:
-        own = [] if self.auxiliary or self.local_progress.away else [self.local_progress.distance]
+        own = [] if self.local_progress.away else [self.local_progress.distance]
         return min([progress.distance for progress in self.side] + own, default=0.0)
 
     @property
@@ -287,8 +281,6 @@ class ProgressTracker(threading.Thread):
         return self._find_rival() is not None
 
     def _find_rival(self) -> PeerProgress | None:
-        if self.auxiliary:
-            return None
         present, own = self._present, self.local_progress.position
         own_size, rivals = 1 + len(self.side), []
         for progress in present:
@@ -320,19 +312,12 @@ class ProgressTracker(threading.Thread):
 
     @property
     def next_step(self) -> int:
-        """Global step that the next round leads to; for an auxiliary peer, the step that most trainers work for."""
-        if not self.auxiliary:
-            return self.local_progress.epoch + 1
-        completed = sorted(progress.completed for progress in self.alive(self.other_trainers))
-        # At least half of the trainers have completed this step: a single false claim of a later step has no effect.
-        median = completed[len(completed) // 2] if completed else 0
-        own = self.local_progress.completed
-        return (median if median < own - 2 else max(median, own)) + 1  # a revived run has gone back
+        """Global step that the next round leads to."""
+        return self.local_progress.epoch + 1
 
     def roster(self, step: int) -> list[RosterEntry]:
         """Return the peers that may take part in the round of a step, including this peer."""
-        peers = [self.local_progress, *(p for p in self.alive(self.others) if p.auxiliary)]
-        peers += [p for p in self.side if step - 1 <= p.epoch <= step and p.completed < step]
+        peers = [self.local_progress, *(p for p in self.side if step - 1 <= p.epoch <= step and p.completed < step)]
         return [RosterEntry(PeerID(p.peer_id), p.client_mode, p.completed >= step - 1 > 0) for p in peers]
 
     def is_done_elsewhere(self, step: int) -> bool:
@@ -348,11 +333,11 @@ class ProgressTracker(threading.Thread):
     def global_progress(self) -> GlobalTrainingProgress:
         """Estimate of the current progress of the run."""
         step, now, own = self.next_step, time.monotonic(), self.local_progress
-        trainers = self.other_trainers + ([] if self.auxiliary else [own])
+        trainers = [*self.other_trainers, own]
         reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * len(trainers))
         total = estimated = 0.0
         rate = 1e-20
-        for progress in self.counting + ([] if self.auxiliary else [own]):
+        for progress in [*self.counting, own]:
             # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
             # read: a killed peer computes no more.
             # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
@@ -547,7 +532,7 @@ class ProgressTracker(threading.Thread):
 
     def _refresh_period(self) -> float:
         progress = self.global_progress
-        if progress.num_peers + self.auxiliary <= 1:
+        if progress.num_peers <= 1:
             return self.args.default_refresh_period
         eta = progress.eta_next_epoch - run_time()
         drift = max(self.args.expected_drift_peers, progress.num_peers * self.args.expected_drift_rate)

@@ -72,7 +72,7 @@ class _Sender:
 
 @dataclass
 class Average:
-    """Average of a part: `message` of a gradient, `values` of parameters, or nothing if nobody has delivered it.
+    """Average of a part: `message` of a gradient, `values` of parameters, or nothing if the round has ended before.
 
     A gradient's is sent to all members in the same bytes. Of parameters a member receives the difference from its
     values, which is more accurate, unless these are late.
@@ -113,7 +113,7 @@ class Reducer:
     """Averages this peer's parts over all senders of a round.
 
     :param senders: the other members that send their values
-    :param own_weight: returns the weight of this peer's values in a part; None if it has none (auxiliary peer)
+    :param own_weight: returns the weight of this peer's values in a part
     :param sender_timeout: seconds for the first message of a sender
     :param timeout: seconds after which all parts are closed with what has arrived
     """
@@ -122,7 +122,7 @@ class Reducer:
         self,
         parts: Sequence[Part],
         senders: Sequence[PeerID],
-        own_weight: Callable[[Part], float] | None,
+        own_weight: Callable[[Part], float],
         bounds: Bounds,
         sender_timeout: float,
         timeout: float,
@@ -230,16 +230,13 @@ class Reducer:
 
     async def _average(self, index: int) -> Average:
         part, sums, loop = self.parts[index], self._sums.pop(index, _Sum()), asyncio.get_running_loop()
-        if self._own_weight is not None:
-            own, weight = part.own, self._own_weight(part)
-            if part.keeps_rest:
-                own = deserialize_torch_tensor(await loop.run_in_executor(None, part.compress_own))
-                if weight > MIN_WEIGHT:
-                    part.own.sub_(own)
-            sums.add(own, weight, None, self._compares(part))
+        own, weight = part.own, self._own_weight(part)
+        if part.keeps_rest:
+            own = deserialize_torch_tensor(await loop.run_in_executor(None, part.compress_own))
+            if weight > MIN_WEIGHT:
+                part.own.sub_(own)
+        sums.add(own, weight, None, self._compares(part))
         self._add_held(sums)
-        if sums.total is None:
-            return Average()
         values = sums.total.div_(sums.weight)
         if not part.is_gradient:
             return Average(values=part.output.copy_(values))  # a view: the values of all parts are as large as it

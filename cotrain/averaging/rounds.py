@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
-from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import AveragingStage
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.partition import AllreduceException
@@ -39,7 +38,7 @@ from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
 
-PROTOCOL = 9  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 10  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal
@@ -62,7 +61,7 @@ class RoundResult:
     """Result of a round at this peer."""
 
     members: Sequence[PeerID]
-    received: float  # fraction of the gradients whose average arrived; 1 for an auxiliary peer, which awaits none
+    received: float  # fraction of the gradients whose average arrived
     weights: dict[PeerID, float]  # samples of the senders, known only if this peer reduces gradients
     missed: dict[PeerID, str] = field(default_factory=dict)  # peers of the roster outside of the group -> reason
     violations: dict[PeerID, str] = field(default_factory=dict)  # of the members that were banned for them
@@ -169,8 +168,6 @@ class RoundAverager(SafeAverager):
 
     def gradient_bound(self) -> float:
         """Return the bound on the norm of a peer's gradient or pseudo-gradient; 0: no bound."""
-        if self.local_updates and self.mode == AveragingMode.AUX:
-            return 0.0  # it does not know the parameters
         norm = float(torch.nn.utils.get_total_norm(self.parameters)) if self.local_updates else 1.0
         return self.max_grad_norm * norm
 
@@ -188,7 +185,7 @@ class RoundAverager(SafeAverager):
             deadline=run_time() + timeout,
             allow_retries=False,
             weight=0.0,
-            data_for_gather=Claims(self.claim.value, self.mode, distance, is_settling).pack(),
+            data_for_gather=Claims(0.0 if self.client_mode else self.claim.value, distance, is_settling).pack(),
         )
         attached = MPFuture()
         self._send("_step", step=control, number=number, future_for_init=attached)
@@ -259,7 +256,7 @@ class RoundAverager(SafeAverager):
         options = {name: value for name, value in self.allreduce_kwargs.items() if name != "min_vector_size"}
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
         own = group.peer_ids.index(self.peer_id)
-        shares = divide([0.0 if c.mode == AveragingMode.CLIENT else c.bandwidth for c in standing.claims])
+        shares = divide([claims.bandwidth for claims in standing.claims])
         number = len(self.gradients)
         blocks = [self._block(slice(None, number), shares)]
         given = standing.shares_to_give(shares)
@@ -278,7 +275,6 @@ class RoundAverager(SafeAverager):
             prefix=self.prefix,
             group_id=group.group_id,
             peer_ids=group.peer_ids,
-            modes=[claims.mode for claims in standing.claims],
             blocks=blocks,
             weight=0.0 if standing.lacking[own] else step.weight,
             parameter_weight=float(standing.counting[own]),
@@ -302,7 +298,6 @@ class RoundAverager(SafeAverager):
             self._report_excesses(runner)
             self._matchmaking.record_silence(runner.silent_reducers(), group.peer_ids)
         received = runner.received_fraction(TensorRole.GRADIENT)
-        received = 1.0 if received is None else received
         if self._measures and (received >= 0.5 or runner.was_late):  # otherwise others may have kept it from sending
             self._claim_measured(meter.rate)
         return RoundResult(

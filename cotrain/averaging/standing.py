@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hivemind.averaging.allreduce import AveragingMode
-
 from cotrain.averaging.matchmaking import Claims
 
 LACKING = 2.0  # updates; a peer whose parameters lack more contributes no gradients and receives parameters
@@ -30,9 +28,9 @@ class Standing:
 
     @cached_property
     def distances(self) -> list[float]:
-        """Distance of each member from the trainer with the smallest one; 0 for an auxiliary peer."""
-        base = min((c.distance for c in self.claims if c.mode != AveragingMode.AUX), default=0.0)
-        return [max(0.0, c.distance - base) if c.mode != AveragingMode.AUX else 0.0 for c in self.claims]
+        """Distance of each member from the one with the smallest distance."""
+        base = min(c.distance for c in self.claims)
+        return [c.distance - base for c in self.claims]
 
     @cached_property
     def lacking(self) -> list[bool]:
@@ -42,8 +40,7 @@ class Standing:
     @cached_property
     def counting(self) -> list[bool]:
         """Whether the parameters of each member have weight; if none has, those of the smallest distance have."""
-        trainers = [c.mode != AveragingMode.AUX for c in self.claims]
-        near = [trainer and distance < EQUAL for trainer, distance in zip(trainers, self.distances, strict=True)]
+        near = [distance < EQUAL for distance in self.distances]
         settled = [is_near and not c.is_settling for is_near, c in zip(near, self.claims, strict=True)]
         return settled if any(settled) else near
 
@@ -54,8 +51,7 @@ class Standing:
         """
         if not any(self.lacking):
             return [0.0] * len(shares)
-        givers = zip(self.counting, self.claims, shares, strict=True)
-        return [share if counts and c.mode == AveragingMode.NODE else 0.0 for counts, c, share in givers]
+        return [share if counts else 0.0 for counts, share in zip(self.counting, shares, strict=True)]
 
 
 def divide(bandwidths: Sequence[float]) -> list[int]:

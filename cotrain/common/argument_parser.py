@@ -45,6 +45,7 @@ _REFUSED_NAMES = {
     "--max_steps": "pass --max_global_steps (when to leave) or --total_steps (the learning-rate schedule)",
     "--num_train_epochs": "peers draw samples in a random order, without epochs: pass --max_global_steps (when to "
     "leave) or --total_steps (the learning-rate schedule)",
+    "--assist_in_averaging": "start run_trainer.py on this machine, with an open port; a CPU is enough",
     "--repo_path": "pass --output_dir (where the checkpoints are kept)",
 }
 # Configurations that transformers hosted before 2020

@@ -74,7 +74,7 @@ def parse_progress(raw: Mapping | None) -> list[Heartbeat]:
     for peer, value, _ in _records(raw):
         if value is None:
             heartbeats.append(Heartbeat(peer=peer, goodbye=True))
-        elif value.get("auxiliary") is not True:
+        else:
             with suppress(pydantic.ValidationError):
                 heartbeats.append(Heartbeat(peer=peer, **{name: value.get(name) for name in FIELDS}))
     return heartbeats

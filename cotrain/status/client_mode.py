@@ -10,7 +10,7 @@ logger = get_logger(__name__)
 class ClientModeAlarm:
     """Warns every PERIOD seconds while all trainers, at least two, are in client mode.
 
-    They can average only through an auxiliary peer, and nobody can download their state.
+    They cannot average with each other, and nobody can download their state.
     """
 
     PERIOD = 300.0
@@ -24,7 +24,7 @@ class ClientModeAlarm:
             return
         self._due_at = time.monotonic() + self.PERIOD
         logger.warning(
-            f"All {num_peers} trainers are in client mode: nobody can download the training state from them, and "
-            "without an auxiliary peer they cannot average with each other. Start one without --client_mode on a "
-            "machine that other peers can reach, or with --tunnel or --announce_tunnel"
+            f"All {num_peers} trainers are in client mode: nobody can download the training state from them, and they "
+            "cannot average with each other. Start one without --client_mode on a machine that other peers can reach, "
+            "such as the monitor's, or with --tunnel or --announce_tunnel"
         )

@@ -107,7 +107,7 @@ class StatusKeeper(PeriodicThread):
     def work(self) -> None:
         now = time.monotonic()
         if now >= self._log_at:
-            known = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.others}
+            known = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.other_trainers}
             known |= {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
             self._log_at, self._status.connections = now + LOG_SECONDS, count_connections(self.optimizer.dht, known)
             if not self.should_stop():

@@ -250,7 +250,8 @@ def count_trainers(dht: DHT, run_id: str) -> int:
     number = 0
     for subkey, heartbeat in get_dictionary(dht, f"{run_id}_training_progress").items():
         with suppress(ValueError):
-            number += not parse_progress(subkey, heartbeat.value).auxiliary
+            parse_progress(subkey, heartbeat.value)
+            number += 1
     return number
 
 

@@ -30,7 +30,6 @@ from cotrain.averaging.base import shared_zeros_like
 from cotrain.averaging.compression import COMPRESSIONS
 from cotrain.averaging.local_updates import LocalUpdatesOptimizer
 from cotrain.averaging.optimizer import CollaborativeOptimizer
-from cotrain.averaging.progress import ProgressTracker
 from cotrain.averaging.rounds import RoundAverager
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.errors import UserError
@@ -244,33 +243,6 @@ def build_optimizer(
         },
         verbose=True,
     )
-
-
-def build_auxiliary(model: torch.nn.Module, peer: Peer, run_id: str, args) -> tuple[ProgressTracker, RoundAverager]:
-    """Build the progress tracker and the averager of an auxiliary peer. Call this in the main thread.
-
-    :param model: a model of the run, for the shapes of its parameters; their values are not used
-    :param args: HyperparameterArguments, OptimizerArguments and ProgressTrackerArguments in one
-    """
-    tracker = ProgressTracker(
-        dht=peer.dht,
-        run_id=run_id,
-        target_batch_size=args.target_batch_size - args.batch_size_lead,
-        public_key=peer.public_key,
-        client_mode=False,
-        auxiliary=True,
-        args=args,
-    )
-    groups = build_param_groups(model, args.weight_decay, args.optimizer)
-    averager = RoundAverager(
-        [parameter.detach().cpu().float().clone() for group in groups for parameter in group["params"]],
-        dht=peer.dht,
-        prefix=f"{run_id}_round_averager",
-        auxiliary=True,
-        **_round_options(args, args),
-    )
-    tracker.schema = averager.schema_id
-    return tracker, averager
 
 
 def build_state_compression(name: str) -> CompressionBase:

@@ -12,12 +12,9 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
-import run_training_monitor
 from cotrain.admission.admission import Admission, NotAdmittedError, load_admission
 from cotrain.admission.invitations import InvitationError, load_invitation, make_invitation, write_private_key
 from cotrain.admission.revocations import Revocations, revoke_invitations
-from cotrain.common.errors import UserError
-from cotrain.common.flags import parse_arguments
 from tests.support.peers import invite, local_optimizer, local_peer
 from tests.support.visitor import call_services, list_answered, visit, visitor
 
@@ -195,10 +192,3 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
             await bob._answer(MSGPackSerializer.dumps([revoked.token.SerializeToString(), 0]), mallory)
 
     asyncio.run(run())
-
-
-def test_assistant_needs_an_invitation_of_its_own(tmp_path, authority):
-    flags = ["--invitation", invite(authority, tmp_path / "monitor.invitation"), "--assist_in_averaging"]
-    arguments = parse_arguments(run_training_monitor.ARGUMENTS, "a script", flags)
-    with pytest.raises(UserError, match="--assistant_invitation"):
-        run_training_monitor.monitor(*arguments, stated={}, stop=None)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import (
     CompressionInfo,
     Float16Compression,
@@ -130,7 +129,6 @@ class Group:
         self,
         rates: Sequence[float],
         weights: Sequence[float] | None = None,
-        modes: Sequence[AveragingMode] | None = None,
         shares: Sequence[float] | None = None,
         compression: str = "none",
         alter: Callable[[int, averaging_pb2.AveragingData], None] = lambda sender, message: None,
@@ -159,8 +157,7 @@ class Group:
                 zip(self.inputs[0], (TensorRole.GRADIENT, TensorRole.PARAMETER), strict=False)
             )
         ]
-        modes = modes or [AveragingMode.NODE] * len(rates)
-        shares = shares or [float(mode != AveragingMode.CLIENT) for mode in modes]
+        shares = shares or [1.0] * len(rates)
         given = [0.0 if takers and number in takers else share for number, share in enumerate(shares)]
         taking = None if takers is None else {self.ids[number] for number in takers}
         blocks = [
@@ -173,8 +170,8 @@ class Group:
         self.members = [
             AllReduce(
                 p2p=SimpleNamespace(peer_id=peer_id), servicer_type=SimpleNamespace(get_stub=self._get_stub(number)),
-                prefix="run", group_id=group_id, peer_ids=self.ids, modes=modes,
-                blocks=blocks[number], weight=(weights or [1.0] * len(rates))[number],
+                prefix="run", group_id=group_id, peer_ids=self.ids, blocks=blocks[number],
+                weight=(weights or [1.0] * len(rates))[number],
                 parameter_weight=1.0,
                 bounds=bounds or Bounds(weight=100.0, gradient_norm=1.0, parameter_step=1.0),
                 compression=role_compression,
@@ -236,7 +233,7 @@ def make_tensors(number: int) -> list[torch.Tensor]:
 def received(member: AllReduce) -> float:
     """Return the fraction of all elements whose average has arrived."""
     total = sum(member._totals.values())
-    return sum(member._received.values()) / total if total else 1.0
+    return sum(member._received.values()) / total
 
 
 def average(group_of: Callable[[], Group]) -> tuple[Group, list[float]]:
@@ -247,23 +244,21 @@ def average(group_of: Callable[[], Group]) -> tuple[Group, list[float]]:
     return asyncio.run(scenario())
 
 
-NODE, CLIENT, AUXILIARY = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
 FAST = 2e6  # bytes per second
 
 pytestmark = pytest.mark.usefixtures("patches")
 
 
 def test_round_averages_gradients_and_parameters_by_their_weights():
-    """The second member is slow, the third a client, the fourth an auxiliary peer."""
-    modes, weights = [NODE, NODE, CLIENT, AUXILIARY], [1.0, 3.0, 2.0, 1.0]
-    group, _ = average(lambda: Group([FAST, FAST / 20, FAST, FAST], weights, modes))
-    for gradient, parameters in group.outputs[:3]:
+    """The second member is slow, the third a client."""
+    group, _ = average(lambda: Group([FAST, FAST / 20, FAST], [1.0, 3.0, 2.0], [1.0, 1.0, 0.0]))
+    for gradient, parameters in group.outputs:
         assert torch.allclose(gradient, torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
         assert torch.allclose(parameters, torch.tensor(1.01))
         assert torch.equal(gradient, group.outputs[0][0])
-    assert [received(member) for member in group.members] == [1.0] * 4
+    assert [received(member) for member in group.members] == [1.0] * 3
     assert not any(member.violations() | member.excesses() for member in group.members)
-    first, second, third, _ = group.ids
+    first, second, third = group.ids
     assert group.members[0].weights() == {first: 1.0, second: 3.0, third: 2.0}
 
 
@@ -329,9 +324,9 @@ def test_slow_link_delays_nobody_for_long(shares, monkeypatch):
 def test_sparse_contributions_lose_what_all_members_have_received():
     """The first member is slow, the last one a client. What they take from their contributions is the average."""
     weights, number = [1.0, 3.0, 2.0], 3
-    modes = [NODE, NODE, CLIENT]
+    shares = [1.0, 1.0, 0.0]
     group, _ = average(
-        lambda: Group([FAST / 20, FAST, FAST], weights, modes, compression="topk", tensors=noisy_tensors)
+        lambda: Group([FAST / 20, FAST, FAST], weights, shares, compression="topk", tensors=noisy_tensors)
     )
     sent = [noisy_tensors(member)[0] - group.inputs[member][0] for member in range(number)]
     assert all(0.06 < (values != 0).float().mean() < 0.07 for values in sent), "64 of each part of 1024"
@@ -608,15 +603,14 @@ def test_elements_are_divided_by_the_shares(shares):
 
 @pytest.mark.parametrize("silent", [(), (1,)])
 def test_members_that_lack_parameters_receive_them_from_the_others(silent):
-    """The first member is slow and lacks updates; the fourth is an auxiliary peer."""
+    """The first member is slow and lacks updates."""
     num_bytes = Counter()
 
     def count(sender: int, message: averaging_pb2.AveragingData) -> None:
         num_bytes[sender] += len(message.tensor_part.buffer)
 
-    rates, modes = [FAST / 20, FAST, FAST, FAST], [NODE, NODE, NODE, AUXILIARY]
-    options = {"shares": [1.0] * 4, "alter": count, "silent": silent, "tensors": equal_but_first}
-    group, _ = average(lambda: Group(rates, [MIN_WEIGHT, 1.0, 3.0, 1.0], modes, takers=[0, 3], **options))
+    rates, options = [FAST / 20, FAST, FAST], {"alter": count, "silent": silent, "tensors": equal_but_first}
+    group, _ = average(lambda: Group(rates, [MIN_WEIGHT, 1.0, 3.0], takers=[0], **options))
     lacking, *others = group.members
     expected = group.inputs[1][1]
     if silent:
@@ -624,10 +618,10 @@ def test_members_that_lack_parameters_receive_them_from_the_others(silent):
         assert torch.equal(group.outputs[0][1][-1900:], expected[-1900:])
     else:
         assert torch.equal(group.outputs[0][1], expected) and lacking.received_fraction(TensorRole.PARAMETER) == 1
-        # Each contributes three quarters of its gradient to others, and answers three or two with its quarter. The two
-        # that give add half of the parameters each.
+        # Each contributes two thirds of its gradient to others, and answers two with its third. The two that give add
+        # half of the parameters each.
         gradient = 4.0 * ELEMENTS
-        assert [num_bytes[n] / gradient for n in range(4)] == pytest.approx([1.25, 1.75, 1.75, 0.75], abs=0.05)
+        assert [num_bytes[n] / gradient for n in range(3)] == pytest.approx([4 / 3, 11 / 6, 11 / 6], abs=0.05)
     assert all(member.received_fraction(TensorRole.PARAMETER) is None for member in others)
     for own, outputs in list(zip(group.inputs, group.outputs, strict=True))[1:]:
         assert torch.equal(outputs[1], own[1])

@@ -93,14 +93,13 @@ def take_step(swarm: Swarm, replay: LocalReplay, *sizes: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("are_delayed", [True, False], ids=["delayed", "not delayed"])
 def test_unequal_peers_take_the_steps_of_diloco(build_swarm, are_delayed):
-    """Three trainers with different numbers of local steps, one of them in client mode, and an auxiliary peer.
+    """Three trainers with different numbers of local steps, one of them in client mode.
 
     After two steps a newcomer takes parameters and momentum from a donor.
     """
     swarm = build_swarm(**LOCAL, delay_grad_averaging=are_delayed, delay_optimizer_step=are_delayed)
     replay = LocalReplay()
     swarm.add_several(False, True, False)
-    swarm.add_auxiliary_peer()
     take_step(swarm, replay, (2, 1), (2, 2, 2), (1,) * 3)
     take_step(swarm, replay, (4,), (1, 1), (2, 2, 2))
     newcomer = swarm.add()

@@ -10,7 +10,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
@@ -29,7 +28,7 @@ from cotrain.averaging.matchmaking import (
 )
 
 PATIENCE = 0.6  # min_matchmaking_time in seconds
-CLAIMS = Claims(100.0, AveragingMode.NODE).pack()
+CLAIMS = Claims(100.0).pack()
 
 
 def make_ids(number: int) -> list[PeerID]:
@@ -334,11 +333,11 @@ def request(
 
 MALFORMED_CLAIMS = [
     [100.0],
-    [100.0, 0],
-    [100.0, "[/b]", 0.0, False],
-    *([bandwidth, 0, 0.0, False] for bandwidth in (-1.0, "x", 1e10, None, math.nan)),
-    *([100.0, 0, distance, False] for distance in (math.nan, -1.0, 1e7)),
-    [100.0, 0, 0.0, False, bytes(10**6)],
+    [100.0, 0.0],
+    [100.0, "[/b]", False],
+    *([bandwidth, 0.0, False] for bandwidth in (-1.0, "x", 1e10, None, math.nan)),
+    *([100.0, distance, False] for distance in (math.nan, -1.0, 1e7)),
+    [100.0, 0.0, False, bytes(10**6)],
 ]
 MALFORMED = [b"", b"\xc1", CLAIMS + bytes(10**6), *map(MSGPackSerializer.dumps, MALFORMED_CLAIMS)]
 
@@ -387,15 +386,15 @@ async def test_silent_members_get_no_share_for_a_while(monkeypatch):
     leader = network.peers[ids[0]]
     leader.record_silence({ids[1]}, ids)
     groups = await network.find(ids, 1)
-    assert {parse_claims(claims).mode for claims in groups[0].gathered} == {AveragingMode.NODE}, "once is no rule"
+    assert {parse_claims(claims).bandwidth for claims in groups[0].gathered} == {100.0}, "once is no rule"
     leader.record_silence({ids[1]}, ids)
     for number in (2, 3):
         network.know(ids)
         (group, *_) = await network.find(ids, number)
-        modes = {peer: parse_claims(claims).mode for peer, claims in zip(group.peer_ids, group.gathered, strict=True)}
+        claims = dict(zip(group.peer_ids, map(parse_claims, group.gathered), strict=True))
         is_led = min(ids, key=lambda peer_id, number=number: rank(number, peer_id)) == ids[0]
-        assert modes[ids[1]] == (AveragingMode.CLIENT if is_led else AveragingMode.NODE)
-        assert modes[ids[0]] == modes[ids[2]] == AveragingMode.NODE
+        assert claims[ids[1]].bandwidth == (0.0 if is_led else 100.0)
+        assert claims[ids[0]].bandwidth == claims[ids[2]].bandwidth == 100.0
     leader.record_silence(set(), ids)
     assert not leader._silences
     monkeypatch.setattr(matchmaking, "SPARE_SECONDS", 0.01)
@@ -430,7 +429,7 @@ async def test_number_of_pending_requests_is_bounded(monkeypatch):
     assert not network.peers[ids[0]]._requests
 
 
-OTHER_CLAIMS = Claims(1e9, AveragingMode.NODE).pack()
+OTHER_CLAIMS = Claims(1e9).pack()
 
 
 @pytest.mark.parametrize("members", ["without us", "one twice", "malformed claims", "other claims", "another step"])

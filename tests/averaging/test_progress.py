@@ -73,11 +73,9 @@ def clock(monkeypatch) -> SimpleNamespace:
     return clock
 
 
-def make_tracker(target: int = 100, auxiliary: bool = False, **args) -> ProgressTracker:
+def make_tracker(target: int = 100, **args) -> ProgressTracker:
     args = ProgressTrackerArguments(**args)
-    return ProgressTracker(
-        FakeDHT(), "run", target, args, public_key=subkey(0), client_mode=False, auxiliary=auxiliary
-    )
+    return ProgressTracker(FakeDHT(), "run", target, args, public_key=subkey(0), client_mode=False)
 
 
 def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age: float = 0.0, **fields) -> dict:
@@ -89,7 +87,7 @@ def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age
     return {
         "protocol": PROTOCOL, "schema": "", "number": number, "epoch": epoch, "completed": epoch,
         "samples_accumulated": samples, "contributed": 0, "samples_per_second": rate, "time": now - age,
-        "reported_at": now - age, "client_mode": False, "auxiliary": False, "distance": 0.0, "away": False,
+        "reported_at": now - age, "client_mode": False, "distance": 0.0, "away": False,
         "marks": [], **fields,
     }  # fmt: skip
 
@@ -118,7 +116,7 @@ def compute(tracker: ProgressTracker, samples: int) -> None:
         {"samples_accumulated": 10**9}, {"samples_accumulated": -1}, {"contributed": 10**12}, {"contributed": 0.5},
         {"samples_per_second": float("nan")}, {"samples_per_second": float("inf")}, {"samples_per_second": -1.0},
         {"time": float("inf")}, {"reported_at": float("nan")}, {"reported_at": "now"},
-        {"client_mode": 1}, {"auxiliary": None}, {"away": 0}, {"distance": -1.0}, {"distance": 1e7},
+        {"client_mode": 1}, {"away": 0}, {"distance": -1.0}, {"distance": 1e7},
         {"marks": None}, {"marks": [[8, "00"]]}, {"marks": [[8, 12 * "0"], [8, 12 * "0"]]},
         {"marks": [[step, 12 * "0"] for step in range(9)]}, {"marks": [[-1, 12 * "0"]]}, {"marks": [8]},
     ],
@@ -127,7 +125,7 @@ def test_invalid_reports_are_ignored(change):
     with pytest.raises(ValueError):
         parse_progress(subkey(1), {**record(1), **change})
     tracker = see(make_tracker(), {**record(1, epoch=5), **change}, record(2))
-    assert [progress.peer_id for progress in tracker.others] == [peer_id(2)]
+    assert [progress.peer_id for progress in tracker.other_trainers] == [peer_id(2)]
 
 
 def test_report_with_marks_passes_the_validators_and_is_read_by_others():
@@ -142,7 +140,7 @@ def test_report_with_marks_passes_the_validators_and_is_read_by_others():
 
 @pytest.mark.parametrize("value", [None, 5, [1], "text", {}, {"protocol": PROTOCOL}])
 def test_records_that_are_no_reports_are_ignored(value):
-    assert see(make_tracker(), value).others == []
+    assert see(make_tracker(), value).other_trainers == []
 
 
 def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
@@ -152,7 +150,7 @@ def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
     for _ in range(3):
         reports = {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"number": 2, "epoch": 9}
         see(tracker, *reports, {**record(3, epoch=7, samples=10**6), "schema": "other"})
-    assert tracker.others == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
+    assert tracker.other_trainers == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
     assert len(warnings) == 3 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
     assert "another model" in warnings[2] and tracker.num_misfits == 3
 
@@ -162,7 +160,7 @@ def test_banned_and_ignored_peers_do_not_count():
     tracker.banned_peers = lambda: {peer_id(2): 1e12}
     assert tracker.global_epoch == 1
     assert tracker.ignore(lambda progress: progress.epoch == 1) == 1
-    assert tracker.global_epoch == 0 and tracker.others == []
+    assert tracker.global_epoch == 0 and tracker.other_trainers == []
     tracker.stop_ignoring({signer_of(subkey(1))})
     assert tracker.global_epoch == 1, "this peer has averaged with it"
 
@@ -173,10 +171,10 @@ def test_report_speaks_for_its_signer_only():
     tracker.complete_step(4, 0)
     tracker.dht.records = {subkey(number): record(number, epoch=4, samples=10) for number in (1, 2)}
     tracker.dht.records |= {b"x" + subkey(3): record(3), b"id": record(4), subkey(0): record(0)}
-    tracker.dht.records[subkey(5)] = {**record(1, epoch=5), "peer_id": peer_id(1), "auxiliary": True}
+    tracker.dht.records[subkey(5)] = {**record(1, epoch=5), "peer_id": peer_id(1)}
     tracker._begin_fetch()
     assert tracker._finish_fetch()
-    assert {progress.peer_id: progress.epoch for progress in tracker.others} == {
+    assert {progress.peer_id: progress.epoch for progress in tracker.other_trainers} == {
         peer_id(1): 4, peer_id(2): 4, peer_id(5): 5,
     }  # fmt: skip
     assert tracker.num_expected(5) == 2
@@ -300,12 +298,9 @@ def test_roster_has_the_live_peers_of_the_step():
         record(3, epoch=5, completed=5),
         record(4, epoch=3),
         record(5, epoch=6),
-        record(7, auxiliary=True, epoch=0),
         record(8, epoch=4, completed=0),
     )
-    assert roster(tracker, 5) == {
-        0: (False, True), 1: (False, True), 2: (True, True), 7: (False, False), 8: (False, False)
-    }  # fmt: skip
+    assert roster(tracker, 5) == {0: (False, True), 1: (False, True), 2: (True, True), 8: (False, False)}
     assert tracker.num_expected(5) == 4, "the one that is a step behind, too"
 
 
@@ -391,17 +386,6 @@ def test_samples_of_a_step_that_began_meanwhile_are_not_counted_twice():
     tracker.begin_step(1, 96)
     tracker.report_samples(96, epoch=0)
     assert tracker.local_progress.samples_accumulated == 0
-
-
-def test_auxiliary_peer_works_for_the_step_of_most_trainers():
-    tracker = make_tracker(auxiliary=True)
-    assert tracker.next_step == 1
-    see(tracker, record(1, epoch=7), record(2, epoch=7), record(3, epoch=10**6), record(4, auxiliary=True, epoch=99))
-    assert tracker.next_step == 8
-    tracker.complete_step(8, 0)
-    assert tracker.next_step == 9
-    see(tracker, record(1, epoch=2), record(2, epoch=2))
-    assert tracker.next_step == 3, "the run was revived from an older checkpoint"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def test_foreign_trainer_is_ignored(build_swarm, tmp_path, launcher):
             assert trainer.entry["outcome"] == "averaged" and len(trainer.entry["group"]) == 2
             assert trainer.entry["missed"] == {}
             assert trainer.entry["seconds"]["round"] < 15.0, "it waited for the stranger"
-            assert len(trainer.tracker.others) == 1 and trainer.optimizer.local_epoch == len(trainer.log.entries)
+            assert len(trainer.tracker.other_trainers) == 1
+            assert trainer.optimizer.local_epoch == len(trainer.log.entries)
     stranger.wait_for(r"is at step \d\d")
     newcomer = swarm.add()
     newcomer.join()

@@ -1,12 +1,11 @@
 """Tests of whose gradients and parameters count in a round, by what the members claim."""
 
 import pytest
-from hivemind.averaging.allreduce import AveragingMode
 
 from cotrain.averaging.matchmaking import Claims
 from cotrain.averaging.standing import Standing, divide
 
-NODE, CLIENT, AUXILIARY = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
+NODE, CLIENT = 100.0, 0.0
 
 
 @pytest.mark.parametrize(
@@ -19,12 +18,11 @@ NODE, CLIENT, AUXILIARY = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMod
         ([(NODE, 3.0, True), (NODE, 3.0, True)], "00", "11", "00"),
         ([(NODE, 0.0, True), (NODE, 0.0), (NODE, 5.0)], "001", "010", "010"),
         ([(CLIENT, 0.0), (NODE, 5.0)], "01", "10", "00"),  # a client can give nothing
-        ([(AUXILIARY, 0.0), (NODE, 5.0), (NODE, 9.0)], "001", "010", "010"),
     ],
 )
 def test_members_that_lack_updates_have_no_weight_and_receive_parameters(members, lacking, counting, gives):
-    standing = Standing([Claims(100.0, *member) for member in members])
-    shares = [float(mode != CLIENT) for mode, *_ in members]
+    standing = Standing([Claims(*member) for member in members])
+    shares = [bandwidth for bandwidth, *_ in members]
     found = standing.lacking, standing.counting, map(bool, standing.shares_to_give(shares))
     assert ["".join(str(int(flag)) for flag in flags) for flags in found] == [lacking, counting, gives]
 

@@ -185,7 +185,7 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--use_auto_relay --trusted_relays /ip4/203.0.113.1/tcp/80", "--trusted_relays"),
         ("run_trainer.py", "--use_auto_relay --client_mode", "--client_mode"),
         ("run_training_monitor.py", "--refresh_period 0", "--refresh_period"),
-        ("run_training_monitor.py", "--assistant_maddrs 0.0.0.0:31338", "--assistant_maddrs"),
+        ("run_training_monitor.py", "--assist_in_averaging", "start run_trainer.py on this machine"),
         ("run_evaluator.py", "--evaluation_interval 0", "--evaluation_interval"),
         ("run_evaluator.py", "--invitation a --identity_path b", "--identity_path"),
         ("invite.py", "--username alice", "--output"),

@@ -29,7 +29,6 @@ def test_reads_what_the_dht_returns():
     alive = Heartbeat(peer=b"ssh-rsa AAAA", epoch=3, samples_per_second=2.5, reported_at=5.0)
     gone = Heartbeat(peer=b"gone", goodbye=True)
     assert parse_progress({tagged: heartbeat(5.0, 3), b"gone": None}) == [alive, gone]
-    assert parse_progress({tagged: heartbeat(5.0, 3) | {"auxiliary": True}}) == [], "it is no trainer"
 
 
 def test_nothing_there():

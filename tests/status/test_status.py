@@ -144,7 +144,7 @@ def test_file_exists_from_the_start_and_says_when_the_trainer_ended(keeper, tmp_
 def test_connections_to_trainers_and_initial_peers_are_counted(keeper, monkeypatch):
     initial, trainer = PEERS
     keeper.args.initial_peers = [f"/ip4/192.0.2.1/tcp/31337/p2p/{initial}"]
-    keeper.optimizer.tracker.others = [SimpleNamespace(peer_id=PeerID.from_base58(trainer).to_bytes())]
+    keeper.optimizer.tracker.other_trainers = [SimpleNamespace(peer_id=PeerID.from_base58(trainer).to_bytes())]
     keeper._log_at, counts = 0.0, {("dht", *PEERS): (1, 1)}
     monkeypatch.setattr(status_keeper, "count_connections", lambda dht, peers: counts[dht, *sorted(peers)])
     keeper.work()
@@ -154,7 +154,7 @@ def test_connections_to_trainers_and_initial_peers_are_counted(keeper, monkeypat
 def test_progress_is_logged(keeper, caplog, tmp_path):
     keeper._log_at = 0.0
     caplog.set_level("INFO")
-    keeper.optimizer.tracker.other_trainers = [SimpleNamespace(samples_per_second=1.0)] * 2
+    keeper.optimizer.tracker.other_trainers = [SimpleNamespace(peer_id=b"", samples_per_second=1.0)] * 2
     keeper.loss_meter.add(torch.tensor(6.5))
     keeper.work()
     line = "Accumulated 0 of 256 samples for step #1 from 3 peers, 0 of them yours; ETA unknown; local loss 6.500"

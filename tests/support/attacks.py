@@ -49,7 +49,7 @@ def send_nan() -> None:
 
 def claim_everything() -> None:
     """Claim the largest bandwidth, rate and number of samples, and the largest weight in the round."""
-    wrap(Claims, "pack", lambda pack, self: pack(Claims(MAX_BANDWIDTH, self.mode)))
+    wrap(Claims, "pack", lambda pack, self: pack(Claims(MAX_BANDWIDTH)))
     most = {"samples_accumulated": MAX_SAMPLES, "contributed": MAX_SAMPLES, "samples_per_second": float(MAX_SAMPLES)}
     wrap(PeerProgress, "to_record", lambda to_record, self: to_record(self) | most)
     AllReduce._weight_of = lambda self, part: LARGE

@@ -49,7 +49,6 @@ class FakeTracker:
     """
 
     args = SimpleNamespace(default_refresh_period=0.1)
-    others = ()  # with auxiliary peers
     num_misfits = 0
 
     def __init__(self, epoch: int = 0, others: Sequence[tuple[int, float]] = ()):

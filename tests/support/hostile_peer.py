@@ -65,7 +65,7 @@ def progress(epoch: int, rate: float = 1.0, when: float = 0.0) -> dict:
     return {
         "protocol": PROTOCOL, "epoch": epoch, "completed": epoch,
         "samples_accumulated": 0, "contributed": 0, "samples_per_second": rate, "time": get_dht_time() + when,
-        "reported_at": get_dht_time() + when, "client_mode": False, "auxiliary": False,
+        "reported_at": get_dht_time() + when, "client_mode": False,
     }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ class Attack:
             self.write(self.offers, random.randbytes(20), value)
         for number, trainer in enumerate(trainers):
             peer_id = signer_of(trainer).to_bytes()
-            forged = {**progress(epoch=1, when=50.0), "peer_id": peer_id, "auxiliary": True}
+            forged = {**progress(epoch=1, when=50.0), "peer_id": peer_id}
             for subkey in (trainer, peer_id, b"x%d" % number + self.own):
                 self.write(self.reports, subkey, forged)
                 self.write(self.offers, subkey, None, LONG)

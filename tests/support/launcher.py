@@ -29,7 +29,7 @@ from cotrain.common.processes import keep_memory_shared, signal_at_end_of_parent
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
-    "cotrain.join", "cotrain.data.download", "cotrain.data.loading", "cotrain.monitoring.auxiliary_peer",
+    "cotrain.join", "cotrain.data.download", "cotrain.data.loading",
     "cotrain.monitoring.evaluation", "cotrain.monitoring.hub_upload", "cotrain.monitoring.monitor",
     "cotrain.training.hf_trainer", "cotrain.training.session",
     "run_custom_trainer", "run_evaluator", "run_trainer", "run_training_monitor",

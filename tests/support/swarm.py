@@ -20,11 +20,9 @@ from cotrain.averaging.accumulators import clip_norm
 from cotrain.averaging.matchmaking import RoundControl, rank
 from cotrain.dht.run_records import make_validators
 from cotrain.models.model import build_model
-from cotrain.monitoring.auxiliary_peer import AuxiliaryPeer
 from cotrain.peer import peer as peer_module
 from cotrain.peer.peer import Peer
-from cotrain.training.optimizer import build_auxiliary, build_local_optimizer, build_param_groups, build_scheduler
-from run_training_monitor import RunArguments
+from cotrain.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
 from tests.support.fakes import make_batch
 from tests.support.peers import local_optimizer, local_peer, wait_until
 from tests.support.state import CONFIG, arguments, flat
@@ -120,7 +118,7 @@ class Trainer:
 
     def knows(self, trainers: Sequence["Trainer"]) -> bool:
         """Whether this trainer knows the completed step of each other trainer that has reported one."""
-        known = {progress.peer_id: progress.completed for progress in self.tracker.others}
+        known = {progress.peer_id: progress.completed for progress in self.tracker.other_trainers}
         return all(
             known.get(trainer.id) == trainer.completed
             for trainer in trainers
@@ -176,7 +174,7 @@ def make_validators_of_all(run_id: str, private_key: RSAPrivateKey) -> tuple[lis
 
 
 class Swarm:
-    """The peers of one run: trainers and auxiliary peers. Each swarm has a different run ID.
+    """The trainers of one run. Each swarm has a different run ID.
 
     :param options: options of each optimizer, as in `local_optimizer`
     """
@@ -230,17 +228,6 @@ class Swarm:
     def remove(self, trainer: Trainer) -> None:
         self.trainers.remove(trainer)
         trainer.stack.close()
-
-    def add_auxiliary_peer(self) -> AuxiliaryPeer:
-        options = {name: value for name, value in self.options.items() if name in RunArguments.__dataclass_fields__}
-        args = RunArguments(**{**vars(arguments()), **TIMEOUTS, **vars(TRACKER), **options})
-        tracker, averager = build_auxiliary(build_model(CONFIG, "run"), self.borrow(), self.run_id, args)
-        self.stack.callback(averager.shutdown)
-        auxiliary_peer = AuxiliaryPeer(tracker, averager, self.folder / "auxiliary_peer", args)
-        auxiliary_peer.round_log = recording_log()
-        auxiliary_peer.start()
-        self.stack.callback(auxiliary_peer.stop)
-        return auxiliary_peer
 
     def take(self, size: int) -> dict[str, torch.Tensor]:
         """Return the next samples."""

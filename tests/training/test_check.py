@@ -88,10 +88,9 @@ def test_report_counts_faults_and_says_what_to_do(monkeypatch, capsys):
     assert "All checks passed" in capsys.readouterr().out
 
 
-def make_heartbeat(auxiliary: bool) -> dict:
+def make_heartbeat() -> dict:
     now = get_dht_time()
-    progress = PeerProgress(b"", 5, 5, 0, 0, 1.0, now, now, client_mode=False, auxiliary=auxiliary)
-    return progress.to_record()
+    return PeerProgress(b"", 5, 5, 0, 0, 1.0, now, now).to_record()
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +103,7 @@ def measure(monkeypatch, subkeys):
     """Return a function that checks the time of a round, in a run with some trainers."""
 
     def measure(trainers: int = 7, **options) -> str:
-        # Malformed records and auxiliary peers are no trainers.
-        records = [{}, None, make_heartbeat(True), *[make_heartbeat(False)] * trainers]
+        records = [{}, None, *[make_heartbeat()] * trainers]  # malformed ones are no trainers
         values = {subkey: ValueWithExpiration(record, 0.0) for subkey, record in zip(subkeys, records, strict=False)}
         monkeypatch.setattr(check, "get_dictionary", lambda _dht, key: {"run_training_progress": values}[key])
         args = CollaborationArguments(run_id="run", **{"averaging_timeout": 300.0, **options})

@@ -20,7 +20,6 @@ from cotrain.averaging.compression import name_of
 from cotrain.common.errors import UserError
 from cotrain.training import optimizer as builders
 from cotrain.training.hf_trainer import build_training_arguments
-from run_training_monitor import RunArguments
 from tests.support.fakes import FAKE_PEER
 
 # Values unlike the defaults
@@ -54,9 +53,8 @@ class Received(SimpleNamespace):
 
 @pytest.fixture
 def built(monkeypatch) -> SimpleNamespace:
-    """The trainer's optimizer with and without local updates, and the tracker and averager of an auxiliary peer."""
-    for name in ("CollaborativeOptimizer", "LocalUpdatesOptimizer", "ProgressTracker", "RoundAverager",
-                 "TrainingStateAverager"):  # fmt: skip
+    """The trainer's optimizer with and without local updates, and an observer."""
+    for name in ("CollaborativeOptimizer", "LocalUpdatesOptimizer", "TrainingStateAverager"):
         monkeypatch.setattr(builders, name, Received)
     found, model = SimpleNamespace(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     for name, local_updates in (("local", True), ("plain", False)):
@@ -64,10 +62,7 @@ def built(monkeypatch) -> SimpleNamespace:
         training = LocalTrainingArguments(**hyperparameters)
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
         args = TrainerArguments(training, None, collaboration, ProgressTrackerArguments(**TRACKER))
-        optimizer = builders.build_optimizer(model, FAKE_PEER, 8, args)
-        run_args = RunArguments(**hyperparameters, **COLLABORATION, **TRACKER)
-        auxiliary = builders.build_auxiliary(model, FAKE_PEER, "run", run_args)
-        vars(found)[name], vars(found)[f"{name}_tracker"], vars(found)[f"{name}_averager"] = optimizer, *auxiliary
+        vars(found)[name] = builders.build_optimizer(model, FAKE_PEER, 8, args)
     monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: contextlib.nullcontext())
     with builders.open_observer(model, FAKE_PEER, "run", training, download_timeout=70.0) as found.observer:
         return found
@@ -93,35 +88,34 @@ def test_hyperparameters_reach_the_optimizer(built):
 
 
 BOTH = ("plain", "local")
-ROUNDS = (*BOTH, "plain_averager", "local_averager")
 # Flag, objects, attribute, value that they receive
 TABLE = [
     ("target_batch_size", BOTH, "target_batch_size", 640 - 64),
-    ("target_batch_size", ROUNDS, "max_weight", 640.0),
-    ("batch_size_lead", ("plain_tracker", "local_tracker"), "target_batch_size", 640 - 64),
+    ("target_batch_size", BOTH, "max_weight", 640.0),
+    ("batch_size_lead", BOTH, "target_batch_size", 640 - 64),
     ("client_mode", BOTH, "client_mode", False),
-    ("bandwidth", ROUNDS, "bandwidth", 7.0),
+    ("bandwidth", BOTH, "bandwidth", 7.0),
     ("averaging_timeout", BOTH, "averaging_timeout", 80.0),
-    ("averaging_timeout", ROUNDS, "next_chunk_timeout", 20.0),
+    ("averaging_timeout", BOTH, "next_chunk_timeout", 20.0),
     ("averaging_timeout", BOTH, "donor_timeout", 80.0),
-    ("averaging_timeout", ROUNDS, "allreduce_timeout", 80.0),
+    ("averaging_timeout", BOTH, "allreduce_timeout", 80.0),
     ("matchmaking_time", BOTH, "matchmaking_time", 9.0),
-    ("matchmaking_time", ROUNDS, "min_matchmaking_time", 9.0),
-    ("average_state_every", ROUNDS, "average_parameters_every", 3),
-    ("gradient_compression", ROUNDS, "gradient_compression", "blockwise8"),
-    ("state_compression", ROUNDS, "parameter_compression", "scaled_float16"),
+    ("matchmaking_time", BOTH, "min_matchmaking_time", 9.0),
+    ("average_state_every", BOTH, "average_parameters_every", 3),
+    ("gradient_compression", BOTH, "gradient_compression", "blockwise8"),
+    ("state_compression", BOTH, "parameter_compression", "scaled_float16"),
     ("load_state_timeout", BOTH, "download_timeout", 100.0),
     ("load_state_timeout", ("observer",), "donor_timeout", 35.0),
     ("delay_grad_averaging", BOTH, "delay_grad_averaging", False),
     ("delay_optimizer_step", BOTH, "delay_optimizer_step", False),
-    ("target_group_size", ROUNDS, "target_group_size", 17),
-    ("local_updates", ("local", "local_averager"), "local_updates", True),
-    ("local_updates", ("plain", "plain_averager"), "local_updates", False),
-    ("max_grad_norm", ("plain", "plain_averager"), "max_grad_norm", 0.625),
-    ("max_update_norm", ("local", "local_averager"), "max_grad_norm", 0.5625),
-    ("learning_rate", ("plain", "plain_averager", "local", "local_averager"), "parameter_step", 10 * 0.25),
+    ("target_group_size", BOTH, "target_group_size", 17),
+    ("local_updates", ("local",), "local_updates", True),
+    ("local_updates", ("plain",), "local_updates", False),
+    ("max_grad_norm", ("plain",), "max_grad_norm", 0.625),
+    ("max_update_norm", ("local",), "max_grad_norm", 0.5625),
+    ("learning_rate", BOTH, "parameter_step", 10 * 0.25),
     ("performance_ema_alpha", BOTH, "performance_ema_alpha", 0.75),
-    *((name, (*BOTH, "plain_tracker", "local_tracker"), "tracker_args", TRACKER) for name in TRACKER),
+    *((name, BOTH, "tracker_args", TRACKER) for name in TRACKER),
 ]  # fmt: skip
 
 
