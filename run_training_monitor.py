@@ -24,7 +24,7 @@ from arguments import (
     ReportingArguments,
 )
 from cotrain.arguments import check_compression
-from cotrain.common.errors import UserError, run_script
+from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_command_line, parse_repo_id
 from cotrain.common.json_file import write_json
 from cotrain.common.processes import StopSignal, guard_children
@@ -140,8 +140,6 @@ def monitor(
 
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)
-    if run_args.client_mode:
-        raise UserError("--client_mode: peers join through the monitor, so it must accept connections; drop the flag")
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
     if run_args.task is not None:
         stated = {**stated, "task_sha256": run_args.task_sha256}

@@ -195,21 +195,6 @@ class OptimizerArguments(Flags):
     target_batch_size: int = setting(
         4096, "Perform an optimizer step after all peers together accumulate this many samples"
     )
-    client_mode: bool = flag(
-        False,
-        "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
-    )
-    batch_size_lead: int = flag(
-        0,
-        "Begin looking for a group in advance, this many samples before target_batch_size",
-        at_least=0,
-        below="target_batch_size",
-    )
-    bandwidth: float | None = flag(
-        None,
-        "Upload of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: little in the "
-        "first round, then the largest rate at which this machine has sent in a round, at most 100",
-    )
     target_group_size: int = setting(
         256, "Maximum number of peers in one group. A full group starts its round immediately", at_least=2
     )
@@ -233,19 +218,7 @@ class OptimizerArguments(Flags):
         "topk: with --local_updates, some 0.6 bits, for slow connections; see docs/tuning.md",
     )
     state_compression: Compression = setting("float16", "How peers compress parameters while they average them")
-    load_state_compression: Compression = flag(
-        "float16", "How this peer compresses its state for peers that download it"
-    )
     load_state_timeout: float = flag(600.0, "Give up on downloading the state from others after this many seconds")
-    delay_grad_averaging: bool = flag(True, "Average gradients in the background while computing the next ones")
-    delay_optimizer_step: bool = flag(
-        True, "Run the optimizer step in the background; its result is used one local step late"
-    )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.delay_grad_averaging and not self.delay_optimizer_step:
-            raise ArgumentsError("--no_delay_optimizer_step also needs --no_delay_grad_averaging")
 
 
 @dataclass
@@ -254,6 +227,28 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
     _argument_group_name = "Collaboration"
 
+    client_mode: bool = flag(
+        False,
+        "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
+    )
+    batch_size_lead: int = flag(
+        0,
+        "Begin looking for a group in advance, this many samples before target_batch_size",
+        at_least=0,
+        below="target_batch_size",
+    )
+    bandwidth: float | None = flag(
+        None,
+        "Upload of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: little in the "
+        "first round, then the largest rate at which this machine has sent in a round, at most 100",
+    )
+    load_state_compression: Compression = flag(
+        "float16", "How this peer compresses its state for peers that download it"
+    )
+    delay_grad_averaging: bool = flag(True, "Average gradients in the background while computing the next ones")
+    delay_optimizer_step: bool = flag(
+        True, "Run the optimizer step in the background; its result is used one local step late"
+    )
     statistics_expiration: float = flag(
         600, "Reported metrics expire after this many seconds without an update", at_most=3600
     )
@@ -275,6 +270,8 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.delay_grad_averaging and not self.delay_optimizer_step:
+            raise ArgumentsError("--no_delay_optimizer_step also needs --no_delay_grad_averaging")
         is_reachable = self.use_auto_relay or self.tunnel != "none" or self.announce_tunnel is not None
         if self.client_mode and is_reachable:
             others = "--use_auto_relay, --tunnel and --announce_tunnel"

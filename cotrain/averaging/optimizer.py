@@ -96,9 +96,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     # Builders that hivemind.Optimizer calls
 
     def _make_progress_tracker(self, *args, performance_ema_alpha: float, **kwargs) -> ProgressTracker:
-        return ProgressTracker(
-            self.dht, self.run_id, *args, public_key=self._public_key, client_mode=self.dht.client_mode, **kwargs
-        )
+        return ProgressTracker(self.dht, self.run_id, *args, public_key=self._public_key, **kwargs)
 
     def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
         return TrainingStateAverager(

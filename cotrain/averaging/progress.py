@@ -131,12 +131,10 @@ class ProgressTracker(threading.Thread):
         args: ProgressTrackerArguments,
         *,
         public_key: bytes,
-        client_mode: bool,
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
-        self.target_batch_size = target_batch_size
-        self.client_mode, self.schema = client_mode, ""
+        self.target_batch_size, self.schema = target_batch_size, ""
         self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
         self.banned_peers: Callable[[], dict[bytes, float]] = dict
         self.on_refresh: Callable[[], None] = lambda: None
@@ -157,7 +155,7 @@ class ProgressTracker(threading.Thread):
         self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
         self._is_reporting = False  # a trainer publishes nothing before its first local step
-        self.local_progress = PeerProgress(dht.peer_id.to_bytes(), client_mode=client_mode)
+        self.local_progress = PeerProgress(dht.peer_id.to_bytes(), client_mode=dht.client_mode)
         self._set()
 
     # This peer's progress

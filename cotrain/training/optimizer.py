@@ -21,8 +21,8 @@ from transformers import get_linear_schedule_with_warmup
 from transformers.pytorch_utils import Conv1D
 
 from cotrain.arguments import (
+    CollaborationArguments,
     HyperparameterArguments,
-    OptimizerArguments,
     TrainerArguments,
     check_compression,
 )
@@ -169,7 +169,7 @@ def _step_optimizer(args: HyperparameterArguments) -> dict:
     return {"optimizer": partial(build_local_optimizer, args=args), "scheduler": partial(build_scheduler, args=args)}
 
 
-def _round_options(hyperparameter_args: HyperparameterArguments, args: OptimizerArguments) -> dict:
+def _round_options(hyperparameter_args: HyperparameterArguments, args: CollaborationArguments) -> dict:
     """Return the options of RoundAverager. The bounds on contributions are the same at all peers of a run."""
     local_updates = hyperparameter_args.local_updates
     check_compression(args.gradient_compression, local_updates)

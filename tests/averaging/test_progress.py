@@ -44,7 +44,7 @@ def peer_id(number: int) -> bytes:
 class FakeDHT:
     """One DHT key in memory."""
 
-    peer_id = signer_of(subkey(0))
+    peer_id, client_mode = signer_of(subkey(0)), False
 
     def __init__(self):
         self.records: dict[bytes, object] = {}
@@ -75,7 +75,7 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 def make_tracker(target: int = 100, **args) -> ProgressTracker:
     args = ProgressTrackerArguments(**args)
-    return ProgressTracker(FakeDHT(), "run", target, args, public_key=subkey(0), client_mode=False)
+    return ProgressTracker(FakeDHT(), "run", target, args, public_key=subkey(0))
 
 
 def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age: float = 0.0, **fields) -> dict:

@@ -12,7 +12,6 @@ from cotrain.arguments import (
     CollaborationArguments,
     HyperparameterArguments,
     LocalTrainingArguments,
-    OptimizerArguments,
     ProgressTrackerArguments,
     TrainerArguments,
 )
@@ -160,6 +159,6 @@ def test_local_flags_reach_transformers(tmp_path):
 
 
 def test_trainer_with_sparse_gradients_ends_with_one_line():
-    args = OptimizerArguments(gradient_compression="topk")
+    args = CollaborationArguments(run_id="run", gradient_compression="topk")
     with pytest.raises(UserError, match="--gradient_compression topk also needs --local_updates"):
         builders._round_options(HyperparameterArguments(), args)
