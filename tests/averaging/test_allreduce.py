@@ -632,3 +632,17 @@ def equal_but_first(number: int) -> list[torch.Tensor]:
     """Return the tensors of a member; only the first one has other parameters."""
     gradient, parameters = make_tensors(number)
     return [gradient, torch.linspace(1, 2, ELEMENTS) if number else parameters]
+
+
+@pytest.mark.parametrize(("seconds", "is_paced"), [(2.0, False), (3.0, True)])
+def test_values_that_take_long_are_sent_at_the_rate_of_the_link(monkeypatch, seconds, is_paced):
+    """What a moment can carry says nothing of a link: pacing would slow small rounds on fast links."""
+    monkeypatch.setattr(allreduce, "PACED_SECONDS", 2.5)
+
+    async def run() -> float:
+        group = Group([math.inf, math.inf], upload=4 * ELEMENTS / seconds)  # a member sends half of two tensors
+        longest = max(await group.run())
+        assert all(received(member) == 1 for member in group.members)
+        return longest
+
+    assert (asyncio.run(run()) > 0.8 * seconds) == is_paced
