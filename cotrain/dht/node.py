@@ -1,17 +1,14 @@
 """Workarounds for hivemind 1.1.12 in the DHT and in libp2p's daemon, see docs/upgrading-hivemind.md."""
 
 import asyncio
-import fcntl
 import functools
 import math
 import multiprocessing.util
 import os
 import shutil
 import tempfile
-import time
 import zlib
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -27,7 +24,6 @@ from hivemind.utils import MPFuture
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-SOCKET_FOLDER = "cotrain-sockets-"
 PROGRESS = "training_progress"  # ending of the key of the progress reports
 NUM_BUCKETS = 16  # keys that share them
 # Nodes that a read looks for: those that store a key, and as many more. Of hivemind's 20 most only name other nodes.
@@ -70,32 +66,13 @@ class RelayedP2P(P2P):
 def use_own_socket_folder(_pid: int) -> None:
     """Keep the Unix sockets of DHTs that are built later in a folder that is removed when this process ends.
 
-    hivemind leaves two or more sockets per start in /tmp. The folder of a killed process is removed by the next call:
-    its lock has ended with the process. Another user of the machine could make a folder whose name is known.
+    hivemind leaves two or more sockets per start in /tmp. Those of a killed process stay, as with hivemind.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{SOCKET_FOLDER}*"):
-        with suppress(OSError):  # a live process has the lock, or another one removes the folder
-            status = folder.lstat()
-            if status.st_uid == os.getuid() and status.st_mtime < time.time() - 60:  # a newer one may get its lock
-                os.close(_lock(folder))
-                shutil.rmtree(folder, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=SOCKET_FOLDER))  # of this user alone
-    _lock(folder)
+    folder = tempfile.mkdtemp(prefix="cotrain-sockets-")  # of this user alone
     RelayedP2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
-    multiprocessing.current_process()._config["tempdir"] = str(folder)  # of the socket through which files are passed
+    multiprocessing.current_process()._config["tempdir"] = folder  # of the socket through which files are passed
     # That socket is removed first, when this process exits.
     multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-100)
-
-
-def _lock(folder: Path) -> int:
-    """Lock a folder until this process and those forked from it end; OSError if others have the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:

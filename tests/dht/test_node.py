@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from unittest.mock import AsyncMock
@@ -33,7 +32,6 @@ from cotrain.dht.node import (
     bucket_of,
     close_relayed_connections,
     receive_raw_data,
-    use_own_socket_folder,
 )
 from cotrain.dht.run_records import get_dictionary, store_record
 from cotrain.peer import peer as peer_module
@@ -145,33 +143,6 @@ def test_sockets_are_in_a_folder_of_this_user_alone(tmp_path):
         # Not what is in /tmp: a bare hivemind peer of another test may have put its sockets there.
         paths = [socket.laddr for owner in (process, daemon) for socket in owner.net_connections("unix")]
         assert [path for path in paths if "-sockets-" in path and not path.startswith(f"{folder}/")] == []
-
-
-def use_folder_and_sleep() -> None:
-    use_own_socket_folder(os.getpid())
-    time.sleep(600)
-
-
-def test_socket_folders_of_processes_that_were_killed_are_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(RelayedP2P, "_UNIX_SOCKET_PREFIX", "")
-    (tmp_path / "cotrain-sockets-x").mkdir(mode=0o777)
-    process = multiprocessing.Process(target=use_folder_and_sleep, daemon=True)
-    process.start()
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 2, 30, "the folder of a live process")
-    folders = sorted(tmp_path.iterdir())
-    for folder in folders:
-        os.utime(folder, (0, 0))
-    use_own_socket_folder.cache_clear()
-    use_own_socket_folder(os.getpid())
-    left = set(tmp_path.iterdir()) & {*folders}
-    assert len(left) == 1 and "cotrain-sockets-x" not in {path.name for path in left}, "that of the live process"
-    process.kill()
-    process.join()
-    use_own_socket_folder.cache_clear()
-    use_own_socket_folder(os.getpid())
-    assert not left & {*tmp_path.iterdir()}
-    use_own_socket_folder.cache_clear()
 
 
 def hold_the_lock(has_lock) -> None:
