@@ -28,8 +28,3 @@ class AnyFormat(CodedCompression):
         if not code or code[0] not in _FORMATS:
             raise ValueError(f"a tensor has an unknown format: {code!r}")
         return _FORMATS[code[0]].extract(serialized_tensor)
-
-
-def name_of(compression: CompressionBase) -> str:
-    """Return the name of a compression in COMPRESSIONS."""
-    return next(name for name, cls in COMPRESSIONS.items() if type(compression) is cls)

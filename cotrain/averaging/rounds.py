@@ -29,7 +29,6 @@ from hivemind.utils.asyncio import achain, as_aiter
 from cotrain.averaging.allreduce import AllReduce, Block, Delivery
 from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.bounds import Bounds
-from cotrain.averaging.compression import name_of
 from cotrain.averaging.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
 from cotrain.averaging.sparse import TopK
 from cotrain.averaging.standing import Standing, divide
@@ -150,7 +149,7 @@ class RoundAverager(SafeAverager):
             **kwargs,
         )
         self.claim.value = self.bandwidth
-        compressions = name_of(gradient_compression), name_of(parameter_compression)
+        compressions = type(gradient_compression).__name__, type(parameter_compression).__name__
         settings = (PROTOCOL, average_parameters_every, local_updates, *compressions)
         self.schema_hash = hashlib.sha256(self.schema_hash + repr(settings).encode()).digest()
         self.run_in_background(await_ready=True)
