@@ -7,12 +7,11 @@ import functools
 import sys
 import time
 
-import hivemind
 from hivemind.averaging import averager
 from hivemind.compression import serialization
 from hivemind.dht import dht
 from hivemind.p2p import P2P, PeerID
-from hivemind.utils import MSGPackSerializer, get_logger
+from hivemind.utils import MSGPackSerializer
 
 from cotrain.averaging.base import switch_to_safe_loop
 from cotrain.averaging.compression import AnyFormat
@@ -21,18 +20,13 @@ from cotrain.dht.clock import run_time
 from cotrain.dht.node import receive_raw_data
 from cotrain.dht.records import BoundedExtensions
 
-logger = get_logger(__name__)
-
 MAX_PEER_ID_BYTES = 64  # they have 34, or up to 42 with the key itself
 _init_peer_id = PeerID.__init__
-
-TESTED_VERSION = "1.1.12"  # tests/averaging/test_upstream.py has digests of the modules that this project relies on
 
 
 @functools.cache
 def apply_patches() -> None:
     """Replace parts of hivemind in this process and in all processes forked later. `start_peer` calls it."""
-    warn_of_another_version()
     for name, module in list(sys.modules.items()):  # some twenty modules have the function under its name
         if name.startswith("hivemind.") and vars(module).get("get_dht_time") is time.time:
             module.get_dht_time = run_time
@@ -49,9 +43,3 @@ def _init_bounded_peer_id(self: PeerID, peer_id_bytes: bytes) -> None:
     if len(peer_id_bytes) > MAX_PEER_ID_BYTES:
         raise ValueError(f"a peer ID has {len(peer_id_bytes)} bytes")
     _init_peer_id(self, peer_id_bytes)
-
-
-def warn_of_another_version() -> None:
-    if hivemind.__version__ != TESTED_VERSION:
-        page = "docs/upgrading-hivemind.md"
-        logger.warning(f"hivemind {hivemind.__version__} is installed, {TESTED_VERSION} was tested: see {page}")
