@@ -53,7 +53,6 @@ class RoundCoordinator:
         self._told: tuple | None = None  # roster and finished step that the averager's process has received last
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        tracker.banned_peers = averager.banned_peers
         tracker.on_refresh = self.update_roster
 
     def update_roster(self) -> None:

@@ -335,7 +335,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._num_failures = self._num_stuck = 0
         parameters = None
         if outcome == Outcome.AVERAGED:
-            self.tracker.stop_ignoring(result.members)
+            self.tracker.record_members(result.members, result.violations)
             self._bound_gradients()
             counts = result.distance <= LACKING
             parameters = self._take_parameters(step, result)

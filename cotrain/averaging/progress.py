@@ -46,7 +46,7 @@ POLL_SECONDS = 0.05
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
 HOLD_SECONDS = 120.0  # after a step, for which a trainer that is ahead of most others waits for them
 CONFIRMING_READS = 2  # of the reports after which a trainer believes that the others have another history
-IGNORE_SECONDS = 600.0  # for which a claim of a later step is ignored if no such state is offered
+IGNORE_SECONDS = 600.0  # for which a peer is ignored after a violation, or after a claim of a step without an offer
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
 
@@ -136,13 +136,12 @@ class ProgressTracker(threading.Thread):
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
         self.target_batch_size, self.schema = target_batch_size, ""
         self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
-        self.banned_peers: Callable[[], dict[bytes, float]] = dict
         self.on_refresh: Callable[[], None] = lambda: None
         self._subkey = public_key
         self._lock = threading.RLock()  # never held while the DHT is read
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
-        self._ignored: dict[bytes, float] = {}  # subkey -> time.monotonic until which the peer is ignored
+        self._ignored: dict[bytes, float] = {}  # peer ID -> time.monotonic until which the peer is ignored
         self.num_misfits = 0  # live trainers with another schema
         self._num_rival_reads = 0  # since this peer's last step, after which another side outranked this peer's
         self._warned_at: dict[bytes, float] = {}
@@ -228,15 +227,10 @@ class ProgressTracker(threading.Thread):
 
     @property
     def other_trainers(self) -> list[PeerProgress]:
-        """Newest reports of the other trainers, without banned and ignored ones."""
-        banned = self.banned_peers()
+        """Newest reports of the other trainers, without ignored ones."""
         now = time.monotonic()
         with self._lock:
-            return [
-                progress
-                for subkey, progress in self._others.items()
-                if self._ignored.get(subkey, -math.inf) < now and progress.peer_id not in banned
-            ]
+            return [p for p in self._others.values() if self._ignored.get(p.peer_id, -math.inf) < now]
 
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
         """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
@@ -399,15 +393,15 @@ class ProgressTracker(threading.Thread):
     def ignore(self, is_ignored: Callable[[PeerProgress], bool]) -> int:
         """Ignore the peers whose reports fulfil a condition, for IGNORE_SECONDS. Return their number."""
         with self._lock:
-            subkeys = [subkey for subkey, progress in self._others.items() if is_ignored(progress)]
-            self._ignored.update(dict.fromkeys(subkeys, time.monotonic() + IGNORE_SECONDS))
-        return len(subkeys)
+            peer_ids = [progress.peer_id for progress in self._others.values() if is_ignored(progress)]
+            self._ignored.update(dict.fromkeys(peer_ids, time.monotonic() + IGNORE_SECONDS))
+        return len(peer_ids)
 
-    def stop_ignoring(self, peers: Collection[PeerID]) -> None:
-        """Believe peers again that this peer has just averaged with."""
+    def record_members(self, members: Iterable[PeerID], violators: Collection[PeerID]) -> None:
+        """Believe the members of a round again, and ignore those that have sent what no honest peer sends."""
+        until = time.monotonic() + IGNORE_SECONDS
         with self._lock:
-            for subkey in [subkey for subkey in self._ignored if signer_of(subkey) in peers]:
-                del self._ignored[subkey]
+            self._ignored.update({peer_id.to_bytes(): until if peer_id in violators else 0.0 for peer_id in members})
 
     # The thread
 

@@ -131,9 +131,6 @@ class RoundAverager(SafeAverager):
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._waiting: Counter[PeerID] = Counter()  # streams of unknown groups
         self._reported: TimedStorage[PeerID, None] = TimedStorage()  # peers whose excesses were logged
-        # Peer IDs until the end of the ban, in the main process; new bans come through the queue
-        self._banned: TimedStorage[bytes, None] = TimedStorage()
-        self._newly_banned, self._lock_bans = multiprocessing.SimpleQueue(), threading.Lock()
         self._lock_pipe = threading.Lock()
         super().__init__(
             averaged_tensors=[*self.gradients, *self.parameters],
@@ -198,13 +195,6 @@ class RoundAverager(SafeAverager):
     def _send(self, method: str, **kwargs) -> None:
         with self._lock_pipe:
             self._outer_pipe.send((method, [], kwargs))
-
-    def banned_peers(self) -> dict[bytes, float]:
-        with self._lock_bans:
-            while not self._newly_banned.empty():
-                peer_id, until = self._newly_banned.get()
-                self._banned.store(peer_id, None, until)
-            return {peer_id: until for peer_id, (_, until) in self._banned.items()}
 
     # In the averager's process
 
@@ -341,9 +331,7 @@ class RoundAverager(SafeAverager):
     def _ban_violators(self, runner: AllReduce) -> None:
         for peer_id, violation in runner.violations().items():
             logger.warning(f"{peer_id} sent {violation}: not averaging with it for {BAN_SECONDS / 60:.0f} minutes")
-            until = run_time() + BAN_SECONDS
-            self._matchmaking.ban(peer_id, until)
-            self._newly_banned.put((peer_id.to_bytes(), until))
+            self._matchmaking.ban(peer_id, run_time() + BAN_SECONDS)
 
     def _report_excesses(self, runner: AllReduce) -> None:
         for peer_id, excess in runner.excesses().items():

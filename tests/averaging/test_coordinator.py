@@ -49,9 +49,6 @@ class FakeAverager:
         self.rosters: list[tuple] = []
         self.requested_number = SimpleNamespace(value=-1)
 
-    def banned_peers(self) -> dict:
-        return {}
-
     def schedule_round(self, number: int, timeout: float, distance: float, is_settling: bool) -> FakeControl:
         self.controls.append(FakeControl(number))
         return self.controls[-1]

@@ -157,11 +157,12 @@ def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
 
 def test_banned_and_ignored_peers_do_not_count():
     tracker = see(make_tracker(), record(1, epoch=1), record(2, epoch=3))
-    tracker.banned_peers = lambda: {peer_id(2): 1e12}
+    members = {signer_of(subkey(number)) for number in (1, 2)}
+    tracker.record_members(members, {signer_of(subkey(2)): "NaN"})
     assert tracker.global_epoch == 1
     assert tracker.ignore(lambda progress: progress.epoch == 1) == 1
     assert tracker.global_epoch == 0 and tracker.other_trainers == []
-    tracker.stop_ignoring({signer_of(subkey(1))})
+    tracker.record_members(members - {signer_of(subkey(2))}, {})
     assert tracker.global_epoch == 1, "this peer has averaged with it"
 
 
