@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from hivemind.dht import DHT
-from hivemind.optim.progress_tracker import GlobalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
@@ -232,6 +231,11 @@ class ProgressTracker(threading.Thread):
         with self._lock:
             return [p for p in self._others.values() if self._ignored.get(p.peer_id, -math.inf) < now]
 
+    @property
+    def num_trainers(self) -> int:
+        """Number of trainers that have reported, including this peer."""
+        return 1 + len(self.other_trainers)
+
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
         """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
         return [progress for progress in peers if self._fetched_at - progress.seen < ALIVE_SECONDS]
@@ -321,13 +325,11 @@ class ProgressTracker(threading.Thread):
         """Count the trainers of this peer's side that have not completed a step."""
         return sum(step - 2 <= p.epoch and p.completed < step for p in self.side)
 
-    @property
-    def global_progress(self) -> GlobalTrainingProgress:
-        """Estimate of the current progress of the run."""
+    def estimate(self) -> tuple[int, float]:
+        """Return the samples that are reported for the next step, and the estimated seconds until all of them are."""
         step, now, own = self.next_step, time.monotonic(), self.local_progress
-        trainers = [*self.other_trainers, own]
-        reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * len(trainers))
-        total = estimated = 0.0
+        reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * self.num_trainers)
+        total, estimated = 0, 0.0
         rate = 1e-20
         for progress in [*self.counting, own]:
             # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
@@ -345,16 +347,7 @@ class ProgressTracker(threading.Thread):
             # A peer counts for one step at most, as in the round: its samples are a claim.
             total += min(samples, self.target_batch_size)
             estimated += min(samples + extrapolated, self.target_batch_size)
-        eta = max(0.0, self.target_batch_size - estimated) / rate
-        return GlobalTrainingProgress(
-            epoch=self.global_epoch,
-            samples_accumulated=int(total),
-            target_batch_size=self.target_batch_size,
-            num_peers=len(trainers),
-            num_clients=sum(progress.client_mode for progress in trainers),
-            eta_next_epoch=run_time() + eta,
-            next_fetch_time=run_time() + max(0.0, self._next_fetch - time.monotonic()),
-        )
+        return total, max(0.0, self.target_batch_size - estimated) / rate
 
     @property
     def seconds_to_step(self) -> float:
@@ -370,11 +363,11 @@ class ProgressTracker(threading.Thread):
         # With known reports of the previous step only, a fast peer would take this step alone.
         hold = HOLD_SECONDS if num_behind * 2 > len(others) else DHT_TIMEOUT if others and is_outdated else 0.0
         if time.monotonic() < self._completed_at + hold:
-            return max(self.args.min_refresh_period, self.global_progress.eta_next_epoch - run_time())
+            return max(self.args.min_refresh_period, self.estimate()[1])
         have_begun = sum(progress.epoch >= step for progress in others)
         if others and have_begun * 2 >= len(others):
             return 0.0
-        return max(0.0, self.global_progress.eta_next_epoch - run_time())
+        return self.estimate()[1]
 
     def refresh_in(self, seconds: float) -> None:
         """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""
@@ -523,19 +516,18 @@ class ProgressTracker(threading.Thread):
         return False
 
     def _refresh_period(self) -> float:
-        progress = self.global_progress
-        if progress.num_peers <= 1:
+        number = self.num_trainers
+        if number <= 1:
             return self.args.default_refresh_period
-        eta = progress.eta_next_epoch - run_time()
-        drift = max(self.args.expected_drift_peers, progress.num_peers * self.args.expected_drift_rate)
-        period = eta * progress.num_peers / (progress.num_peers + drift)
+        drift = max(self.args.expected_drift_peers, number * self.args.expected_drift_rate)
+        period = self.estimate()[1] * number / (number + drift)
         completed = self.local_progress.completed
         if self._num_rival_reads or any(p.completed < p.epoch <= completed for p in self.side):
             # A trainer that waits for its round reports a low rate, until it continues.
             period = min(period, ROUND_END_SECONDS)
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
         period = min(period, time.monotonic() - max(self._first_seen.values(), default=-math.inf))
-        shortest = max(self.args.min_refresh_period, SECONDS_PER_PEER * progress.num_peers)
+        shortest = max(self.args.min_refresh_period, SECONDS_PER_PEER * number)
         return min(max(period, shortest), self.args.max_refresh_period)
 
     def shutdown(self, timeout: float | None = None) -> None:

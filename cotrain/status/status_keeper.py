@@ -128,7 +128,7 @@ class StatusKeeper(PeriodicThread):
         status.step, status.next_step = own.completed, own.epoch + 1
         status.seconds_to_next = seconds if seconds < MAX_SECONDS_TO_STEP else None
         status.own_samples = own.samples_accumulated
-        status.all_samples = tracker.global_progress.samples_accumulated
+        status.all_samples = tracker.estimate()[0]
         status.computed = max(0, self._computed - own.samples_accumulated - in_round)
         status.missed = max(0, own.completed - self._begun_at - status.joined)
         status.num_trainers, status.samples_per_second = 1 + len(others), rate

@@ -161,8 +161,9 @@ class TrainingSession:
         if time.monotonic() < self.joined_at + self.MEETING_SECONDS:
             self._refuse_misfits()
         self._report_steps()
-        progress = self.optimizer.tracker.global_progress
-        self.client_mode_alarm.check(progress.num_peers, progress.num_clients)
+        tracker = self.optimizer.tracker
+        modes = [trainer.client_mode for trainer in (*tracker.other_trainers, tracker.local_progress)]
+        self.client_mode_alarm.check(len(modes), sum(modes))
         if self.should_stop():
             self.optimizer.say_goodbye()
             self.optimizer.stop_averaging()  # a round may outlast the shutdown grace period

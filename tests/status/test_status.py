@@ -115,7 +115,7 @@ def test_samples_of_the_newest_steps(keeper):
 
 def test_keeper_combines_what_tracker_and_rounds_know(keeper):
     tracker = keeper.optimizer.tracker = FakeTracker(epoch=7, others=[(7, 3.0), (6, 1.0), (7, 0.5)])
-    own, tracker.seconds_to_step, tracker.global_progress.samples_accumulated = tracker.local_progress, 12.0, 100
+    own, tracker.seconds_to_step, tracker.all_samples = tracker.local_progress, 12.0, 100
     own.samples_per_second, own.samples_accumulated, own.contributed = 2.0, 16, 32
     record(keeper, round_entry(6, "alone", samples=48))
     compute(keeper, 128)

@@ -53,11 +53,16 @@ class FakeTracker:
 
     def __init__(self, epoch: int = 0, others: Sequence[tuple[int, float]] = ()):
         self.local_progress = SimpleNamespace(
-            epoch=epoch, completed=epoch, samples_accumulated=0, contributed=0, samples_per_second=0.0
-        )
-        self.other_trainers = [SimpleNamespace(epoch=step, samples_per_second=rate) for step, rate in others]
-        self.global_progress = SimpleNamespace(epoch=epoch, num_peers=1, num_clients=0, samples_accumulated=0)
-        self.seconds_to_step = float("inf")
+            epoch=epoch, completed=epoch, samples_accumulated=0, contributed=0, samples_per_second=0.0,
+            client_mode=False,
+        )  # fmt: skip
+        self.other_trainers = [
+            SimpleNamespace(epoch=step, samples_per_second=rate, client_mode=False) for step, rate in others
+        ]
+        self.all_samples, self.seconds_to_step = 0, float("inf")
+
+    def estimate(self) -> tuple[int, float]:
+        return self.all_samples, self.seconds_to_step
 
     def refresh(self) -> bool:
         return True

@@ -296,7 +296,7 @@ class Swarm:
         first, *others = trainers
         self.compute(*sizes[1:], trainers=others)
         known = first.tracker
-        wait_until(lambda: known.global_progress.samples_accumulated == sum(sizes[1:]), 60, "their samples")
+        wait_until(lambda: known.estimate()[0] == sum(sizes[1:]), 60, "their samples")
         last_steps = [self.pool.submit(first.local_step, self.take(sizes[0]))]
         for trainer in others:
             wait_until(lambda trainer=trainer: trainer.tracker.seconds_to_step <= 0, 60, "that the step is due")
