@@ -230,7 +230,7 @@ class StateDownload:
             while True:
                 assembler.add(message.tensor_part)
                 if assembler.is_complete:
-                    averager.unpack_state(metadata, assembler.tensors)
+                    averager.unpack_state(assembler.tensors)
                     return metadata, assembler.tensors
                 self._check_pace(began, assembler.fraction)
                 async with asyncio.timeout(self._max_silence()):

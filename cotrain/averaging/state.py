@@ -1,7 +1,6 @@
 """Training state of a peer: apply updates, offer the state to other peers, download and restore a state."""
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.optim import state_averager
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, get_logger, nested_flatten, nested_pack
+from hivemind.utils import MPFuture, get_logger
 from torch.optim.lr_scheduler import LambdaLR
 
 from cotrain.averaging.base import SafeAverager
@@ -22,7 +21,7 @@ from cotrain.averaging.comparison import pack_elements
 from cotrain.averaging.download import StateDownload, StateLoadError, check_epoch
 from cotrain.averaging.history import Marks, read_marks
 from cotrain.averaging.stored_tensors import StoredTensors
-from cotrain.averaging.wire import SCALAR, TensorSpec
+from cotrain.averaging.wire import TensorSpec
 from cotrain.dht.clock import run_time
 from cotrain.dht.metrics_schema import MAX_STEP
 
@@ -121,18 +120,16 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         :raises StateLoadError: if the new state does not fit; the current state is then unchanged
         """
-        optimizer_state = self.check_state(metadata, tensors)
+        metadata, tensors = self._upgrade(metadata, tensors)
+        self.check_state(metadata, tensors)
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
-            own_state = self.optimizer.state_dict()["state"]
-            for index, statistics in optimizer_state["state"].items():
-                for name, value in statistics.items():
-                    # torch's load_state_dict keeps the given tensors: the next step would write into them.
-                    if isinstance(value, torch.Tensor):
-                        own = own_state[index][name]
-                        statistics[name] = own.copy_(value) if isinstance(own, torch.Tensor) else value.clone()
-            self.optimizer.load_state_dict(optimizer_state)
             own = self._optimized_parameters()
             torch._foreach_copy_(own, tensors[: len(own)])
+            for (statistics, name), value in zip(self._statistics(), tensors[len(own) :], strict=True):
+                if isinstance(statistics[name], torch.Tensor):
+                    statistics[name].copy_(value)
+                else:
+                    statistics[name] = int(value) if name == "step" else float(value)
             self.local_epoch, self.marks = metadata["epoch"], read_marks(metadata)
             self._set_applied_epoch(metadata["epoch"])
             self.mark_changed()
@@ -191,10 +188,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def frozen_state(self) -> Iterator[tuple[dict, list[torch.Tensor]]]:
         """Yield the state, metadata and tensors, without a copy. It does not change while the context is open."""
         with self.lock_optimizer, self.lock_averaged_tensors:
-            optimizer_metadata, statistics = state_averager.dump_optimizer_state(self.optimizer)
-            tensors = [tensor.detach().cpu() for tensor in (*self._optimized_parameters(), *statistics)]
             marks = [list(mark) for mark in self.marks]
-            yield {"epoch": self.applied_epoch, "optimizer_metadata": optimizer_metadata, "marks": marks}, tensors
+            metadata = {"epoch": self.applied_epoch, "statistics": self._statistic_names(), "marks": marks}
+            yield metadata, [tensor.detach().cpu() for tensor in self._tensors()]
 
     def copy_state(self) -> tuple[dict, StoredTensors, list[CompressionInfo]]:
         """Return a copy of the state for peers that download it. Downloads share it until the state changes.
@@ -208,10 +204,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """
         with self.frozen_state() as (metadata, tensors):
             if (copy := self._copy) is None:
-                first, names = len(self._optimized_parameters()), self._statistic_names()
-                entries = metadata["optimizer_metadata"][-len(names) :]  # of the statistics, which come last
-                moments = self.optimizer.second_moments
-                roots = [first + e["index"] for e, name in zip(entries, names, strict=False) if name in moments]
+                first, roots = len(self._optimized_parameters()), self._second_moments()
                 infos = [
                     CompressionInfo.from_tensor(
                         tensor, index, role=TensorRole.OPTIMIZER if index >= first else TensorRole.PARAMETER
@@ -220,7 +213,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 ]
                 copies = (t.sqrt() if index in roots else t for index, t in enumerate(tensors))
                 stored = StoredTensors(map(self._pack, copies, infos), self.folder)
-                copy = self._copy = {**metadata, "roots": roots}, stored, infos
+                copy = self._copy = metadata, stored, infos
             return copy
 
     def get_current_state(self) -> tuple[dict, tuple, tuple]:
@@ -329,103 +322,80 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     @property
     def max_metadata_bytes(self) -> int:
-        """Bound on the size of a donor's metadata; an entry of the optimizer's state has some 30 bytes."""
-        return 2**16 + 256 * sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
+        """Bound on the size of a donor's metadata; the name of a statistic has some 10 bytes."""
+        return 2**16 + 256 * len(self._statistics())
 
     def expected_tensors(self, metadata: dict) -> list[TensorSpec]:
-        """Return the specs of the tensors that a donor must send with these metadata.
+        """Return the specs of the tensors of a state; StateLoadError if it is another optimizer's."""
+        if metadata.get("statistics") != self._statistic_names():
+            raise StateLoadError(
+                "it is the state of another optimizer (pass the same --optimizer and --local_updates to all peers) or "
+                "of another version"
+            )
+        return [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in self._tensors()]
 
-        Their number may differ from that of this peer's: LAMB has numbers instead of tensors where a norm was zero.
-        """
-        specs = [_spec_of(tensor) for tensor in self._optimized_parameters()]
-        num_parameters = len(specs)
-        own_values = nested_flatten(self.optimizer.state_dict())
-        for entry, own_value in zip(self._check_entries(metadata), own_values, strict=True):
-            if entry.get("type") == "tensor":
-                if entry.get("index") != len(specs) - num_parameters:
-                    raise StateLoadError("its optimizer state is malformed")
-                has_shape = isinstance(own_value, torch.Tensor) and own_value.ndim > 0
-                specs.append(_spec_of(own_value) if has_shape else SCALAR)
-        return specs
-
-    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
+    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Check that a state has a step, this peer's shapes and optimizer, and finite values.
 
-        :returns: the state dict of its optimizer, in the structure of this peer's
+        Scalar statistics are counts and norms: a negative step count would make the next update NaN, as a negative
+        second moment would.
+
         :raises StateLoadError: if the state does not fit
         """
         check_epoch(metadata)
-        own = self._optimized_parameters()
-        if [t.shape for t in tensors[: len(own)]] != [t.shape for t in own]:
-            raise StateLoadError("its parameters have other shapes (another model, or an incomplete state)")
-        if not all_finite(tensors[: len(own)]):
-            raise StateLoadError("its parameters are not finite")
-        return self._match_optimizer_state(metadata, tensors[len(own) :])
-
-    def unpack_state(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
-        """Square the statistics of a received state whose roots the donor sends, in place."""
-        roots, first = metadata.pop("roots", None), len(self._optimized_parameters())
-        if not isinstance(roots, list) or not all(type(i) is int and first <= i < len(tensors) for i in roots):
-            raise StateLoadError("the donor has another version; update the older peer")
-        for index in set(roots):
-            tensors[index] = tensors[index].float().square_()
-
-    def _match_optimizer_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> dict:
-        own = self.optimizer.state_dict()
-        values = []
-        for entry in self._check_entries(metadata):
-            if entry.get("type") == "tensor":
-                index = entry.get("index")
-                if type(index) is not int or not 0 <= index < len(tensors):
-                    raise StateLoadError("its optimizer state is incomplete")
-                values.append(tensors[index])
-            else:
-                values.append(entry.get("value"))
-        own_statistics = list(nested_flatten(own["state"]))
-        statistics = values[len(values) - len(own_statistics) :]  # the keys are sorted: "param_groups" come first
-        for value, own_value, name in zip(statistics, own_statistics, self._statistic_names(), strict=True):
-            _check_optimizer_value(value, own_value, name in self.optimizer.second_moments)
-            if name == "step" and value > MAX_STEP:
+        if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in self.expected_tensors(metadata)]:
+            raise StateLoadError("its tensors have other shapes (another model, or an incomplete state)")
+        if not all_finite(tensors):
+            raise StateLoadError("its parameters or its optimizer statistics are not finite")
+        first, moments = len(self._optimized_parameters()), self._second_moments()
+        for index, (tensor, name) in enumerate(zip(tensors[first:], self._statistic_names(), strict=True), first):
+            if (index in moments or not tensor.ndim) and tensor.numel() and tensor.min() < 0:
+                raise StateLoadError("its optimizer statistics are negative")
+            if name == "step" and tensor > MAX_STEP:
                 raise StateLoadError("its optimizer has an impossible step count")
-        return {"state": nested_pack(statistics, own["state"]), "param_groups": own["param_groups"]}
+
+    def _upgrade(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> tuple[dict, Sequence[torch.Tensor]]:
+        """Convert a checkpoint of version 1, which has single numbers and the optimizer's options in the metadata."""
+        if "statistics" in metadata or "optimizer_metadata" not in metadata:
+            return metadata, tensors
+        names, entries = self._statistic_names(), metadata["optimizer_metadata"]
+        first = len(tensors) - sum(entry["type"] == "tensor" for entry in entries)
+        statistics = [
+            tensors[first + entry["index"]]
+            if entry["type"] == "tensor"
+            else torch.tensor(entry["value"], dtype=torch.float64)
+            for entry in entries[-len(names) :]
+        ]
+        return {**metadata, "statistics": names}, [*tensors[:first], *statistics]
+
+    def unpack_state(self, tensors: list[torch.Tensor]) -> None:
+        """Square the statistics of a received state whose roots the donor sends, in place."""
+        for index in self._second_moments():
+            tensors[index].square_()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of a state: the parameters, then the statistics. Single numbers are of float64."""
+        values = (statistics[name] for statistics, name in self._statistics())
+        scalars = (
+            v if isinstance(v, torch.Tensor) and v.ndim else torch.as_tensor(v, dtype=torch.float64) for v in values
+        )
+        return [*self._optimized_parameters(), *scalars]
+
+    def _second_moments(self) -> set[int]:
+        """Return the numbers of the tensors of a state that are sent as roots, see `copy_state`."""
+        names = enumerate(self._statistic_names(), len(self._optimized_parameters()))
+        return {index for index, name in names if name in self.optimizer.second_moments}
+
+    def _statistics(self) -> list[tuple[dict, str]]:
+        """Return where each statistic of the optimizer is: the statistics of a parameter, and the name."""
+        states = (self.optimizer.state[parameter] for parameter in self._optimized_parameters())
+        return [(statistics, name) for statistics in states for name in sorted(statistics)]
 
     def _statistic_names(self) -> list[str]:
-        """Return the name of each statistic of the optimizer, in the order of `nested_flatten`."""
-        state = self.optimizer.state_dict()["state"]
-        return list(nested_flatten({index: {name: name for name in values} for index, values in state.items()}))
-
-    def _check_entries(self, metadata: dict) -> list[dict]:
-        """Return {type: tensor, index} or {type: value, value} for each value of the optimizer's state dict."""
-        entries = metadata.get("optimizer_metadata")
-        num_own = sum(1 for _ in nested_flatten(self.optimizer.state_dict()))
-        if not isinstance(entries, list) or len(entries) != num_own:
-            raise StateLoadError(
-                "it is the state of another optimizer (pass the same --optimizer and --local_updates to all peers)"
-            )
-        if not all(isinstance(entry, dict) for entry in entries):
-            raise StateLoadError("its optimizer state is malformed")
-        return entries
+        return [name for _, name in self._statistics()]
 
     def _optimized_parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-
-def _spec_of(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), frozenset({str(tensor.dtype).removeprefix("torch.")}))
-
-
-def _check_optimizer_value(value: object, own_value: object, is_second_moment: bool) -> None:
-    """Check that a donor's optimizer statistic has this peer's shape and is finite.
-
-    Scalars may be tensors or numbers. They are counts and norms: a negative step count would make the next update NaN,
-    as a negative second moment would.
-    """
-    shape, own_shape = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (value, own_value))
-    if not isinstance(value, torch.Tensor | int | float) or shape != own_shape:
-        raise StateLoadError("its optimizer statistics have other shapes")
-    is_negative = bool(value.min() < 0) if shape and is_second_moment and value.numel() else not shape and value < 0
-    if is_negative or not (all_finite([value]) if shape else math.isfinite(value)):
-        raise StateLoadError("its optimizer statistics are negative or not finite")
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:

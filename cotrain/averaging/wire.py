@@ -14,7 +14,7 @@ from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT, FLOAT16, MEANSTD_16BIT, N
 
 # Of the training state. A round accepts its own compression only.
 COMPRESSIONS = frozenset({NONE, FLOAT16, MEANSTD_16BIT})
-_ITEM_SIZES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+_ITEM_SIZES = {"float16": 2, "float32": 4, "float64": 8}  # of each dtype
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,12 @@ class TensorSpec:
     """Specification of a tensor that a peer is expected to send."""
 
     shape: tuple[int, ...]
-    dtypes: Collection[str] = frozenset({"float32"})
+    dtype: str = "float32"
     compressions: Collection[int] = COMPRESSIONS  # values of hivemind's CompressionType
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-
-# A statistic such as LAMB's trust ratio, where the other peer may have a tensor and this peer a number.
-SCALAR = TensorSpec((), frozenset(_ITEM_SIZES))
 
 
 def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int | None:
@@ -42,8 +38,8 @@ def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int | No
     """
     if tuple(header.size) != tuple(spec.shape):
         raise ValueError(f"a tensor has shape {list(header.size)[:8]} instead of {list(spec.shape)}")
-    if header.dtype not in spec.dtypes or header.dtype not in _ITEM_SIZES:
-        raise ValueError(f"a tensor has dtype {header.dtype[:20]!r} instead of {'/'.join(sorted(spec.dtypes))}")
+    if header.dtype != spec.dtype:
+        raise ValueError(f"a tensor has dtype {header.dtype[:20]!r} instead of {spec.dtype}")
     if header.compression not in spec.compressions:
         raise ValueError(f"a tensor has compression {header.compression}, which is not expected")
     if header.compression == NONE:

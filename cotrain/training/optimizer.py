@@ -40,26 +40,7 @@ from cotrain.peer.peer import Peer, supervise
 PARAMETER_STEPS = 10.0
 
 
-class PortableSteps:
-    """Mixin for an optimizer of torch: the step count as a Python integer in the state dict.
-
-    torch keeps the count in a float32 tensor, which hivemind compresses like any other tensor of the state: in float16
-    counts above 2048 are rounded and counts above 65519 become infinite. torch's `load_state_dict` accepts integers.
-    """
-
-    def state_dict(self) -> dict:
-        state_dict = super().state_dict()
-        for index, statistics in state_dict["state"].items():
-            if "step" in statistics:  # Muon has none
-                state_dict["state"][index] = {**statistics, "step": int(statistics["step"])}
-        return state_dict
-
-
-class PortableAdamW(PortableSteps, torch.optim.AdamW):
-    """torch's AdamW for a run."""
-
-
-class PortableMuon(PortableSteps, torch.optim.Optimizer):
+class MuonAndAdamW(torch.optim.Optimizer):
     """torch's Muon for the groups with `is_hidden`, torch's AdamW for the others, as one optimizer.
 
     Muon's updates are scaled to the size of AdamW's (https://arxiv.org/abs/2502.16982, section 2.2), so that both have
@@ -80,7 +61,6 @@ class PortableMuon(PortableSteps, torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             part = self._parts[group["is_hidden"]]
-            # In a loaded state, `step` is a number: this makes it the tensor that torch's AdamW takes.
             part.__setstate__({"state": self.state, "param_groups": [group]})
             part.step()
 
@@ -106,16 +86,16 @@ def build_param_groups(model: torch.nn.Module, weight_decay: float, optimizer: s
 def build_local_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
     """Build the local optimizer, with statistics of zero.
 
-    Each optimizer needs a number as `lr` in its groups, a plain number as `step` in its `state_dict`, see
-    `PortableSteps`, scalar statistics that are finite and not negative, and `second_moments`: the names of statistics
-    that are sent to other peers as roots, see TrainingStateAverager.copy_state.
+    Each optimizer needs a number as `lr` in its groups, the number of steps under `step` in its state, scalar
+    statistics that are finite and not negative, and `second_moments`: the names of statistics that are sent to other
+    peers as roots, see TrainingStateAverager.copy_state.
 
     LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
     torch_optimizer's `debias=True` multiplies the learning rate after the trust ratio, which the paper's correction
     does not. Its updates had 0.32 of the paper's size at the first step and 0.15 at the tenth.
     """
     lamb = partial(Lamb, clamp_value=args.clamp_value, debias=False)
-    builders = {"lamb": lamb, "adamw": PortableAdamW, "muon": PortableMuon}
+    builders = {"lamb": lamb, "adamw": torch.optim.AdamW, "muon": MuonAndAdamW}
     optimizer = builders[args.optimizer](
         param_groups,
         lr=args.learning_rate,

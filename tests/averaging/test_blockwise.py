@@ -33,7 +33,7 @@ def spec(*shape: int) -> TensorSpec:
 
 def transmit(compression: BlockwiseCompression, tensor: torch.Tensor) -> torch.Tensor:
     message = runtime_pb2.Tensor.FromString(compression.compress(tensor, None).SerializeToString())
-    check_tensor(message, TensorSpec(tuple(tensor.shape), {message.dtype}, {BLOCKWISE_8BIT}))
+    check_tensor(message, TensorSpec(tuple(tensor.shape), message.dtype, {BLOCKWISE_8BIT}))
     return deserialize_torch_tensor(message)
 
 

@@ -6,10 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hivemind.compression import deserialize_torch_tensor
+from hivemind.optim.state_averager import dump_optimizer_state
 
 from cotrain.arguments import HyperparameterArguments
 from cotrain.averaging.state import StateLoadError, TrainingStateAverager, all_finite, set_schedule
@@ -132,21 +134,22 @@ def test_update_has_the_learning_rate_of_the_previous_step():
     assert learning_rates(averager.optimizer) == pytest.approx([0.007, 0.007])
 
 
-@pytest.mark.parametrize("method", ["step", "load_state_dict"])
-def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, method):
+@pytest.mark.parametrize("change_state", ["apply_update", "restore"])
+def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, change_state):
     averager = offline_averager()
     is_in_the_middle, may_end = threading.Event(), threading.Event()
 
-    def change(*_state) -> None:
+    def change(epoch: int) -> None:
         is_in_the_middle.set()
         may_end.wait(60)
         fill_parameters(averager, 2.0)
+        averager.applied_epoch = epoch
 
-    setattr(averager.optimizer, method, change)
+    averager._set_applied_epoch = change
     averaged = [torch.full_like(parameter, 2.0) for parameter in averager._optimized_parameters()]
     averager.copy_state()  # keeps a copy of the state before the update
     metadata, tensors = snapshot(averager)
-    if method == "step":
+    if change_state == "apply_update":
         update = pool.submit(averager.apply_update, 1, averaged)
     else:
         update = pool.submit(averager.restore, {**metadata, "epoch": 1}, [*averaged, *tensors[len(averaged) :]])
@@ -275,7 +278,7 @@ def transfer(donor: TrainingStateAverager, newcomer: TrainingStateAverager) -> N
         message.dtype = "float32" if message.dtype == "float16" else message.dtype  # as rpc_download_state does
         check_tensor(message, spec)
     tensors = [deserialize_torch_tensor(message) for message in messages]
-    newcomer.unpack_state(metadata, tensors)
+    newcomer.unpack_state(tensors)
     newcomer.restore(metadata, tensors)
 
 
@@ -304,57 +307,64 @@ def test_small_second_moments_survive_the_transfer(optimizer, second_moment, mom
     assert all((values[momentum] == -0.5).all() for values in newcomer.optimizer.state.values())
 
 
-@pytest.mark.parametrize("roots", [None, "roots", [-1], [0], [10**6], [True], [1.0]])
-def test_donor_must_say_which_statistics_are_roots(roots):
-    averager = offline_averager()
-    metadata, tensors, _ = averager.copy_state()
-    with pytest.raises(StateLoadError, match="another version"):
-        averager.unpack_state({**metadata, "roots": roots}, tensors)
-
-
 # Invalid states
 
 
 def test_states_that_do_not_fit_are_refused_whole():
     averager = offline_averager()
     metadata, tensors = snapshot(averager)
-    entries = metadata["optimizer_metadata"]
+    names = metadata["statistics"]
     before = flat(averager.main_parameters)
+    first, step = len(tensors) - len(names), names.index("step")
 
     def refuse(match: str, changed_metadata=metadata, changed_tensors=tensors):
         with pytest.raises(StateLoadError, match=match):
             averager.restore(changed_metadata, changed_tensors)
 
-    def with_step(value) -> dict:
-        names = averager._statistic_names()
-        step = len(entries) - len(names) + names.index("step")
-        return {**metadata, "optimizer_metadata": [*entries[:step], {"type": "value", "value": value},
-                                                   *entries[step + 1 :]]}  # fmt: skip
+    def with_value(index: int, value: float) -> list[torch.Tensor]:
+        return [*tensors[:index], torch.full_like(tensors[index], value), *tensors[index + 1 :]]
 
-    nan = [tensors[0].clone().fill_(float("nan")), *tensors[1:]]
     refuse("step number", {**metadata, "epoch": "5"})
     refuse("step number", {**metadata, "epoch": 10**18})
     refuse("step number", {**metadata, "epoch": True})
-    refuse("not finite", changed_tensors=nan)
     refuse("other shapes", changed_tensors=[tensors[0][:-1], *tensors[1:]])
     refuse("other shapes", changed_tensors=tensors[:3])
-    refuse("incomplete", changed_tensors=tensors[:-1])
-    refuse("another optimizer", {**metadata, "optimizer_metadata": entries[:-1]})
+    refuse("other shapes", changed_tensors=tensors[:-1])
+    refuse("other shapes", changed_tensors=[*tensors[:-1], torch.zeros(2)])
+    for statistics in (names[:-1], [*names[1:], names[0]], [1] * len(names), None):
+        refuse("another optimizer", {**metadata, "statistics": statistics})
     refuse("another optimizer", {"epoch": 1})
-    refuse("malformed", {**metadata, "optimizer_metadata": [1] * len(entries)})
-    refuse("not finite", changed_tensors=[*tensors[:-5], *(torch.full_like(t, torch.inf) for t in tensors[-5:])])
-    for value in ("text", None, [1, 2], {}):
-        refuse("other shapes", with_step(value))
-    for value in (-5, float("nan")):
-        refuse("negative or not finite", with_step(value))
-    refuse("impossible step count", with_step(2**63 - 1))
+    for index in (0, first, first + step):
+        refuse("not finite", changed_tensors=with_value(index, float("nan")))
+        refuse("not finite", changed_tensors=with_value(index, float("inf")))
+    for index in (first + step, first + names.index("exp_avg_sq")):
+        refuse("negative", changed_tensors=with_value(index, -5))
+    refuse("impossible step count", changed_tensors=with_value(first + step, 2**63 - 1))
     assert averager.local_epoch == averager.applied_epoch == 0
     assert torch.equal(before, flat(averager.main_parameters))
 
     changed = [tensor + 1 for tensor in tensors]
     learning_rate = averager.optimizer.param_groups[0]["lr"]
-    averager.restore({**with_step(3), "epoch": 7}, changed)
+    averager.restore({**metadata, "epoch": 7}, changed)
     assert averager.local_epoch == averager.applied_epoch == 7
     assert averager.optimizer.param_groups[0]["lr"] == pytest.approx(learning_rate * 993 / 1000)
     assert averager.optimizer.param_groups[0]["weight_decay"] == 0.01
     assert torch.equal(flat(averager.main_parameters), flat(changed[: len(averager.main_parameters)]))
+    assert torch.equal(flat(snapshot(averager)[1]), flat(changed))
+    assert {type(values["step"]) for values in averager.optimizer.state.values()} == {int}
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+def test_checkpoint_of_version_1_is_restored(optimizer):
+    """Its statistics are as hivemind packs them, and step counts are numbers."""
+    donor, peer = (offline_averager(hyperparameter_args=arguments(optimizer=optimizer)) for _ in range(2))
+    fill_gradients(donor, seed=1)
+    donor.apply_update(1)
+    metadata, tensors = snapshot(donor)
+    state_dict = donor.optimizer.state_dict()
+    for values in state_dict["state"].values():
+        values["step"] = int(values["step"])
+    entries, statistics = dump_optimizer_state(SimpleNamespace(state_dict=lambda: state_dict))
+    old = {"epoch": 1, "optimizer_metadata": entries, "marks": []}
+    peer.restore(old, [*tensors[: len(tensors) - len(metadata["statistics"])], *statistics])
+    assert snapshot(peer)[0] == metadata and torch.equal(flat(snapshot(peer)[1]), flat(tensors))

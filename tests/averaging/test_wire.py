@@ -8,7 +8,7 @@ from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT, NONE
 from hivemind.utils.streaming import split_for_streaming
 
 from cotrain.averaging.compression import COMPRESSIONS
-from cotrain.averaging.wire import SCALAR, TensorAssembler, TensorSpec, check_tensor
+from cotrain.averaging.wire import TensorAssembler, TensorSpec, check_tensor
 
 
 def serialize(tensor: torch.Tensor, compression: str = "none") -> runtime_pb2.Tensor:
@@ -42,13 +42,6 @@ def test_scalars_and_empty_tensors_pass(compression, tensor):
     check_tensor(serialize(tensor, compression), TensorSpec(tuple(tensor.shape)))
 
 
-def test_scalar_of_any_number_dtype_passes():
-    for dtype in (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64):
-        check_tensor(serialize(torch.tensor(3, dtype=dtype)), SCALAR)
-    with pytest.raises(ValueError, match="shape"):
-        check_tensor(serialize(torch.ones(2)), SCALAR)
-
-
 @pytest.mark.parametrize("compression", ["none", "float16"])
 @pytest.mark.parametrize(
     ("fields", "reason"),
@@ -66,7 +59,7 @@ def test_other_tensors_than_expected_are_refused(compression, fields, reason):
 
 
 TENSORS = [torch.randn(300, 200), torch.tensor(2.5), torch.zeros(0), torch.randn(5)]
-SPECS = [TensorSpec((300, 200)), SCALAR, TensorSpec((0,)), TensorSpec((5,))]
+SPECS = [TensorSpec((300, 200)), TensorSpec(()), TensorSpec((0,)), TensorSpec((5,))]
 
 
 def chunks(tensor: torch.Tensor) -> list[runtime_pb2.Tensor]:

@@ -242,7 +242,7 @@ def test_hub_that_cannot_be_reached_is_a_warning(hub, monkeypatch, caplog, fault
 
 
 def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
-    state = TrainingState("up", {"epoch": 3, "optimizer_metadata": []}, [torch.zeros(3)])
+    state = TrainingState("up", {"epoch": 3, "statistics": []}, [torch.zeros(3)])
     args = ModelArguments(model_name_or_path=str(data / "config.json"), tokenizer_path=str(data / "tokenizer"))
     task = load_task(args)
     checkpoints.save_checkpoint(tmp_path / "monitor", task, task.build_model(), state, {})

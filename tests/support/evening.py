@@ -73,7 +73,7 @@ VARIABLE = re.compile(r"Qm\w{6,}…?|\bpeer-\w{7}\b|\(\w{8}\)|/ip4/\S+|[+-]?\d[\
 
 
 def parameters_of(state: TrainingState) -> torch.Tensor:
-    num_statistics = sum(entry["type"] == "tensor" for entry in state.metadata["optimizer_metadata"])
+    num_statistics = len(state.metadata["statistics"])
     return torch.cat([tensor.flatten() for tensor in state.tensors[: len(state.tensors) - num_statistics]])
 
 

@@ -98,7 +98,7 @@ def make_arguments(folder: Path, training: dict | None = None, **options) -> Tra
 
 
 def make_state(step: int, run_id: str = "run") -> TrainingState:
-    return TrainingState(run_id, {"epoch": step, "optimizer_metadata": []}, [torch.full((100, 100), float(step))])
+    return TrainingState(run_id, {"epoch": step, "statistics": []}, [torch.full((100, 100), float(step))])
 
 
 class FakeAverager:
@@ -139,7 +139,7 @@ class FakeStateAverager(FakeAverager):
     def download_state(self, min_epoch: int):
         if self.offered is None or self.offered < min_epoch:
             return None
-        return "donor", {"epoch": self.offered, "optimizer_metadata": []}, []
+        return "donor", {"epoch": self.offered, "statistics": []}, []
 
     def restore(self, metadata, tensors) -> None:
         super().restore(metadata, tensors)

@@ -162,7 +162,7 @@ def test_full_disk_costs_neither_the_old_checkpoint_nor_the_run(full_disk, caplo
     session = make_session(full_disk, offered=None)
     session.status.close()
     for step, number, saved in ((1, 1000, [1]), (2, 1_000_000, [1]), (3, 1000, [3, 1])):
-        state = {"epoch": step, "optimizer_metadata": []}, [torch.ones(number)]
+        state = {"epoch": step, "statistics": []}, [torch.ones(number)]
         session.optimizer.state_averager.frozen_state = lambda state=state: nullcontext(state)
         session.save_checkpoint()
         found = checkpoints.list_checkpoints(full_disk)
