@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_limits
 from cotrain.averaging.accumulators import GradientAccumulator, clip_norm
 from cotrain.averaging.bounds import NORM_TOLERANCE
 from cotrain.averaging.coordinator import Outcome, RoundCoordinator
-from cotrain.averaging.history import add_mark, different_marks, read_marks
+from cotrain.averaging.history import add_mark, different_marks
 from cotrain.averaging.matchmaking import MAX_DISTANCE
 from cotrain.averaging.progress import WARN_SECONDS, PeerProgress, ProgressTracker
 from cotrain.averaging.round_log import RoundLog, describe_round
@@ -139,7 +139,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     # Local steps, in the main thread
 
-    def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
+    def step(self, closure: None = None, batch_size: int | None = None, grad_scaler=None) -> None:
         """Record a local step. Waits for the global step if the step is due and not delayed.
 
         :param batch_size: samples of this local step; default: `batch_size_per_step`
@@ -149,19 +149,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             raise ValueError("use torch.amp.GradScaler, not hivemind's")
         self._start_thread()
         self._apply_update()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if self._is_out_of_sync():
             logger.info("Out of sync with the collaboration")
             self.load_state_from_peers()
-            return loss
-        if self._accumulate(self.batch_size_per_step if batch_size is None else batch_size):
+        elif self._accumulate(self.batch_size_per_step if batch_size is None else batch_size):
             self._wake.set()
             if not self.delay_grad_averaging:
                 self._wait_for_step()
-        return loss
 
     def _accumulate(self, num_samples: int) -> bool:
         """Accumulate the gradients of the model; False if one has NaN or Inf."""
@@ -524,18 +518,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.state_averager.sync_with_main_parameters(epoch)
         self.distance = 0.0
         self.forget_progress()
-
-    def state_dict(self) -> dict:
-        """Return what a checkpoint has of the optimizer: hivemind's entries, and the marks of the history."""
-        state_dict = super().state_dict()
-        state_dict["state"]["marks"] = [list(mark) for mark in self.state_averager.marks]
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load what `state_dict` has returned, here or in a version without marks."""
-        self.state_averager.marks = read_marks(state_dict["state"])
-        state_dict["state"].pop("marks", None)
-        super().load_state_dict(state_dict)
 
     def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         """Replace the training state, as the state averager does, and drop the accumulated gradients."""

@@ -1,6 +1,5 @@
 """Tests of CollaborativeOptimizer: what each outcome of a round does to one peer. No network, no processes."""
 
-import copy
 import time
 from dataclasses import replace
 from queue import Queue
@@ -237,17 +236,6 @@ def test_peer_that_lacks_updates_receives_parameters_on_demand():
     assert value_of(optimizer._offloaded_parameters()) == pytest.approx(1.5, abs=0.02)
     assert optimizer.pop_steps() == [(1, None)], "its gradients had no weight"
     assert optimizer.state_averager.allow_state_sharing and optimizer.state_averager.marks == ()
-
-
-def test_checkpoint_keeps_the_marks_of_the_history_and_older_ones_have_none():
-    optimizer, resumed = build(), build()
-    optimizer.state_averager.marks = ((8, 12 * "a"),)
-    checkpoint = optimizer.state_dict()
-    resumed.load_state_dict(copy.deepcopy(checkpoint))
-    assert resumed.state_averager.marks == ((8, 12 * "a"),)
-    del checkpoint["state"]["marks"]
-    resumed.load_state_dict(checkpoint)
-    assert resumed.state_averager.marks == ()
 
 
 @pytest.mark.parametrize(
