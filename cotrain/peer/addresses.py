@@ -1,13 +1,11 @@
-"""Addresses of a peer: which to announce, which to give to other peers, and those of its connections."""
+"""Addresses of a peer: which to announce, and which to give to other peers."""
 
 import re
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from ipaddress import ip_address
 
 import requests
-from hivemind.dht import DHT
-from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.logging import TextStyle
@@ -104,25 +102,3 @@ def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> N
     logger.info(f"Full list of visible multiaddresses: {' '.join(map(str, visible_maddrs))}")
     if scope == 2:
         logger.info("Peers outside this network need a public address: see --tunnel and --announce_tunnel")
-
-
-def count_connections(dht: DHT, peers: Collection[str], timeout: float = 3.0) -> tuple[int, int] | None:
-    """Return how many peers are connected directly, and how many only through a relay; None if that is not known.
-
-    :param peers: peer IDs in base58. Peers of other runs and, with --use_ipfs, strangers are connected, too
-    """
-    try:
-        addresses = dht.run_coroutine(_list_addresses, return_future=True).result(timeout=timeout)
-    except Exception as error:
-        logger.debug(f"Could not list the connections: {error!r}")
-        return None
-    # libp2p's daemon gives a relayed connection this address at both ends:
-    # /ip4/…/tcp/…/p2p/RELAY/p2p-circuit/p2p/PEER. libp2p prefers a direct one.
-    connected = {address.rpartition("/")[2] for address in addresses} & set(peers)
-    direct = {address.rpartition("/")[2] for address in addresses if "/p2p-circuit" not in address} & connected
-    return len(direct), len(connected - direct)
-
-
-async def _list_addresses(_dht: DHT, node: DHTNode) -> list[str]:
-    """Return the address of each connection, which ends in the peer ID. Runs in the DHT process."""
-    return [f"{maddr}/p2p/{peer.peer_id}" for peer in await node.p2p.list_peers() for maddr in peer.addrs]

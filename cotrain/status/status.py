@@ -44,7 +44,6 @@ class TrainerStatus:
     samples_per_second: float = 0.0
     loss: float | None = None  # local loss of the newest global step; None before the first one
     first_loss: float | None = None  # the same of the first one
-    connections: tuple[int, int] | None = None  # connected peers of the run, direct and through a relay
 
     @property
     def applied_fraction(self) -> float | None:
@@ -96,7 +95,6 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         ("Global steps", f"{s.joined:,} joined, {s.missed:,} missed"),
         ("Last miss", "none" if s.last_miss is None else f"#{s.last_miss[0]}: {s.last_miss[1]}"),
         ("Trainers", f"{s.num_trainers:,}{rank}, {s.samples_per_second:.1f} samples/s"),
-        ("Connections", "not known yet" if s.connections is None else "{} direct, {} by relay".format(*s.connections)),
         ("Local loss", "not known yet" if s.loss is None else f"{s.loss:.3f}, {s.first_loss:.3f} at first"),
         *([] if s.page is None else [("Curves", s.page)]),
         *([] if s.end_time is None else [("Run ends", describe_end(s.end_time))]),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
 from cotrain.arguments import CollaborationArguments
@@ -16,14 +15,13 @@ from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.common.json_file import write_json
 from cotrain.common.threads import PeriodicThread
 from cotrain.dht.metrics_schema import MAX_COUNT, MAX_ROUNDS
-from cotrain.peer.addresses import count_connections, peer_id_in
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import FILE_NAME, TrainerStatus, describe_progress
 
 logger = get_logger(__name__)
 
 WRITE_SECONDS = 5.0  # between two writes of the file
-LOG_SECONDS = 30.0  # between two lines about the progress, and two reads of the connections
+LOG_SECONDS = 30.0  # between two lines about the progress
 MAX_SECONDS_TO_STEP = 30 * 86400.0  # longer estimates are those of trainers without a known speed
 MAX_REASON = 100  # characters
 REASONS = {
@@ -107,9 +105,7 @@ class StatusKeeper(PeriodicThread):
     def work(self) -> None:
         now = time.monotonic()
         if now >= self._log_at:
-            known = {PeerID(progress.peer_id).to_base58() for progress in self.optimizer.tracker.other_trainers}
-            known |= {peer_id_in(maddr).to_base58() for maddr in self.args.initial_peers}
-            self._log_at, self._status.connections = now + LOG_SECONDS, count_connections(self.optimizer.dht, known)
+            self._log_at = now + LOG_SECONDS
             if not self.should_stop():
                 logger.info(describe_progress(self.update(), self.loss_meter.mean()))
         self.write()

@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from cotrain.status.status import read_status
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import Script, Scripts, steps_of, wait_until
@@ -81,16 +80,6 @@ def assert_watched(monitor: Script, num_trainers: int) -> None:
     assert list_checkpoints(monitor.log.parent / "monitor")
 
 
-def assert_relayed(trainer: Script) -> None:
-    """Assert that the trainer's status shows a relayed connection and, to the relay, a direct one."""
-
-    def is_shown() -> bool:
-        status = read_status(trainer.log.parent / trainer.log.stem)
-        return status is not None and status.connections is not None and min(status.connections) >= 1
-
-    wait_until(is_shown, 90, "a relayed connection")
-
-
 def test_clients_behind_nat_average_with_a_public_trainer(internet, peers):
     public = internet.add_public()
     monitor = start_monitor(peers, public)
@@ -114,8 +103,6 @@ def test_trainers_behind_nat_reach_each_other_through_the_monitor(internet, peer
     ]
     wait_for_rounds(trainers, 3)
     assert_watched(monitor, num_trainers=3)
-    for trainer in trainers[1:]:
-        assert_relayed(trainer)
 
 
 @pytest.mark.long

@@ -8,18 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hivemind.p2p import PeerID
 
 from cotrain.arguments import CollaborationArguments
 from cotrain.dht.metrics_schema import MAX_ROUNDS
-from cotrain.status import status_keeper
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import FILE_NAME, TrainerStatus, describe_status, read_status, show_status
 from cotrain.status.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker
 from tests.support.peers import ROOT
-
-PEERS = ("QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N")
 
 
 def make_status(**fields) -> TrainerStatus:
@@ -29,7 +25,7 @@ def make_status(**fields) -> TrainerStatus:
         "time": now, "started_at": now - 7300, "worked_at": now, "step": 39, "next_step": 40, "seconds_to_next": 31.0,
         "own_samples": 96, "all_samples": 800, "computed": 1000, "applied": 980, "joined": 38, "missed": 1,
         "last_miss": (12, "no group in time"), "num_trainers": 5, "rank": 2, "samples_per_second": 12.34, "loss": 6.5,
-        "first_loss": 8.25, "connections": (2, 1),
+        "first_loss": 8.25,
     }  # fmt: skip
     return TrainerStatus("quick-otter-3f2a", "run", 4096, **{**known, **fields})
 
@@ -141,16 +137,6 @@ def test_file_exists_from_the_start_and_says_when_the_trainer_ended(keeper, tmp_
     assert show_status(tmp_path) == 1 and "ended at" in capsys.readouterr().out
 
 
-def test_connections_to_trainers_and_initial_peers_are_counted(keeper, monkeypatch):
-    initial, trainer = PEERS
-    keeper.args.initial_peers = [f"/ip4/192.0.2.1/tcp/31337/p2p/{initial}"]
-    keeper.optimizer.tracker.other_trainers = [SimpleNamespace(peer_id=PeerID.from_base58(trainer).to_bytes())]
-    keeper._log_at, counts = 0.0, {("dht", *PEERS): (1, 1)}
-    monkeypatch.setattr(status_keeper, "count_connections", lambda dht, peers: counts[dht, *sorted(peers)])
-    keeper.work()
-    assert keeper.update().connections == (1, 1)
-
-
 def test_progress_is_logged(keeper, caplog, tmp_path):
     keeper._log_at = 0.0
     caplog.set_level("INFO")
@@ -169,7 +155,7 @@ def test_progress_is_logged(keeper, caplog, tmp_path):
 def test_description_of_a_trainer_that_joins():
     status = make_status(
         worked_at=None, seconds_to_next=None, own_samples=0, all_samples=0, computed=0, applied=0, rank=None,
-        loss=None, first_loss=None, last_miss=None, connections=None, page="https://example.org/curves",
+        loss=None, first_loss=None, last_miss=None, page="https://example.org/curves",
         end_time=4102576200.0,
     )  # fmt: skip
     rows = dict(describe_status(status))
@@ -177,7 +163,7 @@ def test_description_of_a_trainer_that_joins():
     assert rows.pop("Run ends").startswith("2100-01-02 12:30 UTC, in ")
     assert rows["State"] == "joining: no local step yet, at step #39" and rows["Last miss"] == "none"
     assert list(rows) == list(dict(describe_status(make_status())))
-    assert rows["Connections"] == rows["Local loss"] == "not known yet"
+    assert rows["Local loss"] == "not known yet"
     assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
 
 
@@ -193,7 +179,7 @@ def show(folder: Path, capsys, **fields) -> tuple[int, str]:
 def test_running_trainer_is_shown_and_the_exit_code_is_0(tmp_path, capsys):
     """A trainer that waits for long runs: if it hangs, it ends itself."""
     code, output = show(tmp_path, capsys, worked_at=time.time() - 800, last_miss=(7, "another's \x1b]8;;x\x07words"))
-    assert code == 0 and output.count("\n") == 9 and "no local step for 13 min, at step #39" in output
+    assert code == 0 and output.count("\n") == 8 and "no local step for 13 min, at step #39" in output
     assert "#7: another's ]8;;xwords\n" in output
 
 
