@@ -172,10 +172,11 @@ def main() -> None:
     with ExitStack() as stack:
         folder, data, launcher = open_folder(stack, args.folder, "home-evening")
         flags = ("--max_seq_length", MODEL["n_positions"], "--validation_fraction", 0.1)
-        if not (data / "cache").exists():
+        config = data / "config.json"
+        if json.loads(config.read_text()) != MODEL:
             shutil.rmtree(data)
             prepare_data(data, "clm", VOCABULARY, *flags, train_file=args.train_file)
-            (data / "config.json").write_text(json.dumps(MODEL))
+            config.write_text(json.dumps(MODEL))
         task = TextTask(data)
         for mode in args.modes:
             kept: dict[float, Path] = {}
