@@ -41,7 +41,7 @@ DIAL_TIMEOUT = 5.0
 DEVICE_SECONDS = 5.0  # for which micro-batches are computed
 # Copies of the parameters in a trainer's processes, see docs/gpus.md#memory: peak PSS of two trainers and newcomers on
 # CPUs, models of 9.3 and 30 M parameters. The rest is what a trainer of a tiny model takes.
-COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 9, 11, 6, 1.0e9
+COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 9, 12, 6, 1.0e9
 COPIES_ON_GPU = 3, 4  # of these (computed), without and with local updates: model, gradients, their sum or two moments
 # On the GPU itself, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
 # the moments of the inner optimizer, and copies while a round begins or ends
