@@ -10,7 +10,7 @@ import torch
 
 
 class StoredTensors:
-    """Tensors in a file without a name: it ends with the last process that has it open, however that ends.
+    """Tensors in a file without a name: it is removed when the last process that has it open ends.
 
     The file is in the page cache, which the system frees when it needs memory, after it has written it to the disk. A
     pickled object names the file, and is to be loaded once, by another process while this one runs.

@@ -1,4 +1,4 @@
-"""Measurement of a peer's upload in its rounds, without any traffic of its own."""
+"""Measurement of the upload rate during a round, without extra traffic."""
 
 import asyncio
 import time

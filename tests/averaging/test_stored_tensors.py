@@ -53,7 +53,7 @@ def test_another_process_has_the_file_for_as_long_as_it_reads(tmp_path):
     assert len(ForkingPickler.dumps(stored)) < 2000
     assert ours.poll(60) and ours.recv() == "received"
     del stored
-    ours.send("go on")
+    ours.send("continue")
     process.join(60)
     assert process.exitcode == 7
 

@@ -2,7 +2,7 @@
 """A network switch with latency: tests/support/delaying_switch.py MILLISECONDS
 
 Forwards the frames between the interfaces of this network namespace whose names begin with "port", each after a fixed
-time. It stands for tc's netem, which not each kernel has. Frames that a full queue of an interface refuses are lost.
+time. It replaces tc's netem, which some kernels lack. Frames that a full queue of an interface refuses are lost.
 """
 
 import select

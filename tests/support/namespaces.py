@@ -82,7 +82,7 @@ def _limit(host: Host, interface: str, rate: float) -> None:
 class Internet(ExitStack):
     """A network switch, to which hosts are added. At its end it closes them with their processes.
 
-    :param latency: milliseconds from one host to another. There are no partitions then
+    :param latency: milliseconds from one host to another; `divide` has no effect with a latency
     """
 
     def __init__(self, latency: float = 0.0):

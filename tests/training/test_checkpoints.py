@@ -166,7 +166,7 @@ def test_full_disk_costs_neither_the_old_checkpoint_nor_the_run(full_disk, caplo
         session.optimizer.state_averager.frozen_state = lambda state=state: nullcontext(state)
         session.save_checkpoint()
         found = checkpoints.list_checkpoints(full_disk)
-        assert found == [full_disk / f"checkpoint-{step}" for step in saved], "and goes on when there is room"
+        assert found == [full_disk / f"checkpoint-{step}" for step in saved], "continues once there is space"
         assert checkpoints.load_training_state(found[0] / checkpoints.STATE_FILE, "run").step == saved[0]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
