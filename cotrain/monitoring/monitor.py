@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -105,10 +104,7 @@ class CheckpointKeeper:
             self._offer(state.step)
             self._has_gone_back = False
             logger.info(f"Saved {path}")
-            # Checkpoints of later steps are of a history that the run has left.
-            for left in takewhile(path.__ne__, checkpoints.list_checkpoints(self.folder)):
-                left.rename(left.with_name(f"{left.name}.{time.time():.0f}"))
-            checkpoints.remove_old_checkpoints(self.folder, self.args.save_total_limit, self.args.hourly_checkpoints)
+            checkpoints.rotate_checkpoints(path, self.args.save_total_limit, self.args.hourly_checkpoints)
             self._backoff.reset()
             if self.on_saved is not None:
                 self.on_saved(state.step)

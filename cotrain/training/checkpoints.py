@@ -6,9 +6,11 @@ state as peers exchange it (parameters and optimizer statistics), in a file that
 Readers never see an incomplete checkpoint. A failed write leaves the previous checkpoint unchanged.
 """
 
+import itertools
 import json
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +66,9 @@ def load_training_state(path: Path, run_id: str) -> TrainingState:
 def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: TrainingState, info: dict) -> Path:
     """Write `checkpoint-STEP` into a folder: model, training state, and `info` as collaboration.json."""
     path = folder / f"checkpoint-{state.step}"
-    with new_folder(path, "--output_dir", overwrite=True, replaceable=(STATE_FILE, "config.json")) as temporary:
+    if path.is_dir() and not (path / STATE_FILE).exists():
+        logger.warning(f"'{path}' is of another program: renamed it to {_set_aside(path).name}")
+    with new_folder(path, "--output_dir", overwrite=True, replaceable=(STATE_FILE,)) as temporary:
         task.save_pretrained(model, temporary)
         if not any(temporary.glob("model*.safetensors")):
             save_model(model, temporary / "model.safetensors")
@@ -76,12 +80,8 @@ def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: Tra
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, highest step first, by name: modification times are not reliable."""
-    steps = {
-        path: int(match[1])
-        for path in folder.glob("checkpoint-*")
-        if path.is_dir() and (match := _CHECKPOINT_NAME.fullmatch(path.name))
-    }
-    return sorted(steps, key=steps.get, reverse=True)
+    found = [path for path in folder.glob("checkpoint-*") if path.is_dir() and _CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(found, key=_step_of, reverse=True)
 
 
 def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> TrainingState | None:
@@ -96,14 +96,36 @@ def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -
     return None
 
 
-def remove_old_checkpoints(folder: Path, keep: int, keep_hourly: int = 0) -> None:
-    """Keep the newest checkpoints and, of those before, the first one of each of the newest `keep_hourly` hours."""
-    # Earlier versions of run_trainer.py numbered checkpoints by local step: they would be the newest for ever.
-    complete = [path for path in list_checkpoints(folder) if (path / STATE_FILE).is_file()]
+def rotate_checkpoints(newest: Path, keep: int, keep_hourly: int = 0) -> None:
+    """Remove old checkpoints after `newest` has been written, and set those of later steps aside.
+
+    Checkpoints of later steps are of a history that the run has left, by a rollback or for another side of the run.
+    They would be the newest for ever.
+
+    :param keep: number of checkpoints to keep, and of those set aside
+    :param keep_hourly: also keep the first checkpoint of each of this many hours before
+    """
+    later = list(itertools.takewhile(newest.__ne__, list_checkpoints(newest.parent)))
+    if later:
+        names = ", ".join(f"{path.name} as {_set_aside(path).name}" for path in later)
+        logger.warning(f"The run has gone back to step #{_step_of(newest)}: set aside {names} in '{newest.parent}'")
+    complete = [path for path in list_checkpoints(newest.parent) if (path / STATE_FILE).is_file()]
     first = {(path / STATE_FILE).stat().st_mtime // 3600: path for path in complete[keep:]}  # of each hour, by step
-    for path in set(complete[keep:]).difference(list(first.values())[:keep_hourly]):
+    left = [path for path in newest.parent.glob("checkpoint-*.*") if (path / STATE_FILE).is_file()]
+    left.sort(key=lambda path: path.suffix, reverse=True)  # the time at which it was set aside
+    superfluous = set(complete[keep:]).difference(list(first.values())[:keep_hourly])
+    for path in [*superfluous, *left[keep + keep_hourly :]]:
         # Renamed first: a partly removed folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a folder so that it is no checkpoint any more, and return its new path."""
+    return path.rename(path.with_name(f"{path.name}.{time.time_ns()}"))
+
+
+def _step_of(path: Path) -> int:
+    return int(_CHECKPOINT_NAME.fullmatch(path.name)[1])

@@ -293,14 +293,13 @@ class TrainingSession:
         with self.optimizer.saved_state(), self.optimizer.state_averager.frozen_state() as content:
             state = TrainingState(self.args.run_id, *content)
             try:
-                checkpoints.save_checkpoint(self.folder, self.task, self.model, state, {"time": time.time()})
+                path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, {"time": time.time()})
+                checkpoints.rotate_checkpoints(path, self.num_checkpoints)
             except Exception as error:  # on a full disk, torch and safetensors raise errors of their own
                 logger.error(
                     f"Could not save a checkpoint: {first_line(error)}. Training continues, keeping the previous "
                     "checkpoint"
                 )
-                return
-        checkpoints.remove_old_checkpoints(self.folder, self.num_checkpoints)
 
     def close(self) -> None:
         self.status.close()

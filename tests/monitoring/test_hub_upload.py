@@ -136,7 +136,7 @@ def test_checkpoint_may_be_removed_while_it_is_uploaded(hub, make_uploader):
     content = (save(uploader, 7) / "model.safetensors").read_bytes()
     uploader.update(None, run_is_over=False)
     wait_until(lambda: hub.requests, 30, "the first request, for which the files are copied")
-    checkpoints.remove_old_checkpoints(uploader.folder, keep=0)
+    checkpoints.rotate_checkpoints(uploader.folder / "checkpoint-7", keep=0)
     wait_until(lambda: uploader.uploaded == "checkpoint-7", 30, "the upload")
     assert hub.files["model.safetensors"] == content
 

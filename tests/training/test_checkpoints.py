@@ -66,7 +66,7 @@ def test_newest_is_by_step_and_old_ones_are_removed(tmp_path):
     assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == [
         "checkpoint-100", "checkpoint-20", "checkpoint-9"
     ]  # fmt: skip
-    checkpoints.remove_old_checkpoints(tmp_path, keep=2)
+    checkpoints.rotate_checkpoints(tmp_path / "checkpoint-100", keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-20"]
 
 
@@ -75,7 +75,7 @@ def test_first_checkpoint_of_each_hour_is_kept_within_a_limit(tmp_path):
     for step in range(24):  # four an hour, for six hours
         state = save(tmp_path, step) / checkpoints.STATE_FILE
         os.utime(state, (3600.0 * 1000 + 900 * step,) * 2)
-        checkpoints.remove_old_checkpoints(tmp_path, keep=2, keep_hourly=3)
+        checkpoints.rotate_checkpoints(state.parent, keep=2, keep_hourly=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint-12", "checkpoint-16", "checkpoint-20", "checkpoint-22", "checkpoint-23"
     ]  # fmt: skip
@@ -96,6 +96,39 @@ def test_what_cannot_be_read_is_skipped_and_the_one_before_is_used(tmp_path, cap
     assert all("checkpoint-" in record.getMessage() for record in caplog.records)
 
 
+def set_aside(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("checkpoint-*.*"))
+
+
+def test_checkpoints_of_a_left_history_are_set_aside_within_a_limit(tmp_path, caplog):
+    """Of later steps than the one just written, from before a rollback or on the other side of a divided run."""
+    for step in (600, 700):
+        save(tmp_path, step)
+    for step in (10, 20, 30):
+        checkpoints.rotate_checkpoints(save(tmp_path, step), keep=2)
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-30", "checkpoint-20"]
+    assert set_aside(tmp_path) == ["checkpoint-600", "checkpoint-700"]
+    (warning,) = caplog.messages
+    assert "The run has gone back to step #10: set aside checkpoint-700 as checkpoint-700." in warning
+    checkpoints.rotate_checkpoints(save(tmp_path, 25), keep=2)
+    checkpoints.rotate_checkpoints(save(tmp_path, 15), keep=2)
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-15"]
+    assert set_aside(tmp_path) == ["checkpoint-20", "checkpoint-25"], "the newest two"
+
+
+def test_checkpoint_of_another_program_is_not_replaced(tmp_path, caplog):
+    """Such as of transformers' Trainer in the same --output_dir."""
+    path = tmp_path / "checkpoint-5"
+    path.mkdir()
+    for name in ("config.json", "trainer_state.json"):
+        (path / name).write_text("{}")
+    for step in (4, 5, 6):
+        checkpoints.rotate_checkpoints(save(tmp_path, step), keep=1)
+    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-6"]
+    (kept,) = tmp_path.glob("checkpoint-5.*")
+    assert (kept / "trainer_state.json").exists() and len(caplog.messages) == 1
+
+
 def test_file_with_code_in_it_is_not_run(tmp_path):
     class Evil:
         def __reduce__(self):
@@ -113,8 +146,8 @@ def write_for_ever(folder: Path, first_step: int, pipe: int) -> None:
     model, step = build_model(CONFIG, "run"), first_step
     while True:
         os.write(pipe, b"x")
-        checkpoints.save_checkpoint(folder, Task(), model, make_state(step), {})
-        checkpoints.remove_old_checkpoints(folder, keep=2)
+        path = checkpoints.save_checkpoint(folder, Task(), model, make_state(step), {})
+        checkpoints.rotate_checkpoints(path, keep=2)
         step += 1
 
 

@@ -1,0 +1,52 @@
+"""The run of an output folder.
+
+Files of a run have the same names in every output folder, and a folder is often used again: volunteers of several runs
+all have `outputs`. So a folder belongs to one run at a time. What another run has left in it is moved to
+`other-runs/RUN_ID` inside, and back once a peer of that run starts again.
+"""
+
+import contextlib
+import json
+import logging
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+from cotrain.common.json_file import write_json
+
+logger = logging.getLogger(__name__)
+
+OWNER_FILE = "run.json"
+# What belongs to a run. A peer's identity stays, and dashboards, which have a project for each run.
+PATTERNS = ("checkpoint-*", "*.jsonl", "rounds.jsonl.1", "contributors.json", "status.json", "wandb_run_id")
+
+
+def claim_folder(folder: Path, run_id: str) -> None:
+    """Make a folder that of a run. The caller holds the folder's lock."""
+    owner = find_run(folder) or run_id
+    places = {run: folder / "other-runs" / quote(run, safe="") for run in (owner, run_id)}
+    if owner != run_id:
+        _move_run(folder, places[owner])
+        logger.warning(
+            f"'{folder}' was that of run '{owner}', whose checkpoints and metrics are in '{places[owner]}' now"
+        )
+    write_json(folder / OWNER_FILE, {"run_id": run_id})
+    _move_run(places[run_id], folder)
+
+
+def find_run(folder: Path) -> str | None:
+    """Return the run that a folder belongs to; None if no file says it."""
+    for name in (OWNER_FILE, "status.json", "contributors.json", "checkpoint-*/collaboration.json"):
+        for path in folder.glob(name):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return str(json.loads(path.read_text(encoding="utf-8"))["run_id"])
+    return None
+
+
+def _move_run(source: Path, target: Path) -> None:
+    """Move the files of a run to a folder of the same file system. What is in the way gets another name."""
+    for path in [path for pattern in PATTERNS for path in source.glob(pattern)]:
+        target.mkdir(parents=True, exist_ok=True)
+        if (target / path.name).exists():
+            (target / path.name).rename(target / f"{path.name}.{time.time_ns()}")
+        path.rename(target / path.name)

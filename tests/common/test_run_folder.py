@@ -1,0 +1,86 @@
+"""Output folders that were those of another run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cotrain.common.run_folder import claim_folder, find_run
+
+
+def write(folder: Path, run_id: str, *steps: int) -> None:
+    """Write what a monitor and a trainer of a run leave."""
+    for name in ("metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "wandb_run_id"):
+        (folder / name).write_text(run_id)
+    for name in ("contributors.json", "status.json", *(f"checkpoint-{step}/collaboration.json" for step in steps)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps({"run_id": run_id}))
+
+
+def read(folder: Path) -> dict[str, str]:
+    """Return the names of the files in a folder, with the run that wrote them."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    texts = {str(path.relative_to(folder)): path.read_text() for path in files}
+    return {name: json.loads(text)["run_id"] if name.endswith(".json") else text for name, text in texts.items()}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "outputs"
+
+
+def begin(folder: Path, run_id: str, *steps: int) -> None:
+    folder.mkdir(exist_ok=True)
+    claim_folder(folder, run_id)
+    write(folder, run_id, *steps)
+
+
+def test_each_run_continues_with_its_own_files(folder, caplog):
+    caplog.set_level("INFO")
+    begin(folder, "first", 600, 700)
+    (folder / "identity.key").write_text("the peer's")
+    first = read(folder)
+    assert caplog.messages == [] and set(first.values()) == {"first", "the peer's"}
+    claim_folder(folder, "first")
+    assert read(folder) == first, "a restart"
+    begin(folder, "a/b c", 10, 600)
+    (warning,) = caplog.messages
+    assert f"'{folder}' was that of run 'first'" in warning and "other-runs/first" in warning
+    assert {name for name, run in read(folder).items() if run == "first"} == {
+        f"other-runs/first/{name}" for name in first if name not in ("run.json", "identity.key")
+    }
+    assert find_run(folder) == "a/b c" and (folder / "identity.key").exists()
+    second = read(folder)
+    claim_folder(folder, "first")
+    assert {name: run for name, run in read(folder).items() if not name.startswith("other-runs")} == first
+    claim_folder(folder, "a/b c")
+    assert read(folder) == second
+
+
+@pytest.mark.parametrize("left", ["status.json", "contributors.json", "checkpoint-20/collaboration.json"])
+def test_folder_of_an_earlier_version_says_whose_it_is(folder, caplog, left):
+    folder.mkdir()
+    write(folder, "first", 20)
+    for path in folder.rglob("*.json"):
+        if str(path.relative_to(folder)) != left:
+            path.unlink()
+    claim_folder(folder, "second")
+    assert {path.name for path in folder.iterdir()} == {"other-runs", "run.json"} and len(caplog.messages) == 1
+
+
+def test_files_of_nobody_are_used(folder):
+    (folder / "checkpoint-20").mkdir(parents=True)
+    (folder / "metrics.jsonl").touch()
+    claim_folder(folder, "second")
+    assert {path.name for path in folder.iterdir()} == {"checkpoint-20", "metrics.jsonl", "run.json"}
+
+
+def test_interrupted_move_is_completed_and_nothing_is_replaced(folder):
+    begin(folder, "first", 600)
+    (folder / "other-runs" / "first").mkdir(parents=True)
+    (folder / "other-runs" / "first" / "metrics.jsonl").write_text("earlier")
+    (folder / "run.json").write_text("no JSON")  # status.json says it, too
+    claim_folder(folder, "second")
+    claim_folder(folder, "first")
+    assert (folder / "metrics.jsonl").read_text() == "first"
+    assert [path.read_text() for path in folder.rglob("metrics.jsonl.*")] == ["earlier"]
