@@ -16,7 +16,7 @@ from pathlib import Path
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import flag, parse_command_line
-from cotrain.common.processes import StopSignal, guard_children
+from cotrain.common.processes import StopSignal, guard_children, ignore_launcher
 
 
 @dataclass
@@ -47,6 +47,7 @@ ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, Hyperp
 def main() -> None:
     with StopSignal() as stop:
         line = parse_command_line(ARGUMENTS, __doc__)
+        ignore_launcher()
         guard_children()
         from cotrain.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
 

@@ -27,7 +27,7 @@ from cotrain.arguments import check_compression
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_command_line, parse_repo_id
 from cotrain.common.json_file import write_json
-from cotrain.common.processes import StopSignal, guard_children
+from cotrain.common.processes import StopSignal, guard_children, ignore_launcher
 
 
 @dataclass
@@ -109,6 +109,7 @@ ARGUMENTS = (TrainingMonitorArguments, RunArguments, BaseTrainingArguments)
 def main() -> None:
     with StopSignal() as stop:
         line = parse_command_line(ARGUMENTS, __doc__)
+        ignore_launcher()
         guard_children()
         monitor(*line.arguments, line.values, stop)
 

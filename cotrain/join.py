@@ -12,7 +12,7 @@ from cotrain.common.argument_parser import KeywordParser
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
 from cotrain.common.logs import setup_logging
-from cotrain.common.processes import StopSignal, call_off_exits, guard_children
+from cotrain.common.processes import StopSignal, call_off_exits, guard_children, ignore_launcher
 from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
@@ -44,6 +44,7 @@ def join_run(
     with contextlib.ExitStack() as stack:
         stack.callback(call_off_exits)
         stop = stack.enter_context(StopSignal())
+        ignore_launcher()
         guard_children()
         own_flags = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1, **flags}
         own_flags["output_dir"] = flags.get("output_dir") or _lock_free_folder(stack)

@@ -6,6 +6,7 @@ streams closed too early, a shutdown that fails during a round.
 
 import asyncio
 import mmap
+import multiprocessing
 from collections.abc import Coroutine
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -15,6 +16,7 @@ from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.utils import get_logger, switch_to_uvloop
 
 from cotrain.common.processes import return_free_memory
+from cotrain.dht.node import Inbox
 
 logger = get_logger(__name__)
 
@@ -61,6 +63,7 @@ class SafeAverager(DecentralizedAverager):
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start the process, and leave SIGINT enabled in the calling process."""
         return_free_memory()
+        self.beats = multiprocessing.RawValue("Q", 0)
         self.start()
         if await_ready:
             self.wait_until_ready(timeout)
@@ -73,6 +76,7 @@ class SafeAverager(DecentralizedAverager):
         4 hung in their first operation; of 240 with this limit, none.
         """
         torch.set_num_threads(1)
+        self._inner_pipe = Inbox(self._inner_pipe, self.beats)
         super().run()
 
     async def _keep_stream_open(self, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:

@@ -1,9 +1,13 @@
 """Errors of the scripts: a line that names the flag or file and the remedy, sometimes a hint, and an exit code."""
 
+import errno
+import io
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from cotrain.common.diagnosis import next_hint
 
@@ -60,13 +64,44 @@ def report_uncaught_errors() -> None:
     )
 
 
+class LastingFile(io.FileIO):
+    """Standard output or error of a script that may outlive its reader: a terminal, or `tee` after Ctrl-C.
+
+    What cannot be written is dropped: an error would end the training, or replace the exit code. On stdout a full disk
+    is an error.
+    """
+
+    def write(self, data: bytes) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self.fileno() == 1 and error.errno not in (errno.EPIPE, errno.EIO):
+                raise OSError(*error.args, "standard output") from None
+            return len(data)
+
+
+def _keep_writing(stream: TextIO | None, descriptor: int) -> TextIO:
+    """Return standard output or error with a LastingFile. A closed one, as after 2>&-, becomes /dev/null."""
+    if stream not in (sys.__stdout__, sys.__stderr__):
+        return stream  # of a notebook, or of a test
+    try:
+        os.fstat(descriptor)
+    except OSError:  # otherwise the next file to be opened would get this number, and the messages
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    encoding = None if stream is None else stream.encoding
+    file = io.BufferedWriter(LastingFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True)
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's `main`; on an exception print one line to stderr, and a hint if one is known, and exit.
 
     The exit code is 1, TEMPORARY, or 130 after Ctrl-C. --debug also prints the traceback.
     """
+    sys.stdout, sys.stderr = _keep_writing(sys.stdout, 1), _keep_writing(sys.stderr, 2)
     try:
-        return main()
+        main()
+        return sys.stdout.flush()
     except KeyboardInterrupt:
         report(UserError("interrupted"))
         code = 130

@@ -11,12 +11,15 @@ import logging
 import math
 import multiprocessing
 import os
+import re
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import cache
+from typing import NoReturn
 
 import psutil
 
@@ -26,6 +29,11 @@ from cotrain.common.threads import PeriodicThread
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# What torchrun, mpirun, accelerate and operators of Kubernetes set. accelerate waits for all ranks if it finds them.
+_LAUNCHERS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|MPI_LOCALN?RANK(S|ID)|"
+    r"(TORCHELASTIC|OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD|ACCELERATE|FSDP)_\w+"
+)
 _libc = ctypes.CDLL(None, use_errno=True)
 _exits: list[threading.Timer] = []  # of `exit_after`
 
@@ -45,8 +53,19 @@ def leave_with_parent() -> None:
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     signal_at_end_of_parent(signal.SIGKILL)
+    signal.set_wakeup_fd(-1)  # the parent reads the pipe, see StopSignal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def ignore_launcher() -> None:
+    """Remove the variables by which a launcher gives each of its processes a rank, with one line on stderr."""
+    if names := sorted(filter(_LAUNCHERS.fullmatch, os.environ)):
+        what = "a peer is one process, and finds the others by --initial_peers; start it without torchrun or mpirun"
+        print(f"warning: ignoring {', '.join(names)}: {what}", file=sys.stderr)
+    for name in names:
+        del os.environ[name]
 
 
 @cache
@@ -90,14 +109,22 @@ def return_free_memory() -> None:
         _libc.malloc_trim(0)
 
 
-def exit_after(seconds: float, code: int, why: str) -> None:
-    """End this process and its children after `seconds`, even if the main thread is blocked."""
+def end_process(code: int, message: str, level: int = logging.WARNING) -> NoReturn:
+    """Log a message, and end this process and its children, from any thread and even if the log blocks.
 
-    def end() -> None:
-        logger.warning(f"{why}: ending now")
+    A terminal after Ctrl-S, or a pipe whose reader has stopped, takes no line, and blocks the threads that log.
+    """
+    try:
+        line = threading.Thread(target=logger.log, args=(level, message), daemon=True)
+        line.start()
+        line.join(1.0)
+    finally:
         os._exit(code)
 
-    timer = threading.Timer(seconds, end)
+
+def exit_after(seconds: float, code: int, why: str) -> None:
+    """End this process and its children after `seconds`, even if the main thread is blocked."""
+    timer = threading.Timer(seconds, end_process, args=(code, f"{why}: ending now"))
     timer.daemon = True
     timer.start()
     _exits.append(timer)
@@ -110,10 +137,14 @@ def call_off_exits() -> None:
 
 
 class StopSignal:
-    """Handler of SIGINT and SIGTERM: the first signal sets `event`, the second ends the process immediately.
+    """Handler of SIGINT, SIGTERM and SIGHUP: the first signal sets `event`, the second ends the process immediately.
 
     Before `defer` is called, the script has nothing to finish, and the first signal ends it with exit code 0. `grace`
-    seconds after the first signal the process is ended.
+    seconds after the first signal the process is ended. A SIGHUP that is ignored (nohup) stays ignored.
+
+    A handler in Python runs only when the main thread leaves a call of C, which may take for ever. So a thread does
+    what must happen: Python's handler in C writes the number of each signal to a pipe that this thread reads
+    (`signal.set_wakeup_fd`).
     """
 
     def __init__(self, grace: float = 12.0):
@@ -121,17 +152,21 @@ class StopSignal:
         self.grace = grace
         self._requested = self._deferred = False
         self._previous: dict[int, object] = {}
-        # The handler may interrupt the main thread while it holds a lock of `threading`. The handler therefore only
-        # writes to a pipe, and a thread sets the event.
         self._reading_end, self._writing_end = os.pipe()
+        os.set_blocking(self._writing_end, False)
         threading.Thread(target=self._watch, name="StopSignal", daemon=True).start()
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+        self._previous_fd = signal.set_wakeup_fd(self._writing_end, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_exception) -> None:
+        if self._requested:
+            self.event.wait(1.0)  # until the thread has announced it
+        signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -151,38 +186,57 @@ class StopSignal:
                 raise SystemExit(0)
 
     def is_set(self) -> bool:
-        return self._requested
+        return self._requested or self.event.is_set()
 
     def _handle(self, number: int, _frame) -> None:
-        if self._requested:
-            os.write(2, b"Stopped at once\n")
-            # By the signal itself: a shell then ends its loop, and systemd does not start the peer again.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self._requested = True
-        os.write(2, f"{signal.Signals(number).name}: stopping (send it again to end at once)\n".encode())
-        os.write(self._writing_end, b"x")
-        if not self._deferred:
+        if not (self._requested or self._deferred):
+            self._requested = True
             raise SystemExit(0)
+        self._requested = True
 
     def _watch(self) -> None:
-        os.read(self._reading_end, 1)
+        first = self._read_signal()
+        _say(f"{signal.Signals(first).name}: stopping (send it again to end at once)")
         self.event.set()
         exit_after(self.grace, 0, f"Still busy {self.grace:.0f} seconds after the signal")
+        second = self._read_signal()
+        while second == signal.SIGHUP != first:  # systemd ends a session with SIGTERM and SIGHUP
+            second = self._read_signal()
+        _say("Stopped at once")
+        # By the signal itself: a shell then ends its loop, and systemd does not start the peer again.
+        _libc.signal(second, ctypes.c_void_p(None))  # SIG_DFL; `signal.signal` works in the main thread only
+        os.kill(os.getpid(), second)
+
+    def _read_signal(self) -> int:
+        while (number := os.read(self._reading_end, 1)[0]) not in self._previous:
+            pass  # SIGCHLD of torch's DataLoader, for example
+        return number
+
+
+def _say(line: str) -> None:
+    """Write a line to stderr if that is possible at once: `print` may fail or block."""
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"{line}\n".encode())
 
 
 class Watchdog(PeriodicThread):
-    """Ends the process with a message and exit code TEMPORARY when a child has died, or when it hangs.
+    """Ends the process with a message and exit code TEMPORARY when a child has died or hangs, or when it hangs itself.
 
-    hivemind waits for answers of its children without a timeout, so the main thread may be blocked forever.
+    hivemind waits for answers of its children without a timeout, and a send blocks once the pipe to a child is full.
+    So the main thread may be blocked forever.
 
+    :param children: each has `beats`, a shared counter that its event loop increments at least every three seconds
     :param longest_wait: seconds between two calls of `record_work` after which the process hangs. The time that the
         machine sleeps does not count
     """
 
+    MAX_SILENCE = 120  # checks, one a second, without a beat of a child; a pause of all processes does not count
+
     def __init__(self, children: dict[str, multiprocessing.Process], longest_wait: float = math.inf):
         super().__init__(period=1.0)
         self.children, self.longest_wait = children, longest_wait
+        self._silences = dict.fromkeys(children, (-1, 0))  # beats, and checks since the last one
         self.record_work()
         self.daemons = [
             process
@@ -200,14 +254,19 @@ class Watchdog(PeriodicThread):
         dead += ["p2p daemon" for process in self.daemons if not _is_running(process)]
         if dead:
             return f"The {dead[0]} process has died (out of memory?); start again to rejoin"
+        silent = [name for name, (_, silence) in self._silences.items() if silence >= self.MAX_SILENCE]
+        if silent:
+            return f"The {silent[0]} process hangs or was stopped; start again to rejoin"
         if time.monotonic() > self._worked_at + self.longest_wait:
             return f"Nothing was done for {self.longest_wait:.0f} seconds: this peer hangs; start again to rejoin"
         return None
 
     def work(self) -> None:
+        for name, child in self.children.items():
+            beats, silence = self._silences[name]
+            self._silences[name] = child.beats.value, silence + 1 if child.beats.value == beats else 0
         if (fault := self.find_fault()) and not self.stopped.is_set():
-            logger.error(fault)
-            os._exit(TEMPORARY)
+            end_process(TEMPORARY, fault, logging.ERROR)
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import math
+import multiprocessing
 import multiprocessing.util
 import os
 import shutil
@@ -11,6 +12,7 @@ import zlib
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from hivemind.dht import DHT
@@ -100,15 +102,22 @@ async def close_relayed_connections(p2p: P2P, delay: float = 4.0) -> None:
         await p2p._client.disconnect(peer_id)
 
 
-class _Inbox:
-    """Receiving end of the pipe for calls of a DHT. Skips calls of processes that have died since.
+class Inbox:
+    """A process's end of the pipe for calls. Counts the beats of its event loop, which polls every three seconds.
 
-    Averagers call the DHT until they end, and a call names the socket at which its sender waits for the answer.
+    Skips calls of processes that have died since. Averagers call the DHT until they end, and a call names the socket
+    at which its sender waits for the answer.
+
+    :param beats: shared counter, see Watchdog
     """
 
-    def __init__(self, pipe: Connection):
-        self.pipe = pipe
-        self.fileno, self.poll = pipe.fileno, pipe.poll
+    def __init__(self, pipe: Connection, beats: Synchronized):
+        self.pipe, self.beats = pipe, beats
+        self.fileno, self.send = pipe.fileno, pipe.send
+
+    def poll(self) -> bool:
+        self.beats.value += 1
+        return self.pipe.poll()
 
     def recv(self) -> tuple[str, list, dict]:
         message = self.pipe.recv_bytes()
@@ -178,11 +187,15 @@ class SafeDHT(DHT):
 
     p2p_class: type[P2P] = RelayedP2P  # replaces hivemind's P2P, also in processes that replicate it
 
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        self.beats = multiprocessing.RawValue("Q", 0)
+        super().run_in_background(await_ready, timeout)
+
     def run(self) -> None:
         # In the DHT process alone: DHTNode.create takes the classes from its module.
         dht_node.P2P, dht_node.DHTProtocol = self.p2p_class, DHTProtocol
         dht_protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # the clock is corrected, see cotrain/peer/redial.py
-        self._inner_pipe = _Inbox(self._inner_pipe)
+        self._inner_pipe = Inbox(self._inner_pipe, self.beats)
         self.kwargs |= WITHOUT_CACHES
         super().run()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.flags import parse_command_line
-from cotrain.common.processes import StopSignal, guard_children
+from cotrain.common.processes import StopSignal, guard_children, ignore_launcher
 from cotrain.status.status import show_status
 
 
@@ -17,6 +17,7 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
         args = TrainerArguments(*command_line.arguments)
         if args.training.status:
             sys.exit(show_status(Path(args.training.output_dir)))
+        ignore_launcher()
         guard_children()
         # These imports take seconds, which --help and usage errors do not need.
         from cotrain.common.logs import setup_logging

@@ -3,15 +3,19 @@
 import os
 import threading
 import time
+from multiprocessing import RawValue
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from cotrain.common import processes
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
 from cotrain.common.processes import Watchdog
 from cotrain.common.threads import PeriodicThread
 from cotrain.peer.peer import supervise
+from tests.support.peers import local_optimizer, local_peer, wait_until
 
 
 class Counting(PeriodicThread):
@@ -42,7 +46,7 @@ class Child:
     """Fake process that dies on request."""
 
     def __init__(self):
-        self.pid, self.lives = os.getpid(), True
+        self.pid, self.lives, self.beats = os.getpid(), True, RawValue("Q", 0)
 
     def is_alive(self) -> bool:
         return self.lives
@@ -79,6 +83,44 @@ def test_hang_ends_the_process(ended, caplog, monkeypatch):
     clock.now = 1799.0
     watchdog.work()
     assert ended == [TEMPORARY] and "Nothing was done for 600 seconds: this peer hangs" in caplog.text
+
+
+def test_child_that_hangs_ends_the_process_and_a_pause_of_all_does_not(ended, caplog, monkeypatch):
+    clock, child, other = SimpleNamespace(now=0.0), Child(), Child()
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock.now)
+    watchdog = Watchdog({"DHT": other, "averager": child})
+    for check in range(3 * Watchdog.MAX_SILENCE):
+        other.beats.value += 1
+        child.beats.value += check % (Watchdog.MAX_SILENCE - 1) == 0
+        clock.now += 1000.0  # nobody works while the machine sleeps, the watchdog does not either
+        watchdog.work()
+    assert ended == []
+    for _ in range(Watchdog.MAX_SILENCE):
+        other.beats.value += 1
+        watchdog.work()
+    assert set(ended) == {TEMPORARY} and "The averager process hangs or was stopped" in caplog.text
+
+
+@pytest.mark.peers
+def test_stopped_children_are_noticed(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setattr(processes, "end_process", lambda *end: ended.append(end))
+    model = torch.nn.Linear(2, 2)
+    with local_peer(tmp_path, "run") as peer, local_optimizer(model, peer, 4, target_batch_size=4) as optimizer:
+        children = {"DHT": peer.dht, **optimizer.processes}
+        assert len(children) == 3
+        for name, child in children.items():
+            watchdog, process = Watchdog({name: child}), psutil.Process(child.pid)
+            enough = child.beats.value + 2
+            wait_until(lambda child=child, enough=enough: child.beats.value >= enough, 120, "beats of an idle child")
+            process.suspend()
+            wait_until(lambda process=process: process.status() == psutil.STATUS_STOPPED, 60, "its stop")
+            for _ in range(Watchdog.MAX_SILENCE + 1):
+                assert ended == []
+                watchdog.work()
+            process.resume()
+            code, message, _ = ended.pop()
+            assert code == TEMPORARY and f"The {name} process hangs or was stopped" in message
 
 
 @pytest.mark.parametrize(

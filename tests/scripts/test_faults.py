@@ -62,6 +62,45 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
     monitor.assert_nothing_left()
 
 
+def test_ctrl_c_at_a_trainer_with_tee_saves_a_checkpoint(scripts):
+    """tee ends at once, and the trainer has nobody to write to."""
+    trainer = scripts.trainer("trainer", wrappers=["tests/support/teed.py"])
+    trainer.wait_for(r"Step #\d")
+    os.killpg(trainer.process.pid, signal.SIGINT)
+    assert trainer.wait(60) == 0
+    trainer.assert_nothing_left()
+    (checkpoint, *_) = list_checkpoints(scripts.folder / "trainer")
+    load_training_state(checkpoint / STATE_FILE, "albert")
+
+
+def test_variables_of_a_launcher_are_ignored(scripts):
+    """accelerate would wait in C for a second rank, for ever and whatever signal comes."""
+    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    trainer = scripts.trainer("trainer", env=launcher)
+    trainer.wait_for(r"Step #\d")
+    assert trainer.stop() == 0
+    assert "ignoring LOCAL_RANK, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE: " in trainer.output
+
+
+def test_folder_of_another_run_loses_nothing_and_hinders_nothing(scripts):
+    """A volunteer joins a second run in the default folder, is killed, starts again, and returns to the first one."""
+    common = ("--backup_every_steps", 1, *steps_of(seconds=0.5, num_trainers=1))
+    folder = scripts.folder / "trainer"
+    first = scripts.trainer("trainer", *common)
+    first.wait_for(r"Step #4\b")
+    assert first.stop() == 0
+    newest = list_checkpoints(folder)[0].name
+    for start in (r"starting with the initial weights[\s\S]*Step #2\b", r"Resumed from a checkpoint at step #[2-9]"):
+        second = scripts.trainer("trainer", *common, "--run_id", "second")
+        second.wait_for(start)
+        second.kill()
+        assert list_checkpoints(folder), second.output
+    assert list_checkpoints(folder / "other-runs" / "albert")[0].name == newest
+    back = scripts.trainer("trainer", *common)
+    back.wait_for(f"Resumed from a checkpoint at step #{newest.removeprefix('checkpoint-')}")
+    assert back.stop() == 0
+
+
 def test_signal_in_the_middle_of_saving(scripts):
     """A signal to trainer and monitor during the write of a checkpoint leaves only complete checkpoints."""
     env = {"PAUSE": "1"}

@@ -1,0 +1,199 @@
+"""Requests to stop, and output that nobody reads, in small processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cotrain.common.processes import ignore_launcher
+from tests.support.peers import ROOT, wait_until
+
+pytestmark = pytest.mark.programs
+
+# A script that says what happens to it in a file, its first argument. The second one is what it does.
+SCRIPT = """\
+import ctypes, sys, time
+from cotrain.common.errors import TemporaryError, run_script
+from cotrain.common.processes import StopSignal
+
+log = open(sys.argv[1], "w", buffering=1)
+
+def block():  # in C, where no handler of Python runs: a thread that locks a mutex twice waits for itself
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex), lock(mutex)
+
+def work():
+    with StopSignal(grace=float(sys.argv[3])) as stop:
+        stop.defer()
+        log.write("ready\\n")
+        block() if sys.argv[2] == "block" else stop.event.wait(100)
+        time.sleep(0.0 if sys.argv[2] == "stop" else 100.0)
+        log.write("stopped\\n")
+
+def fail():
+    print("x" * 100_000)
+    raise TemporaryError("nobody answers")
+
+run_script(fail if sys.argv[2] == "fail" else work)
+"""
+NEVER = 1e6
+
+
+class Process:
+    """The script in a process.
+
+    :param do: "stop" at the first signal, "linger" after it, "block", or "fail"
+    :param grace: of StopSignal
+    :param stderr: a file descriptor, by default that of a pipe which the test reads
+    """
+
+    def __init__(self, folder: Path, do: str, grace: float = NEVER, prefix: Sequence[str] = (), **streams):
+        self.log = Path(tempfile.mkdtemp(dir=folder), "log")
+        command = [*prefix, sys.executable, "-c", SCRIPT, str(self.log), do, str(grace)]
+        self.process = subprocess.Popen(command, cwd=ROOT, **{"stderr": subprocess.PIPE, **streams})
+
+    def send(self, *numbers: int) -> None:
+        wait_until(lambda: self.log.exists() and self.log.read_text(), 120, "the start")
+        for number in numbers:
+            self.process.send_signal(number)
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=120)
+
+    @property
+    def has_stopped(self) -> bool:
+        return "stopped" in self.log.read_text()
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    processes = []
+
+    def start_process(*args, **options) -> Process:
+        processes.append(Process(tmp_path, *args, **options))
+        return processes[-1]
+
+    yield start_process
+    for process in processes:
+        process.process.kill()
+        process.process.communicate()
+
+
+@contextmanager
+def closed_pipe() -> Iterator[int]:
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    yield writing_end
+    os.close(writing_end)
+
+
+@contextmanager
+def full_pipe() -> Iterator[int]:
+    """Yield a pipe whose reader has stopped reading, as after Ctrl-S or in `less`."""
+    reading_end, writing_end = os.pipe()
+    os.set_blocking(writing_end, False)
+    while True:
+        try:
+            os.write(writing_end, b"x" * 4096)
+        except BlockingIOError:
+            break
+    os.set_blocking(writing_end, True)
+    yield writing_end
+    os.close(reading_end)
+    os.close(writing_end)
+
+
+@contextmanager
+def lost_terminal() -> Iterator[int]:
+    master, terminal = os.openpty()
+    os.close(master)
+    yield terminal
+    os.close(terminal)
+
+
+def with_outputs(*outputs: Callable) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("output", outputs, ids=lambda output: output.__name__)
+
+
+@with_outputs(closed_pipe, full_pipe, lost_terminal)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_first_signal_stops_whatever_becomes_of_the_output(start, output, number):
+    with output() as stderr:
+        process = start("stop", stderr=stderr)
+        process.send(number)
+        assert process.wait() == 0 and process.has_stopped
+
+
+@with_outputs(closed_pipe, full_pipe, lost_terminal)
+def test_grace_and_second_signal_end_it_whatever_becomes_of_the_output(start, output):
+    with output() as stderr:
+        process = start("linger", grace=0.5, stderr=stderr)
+        process.send(signal.SIGTERM)
+        assert process.wait() == 0 and not process.has_stopped
+        process = start("linger", stderr=stderr)
+        process.send(signal.SIGINT)
+        process.send(signal.SIGTERM)
+        assert process.wait() in (-signal.SIGTERM, -signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_a_process_that_is_in_a_call_of_c(start, number):
+    process = start("block", grace=0.5)
+    process.send(number)
+    assert process.wait() == 0
+    stderr = process.process.stderr.read().decode()
+    assert f"{number.name}: stopping" in stderr and "Still busy" in stderr
+    process = start("block")
+    process.send(number)
+    assert b"stopping" in process.process.stderr.readline()
+    process.send(number)
+    assert process.wait() == -number
+    assert b"Stopped at once" in process.process.stderr.read()
+
+
+def test_hang_up_is_ignored_under_nohup_and_no_second_request_of_systemd(start):
+    process = start("stop", prefix=["nohup"], stdout=subprocess.DEVNULL)
+    process.send(signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
+    assert process.wait() == 0 and process.has_stopped
+    assert b"SIGTERM: stopping" in process.process.stderr.read()
+    process = start("stop")
+    process.send(signal.SIGTERM, signal.SIGHUP)  # what systemd sends to a session that ends
+    assert process.wait() == 0 and process.has_stopped
+
+
+@with_outputs(closed_pipe, lost_terminal)
+def test_exit_code_does_not_depend_on_the_output(start, output):
+    with output() as stream:
+        assert start("fail", stdout=stream, stderr=stream).wait() == 75
+
+
+def test_closed_streams_are_no_files_to_write_to(tmp_path):
+    """Without a stderr, the next file to be opened would have its number, and get its lines."""
+    command = f"{sys.executable} -c '{SCRIPT}' {tmp_path / 'log'} fail 0 <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=120, check=False).returncode == 75
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_full_disk_under_the_output_of_a_script_is_an_error(start):
+    with open("/dev/full", "w") as full:
+        process = start("fail", stdout=full)
+        assert process.wait() == 1
+    assert b"standard output: No space left on device" in process.process.stderr.read()
+
+
+def test_variables_of_launchers_are_ignored_with_one_line(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMPI_COMM_WORLD_SIZE", "ACCELERATE_USE_FSDP",
+                 "TORCHELASTIC_RUN_ID", "PMI_SIZE"):  # fmt: skip
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("FRANK", "1")
+    ignore_launcher()
+    ignore_launcher()
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and "LOCAL_RANK" in warning and "FRANK" not in warning
+    assert "RANK" not in os.environ and os.environ["FRANK"] == "1"
