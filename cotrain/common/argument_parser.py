@@ -1,19 +1,20 @@
 """Command-line parser of the scripts: fills their dataclasses and translates the flags of older examples."""
 
 import difflib
+import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import NoReturn
 
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from cotrain.common.errors import UserError, first_line
+from cotrain.common.diagnosis import MAX_CHARACTERS
+from cotrain.common.errors import UserError
 from cotrain.common.flags import MARKS, ArgumentsError, endpoint_to_maddrs, require
 
 # Flags of older examples (moshpit-sgd, hivemind before 1.1, transformers before 5) and versions -> their names now.
@@ -83,6 +84,31 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
     return translated, warnings
 
 
+def read_settings(path: str) -> list[tuple[str, list[str] | str]]:
+    """Return the names and values in a YAML file, in their order: a text or a list of texts, as on a command line.
+
+    YAML's types are not used: 010 would be 8, 1:30 would be 90, and a run that is named `no` would be False.
+
+    :raises ArgumentsError: if the file cannot be read, or a value is empty, nested, or looks like a flag
+    """
+    try:
+        root = yaml.compose(Path(path).read_bytes(), Loader=yaml.BaseLoader)
+    except FileNotFoundError:
+        raise ArgumentsError("the file does not exist") from None
+    except (OSError, yaml.YAMLError, RecursionError) as error:
+        raise ArgumentsError(f"the file is not YAML: {error}") from None
+    require(isinstance(root, yaml.MappingNode), "the file must have lines such as 'run_id: my-albert'")
+    settings = []
+    for key, value in root.value:
+        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        for part in (key, *parts):
+            require(isinstance(part, yaml.ScalarNode), f"--{key.value} is nested: write one text, or a list of texts")
+            require(part.value.lower() not in ("", "~", "null"), f"--{key.value} has no value")
+            require(not part.value.startswith("-"), f"--{key.value}: '{part.value}' must not begin with '-'")
+        settings.append((key.value, value.value if parts == [value] else [part.value for part in parts]))
+    return settings
+
+
 @dataclass(frozen=True)
 class CommandLine:
     """A parsed command line: an instance of each dataclass of the script, and the names of the flags it contains."""
@@ -95,7 +121,8 @@ class CommandLine:
     def with_settings(self, settings: Mapping[str, object]) -> tuple:
         """Return the arguments with other values (flag -> value), checked as those of a command line."""
         self.parser.source = "the settings of the run: "
-        return self.parser.parse([*self.words, *self.parser.to_words(settings)]).arguments
+        known = {name: value for name, value in settings.items() if f"--{name}" in self.parser.known_flags}
+        return self.parser.parse(self.words + self.parser.to_words(known.items())[0]).arguments
 
     @property
     def values(self) -> dict[str, object]:
@@ -124,29 +151,27 @@ class ArgumentParser(HfArgumentParser):
         return {option for action in self._actions for option in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
-        print(f"{Path(sys.argv[0]).name}: error: {self.source}{message} (see --help)", file=sys.stderr)
+        line = " ".join(f"{self.source}{message:.{MAX_CHARACTERS}}".split())
+        print(f"{Path(sys.argv[0]).name}: error: {line} (see --help)", file=sys.stderr)
         sys.exit(2)
 
-    def to_words(self, settings: Mapping[str, object]) -> list[str]:
-        """Return settings as words of a command line, without those that are None or no flags of the script."""
-        words = []
-        for name, value in settings.items():
-            if f"--{name}" in self.known_flags and value is not None:
-                words += [f"--{name}", *map(str, value if isinstance(value, list | tuple) else [value])]
-        return words
+    def to_words(self, settings: Iterable[tuple[str, object]]) -> tuple[list[str], list[str]]:
+        """Return flags and their values as words of a command line, without None, and a warning for each old name.
 
-    def read_file(self, path: str) -> list[str]:
-        """Return the flags in a YAML file as words of a command line."""
-        try:
-            settings = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ArgumentsError(f"--run_config: '{path}' is not a YAML file: {first_line(error)}") from None
-        require(isinstance(settings, dict), f"--run_config: '{path}' must have lines such as 'run_id: my-albert'")
-        for name, value in settings.items():
-            require(f"--{name}" in self.known_flags, f"--run_config: '{path}' has '{name}', which is no flag")
-            is_plain = isinstance(value, str | int | float | list | date) and not str(value).startswith("-")
-            require(is_plain, f"--run_config: '{path}' has no usable value for '{name}'")
-        return self.to_words(settings)
+        :raises ArgumentsError: if a flag is stated twice, or takes no value or no list
+        """
+        words, warnings, stated = [], [], set()
+        for name, value in settings:
+            is_list = isinstance(value, list | tuple)
+            flag = [f"--{name}", *map(str, value if is_list else [value])] if value is not None else []
+            flag, new_warnings = translate_old_names(flag, self.known_flags)
+            if flag and (action := self._option_string_actions.get(flag[0])) is not None:
+                require(action.nargs != 0 and action.dest != "run_config", f"--{name} is for the command line only")
+                require(action.nargs == "+" or not is_list, f"--{name} takes one value, not a list")
+                require(action.dest not in stated, f"--{action.dest} is stated twice")
+                stated.add(action.dest)
+            words, warnings = words + flag, warnings + new_warnings
+        return words, warnings
 
     def parse(self, args: Sequence[str] | None = None) -> CommandLine:
         """Parse a command line, by default that of the process; exit with one line and code 2 on a usage error.
@@ -155,8 +180,13 @@ class ArgumentParser(HfArgumentParser):
         """
         try:
             words, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
-            if "--run_config" in words[:-1] and "--run_config" in self.known_flags:
-                words = self.read_file(words[words.index("--run_config") + 1]) + words
+            pairs = itertools.pairwise(words if "--run_config" in self.known_flags else ())
+            paths = [path for word, path in pairs if word in ("--run_config", "--run-config")]
+            require(len(paths) < 2, "--run_config takes one file")
+            for path in paths:
+                self.source = self.source or f"with --run_config '{path}': "
+                file_words, file_warnings = self.to_words(read_settings(path))
+                words, warnings = file_words + words, file_warnings + warnings
             *dataclasses, unknown = self.parse_args_into_dataclasses(
                 words, return_remaining_strings=True, look_for_args_file=False
             )
@@ -183,4 +213,4 @@ class KeywordParser(ArgumentParser):
         for name in values.keys() - names:
             similar = " or ".join(difflib.get_close_matches(name, names)) or "one that run_trainer.py --help lists"
             self.error(f"unknown argument '{name}', did you mean {similar}?")
-        return self.parse(self.to_words({name: value for name, value in values.items() if value not in ([], ())}))
+        return self.parse(self.to_words((name, value) for name, value in values.items() if value not in ([], ()))[0])

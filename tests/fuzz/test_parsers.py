@@ -10,7 +10,7 @@ import socket
 import tarfile
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +62,7 @@ from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.parsing import parse_peers, parse_shares
 from cotrain.peer import redial
 from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
+from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
 from tests.support.dht_records import entries, metric
 from tests.support.offline import offline_averager
@@ -431,6 +432,23 @@ def test_settings_of_a_run(draw):
 
     with patch.object(socket, "getaddrinfo", side_effect=socket.gaierror):
         bounded(adopt, refusals=(UserError, SystemExit))
+
+
+@fuzz(60)
+def test_settings_file(draw):
+    """Each text is read as values that a command line could have, or refused without a traceback."""
+    lines = [f"{name}: {draw(st.one_of(st.sampled_from(NUMBERS), st.text()))}" for name in SETTINGS]
+    content = draw(
+        damaged("\n".join(["run_id: a", "sample_text: [&x b, *x]", *draw(st.permutations(lines))]).encode())
+    )
+    with tempfile.NamedTemporaryFile() as file, redirect_stderr(io.StringIO()) as errors:
+        Path(file.name).write_bytes(content)
+        parser = ArgumentParser(MONITOR_ARGUMENTS, "test")
+        line = bounded(parser.parse, ["--run_config", file.name], refusals=(SystemExit,))
+    if line is None:
+        assert errors.getvalue().count("error: ") == errors.getvalue().count("\n") == 1
+    else:
+        assert all(math.isfinite(value) for value in line.values.values() if isinstance(value, float))
 
 
 # Clocks of the initial peers
