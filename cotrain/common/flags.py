@@ -34,14 +34,16 @@ def require(condition: bool, message: str) -> None:
 
 _BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 MARKS = {"setting", *_BOUNDS}  # metadata that are not for argparse
+MAX_NUMBER = 2**31 - 1  # of a flag without an upper bound: protobuf's int32; 68 years, if it is a time in seconds
 
 
 def flag(default: Any, help: str, **metadata: Any) -> Any:
     """Return the field of a dataclass that is a flag of a script.
 
     :param default: a value, a function that makes it (`list`), or `dataclasses.MISSING` if the flag is required
-    :param metadata: bounds of a number (`above`, `at_least`, `below`, `at_most`; without a lower one it is above 0),
-        each a number or the name of another flag, and options of transformers' HfArgumentParser
+    :param metadata: bounds of a number (`above`, `at_least`, `below`, `at_most`; without a lower one it is above 0,
+        without `at_most` at most MAX_NUMBER), each a number or the name of another flag, and options of transformers'
+        HfArgumentParser
     """
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"help": help, **metadata})
@@ -67,6 +69,7 @@ class Flags:
             bounds = {name: declared[name] for name in _BOUNDS if name in declared}
             if bounds.keys().isdisjoint(("above", "at_least")):
                 bounds["above"] = 0
+            bounds.setdefault("at_most", MAX_NUMBER)  # excludes infinity, too
             for name, bound in bounds.items() if type(value) in (int, float) else ():
                 limit = getattr(self, bound) if isinstance(bound, str) else bound
                 what = f"{name.replace('_', ' ')} {limit if limit is bound else f'--{bound} {limit}'}"

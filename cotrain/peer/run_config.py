@@ -24,7 +24,7 @@ from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, Collabor
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError
-from cotrain.common.flags import check_maddr, find_settings, has_secret
+from cotrain.common.flags import MAX_NUMBER, check_maddr, find_settings, has_secret
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging
 from cotrain.common.processes import StopSignal
@@ -122,7 +122,7 @@ def _is_plain(value: object) -> bool:
     """Whether a value can stand on a command line."""
     if isinstance(value, str):
         return value.isprintable() and not value.startswith("-") and len(value) <= 1000
-    return value is None or isinstance(value, bool | int | float)
+    return value is None or (isinstance(value, bool | int | float) and abs(value) <= MAX_NUMBER)  # not NaN, Infinity
 
 
 def choose(
