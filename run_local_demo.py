@@ -109,7 +109,7 @@ def train_together(args: DemoArguments, workers: Workers) -> None:
     )
     peer_file = folder / "monitor" / "peer.json"
     workers.wait_for(peer_file.exists, "the address of the monitor")
-    address = json.loads(peer_file.read_text())["initial_peers"][0]
+    address = json.loads(peer_file.read_text(encoding="utf-8"))["initial_peers"][0]
 
     print(f"3. {args.trainers} trainers, which join through its address")
     trainers = [f"trainer-{number}" for number in range(1, args.trainers + 1)]
@@ -167,7 +167,7 @@ class Workers:
         """Print a command line (script and flags, quoted for a shell), and start it on one core."""
         typed = f"OMP_NUM_THREADS=1 {as_typed(command)}\n"
         print(typed, flush=True)
-        with open(self.folder / COMMANDS_FILE, "a") as file:
+        with open(self.folder / COMMANDS_FILE, "a", encoding="utf-8") as file:
             print(typed, file=file)
         script, *flags = shlex.split(command)
         with open(self.folder / f"{name}.log", "wb") as log:
@@ -196,7 +196,7 @@ class Workers:
             if code := process.poll():
                 how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
                 log = self.folder / f"{name}.log"
-                lines = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith(HINT)]
+                lines = [line for line in log.read_text("utf-8", "replace").splitlines() if not line.startswith(HINT)]
                 reason = (lines or ["(empty)"])[-1].split(": error: ")[-1].strip()  # the format of errors.py
                 raise UserError(f"{name} ended with {how}: {reason} (see {log})")
 

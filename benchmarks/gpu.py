@@ -89,7 +89,7 @@ class Bench:
             for peer in peers:
                 exit_code = peer.wait(timeout=600 + self.args.warmup + self.args.seconds)
                 assert exit_code == 0, peer.output
-        return [json.loads((folder / f"{number}.json").read_text()) for number in range(num_peers)]
+        return [json.loads((folder / f"{number}.json").read_text(encoding="utf-8")) for number in range(num_peers)]
 
     def _start(self, mode: str, batch_size: int, folder: Path, number: int, address: tuple) -> Script:
         args = self.args

@@ -114,7 +114,7 @@ def peak_memory() -> float:
 
 
 def write(**result: float) -> None:
-    Path(os.environ["RECORD"]).write_text(json.dumps(result))
+    Path(os.environ["RECORD"]).write_text(json.dumps(result), encoding="utf-8")
 
 
 class RandomTask(Task):

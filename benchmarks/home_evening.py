@@ -98,7 +98,7 @@ def keep_states(folder: Path, kept: dict[float, Path]) -> None:
 
 def spend_evening(evening: Evening, minutes: float, kept: dict[float, Path]) -> float:
     """Let an evening pass, and return when it began."""
-    evening.open()
+    evening.open(encoding="utf-8")
     for _ in range(PEERS):
         evening.add()
     evening.wait_until_all_train()
@@ -173,10 +173,10 @@ def main() -> None:
         folder, data, launcher = open_folder(stack, args.folder, "home-evening")
         flags = ("--max_seq_length", MODEL["n_positions"], "--validation_fraction", 0.1)
         config = data / "config.json"
-        if json.loads(config.read_text()) != MODEL:
+        if json.loads(config.read_text(encoding="utf-8")) != MODEL:
             shutil.rmtree(data)
             prepare_data(data, "clm", VOCABULARY, *flags, train_file=args.train_file)
-            config.write_text(json.dumps(MODEL))
+            config.write_text(json.dumps(MODEL), encoding="utf-8")
         task = TextTask(data)
         for mode in args.modes:
             kept: dict[float, Path] = {}

@@ -41,7 +41,7 @@ class PaceArguments:
 
 def read_traffic(interface: str) -> tuple[int, int]:
     """Return the bytes that this host has sent and received through an interface, with all headers."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
+    for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == interface:
             values = [int(value) for value in counters.split()]

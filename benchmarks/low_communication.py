@@ -143,12 +143,14 @@ class Results:
         self.lines: dict[Run, dict] = {}
         for line in read_jsonl(path):
             self.lines[Run(**line["run"])] = line
-        if path.exists() and not path.read_text().endswith("\n"):  # an interrupted session has begun a line
-            path.write_text("".join(json.dumps(line) + "\n" for line in self.lines.values()))
+        if path.exists() and not path.read_text(encoding="utf-8").endswith(
+            "\n"
+        ):  # an interrupted session has begun a line
+            path.write_text("".join(json.dumps(line) + "\n" for line in self.lines.values()), encoding="utf-8")
 
     def add(self, run: Run, outcome: dict) -> None:
         line = json.dumps({"run": asdict(run), **outcome})
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self.lines[run] = json.loads(line)  # its keys are strings, as in a resumed session
 
@@ -291,7 +293,7 @@ def main() -> None:
     if not (args.folder / "data" / "config.json").exists():
         flags = ("--max_seq_length", SEQ_LENGTH, "--validation_fraction", 0.1, "--num_proc", 1)
         prepare_data(args.folder / "data", "clm", VOCAB_SIZE, *flags, train_file=args.train_file)
-        (args.folder / "data" / "config.json").write_text(json.dumps(MODEL))
+        (args.folder / "data" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     task = TextTask(args.folder / "data")
     setup = f"{task.description}; {args.samples} samples in micro-batches of {MICRO_BATCH}; {args.optimizer}"
     print(f"{setup}\npeers with relative speeds {', '.join(map(str, SPEEDS))}, repeated")

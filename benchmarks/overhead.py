@@ -114,7 +114,7 @@ def play(args: argparse.Namespace, folder: Path, data: Path, is_plain: bool) -> 
         for number in range(args.trainers):
             address = trainers[0].script.address if trainers and not is_plain else None
             trainers.append(start(args, folder / str(number), data, is_plain, address))
-        while min([trainer.observe() for trainer in trainers]) < last:
+        while min(trainer.observe() for trainer in trainers) < last:
             assert time.monotonic() < deadline, f"not within {TIMEOUT:.0f} s:\n{trainers[0].script.output}"
             time.sleep(0.25)
     finally:
@@ -177,8 +177,8 @@ def main() -> None:
         folder = Path(name)
         flags = ("--max_seq_length", SEQ_LENGTH)
         prepare_data(folder / "data", "mlm_sop", VOCAB_SIZE, *flags, train_file=args.train_file)
-        model = MODEL if args.model is None else json.loads(args.model.read_text())
-        (folder / "data" / "config.json").write_text(json.dumps(model))
+        model = MODEL if args.model is None else json.loads(args.model.read_text(encoding="utf-8"))
+        (folder / "data" / "config.json").write_text(json.dumps(model), encoding="utf-8")
         with contextlib.suppress(KeyboardInterrupt):
             for number in range(args.repeat):
                 for title, runs in outcomes.items():

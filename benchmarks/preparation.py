@@ -103,7 +103,7 @@ def write_text(source: str, size: float, path: Path) -> None:
 def run(command: list[object]) -> tuple[float, float]:
     """Run a program; return its seconds, and the peak memory of all its processes in MB."""
     started, peak = time.monotonic(), 0.0
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
         process = psutil.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             with contextlib.suppress(psutil.Error):
@@ -131,7 +131,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     }
     print(f"{'MB':>6}  {'program':<16}{'seconds':>22}{'ratio':>8}{'MB/s':>8}{'peak memory':>14}")
     for megabytes in args.megabytes:
-        write_text(source, megabytes * 1e6, text)
+        write_text(source, megabytes * 1e6, text, encoding="utf-8")
         results = {name: [run(command) for _ in range(args.repeat)] for name, command in programs.items()}
         first = statistics.median(seconds for seconds, _ in results["this project"])
         for name, values in results.items():

@@ -152,7 +152,7 @@ def thin_out(points: list[Point], steps: int) -> list[Point]:
 
 
 def write_results(folder: Path, points: list[Point], title: str) -> None:
-    with (folder / "curve.csv").open("w", newline="") as file:
+    with (folder / "curve.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for point in points:

@@ -291,7 +291,7 @@ class Deployment:
         s = self.settings
         known = {"ROLE": role, "REPO_URL": s.repo_url, "REVISION": s.revision, "SCRIPT": script, "PORT": str(s.port)}
         head = [f"{name}={shlex.quote(value)}" for name, value in known.items()]
-        shebang, body = (Path(__file__).parent / "user_data.sh").read_text().split("\n", 1)
+        shebang, body = (Path(__file__).parent / "user_data.sh").read_text(encoding="utf-8").split("\n", 1)
         lines = [shebang, *head, values, f"FLAGS=({shlex.join(flags)})", "", body]
         return {"Fn::Base64": {"Fn::Join": ["\n", lines]}}
 

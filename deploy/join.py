@@ -30,7 +30,7 @@ def choose_batch_size() -> int:
     """
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True, encoding="utf-8").stdout
         mebibytes = min(map(int, output.splitlines()))
     except (OSError, ValueError, subprocess.SubprocessError):
         raise UserError("there is no GPU here: turn it on (see the first cell), and run all cells again") from None
@@ -65,7 +65,7 @@ def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> No
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # the default of 1024 files is too low
     interrupted = False
-    with open(log, "wb") as file, open(log, errors="replace") as output:
+    with open(log, "wb") as file, open(log, encoding="utf-8", errors="replace") as output:
         # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
         process = subprocess.Popen(
             command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=leave_with_parent

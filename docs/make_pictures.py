@@ -28,7 +28,7 @@ PLOTS = (("loss", "Loss"), ("alive peers", "Trainers"), ("performance", "Samples
 
 
 def draw_curves(folder: Path, target: Path) -> None:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "run", "font.size": 9})
     figure, axes = plt.subplots(1, len(PLOTS), figsize=(9.6, 2.6), layout="constrained")
     minutes = [(record["time"] - records[0]["time"]) / 60 for record in records]
@@ -41,7 +41,7 @@ def draw_curves(folder: Path, target: Path) -> None:
     figure.savefig(target, metadata={"Date": None})
     first, last = records[0], records[-1]
     print(f"{last['step']} steps in {minutes[-1]:.0f} minutes, loss {first['loss']:.2f} to {last['loss']:.2f}")
-    contributors = json.loads((folder / "contributors.json").read_text())
+    contributors = json.loads((folder / "contributors.json").read_text(encoding="utf-8"))
     print(f"contributors: {json.dumps(contributors)[:1000]}")
 
 
@@ -51,7 +51,7 @@ def take_picture(folder: Path, project: str, target: Path) -> None:
     command = [Path(sys.executable).with_name("trackio"), "show", "--project", project]
     with (
         tempfile.TemporaryDirectory() as temporary,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as server,
     ):
         try:
             address = next(match[1] for line in server.stdout if (match := re.search(r"(http://\S+:\d+)/", line)))

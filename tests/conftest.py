@@ -89,7 +89,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
     folder = item.funcargs.get("tmp_path")
     if report.failed and folder is not None:
         for log in sorted(folder.rglob("*.log")):
-            lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
             report.sections.append((f"last lines of {log.relative_to(folder)}", "\n".join(lines)))
     return report
 

@@ -105,14 +105,14 @@ def record_invitation(invitation: Invitation, authority_path: Path) -> None:
     path = authority_path.with_suffix(".issued.jsonl")
     path.touch(mode=0o600)
     path.chmod(0o600)  # of an earlier version
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def find_invitations(username: str, authority_path: Path) -> set[str]:
     """Return the peer IDs of a user's invitations, in base58; raise UserError if there is none."""
     path = authority_path.with_suffix(".issued.jsonl")
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     found = {record["peer_id"] for record in records if record["username"] == username}
     if not found:
         raise UserError(f"--username: '{path}' has no invitation of '{username}'; pass its file with --invitation")

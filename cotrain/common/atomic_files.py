@@ -137,7 +137,7 @@ def new_file(target: Path) -> Iterator[Path]:
 def lock_folder(folder: Path, flag: str, name: str = ".lock") -> Iterator[None]:
     """Create a folder, and keep other processes from using it while the block runs: they raise UserError."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / name, "w") as file:
+    with open(folder / name, "w", encoding="utf-8") as file:
         # Not filelock's FileLock: a forked child would release it, but hivemind's child processes must keep it, since
         # they use the folder's identity.
         if not lock_descriptor(file.fileno(), blocking=False):

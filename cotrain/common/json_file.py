@@ -18,7 +18,7 @@ T = TypeVar("T")
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file atomically."""
     with new_file(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_records(path: Path) -> list[dict]:
@@ -45,7 +45,7 @@ class JsonFile:
         if not self.path.exists():
             return None
         try:
-            return parse(json.loads(self.path.read_text()))
+            return parse(json.loads(self.path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             kept = self.path.with_name(f"{self.path.name}.old")
             self.path.replace(kept)

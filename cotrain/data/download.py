@@ -80,7 +80,7 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
             missing[name] = Path(folder)
     has_dataset = DATASET in folders.keys() - missing.keys()
     if has_dataset and args.dataset_sha256 is not None and (receipt := Path(args.dataset_path, RECEIPT)).is_file():
-        digest = receipt.read_text().strip()
+        digest = receipt.read_text(encoding="utf-8").strip()
         if digest != args.dataset_sha256:
             raise UserError(
                 f"--dataset_sha256: the data in '{args.dataset_path}' is from another archive ({digest}); remove it "
@@ -141,7 +141,7 @@ def _unpack(path: Path, missing: dict[str, Path], digest: str) -> None:
                 check_samples(folders[DATASET])
             except Exception as error:  # of any kind, since a stranger has written all of it
                 raise ArchiveError(f"its samples are damaged ({first_line(error)})") from None
-            (folders[DATASET] / RECEIPT).write_text(f"{digest}\n")
+            (folders[DATASET] / RECEIPT).write_text(f"{digest}\n", encoding="utf-8")
 
 
 def public_address(url: str) -> str:

@@ -66,7 +66,7 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
         if is_inline(name):
             fields = json.loads(name)
         elif (file := built_in if built_in.is_file() else Path(name)).is_file():
-            fields = json.loads(file.read_text())
+            fields = json.loads(file.read_text(encoding="utf-8"))
         else:
             fields, _ = PretrainedConfig.get_config_dict(name, **hub_options)
         model_type = fields["model_type"]

@@ -117,8 +117,8 @@ class OfflineCapableWandbTracker(WandBTracker):
         import wandb
 
         if not self._id_path.exists():
-            self._id_path.write_text(f"{secrets.token_hex(4)}\n")
-        self.init_kwargs["id"] = self._id_path.read_text().strip()
+            self._id_path.write_text(f"{secrets.token_hex(4)}\n", encoding="utf-8")
+        self.init_kwargs["id"] = self._id_path.read_text(encoding="utf-8").strip()
         self.init_kwargs["settings"] = wandb.Settings(
             silent=True,
             console="off",

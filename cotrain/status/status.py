@@ -124,7 +124,7 @@ def describe_gift(status: TrainerStatus) -> str:
 def read_status(folder: Path) -> TrainerStatus | None:
     """Return the status in an output folder, if there is a valid one."""
     try:
-        return TrainerStatus(**json.loads((folder / FILE_NAME).read_text()))
+        return TrainerStatus(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

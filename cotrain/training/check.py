@@ -83,7 +83,7 @@ def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
 def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     """Yield each finding as soon as it is there."""
     initial_peers = TrainerArguments(*command_line.arguments).collaboration.initial_peers
-    yield check_versions(REQUIREMENTS.read_text())
+    yield check_versions(REQUIREMENTS.read_text(encoding="utf-8"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
     try:

@@ -74,7 +74,7 @@ def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: Tra
             save_model(model, temporary / "model.safetensors")
         torch.save({"format": _FORMAT, **vars(state)}, temporary / STATE_FILE)
         description = {"run_id": state.run_id, "step": state.step, **info}
-        (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n")
+        (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     return path
 
 

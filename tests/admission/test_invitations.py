@@ -87,13 +87,15 @@ def test_files_that_are_no_invitation(tmp_path, authority):
     with pytest.raises(UserError, match="No such file"):
         load_invitation(path)
     for content in ("", "{}", "[1]", '{"authority": 1}', "\x00"):
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="not an invitation"):
             load_invitation(path)
     invite(authority, path)
-    other = json.loads((tmp_path / "guest.invitation").read_text())
+    other = json.loads((tmp_path / "guest.invitation").read_text(encoding="utf-8"))
     invite(authority, path)
-    path.write_text(json.dumps({**other, "token": json.loads(path.read_text())["token"]}))
+    path.write_text(
+        json.dumps({**other, "token": json.loads(path.read_text(encoding="utf-8"))["token"]}), encoding="utf-8"
+    )
     with pytest.raises(UserError, match="another peer's"):
         load_invitation(path)
     invite(authority, path, days=-2)

@@ -282,7 +282,7 @@ def test_log_has_a_line_for_each_round(tmp_path):
     path = tmp_path / "output" / "rounds.jsonl"
     for step in (1, 2):
         RoundLog(path.parent).write({"step": step, "outcome": Outcome.AVERAGED.value})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    assert [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()] == [1, 2]
 
 
 def test_unwritable_log_is_ignored(tmp_path):

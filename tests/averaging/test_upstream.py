@@ -64,7 +64,10 @@ def digest(module: str) -> str:
 
 def catalogue_rows() -> dict[str, str]:
     """Return the rows of the catalogue's tables: first column -> the whole line."""
-    return {match[1]: match[0] for match in re.finditer(r"^\| `([a-z-]+)` \|.*$", CATALOGUE.read_text(), re.M)}
+    return {
+        match[1]: match[0]
+        for match in re.finditer(r"^\| `([a-z-]+)` \|.*$", CATALOGUE.read_text(encoding="utf-8"), re.M)
+    }
 
 
 def overridden_modules() -> Iterator[tuple[str, str]]:
@@ -90,7 +93,7 @@ def test_hivemind_is_the_tested_version():
         "hivemind has changed where this code replaces it. Follow docs/upgrading-hivemind.md for the rows that name "
         "these files, then put these lines into tests/averaging/test_upstream.py:\n" + "\n".join(changed)
     )
-    assert f"hivemind=={hivemind.__version__}\n" in REQUIREMENTS.read_text()
+    assert f"hivemind=={hivemind.__version__}\n" in REQUIREMENTS.read_text(encoding="utf-8")
 
 
 def test_overridden_modules_have_digests():
@@ -107,7 +110,7 @@ def test_tests_that_the_catalogue_names_exist():
         names = re.findall(r"`(tests/[a-z_/]+\.py)::(test_\w+)`", line)
         assert names, f"row {row} names no test"
         for file, function in names:
-            assert f"def {function}(" in (ROOT / file).read_text(), f"row {row}: {file}::{function}"
+            assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), f"row {row}: {file}::{function}"
 
 
 @pytest.mark.usefixtures("patches")

@@ -244,6 +244,6 @@ def test_help_imports_nothing_heavy():
         "print(sorted({'torch', 'hivemind', 'datasets', 'wandb', 'trackio', 'pandas'} & set(sys.modules)))"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, *scripts]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, encoding="utf-8")
     assert result.stdout.strip().endswith("[]"), result.stdout[-200:] + result.stderr
     assert result.stdout.count("usage:") == len(scripts)

@@ -104,7 +104,9 @@ def test_a_peer_of_this_project_and_hivemind_are_hinted():
         f"get_logger('cotrain.averaging.optimizer').warning({NO_GROUP!r})\n"
         f"get_logger('hivemind.dht.protocol').warning({FIREWALL!r})\n"
     )
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, encoding="utf-8"
+    )
     lines = result.stderr.splitlines()
     assert len(lines) == 4, result.stderr
     assert NO_GROUP in lines[0] and FIREWALL in lines[2]

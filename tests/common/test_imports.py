@@ -11,7 +11,7 @@ SCRIPTS = {path.stem for path in ROOT.glob("*.py")} - SHARED
 def find_imports(path: Path) -> set[str]:
     """Return the modules that a module imports."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             names.add(node.module)
         elif isinstance(node, ast.Import):

@@ -26,9 +26,9 @@ def test_what_was_saved_is_loaded(tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"number": "x"}', '{"number": -1}', "\udcff"])
 def test_a_file_that_cannot_be_used_is_set_aside(tmp_path, content, caplog):
     file = JsonFile(tmp_path / "state.json")
-    file.path.write_text(content, errors="surrogateescape")
+    file.path.write_text(content, encoding="utf-8", errors="surrogateescape")
     assert file.load(parse) is None and not file.path.exists()
-    assert (tmp_path / "state.json.old").read_text(errors="surrogateescape") == content
+    assert (tmp_path / "state.json.old").read_text(encoding="utf-8", errors="surrogateescape") == content
     assert len(caplog.records) == 1 and "state.json.old" in caplog.text
     file.save({"number": 3})
     assert file.load(parse) == 3

@@ -59,7 +59,7 @@ def test_a_value_is_that_of_the_command_line(parse, content, name, value):
 
 @pytest.mark.parametrize("option", ["--run_config", "--run-config"])
 def test_the_command_line_has_the_last_word(parse, tmp_path, option):
-    (tmp_path / "other.yaml").write_text("learning_rate: 0.125")
+    (tmp_path / "other.yaml").write_text("learning_rate: 0.125", encoding="utf-8")
     assert parse("learning_rate: 0.5", "--learning-rate", "0.25", option=option)["learning_rate"] == 0.25
     line = ArgumentParser(ARGUMENTS, "test").parse([f"{option}={tmp_path / 'other.yaml'}"])
     assert line.values["learning_rate"] == 0.125

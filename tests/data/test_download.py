@@ -412,7 +412,7 @@ def test_data_is_not_fetched_from_a_private_network_of_the_volunteer(address, in
 
 
 def test_an_address_of_the_run_gets_no_password_and_no_proxy(args, host, folders, tmp_path, monkeypatch):
-    (tmp_path / ".netrc").write_text(f"default login me password {SECRET}\n")
+    (tmp_path / ".netrc").write_text(f"default login me password {SECRET}\n", encoding="utf-8")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     chosen_by_the_run(args, "127.0.0.1")
@@ -500,9 +500,9 @@ def test_existing_data_is_kept(args, host, folders, kept):
     missing = {"dataset": args.tokenizer_path, "tokenizer": args.dataset_path}[kept]
     shutil.rmtree(missing)
     mark = Path(args.dataset_path).parent / kept / "mark.json"
-    mark.write_text("mine")
+    mark.write_text("mine", encoding="utf-8")
     fetch_data(args)
-    assert mark.read_text() == "mine"
+    assert mark.read_text(encoding="utf-8") == "mine"
     mark.unlink()
     assert_fetched(args, folders)
 
@@ -511,7 +511,7 @@ def test_existing_data_is_kept(args, host, folders, kept):
 def test_occupied_path_is_refused(args, host, flag):
     path = Path(getattr(args, flag))
     path.mkdir(parents=True)
-    (path / "thesis.txt").write_text("years of work")
+    (path / "thesis.txt").write_text("years of work", encoding="utf-8")
     message = fail(args, leftovers={path.name})
     assert f"--{flag}" in message and "choose another path" in message
     assert contents(path) == {"thesis.txt": b"years of work"} and host.requests == []

@@ -72,7 +72,9 @@ def small_text(tmp_path_factory) -> str:
     """Return a text file with 20 documents."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     paragraph = "The quick brown fox jumps over the lazy dog. It was not amused, and said so: woof! Number {}."
-    path.write_text("\n\n".join("\n".join(paragraph.format(10 * i + j) for j in range(10)) for i in range(20)))
+    path.write_text(
+        "\n\n".join("\n".join(paragraph.format(10 * i + j) for j in range(10)) for i in range(20)), encoding="utf-8"
+    )
     return str(path)
 
 
@@ -232,7 +234,7 @@ def test_the_digest_of_a_tokenizer_has_its_ids():
     ],
 )
 def test_a_broken_manifest_is_explained(tmp_path, content, message):
-    (tmp_path / "manifest.json").write_text(content)
+    (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=message) as error:
         Manifest.load(tmp_path)
     assert "./tokenize_wikitext103.py" in str(error.value) and "\n" not in str(error.value)
@@ -302,7 +304,7 @@ def test_a_dataset_is_replaced_only_on_demand_and_only_when_complete(tmp_path, p
 
 def test_what_is_not_a_dataset_is_never_replaced(tmp_path):
     (tmp_path / "dataset").mkdir()
-    (tmp_path / "dataset" / "thesis.txt").write_text("years of work")
+    (tmp_path / "dataset" / "thesis.txt").write_text("years of work", encoding="utf-8")
     with pytest.raises(UserError, match=r"--output_path: .* contains other files"):
         tokenize_wikitext103.prepare(arguments(tmp_path, overwrite=True))
     assert contents(tmp_path) == {"dataset/thesis.txt": b"years of work"}
@@ -321,7 +323,7 @@ def test_what_a_killed_run_leaves_is_removed_or_undone(tmp_path):
 
 def test_a_replacement_that_fails_half_way_leaves_the_one_before(tmp_path, monkeypatch):
     (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "mark").write_text("before")
+    (tmp_path / "target" / "mark").write_text("before", encoding="utf-8")
     rename = Path.rename
 
     def fail_for_new(path, target):
@@ -334,14 +336,14 @@ def test_a_replacement_that_fails_half_way_leaves_the_one_before(tmp_path, monke
         pytest.raises(OSError, match="broken disk"),
         new_folder(tmp_path / "target", "--flag", overwrite=True, replaceable=("mark",)) as folder,
     ):
-        (folder / "mark").write_text("after")
+        (folder / "mark").write_text("after", encoding="utf-8")
     assert contents(tmp_path) == {"target/mark": b"before"}
 
 
 def test_a_failed_file_leaves_the_one_before(tmp_path):
-    (tmp_path / "file").write_text("before")
+    (tmp_path / "file").write_text("before", encoding="utf-8")
     with pytest.raises(ZeroDivisionError), new_file(tmp_path / "file") as path:
-        path.write_text("half")
+        path.write_text("half", encoding="utf-8")
         1 / 0  # noqa: B018
     assert contents(tmp_path) == {"file": b"before"}
 
@@ -365,7 +367,7 @@ def test_archive_is_the_same_each_time(prepared, tmp_path):
 def test_the_whole_script(tmp_path, small_text):
     flags = ["--train_tokenizer", "--vocab_size", "60", "--max_seq_length", "64", "--archive", "data.tar.gz"]
     command = [sys.executable, "-W", "ignore", str(SCRIPT), "--train_file", small_text, *flags]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     assert "train: 19 documents, " in result.stdout and "validation: 1 documents, " in result.stdout
     assert result.stdout.count(", 0 dropped tokens; mean fill ") == 2

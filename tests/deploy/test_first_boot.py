@@ -26,8 +26,10 @@ def test_user_data_is_a_valid_script(started, tmp_path):
     started.set_trainers(1)
     for role in ("coordinator", "trainer"):
         script = tmp_path / f"{role}.sh"
-        script.write_text(read_user_data(started, role))
-        result = subprocess.run([Path(sys.executable).parent / "shellcheck", script], capture_output=True, text=True)
+        script.write_text(read_user_data(started, role), encoding="utf-8")
+        result = subprocess.run(
+            [Path(sys.executable).parent / "shellcheck", script], capture_output=True, text=True, encoding="utf-8"
+        )
         assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -50,7 +52,7 @@ class Machine:
         self.folder, self.addresses = folder / "collaboration", folder / "addresses"
         self.units, self.log, self.output = folder / "units", folder / "log", folder / "output"
         self.units.mkdir()
-        self.addresses.write_text("203.0.113.7\n")
+        self.addresses.write_text("203.0.113.7\n", encoding="utf-8")
         python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
         pip = f'#!/bin/sh\necho pip "$@" >> {self.log}\n'
         venv = f'mkdir -p "$3/bin"\ncat > "$3/bin/python" <<"E"\n{python}E\ncat > "$3/bin/pip" <<"E"\n{pip}E\n'
@@ -75,16 +77,16 @@ class Machine:
             user_data, count = re.subn(rf"^{name}=.*$", f"{name}={value}", user_data, count=1, flags=re.MULTILINE)
             assert count == 1
         script = self.folder.parent / "user_data.sh"
-        script.write_text(user_data)
+        script.write_text(user_data, encoding="utf-8")
         return self.run("bash", "-c", f"set -o pipefail; bash {script} 2>&1 | tee {self.output}")
 
     def changes(self) -> str:
         """Return what this machine changes in trainer.service."""
-        return (self.units / "collaboration.service.d" / "machine.conf").read_text()
+        return (self.units / "collaboration.service.d" / "machine.conf").read_text(encoding="utf-8")
 
     def signal(self) -> dict[str, str]:
         """Return what the machine has told CloudFormation."""
-        (sent,) = re.findall(r"^curl .*--data (.*) (\S+)$", self.log.read_text(), re.MULTILINE)
+        (sent,) = re.findall(r"^curl .*--data (.*) (\S+)$", self.log.read_text(encoding="utf-8"), re.MULTILINE)
         assert sent[1] == SIGNAL_URL
         return json.loads(sent[0])
 
@@ -125,10 +127,10 @@ class TestFirstBoot:
         assert peer.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]
         assert training.per_device_train_batch_size == 8, "by the GPU's memory"
         assert (peer.bandwidth, peer.username) == (500, "a b%c$d")
-        log = machine.log.read_text()
+        log = machine.log.read_text(encoding="utf-8")
         assert f"-r {machine.folder}/project/requirements.txt" in log
         assert "systemctl enable --now collaboration.service" in log
-        unit = (machine.units / "collaboration.service").read_text() + machine.changes()
+        unit = (machine.units / "collaboration.service").read_text(encoding="utf-8") + machine.changes()
         for line in ("Restart=on-failure", "KillMode=mixed", "OnSuccess=give-back.service", "User=collaboration"):
             assert f"\n{line}\n" in unit
         if shutil.which("systemd-analyze"):
@@ -140,7 +142,9 @@ class TestFirstBoot:
         started = Deployment(make_settings(repo_url=f"file://{repository}", **data))
         started.start_coordinator()
         ip = started.ec2.describe_addresses()["Addresses"][0]["PublicIp"]
-        machine.addresses.write_text(f"198.51.100.1\n198.51.100.1\n{ip}\n")  # the elastic IP comes later
+        machine.addresses.write_text(
+            f"198.51.100.1\n198.51.100.1\n{ip}\n", encoding="utf-8"
+        )  # the elastic IP comes later
         address = f"/ip4/{ip}/tcp/31337/p2p/{PEER_ID}"
         machine.install("systemctl", "[[ $1 != is-failed ]]")
         machine.install(
@@ -158,7 +162,7 @@ class TestFirstBoot:
         assert (peer.announce_maddrs, peer.run_id) == ([f"/ip4/{ip}/tcp/31337"], "r")
         found = run.dataset_url, run.dataset_sha256
         assert found == (data["dataset_url"], "a" * 64), "the trainers take them from the coordinator"
-        log = machine.log.read_text()
+        log = machine.log.read_text(encoding="utf-8")
         assert f"-r {machine.folder}/project/requirements-organiser.txt" in log, "its flags may ask for a dashboard"
         assert machine.signal() == {
             "Status": "SUCCESS", "UniqueId": "coordinator", "Reason": address, "Data": address,
@@ -171,12 +175,14 @@ class TestFirstBoot:
     def test_coordinator_that_cannot_start_reports_why(self, deployment, repository, machine, repo_url, reason):
         started = Deployment(make_settings(repo_url=repo_url or f"file://{repository}"))
         started.start_coordinator()
-        machine.addresses.write_text(started.ec2.describe_addresses()["Addresses"][0]["PublicIp"] + "\n")
+        machine.addresses.write_text(
+            started.ec2.describe_addresses()["Addresses"][0]["PublicIp"] + "\n", encoding="utf-8"
+        )
         machine.install("journalctl", """echo 'error: "wrong" $flag'""")
         result = machine.boot(read_user_data(started, "coordinator"))
         assert result.returncode != 0 and "could not be set up" in result.stdout
         assert machine.signal()["Status"] == "FAILURE" and reason in machine.signal()["Reason"]
-        assert "give-back" not in machine.log.read_text(), "a coordinator waits for its organiser"
+        assert "give-back" not in machine.log.read_text(encoding="utf-8"), "a coordinator waits for its organiser"
 
     @pytest.mark.parametrize("set_up", [True, False])
     def test_a_trainer_gives_its_machine_back(self, deployment, repository, machine, tmp_path, set_up):
@@ -186,11 +192,11 @@ class TestFirstBoot:
         result = machine.boot(read_user_data(started, "trainer"))
         assert (result.returncode == 0) == set_up
         assert ("This machine could not be set up" in result.stdout) == (not set_up)
-        assert ("systemctl start give-back.service" in machine.log.read_text()) == (not set_up)
-        unit = (machine.units / "give-back.service").read_text().replace("\\\n", " ")
+        assert ("systemctl start give-back.service" in machine.log.read_text(encoding="utf-8")) == (not set_up)
+        unit = (machine.units / "give-back.service").read_text(encoding="utf-8").replace("\\\n", " ")
         (command,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
         assert machine.run(*command.split()).returncode == 0
         assert (
             "aws autoscaling terminate-instance-in-auto-scaling-group --region us-east-1 --instance-id i-0123 "
-            "--should-decrement-desired-capacity\n" in machine.log.read_text()
+            "--should-decrement-desired-capacity\n" in machine.log.read_text(encoding="utf-8")
         )

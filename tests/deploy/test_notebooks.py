@@ -60,7 +60,7 @@ def jupyter_folders(monkeypatch, tmp_path):
 
 def write_program(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     path.chmod(0o755)
 
 
@@ -84,8 +84,8 @@ def test_committed_notebooks_are_valid_and_stripped(path):
     notebook = nbformat.read(path, nbformat.NO_CONVERT)
     nbformat.validate(notebook)
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in notebook.cells)
-    assert re.findall(SECRETS, path.read_text()) == []
-    assert set(re.findall(r"ngrok==[\d.]+", path.read_text())) <= {NGROK_INSTALL.split()[-1]}
+    assert re.findall(SECRETS, path.read_text(encoding="utf-8")) == []
+    assert set(re.findall(r"ngrok==[\d.]+", path.read_text(encoding="utf-8"))) <= {NGROK_INSTALL.split()[-1]}
 
 
 # --- the parts of joining --------------------------------------------------------------------------------------------
@@ -155,9 +155,11 @@ def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
                  "deploy/trainer.service"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    (folder / "run_trainer.py").write_text(trainer)
-    (folder / "run_training_monitor.py").write_text(monitor)
-    (folder / "requirements.txt").write_text(f"psutil=={version('psutil')}\ntorch==0.0.1  # does not exist\n")
+    (folder / "run_trainer.py").write_text(trainer, encoding="utf-8")
+    (folder / "run_training_monitor.py").write_text(monitor, encoding="utf-8")
+    (folder / "requirements.txt").write_text(
+        f"psutil=={version('psutil')}\ntorch==0.0.1  # does not exist\n", encoding="utf-8"
+    )
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "init.defaultBranch=main", "-C", folder]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *command], check=True)
@@ -167,8 +169,10 @@ def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
 def commit_another(repository: Path) -> str:
     """Commit a trainer that fails, as somebody who can push to the branch; return the hash of the commit before."""
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", repository]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    (repository / "run_trainer.py").write_text("raise SystemExit('not the commit')\n")
+    commit = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True, encoding="utf-8"
+    ).stdout.strip()
+    (repository / "run_trainer.py").write_text("raise SystemExit('not the commit')\n", encoding="utf-8")
     subprocess.run([*git, "commit", "-q", "-a", "-m", "y"], check=True)
     return commit
 
@@ -229,17 +233,17 @@ class RunningNotebook(threading.Thread):
         def find() -> re.Match | None:
             assert self.is_alive(), self.printed
             path = self.project / "trainer.log"
-            return re.search(pattern, path.read_text()) if path.exists() else None
+            return re.search(pattern, path.read_text(encoding="utf-8")) if path.exists() else None
 
         return wait_until(find, 240, pattern)[0]
 
     def processes(self) -> list[psutil.Process]:
-        kernel = psutil.Process(int((self.project / "notebook.pid").read_text()))
+        kernel = psutil.Process(int((self.project / "notebook.pid").read_text(encoding="utf-8")))
         return kernel.children(recursive=True)
 
     def interrupt(self) -> str:
         """Interrupt the cell, as Jupyter does, and return the output of the notebook."""
-        os.killpg(os.getpgid(int((self.project / "notebook.pid").read_text())), signal.SIGINT)
+        os.killpg(os.getpgid(int((self.project / "notebook.pid").read_text(encoding="utf-8"))), signal.SIGINT)
         self.join(60)
         return self.printed
 
@@ -281,7 +285,7 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
         assert "Stopping: the trainer saves a checkpoint" in text and "The trainer has ended" in text, text
         assert list((tmp_path / name / "outputs").glob("checkpoint-*")), text
     for file in (*tmp_path.glob("*/*.log"), *tmp_path.glob("*/*outputs/*.json*")):
-        assert TOKEN not in file.read_text(), file
+        assert TOKEN not in file.read_text(encoding="utf-8"), file
     wait_until(lambda: not any(process.is_running() for process in processes), 15, "the end of its processes")
 
 

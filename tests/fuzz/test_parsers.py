@@ -551,6 +551,6 @@ def test_address_that_is_a_number():
 
 
 def test_manifest_that_is_nested_too_deeply(tmp_path):
-    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    (tmp_path / "manifest.json").write_text("[" * 100_000, encoding="utf-8")
     with pytest.raises(UserError, match="cannot be read"):
         Manifest.load(tmp_path)

@@ -162,7 +162,9 @@ def test_attention_implementations_compute_the_same(implementation, tmp_path):
     assert model.config._attn_implementation == implementation
     assert torch.allclose(model(input_ids=tokens).logits, expected, atol=1e-5)
     model.save_pretrained(tmp_path)
-    assert "attn_implementation" not in (tmp_path / "config.json").read_text(), "it is no property of the model"
+    assert "attn_implementation" not in (tmp_path / "config.json").read_text(encoding="utf-8"), (
+        "it is no property of the model"
+    )
 
 
 @pytest.mark.parametrize(

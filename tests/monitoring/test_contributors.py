@@ -47,9 +47,9 @@ def test_restarted_monitor_counts_each_step_once(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "run", "step": 1, "contributors": [{"hostile": 1}]}'])
 def test_file_that_cannot_be_read_is_kept_aside(tmp_path, content, caplog):
-    (tmp_path / "contributors.json").write_text(content)
+    (tmp_path / "contributors.json").write_text(content, encoding="utf-8")
     assert table(count(tmp_path, make_report(1, a=10))) == [("anonymous", 10, 1)]
-    assert (tmp_path / "contributors.json.old").read_text() == content
+    assert (tmp_path / "contributors.json.old").read_text(encoding="utf-8") == content
     assert len(caplog.records) == 1
 
 

@@ -69,7 +69,7 @@ def save(uploader: HubUploader, step: int, size: int = 10_000) -> Path:
     """Write the files of a checkpoint, without a model."""
     folder = uploader.folder / f"checkpoint-{step}"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
     for name in ("model.safetensors", "training_state.pt", "collaboration.json"):
         (folder / name).write_bytes(os.urandom(size))
     return folder
@@ -96,7 +96,7 @@ def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, capl
     uploader = make_uploader()
     checkpoint = save(uploader, 7)
     (checkpoint / ".cache" / "huggingface").mkdir(parents=True)  # as in a checkpoint that was downloaded from the Hub
-    (checkpoint / "README.md").write_text("the card of then")
+    (checkpoint / "README.md").write_text("the card of then", encoding="utf-8")
     with caplog.at_level("INFO"):
         upload_newest(uploader, "https://huggingface.co/spaces/me/curves")
     assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
@@ -199,7 +199,7 @@ def test_stored_token_is_found(hub, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--space_id: no token .*hf auth login"):
         require_token("--space_id")
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "token").write_text(TOKEN)
+    (tmp_path / "hf" / "token").write_text(TOKEN, encoding="utf-8")
     check()
     require_token("--space_id")
     assert hub.repos

@@ -167,7 +167,7 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
         ("contributors", columns, [(1, "al i/<c>e", key, 24, 3)], 3),
     ]
     assert caplog.text.count("Contributors, by samples: al i/<c>e") == 2
-    assert json.loads((tmp_path / "contributors.json").read_text())["contributors"][0]["samples"] == 32
+    assert json.loads((tmp_path / "contributors.json").read_text(encoding="utf-8"))["contributors"][0]["samples"] == 32
 
 
 def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):

@@ -180,7 +180,9 @@ def test_script_continues_a_text(show, tmp_path, tokenizer):
 
 
 def change_config(folder: Path, name: str = "config.json", **changes) -> None:
-    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    (folder / name).write_text(
+        json.dumps(json.loads((folder / name).read_text(encoding="utf-8")) | changes), encoding="utf-8"
+    )
 
 
 MODEL_CODE = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForMaskedLM": "evil.M"}}
@@ -198,7 +200,7 @@ def pickle_weights(folder: Path) -> None:
         (None, "no mask at all", "[MASK]"),
         (lambda folder: (folder / "config.json").unlink(), TEXT, "no complete checkpoint"),
         (pickle_weights, TEXT, "no complete checkpoint"),
-        (lambda folder: (folder / "config.json").write_text("{"), TEXT, "no model configuration"),
+        (lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"), TEXT, "no model configuration"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), TEXT, "weights of"),
         (lambda folder: change_config(folder, vocab_size=99), TEXT, "weights of"),
         (lambda folder: change_config(folder, model_type="bert"), TEXT, "lacks weights"),
@@ -208,7 +210,9 @@ def pickle_weights(folder: Path) -> None:
     ],
 )
 def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
-    (checkpoint / "evil.py").write_text(f"open({str(checkpoint / 'trace')!r}, 'w')")  # leaves a trace where it is run
+    (checkpoint / "evil.py").write_text(
+        f"open({str(checkpoint / 'trace')!r}, 'w')", encoding="utf-8"
+    )  # leaves a trace where it is run
     if spoil is not None:
         spoil(checkpoint)
     code, _, err = show(checkpoint, text)

@@ -303,7 +303,7 @@ def run_program(tmp_path, dashboard, first=0, last=4, **environment):
         return subprocess.run(
             [sys.executable, "-c", PROGRAM, dashboard, str(tmp_path / "out"), str(first), str(last)],
             env=clean, stdin=side, stderr=side, stdout=subprocess.PIPE, text=True, timeout=120, check=True,
-        ).stdout  # fmt: skip
+        encoding="utf-8").stdout  # fmt: skip
     finally:
         os.close(terminal)
         os.close(side)
@@ -332,7 +332,7 @@ def test_wandb_without_login_records_offline(tmp_path):
 
     run_program(tmp_path, "wandb", 5, 6)
     first, second = find_wandb_files(tmp_path)  # the same run continues
-    wandb_id = (tmp_path / "out" / "wandb_run_id").read_text().strip()
+    wandb_id = (tmp_path / "out" / "wandb_run_id").read_text(encoding="utf-8").strip()
     assert first.name == second.name == f"run-{wandb_id}.wandb"
 
 
@@ -381,7 +381,7 @@ def test_browser_shows_the_curves_and_runs_no_code_in_names(tmp_path):
     variable, *command = shlex.split(re.search(r"Curves: (.*)", output)[1])
     command[0] = str(Path(sys.executable).with_name(command[0]))
     environment = {**os.environ, "BROWSER": "true", "PYTHONUNBUFFERED": "1", **dict([variable.split("=", 1)])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as server:
         try:
             address = next(match[1] for line in server.stdout if (match := re.search(r"(http://\S+:\d+)/", line)))
             flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom"]
@@ -389,7 +389,7 @@ def test_browser_shows_the_curves_and_runs_no_code_in_names(tmp_path):
                 subprocess.run(
                     [browser, *flags, f"--user-data-dir={tmp_path}/browser", f"{address}/{page}?project=my%20run"],
                     capture_output=True, text=True, check=True, timeout=120,
-                ).stdout
+                encoding="utf-8").stdout
                 for page in ("", "media")
             )  # fmt: skip
         finally:

@@ -38,7 +38,9 @@ RUN = {"run_id": "my-albert", "target_batch_size": 2048, "learning_rate": 0.0123
 
 def read_documents() -> Iterator[tuple[str, str, list[str]]]:
     for path in [*ROOT.glob("*.py"), ROOT / "README.md", *ROOT.glob("deploy/*.service")]:
-        text = re.sub(r"\\\n|\n +(?=--)", " ", path.read_text().replace("/p2p/XXXX", f"/p2p/{PEER_ID}"))
+        text = re.sub(
+            r"\\\n|\n +(?=--)", " ", path.read_text(encoding="utf-8").replace("/p2p/XXXX", f"/p2p/{PEER_ID}")
+        )
         for script, words in re.findall(
             r"(run_\w+\.py) +(--[^`\n]*--initial_peers [^`\n]*|--initial_peers /[^`\n]*)", text
         ):
@@ -98,8 +100,8 @@ def test_aws_trainers_take_the_settings_in_the_monitors_flags(adopt):
 
 def test_model_in_a_file_travels_with_the_settings(adopt, tmp_path):
     path, other = tmp_path / "config.json", tmp_path / "other.json"
-    path.write_text(json.dumps({**TINY_ALBERT, "auto_map": {"AutoModel": "me/code--x.Y"}}))
-    other.write_text(json.dumps({**TINY_ALBERT, "hidden_size": 48}))
+    path.write_text(json.dumps({**TINY_ALBERT, "auto_map": {"AutoModel": "me/code--x.Y"}}), encoding="utf-8")
+    other.write_text(json.dumps({**TINY_ALBERT, "hidden_size": 48}), encoding="utf-8")
     run, joining = {**RUN, "model_name_or_path": str(path)}, ["--initial_peers", ADDRESS]
     _, dataset_args, *_ = adopt(run, "run_trainer.py", joining)
     config = read_config(dataset_args.model_name_or_path)

@@ -80,7 +80,7 @@ def test_a_model_is_published_by_its_name_or_as_its_configuration(keys, tmp_path
     monkeypatch.chdir(tmp_path)
     assert publish("name/model.v2") == "name/model.v2"
     Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "gpt2", "n_layer": 3, "auto_map": {}}')
+    Path("model/config.json").write_text('{"model_type": "gpt2", "n_layer": 3, "auto_map": {}}', encoding="utf-8")
     for path in ("model", "./model/config.json", str(tmp_path / "model")):
         assert publish(path) == '{"model_type":"gpt2","n_layer":3}'
     assert publish("model", from_pretrained=True) is None, "the weights are in the folder"
@@ -277,7 +277,7 @@ def test_a_flag_that_differs_is_refused_with_both_values(keys):
     ],
 )
 def test_all_peers_have_the_same_task(keys, tmp_path, of_the_run, own, fault, monkeypatch):
-    (tmp_path / "mine.py").write_text(own or "")
+    (tmp_path / "mine.py").write_text(own or "", encoding="utf-8")
     digest = {} if of_the_run is None else {run_config.TASK: hashlib.sha256(of_the_run.encode()).hexdigest()}
     config = RunConfig.sign({**SETTINGS, **digest}, keys[0])
     monkeypatch.setattr(run_config, "_visit", lambda *_: config)
@@ -316,7 +316,7 @@ def test_another_protocol_is_refused(keys, tmp_path, monkeypatch):
 
 def test_file_of_settings(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("run_id: tree\nlocal_updates: true\nlearning_rate: 0.5\nends_at: 2100-01-02\n")
+    path.write_text("run_id: tree\nlocal_updates: true\nlearning_rate: 0.5\nends_at: 2100-01-02\n", encoding="utf-8")
     line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(["--run_config", str(path), "--learning_rate", "0.25"])
     assert line.values["run_id"] == "tree" and line.values["local_updates"] is True
     assert line.values["learning_rate"] == 0.25, "the command line has the last word"

@@ -80,7 +80,7 @@ def test_ngrok_that_does_not_answer_is_named(refusal, monkeypatch):
 
 def test_sdk_that_is_not_installed_is_named_with_the_command(monkeypatch):
     monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
-    assert NGROK_INSTALL.split()[-1] in (ROOT / "requirements-dev.txt").read_text().split()
+    assert NGROK_INSTALL.split()[-1] in (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").split()
     for module in (None, types.ModuleType("ngrok")):  # the second: older than SessionBuilder
         monkeypatch.setitem(sys.modules, "ngrok", module)
         with (
@@ -102,7 +102,7 @@ def test_sdk_that_is_not_installed_is_named_with_the_command(monkeypatch):
 )
 def test_token_is_found_where_ngrok_keeps_it(home, path, content, token, monkeypatch):
     (home / path).parent.mkdir(parents=True)
-    (home / path).write_text(content)
+    (home / path).write_text(content, encoding="utf-8")
     with contextlib.nullcontext() if token else pytest.raises(UserError, match=r"NGROK_AUTHTOKEN.*add-authtoken"):
         assert find_ngrok_token() == token
     monkeypatch.setenv("NGROK_AUTHTOKEN", "another\n")

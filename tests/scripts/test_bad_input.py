@@ -58,14 +58,14 @@ def trainer(run, data, tmp_path):
 def copy_dataset(data: Path, folder: Path, **changes: object) -> Path:
     """Copy the dataset; change the values of its manifest, or without changes delete that."""
     path = shutil.copytree(data / "dataset", folder / "copy") / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
     if not changes:
         path.unlink()
     return path.parent
 
 
 def write(path: Path, content: str | dict) -> Path:
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return path
 
 

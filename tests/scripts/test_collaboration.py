@@ -42,7 +42,7 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
 
     # each step is reported once, with the samples of both peers
     output_dir = scripts.folder / "monitor"
-    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert records[0]["loss"] == pytest.approx(math.log(500) + math.log(2), rel=0.03)
     assert records[-1]["loss"] < records[0]["loss"]

@@ -31,20 +31,20 @@ STEPS = [
 def test_a_new_demo_replaces_an_old_one_that_has_ended_and_nothing_else(tmp_path):
     folder = tmp_path / "a" / "demo"
     with new_demo_folder(folder):
-        (folder / "commands.txt").write_text("./run_trainer.py")
+        (folder / "commands.txt").write_text("./run_trainer.py", encoding="utf-8")
         (folder / "monitor").mkdir()
-        (folder / "monitor.log").write_text("old")
+        (folder / "monitor.log").write_text("old", encoding="utf-8")
         with pytest.raises(UserError, match="is in use by another"), new_demo_folder(folder):
             pass
         assert (folder / "monitor.log").exists()
     with new_demo_folder(folder):
         assert sorted(path.name for path in folder.iterdir()) == [".lock", "commands.txt"]
-        assert (folder / "commands.txt").read_text() == ""
+        assert (folder / "commands.txt").read_text(encoding="utf-8") == ""
 
-    (tmp_path / "thesis.tex").write_text("42")
+    (tmp_path / "thesis.tex").write_text("42", encoding="utf-8")
     with pytest.raises(UserError, match="contains other files"), new_demo_folder(tmp_path):
         pass
-    assert (tmp_path / "thesis.tex").read_text() == "42"
+    assert (tmp_path / "thesis.tex").read_text(encoding="utf-8") == "42"
 
 
 class TestWorkers:
@@ -55,7 +55,7 @@ class TestWorkers:
 
     def script(self, folder: Path, code: str) -> str:
         path = folder / "script.py"
-        path.write_text(code)
+        path.write_text(code, encoding="utf-8")
         return str(path)
 
     @pytest.mark.parametrize("hint", ["", r"\nWhat to do: buy one"])
@@ -89,12 +89,13 @@ class TestWorkers:
         demo.write_text(
             "import time\nfrom pathlib import Path\nfrom run_local_demo import Workers\n"
             f"Workers(Path({str(tmp_path)!r})).start('sleeper', {sleeper!r})\n"
-            "time.sleep(60)\n"
+            "time.sleep(60)\n",
+            encoding="utf-8",
         )
         with subprocess.Popen([sys.executable, demo], env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
             log = tmp_path / "sleeper.log"
-            wait_until(lambda: log.exists() and log.read_text().strip(), 120, "the start of the sleeper")
-            pid = int(log.read_text())
+            wait_until(lambda: log.exists() and log.read_bytes().strip(), 120, "the start of the sleeper")
+            pid = int(log.read_text(encoding="utf-8"))
             assert psutil.pid_exists(pid)
             process.kill()
         wait_until(lambda: not psutil.pid_exists(pid), 30, "the end of the sleeper")
@@ -112,7 +113,7 @@ def test_rounds_are_counted_once():
 def test_steps_without_the_line_that_is_being_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert read_records(path) == []
-    path.write_text(json.dumps(STEPS[0]) + "\n" + json.dumps(STEPS[1])[:10])
+    path.write_text(json.dumps(STEPS[0]) + "\n" + json.dumps(STEPS[1])[:10], encoding="utf-8")
     assert read_records(path) == STEPS[:1]
 
 
@@ -176,7 +177,7 @@ def test_demo(demo, tmp_path, forks):
     steps = read_records(tmp_path / FOLDER / "monitor" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[0]["loss"] - steps[-1]["loss"] > 0.1
-    command = (tmp_path / FOLDER / "commands.txt").read_text().splitlines()[-2]
+    command = (tmp_path / FOLDER / "commands.txt").read_text(encoding="utf-8").splitlines()[-2]
     assert re.fullmatch(r"OMP_NUM_THREADS=1 .*run_trainer.py .*", command)
     script.assert_nothing_left()
 
@@ -193,7 +194,7 @@ def test_demo_fails_with_a_trainer(demo):
 def test_demo_is_interrupted(demo, tmp_path):
     script = demo("--output_dir", FOLDER, forks=True)
     log = tmp_path / FOLDER / "trainer-1.log"
-    wait_until(lambda: log.exists() and "Running a DHT peer" in log.read_text(), 200, "a trainer that has joined")
+    wait_until(lambda: log.exists() and b"Running a DHT peer" in log.read_bytes(), 200, "a trainer that has joined")
     script.process.send_signal(signal.SIGINT)
     assert script.wait(timeout=40) == 130
     assert script.output.rstrip().endswith("error: interrupted")

@@ -21,7 +21,7 @@ SLOW = steps_of(seconds=8, num_trainers=1)
 
 def catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal."""
-    mask = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    mask = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)[1]
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
@@ -123,7 +123,9 @@ def test_signal_in_the_middle_of_saving(scripts):
 
 def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):
     text = scripts.folder / "text.txt"
-    text.write_text("\n".join(open_sample().rows["train"]()) * 20)  # so much that it is not done before the signal
+    text.write_text(
+        "\n".join(open_sample().rows["train"]()) * 20, encoding="utf-8"
+    )  # so much that it is not done before the signal
     script = scripts.start(
         "tokenize_wikitext103.py", "--train_file", text, "--train_tokenizer", "--vocab_size", 500, "--max_seq_length",
         32, "--output_path", scripts.folder / "dataset", "--tokenizer_path", scripts.folder / "tokenizer",

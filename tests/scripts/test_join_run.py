@@ -40,14 +40,14 @@ def write_script(path, model="build", options="", number="10**9", after="print('
     text = OWN_SCRIPT
     for name, value in (("MODEL", model), ("OPTIONS", options), ("NUMBER", number), ("AFTER", after)):
         text = text.replace(name, value)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
 def train_alone(num_samples: int) -> float:
     """Return the accuracy of one process after some samples, with the example's code."""
     example = {}
-    exec((ROOT / EXAMPLE).read_text().split("with join_run")[0], example)
+    exec((ROOT / EXAMPLE).read_text(encoding="utf-8").split("with join_run")[0], example)
     torch.manual_seed(0)
     model, images, labels = example["build_model"](), example["images"], example["labels"]
     training = torch.nonzero(~example["is_test"]).flatten()

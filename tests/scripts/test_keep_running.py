@@ -50,7 +50,7 @@ def test_what_is_started_again(tmp_path, ends, starts):
     # A shell that runs the tests in the background makes its programs ignore SIGINT.
     loop = ["env", "--default-signal=INT", *loop]
     subprocess.run(loop, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, start_new_session=True, check=False)
-    assert len((tmp_path / "starts").read_text()) == starts
+    assert len((tmp_path / "starts").read_text(encoding="utf-8")) == starts
 
 
 @pytest.mark.peers

@@ -15,7 +15,7 @@ from tests.support.messages import is_printed
 from tests.support.peers import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text()}
+MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text(encoding="utf-8")}
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 ADDRESS = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
 PLACEHOLDERS = [
@@ -38,12 +38,12 @@ FILE = re.compile(
 
 
 def read_code_blocks(page: Path, language: str) -> list[str]:
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return [content for name, content in blocks if name == language]
 
 
 def read_inline_code(page: Path) -> list[str]:
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 
 
@@ -104,12 +104,12 @@ def test_scripts_take_the_command_lines_and_flags(parse):
         except (AssertionError, ValueError, SystemExit) as error:
             raise AssertionError(f"{page}: {script} {shlex.join(arguments)}") from error
     for page in PAGES:
-        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text(encoding="utf-8")))
         assert named <= flags | FLAGS_OF_OTHERS, (page, named - flags)
 
 
 def test_targets_and_files_exist():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for page in PAGES:
         code = read_inline_code(page)
         commands = [*"\n".join(read_code_blocks(page, "bash")).splitlines(), *code]
@@ -122,24 +122,26 @@ def test_targets_and_files_exist():
 
 def test_links_lead_somewhere():
     for page in PAGES:
-        for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text()):
+        for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text(encoding="utf-8")):
             path, _, anchor = link.partition("#")
             target = (page.parent / path) if path else page
             assert target.exists(), (page, link)
-            headings = re.findall(r"^#+ (.+)$", target.read_text(errors="replace"), re.MULTILINE)  # or a picture
+            headings = re.findall(
+                r"^#+ (.+)$", target.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+            )  # or a picture
             anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert not anchor or anchor in anchors, (page, link)
 
 
 def read_table(page: str, heading: str) -> list[str]:
     """Return the first cells of the tables of a page whose first column has this heading."""
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     tables = re.findall(rf"^\| {heading}[^|]*\|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
     return [re.match(r"\| (.*?) \|", row)[1].strip("`") for table in tables for row in table.splitlines()]
 
 
 def test_log_lines_of_the_guides_are_printed_and_the_python_example_runs():
-    guide = (ROOT / "docs" / "agent-guide.md").read_text()
+    guide = (ROOT / "docs" / "agent-guide.md").read_text(encoding="utf-8")
     lines = [line for page in ("agent-guide.md", "troubleshooting.md") for line in read_table(page, "line")]
     (after_a_signal,) = re.findall(r"`(SIGINT: [^`]*)`", guide)
     missing = [line for line in [*lines, " ".join(after_a_signal.split())] if not is_printed(line)]
@@ -152,12 +154,14 @@ def test_log_lines_of_the_guides_are_printed_and_the_python_example_runs():
 
 def test_each_list_of_requirements_builds_on_the_one_before():
     trainer, organiser, dev = (
-        re.findall(r"^[^#\s].*?(?= *#| *$)", (ROOT / f"requirements{name}.txt").read_text(), re.MULTILINE)
+        re.findall(
+            r"^[^#\s].*?(?= *#| *$)", (ROOT / f"requirements{name}.txt").read_text(encoding="utf-8"), re.MULTILINE
+        )
         for name in ("", "-organiser", "-dev")
     )
     assert (organiser[0], dev[0]) == ("-r requirements.txt", "-r requirements-organiser.txt")
     assert {line.split("==")[0] for line in organiser[1:]} == ORGANISER_MODULES
     assert not {line.split("==")[0] for line in trainer} & ORGANISER_MODULES
-    locked = (ROOT / "requirements.lock").read_text()
+    locked = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     (other,) = (line for line in trainer if f"{line.replace('_', '-')} \\\n" not in locked)
     assert other.startswith("torch=="), "`make lock` writes it"

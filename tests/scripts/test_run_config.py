@@ -19,13 +19,15 @@ def start_run(scripts, dataset_url: str, *flags: object) -> tuple[Script, Callab
     :returns: the monitor, and a function that starts a trainer with an address and more flags
     """
     folder = scripts.folder
-    settings, model = folder / "run.yaml", json.loads((CONFIGS / "albert-tiny.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**model, "hidden_size": 96}))  # a file of the organiser
+    settings, model = folder / "run.yaml", json.loads((CONFIGS / "albert-tiny.json").read_text(encoding="utf-8"))
+    own_model = json.dumps({**model, "hidden_size": 96})  # a file of the organiser
+    (folder / "config.json").write_text(own_model, encoding="utf-8")
     settings.write_text(
         f"run_id: tree\nmodel_name_or_path: {folder / 'config.json'}\ndataset_url: {dataset_url}\n"
         "target_batch_size: 32\nlearning_rate: 0.01\nends_at: 2100-01-02\n"
         "warmup_steps: 0\ngradient_compression: blockwise8\nmatchmaking_time: 4\n"
-        "page: https://example.org/curves\n"
+        "page: https://example.org/curves\n",
+        encoding="utf-8",
     )
     monitor = scripts.start(
         "run_training_monitor.py", "--run_config", settings, "--tokenizer_path", scripts.data / "tokenizer",

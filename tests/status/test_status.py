@@ -172,7 +172,7 @@ def test_description_of_a_trainer_that_joins():
 
 def show(folder: Path, capsys, **fields) -> tuple[int, str]:
     """Show a trainer's status; return the exit code and the output."""
-    (folder / FILE_NAME).write_text(json.dumps(dataclasses.asdict(make_status(**fields))))
+    (folder / FILE_NAME).write_text(json.dumps(dataclasses.asdict(make_status(**fields))), encoding="utf-8")
     return show_status(folder), capsys.readouterr().out
 
 
@@ -186,7 +186,7 @@ def test_running_trainer_is_shown_and_the_exit_code_is_0(tmp_path, capsys):
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"pid": 1}'])
 def test_folder_without_a_status(tmp_path, content, capsys):
     if content is not None:
-        (tmp_path / FILE_NAME).write_text(content)
+        (tmp_path / FILE_NAME).write_text(content, encoding="utf-8")
     assert show_status(tmp_path) == 1
     assert capsys.readouterr().out == f"No trainer has started in '{tmp_path}' yet.\n"
 
@@ -209,7 +209,7 @@ def test_trainer_that_does_not_run(tmp_path, capsys, fields, words):
 def test_script_prints_the_status_without_torch(tmp_path, capsys, script):
     show(tmp_path, capsys)
     command = [sys.executable, "-X", "importtime", str(ROOT / script), "--status", "--output_dir", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
     assert result.returncode == 0 and "98.0% of them applied" in result.stdout
     modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "cotrain.status.status" in modules and not {"torch", "hivemind"} & modules

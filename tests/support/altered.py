@@ -42,7 +42,7 @@ class Recorder:
         self.path = path
 
     def write(self, event: str, **values: object) -> None:
-        with open(self.path, "a") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
 
 

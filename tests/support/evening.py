@@ -259,7 +259,9 @@ class Evening:
         """Count the warnings and errors of each kind by peer."""
         kinds: dict[str, Counter] = defaultdict(Counter)
         for name in PEERS:
-            output = re.sub(r"\x1b\[[\d;]*m", "", (self.folder / f"{name}.log").read_text(errors="replace"))
+            output = re.sub(
+                r"\x1b\[[\d;]*m", "", (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+            )
             for text in re.findall(r"(?:\[(?:WARN|ERROR|CRITICAL).*?\] |Traceback )\S.*", output):
                 kinds[VARIABLE.sub("…", text)[:150]][name] += 1
         return kinds
@@ -291,7 +293,7 @@ def report(evening: Evening, states: dict, losses: dict[str, float], plain: tupl
     }  # fmt: skip
     incomplete = {step.step: step.details for step in summary.steps if not step.is_whole}
     results = {"peers": rows, "totals": totals, "messages": messages, "incomplete": incomplete}
-    (evening.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (evening.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("\n".join(f"step {step}: {details[:400]}" for step, details in incomplete.items()))
     print("\n" + "".join(f"{name:>9}" for name in ("peer", *rows["monitor"])))
     for name, row in rows.items():
@@ -326,7 +328,7 @@ def main() -> None:
     print(f"Logs in {folder}", flush=True)
     flags = ("--max_seq_length", MODEL["n_positions"], "--validation_fraction", 0.1)
     prepare_data(folder / "data", "clm", VOCABULARY, *flags, train_file=args.train_file)
-    (folder / "data" / "config.json").write_text(json.dumps(MODEL))
+    (folder / "data" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     os.environ["TMPDIR"] = str(folder)  # the sockets of killed peers stay in this folder
     with ExitStack() as stack:
         evening = Evening(stack, folder, args.minutes)

@@ -190,7 +190,7 @@ def run_forked(command: list[str]) -> None:
 
 def enter_namespace(path: str) -> None:
     """Move this process, which must have one thread, to a network namespace; os.setns is new in Python 3.12."""
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {path}")
 
@@ -201,7 +201,7 @@ def main() -> None:
     for name in MODULES:
         importlib.import_module(name)
     gc.enable()
-    threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+    threads = {path.read_text(encoding="utf-8").strip() for path in Path("/proc/self/task").glob("*/comm")}
     # A forked process has no copies of threads. Only the thread of pyarrow's allocator restarts there.
     assert len(threads - {"jemalloc_bg_thd"}) == 1, threads
     keep_memory_shared()  # otherwise each script looks through the imported objects for garbage

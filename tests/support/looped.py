@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def make_loop(command: list[str]) -> list[str]:
     """Return a shell command: the loop of docs/running.md around another command, without long pauses."""
-    (loop,) = re.findall(r"^until .*?^done$", (ROOT / "docs" / "running.md").read_text(), re.M | re.S)
+    (loop,) = re.findall(r"^until .*?^done$", (ROOT / "docs" / "running.md").read_text(encoding="utf-8"), re.M | re.S)
     loop = loop.replace("./run_trainer.py --initial_peers ADDRESS", shlex.join(command))
     return ["bash", "-c", loop.replace("sleep 30", "sleep 0.2")]
 

@@ -33,7 +33,7 @@ def read_templates() -> tuple[str, ...]:
     (hivemind,) = find_spec("hivemind").submodule_search_locations
     folders = (ROOT / "cotrain", ROOT / "deploy", *(Path(hivemind) / name for name in ("averaging", "dht", "p2p")))
     paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
-    texts = {" ".join(text.split()) for path in paths for text in _texts(ast.parse(path.read_text()))}
+    texts = {" ".join(text.split()) for path in paths for text in _texts(ast.parse(path.read_text(encoding="utf-8")))}
     return tuple(text for text in texts if count_letters(text) >= MIN_LETTERS)
 
 

@@ -30,7 +30,7 @@ def why_unavailable() -> str | None:
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     command = ["unshare", "--net", "iptables", "-t", "nat", "-A", "POSTROUTING", "-j", "MASQUERADE"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
     if result.returncode != 0:
         return f"no network namespaces with NAT here: {' '.join(result.stderr.split())}"
     return None
@@ -59,7 +59,7 @@ class Host:
 
     def run(self, command: str) -> None:
         result = subprocess.run(
-            [*namespace_prefix(self.namespace), *command.split()], capture_output=True, text=True, timeout=60
+            [*namespace_prefix(self.namespace), *command.split()], capture_output=True, timeout=60, encoding="utf-8"
         )
         assert result.returncode == 0, f"{command}: {result.stderr}"
 

@@ -72,7 +72,7 @@ TINY_CONFIGS = {
 
 def read_jsonl(path: Path) -> list[dict]:
     """Return the objects in the complete lines of a file; an empty list if the file does not exist."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]] if path.exists() else []
 
 
 def reserve_maddr() -> str:
@@ -246,7 +246,7 @@ def prepare_data(
     )  # fmt: skip
     assert script.wait(600) == 0, script.output
     # ALBERT's layers share their weights: a second layer would only take time.
-    (folder / "config.json").write_text(json.dumps({**TINY_ALBERT, "num_hidden_layers": 1}))
+    (folder / "config.json").write_text(json.dumps({**TINY_ALBERT, "num_hidden_layers": 1}), encoding="utf-8")
 
 
 def join_together(*trainers: Script) -> None:
@@ -267,8 +267,8 @@ def hold_until_all_begin(trainers: dict[psutil.Process, Path], timeout: float = 
 
     def are_held() -> bool:
         for process, log in list(waiting.items()):
-            assert process.status() != psutil.STATUS_ZOMBIE, log.read_text()
-            if "Local step 1:" in log.read_text():
+            assert process.status() != psutil.STATUS_ZOMBIE, log.read_text(encoding="utf-8")
+            if "Local step 1:" in log.read_text(encoding="utf-8"):
                 process.suspend()
                 del waiting[process]
         return not waiting

@@ -37,7 +37,7 @@ def measure(script: Script) -> dict[str, int]:
     total = dict.fromkeys(LIMITS, 0)
     for process in script.family():
         with contextlib.suppress(psutil.Error, FileNotFoundError):
-            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="utf-8")
             total["memory MB"] += sum(map(int, re.findall(r"Pss_(?:Anon|Shmem): +(\d+) kB", rollup))) // 2**10
             total["threads"] += process.num_threads()
             total["file descriptors"] += process.num_fds()

@@ -30,7 +30,7 @@ def write(tmp_path):
     """Return a function that writes the file of a task."""
 
     def write(text: str):
-        (tmp_path / "mine.py").write_text(text)
+        (tmp_path / "mine.py").write_text(text, encoding="utf-8")
         return tmp_path / "mine.py"
 
     return write

@@ -32,7 +32,7 @@ ALBERT_LARGE = 17_847_000
 
 
 def test_installed_versions():
-    assert not check_versions(REQUIREMENTS.read_text()).advice
+    assert not check_versions(REQUIREMENTS.read_text(encoding="utf-8")).advice
     other = check_versions("hivemind==0.9\nnumpy==1.0\n")
     assert re.match(r"FAILED  versions: hivemind [\d.]+ instead of 0.9, numpy .* instead of 1.0. Run pip", other.line)
     assert not check_versions("torch==0.1\n").advice, "it may fit the driver"

@@ -51,7 +51,7 @@ def test_two_peers_train_a_family(family, make_data, tmp_path, launcher):
     model_type, fields, objective = FAMILIES[family]
     data = make_data(objective)
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({**fields, "model_type": model_type}))
+    config.write_text(json.dumps({**fields, "model_type": model_type}), encoding="utf-8")
     scripts = Scripts(tmp_path, data, launcher=launcher)
     try:
         with local_peer(tmp_path, "albert") as peer:
@@ -108,7 +108,7 @@ def test_a_run_gives_weights_in_safetensors_only(data, pretrained, tmp_path, mon
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     (tmp_path / "cache/models--me--model/refs").mkdir()
-    (tmp_path / "cache/models--me--model/refs/main").write_text("a")
+    (tmp_path / "cache/models--me--model/refs/main").write_text("a", encoding="utf-8")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     args = ModelArguments("me/model", from_pretrained=True, tokenizer_path=str(data / "tokenizer"), cache_dir="cache")
     args.adopted = {"model_name_or_path"} if chosen_by_the_run else set()
@@ -149,6 +149,6 @@ def test_layers_without_pretrained_weights_are_the_same_on_each_peer(data, pretr
 def test_pretrained_weights_that_do_not_fit(data, pretrained, changes, fault):
     path = pretrained / "config.json"
     if changes is not None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
     with pytest.raises(UserError, match=fault):
         build(data, pretrained if changes else path)
