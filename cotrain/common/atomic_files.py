@@ -5,7 +5,9 @@ holds a lock on it. A hidden folder without a lock was left by a killed process,
 """
 
 import contextlib
+import errno
 import glob
+import logging
 import os
 import shutil
 import uuid
@@ -15,6 +17,8 @@ from pathlib import Path
 from filelock import lock_descriptor
 
 from cotrain.common.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def _sync(path: Path) -> None:
@@ -56,18 +60,26 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
         else:
             path.rename(target)
     for path in folder.glob(f".{name}.{'[0-9a-f]' * 12}.new"):
-        with contextlib.suppress(OSError), _locked(path):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError), _locked(path) as is_locked:
+            if is_locked:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Lock a file or a folder. False: another process has locked it; None: the file system has no locks (`flock`)."""
+    try:
+        return lock_descriptor(descriptor, blocking=False)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the block runs, or raise BlockingIOError. The lock ends with the process."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder while the block runs, and yield whether it is locked. The lock ends with the process."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if not lock_descriptor(descriptor, blocking=False):
-            raise BlockingIOError(f"{folder} is locked by another process")
-        yield
+        yield bool(_try_lock(descriptor))
     finally:
         os.close(descriptor)
 
@@ -134,12 +146,16 @@ def new_file(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, flag: str, name: str = ".lock") -> Iterator[None]:
-    """Create a folder, and keep other processes from using it while the block runs: they raise UserError."""
+def lock_folder(folder: Path, flag: str, name: str = ".lock") -> Iterator[str]:
+    """Create and lock a folder while the block runs: other processes raise UserError. Yield a logged fault, or ""."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / name, "w", encoding="utf-8") as file:
         # Not filelock's FileLock: a forked child would release it, but hivemind's child processes must keep it, since
         # they use the folder's identity.
-        if not lock_descriptor(file.fileno(), blocking=False):
+        is_free, fault = _try_lock(file.fileno()), ""
+        if is_free is False:
             raise UserError(f"{flag}: '{folder}' is in use by another peer; pass a different folder for each peer")
-        yield
+        if is_free is None:
+            fault = f"{flag}: the file system of '{folder}' has no locks: use a local disk, or only one peer there"
+            logger.warning(fault)
+        yield fault

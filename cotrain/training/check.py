@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 from cotrain.arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
 from cotrain.averaging.progress import parse_progress
 from cotrain.common.argument_parser import CommandLine
+from cotrain.common.atomic_files import lock_folder
 from cotrain.common.diagnosis import diagnose
 from cotrain.common.errors import UserError, describe
 from cotrain.common.processes import StopSignal
@@ -82,9 +84,11 @@ def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
 
 def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     """Yield each finding as soon as it is there."""
-    initial_peers = TrainerArguments(*command_line.arguments).collaboration.initial_peers
+    args = TrainerArguments(*command_line.arguments)
+    initial_peers = args.collaboration.initial_peers
     yield check_versions(REQUIREMENTS.read_text(encoding="utf-8"))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield attempt("folders", partial(check_folders, Path(args.training.output_dir)))
     yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
     try:
         args = TrainerArguments(*adopt_run_config(command_line, stop))
@@ -143,6 +147,14 @@ def find_version(package: str) -> str | None:
 def check_open_files(limit: int) -> Finding:
     is_enough = limit >= MIN_OPEN_FILES or limit == resource.RLIM_INFINITY
     return Finding("open files", f"at most {limit}", "" if is_enough else f"Run ulimit -n {MIN_OPEN_FILES} first")
+
+
+def check_folders(output_dir: Path) -> str:
+    """Lock the output folder, as a trainer does, and return where files are."""
+    with lock_folder(output_dir, "--output_dir") as fault:
+        if fault:
+            raise UserError(fault)
+    return f"{output_dir}; temporary files in {tempfile.gettempdir()}; TMPDIR is {os.environ.get('TMPDIR', 'not set')}"
 
 
 def check_memories(num_parameters: int, device: torch.device, local_updates: bool) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ import torch
 from safetensors.torch import load_model
 from transformers import AlbertForPreTraining
 
-from cotrain.common.atomic_files import lock_folder, remove_leftovers
+from cotrain.common.atomic_files import lock_folder, new_file, remove_leftovers
 from cotrain.common.errors import UserError
 from cotrain.models.model import build_model
 from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
+from cotrain.training.check import attempt, check_folders
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.fakes import FakeAverager, make_session, make_state
 from tests.support.swarm import CONFIG
@@ -319,10 +321,39 @@ def test_second_peer_in_a_folder_is_refused(tmp_path):
         pass
 
 
-def test_file_system_without_locks_is_not_taken_for_another_peer(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+@pytest.fixture
+def fail_to_lock(monkeypatch):
+    """Return a function that makes every later lock fail with an error, as on some network file systems."""
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(OSError, match="No locks available"), lock_folder(tmp_path, "--output_dir"):
+    def fail_to_lock(number: int) -> None:
+        def refuse(*_):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+
+    return fail_to_lock
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_file_system_without_locks_is_used_after_one_warning(tmp_path, fail_to_lock, caplog, number):
+    fail_to_lock(number)
+    others = tmp_path / f".state.json.{'a' * 12}.new"  # which another process may be filling
+    others.mkdir()
+    with lock_folder(tmp_path, "--output_dir") as fault:
+        remove_leftovers(tmp_path)
+        with new_file(tmp_path / "state.json") as path:
+            path.write_bytes(b"{}")
+    assert (tmp_path / "state.json").read_bytes() == b"{}" and others.exists()
+    (warning,) = caplog.messages
+    caplog.clear()
+    assert warning == fault and "--output_dir" in warning and f"'{tmp_path}' has no locks: use a local disk" in warning
+    found = attempt("folders", partial(check_folders, tmp_path))
+    assert found.line.startswith(f"FAILED  folders: {fault}")
+
+
+def test_another_fault_of_a_lock_is_an_error(tmp_path, fail_to_lock):
+    fail_to_lock(errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"), lock_folder(tmp_path, "--output_dir"):
+        pass
+    with pytest.raises(OSError, match="Input/output error"), new_file(tmp_path / "state.json"):
         pass
