@@ -15,6 +15,7 @@ import re
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def guard_children() -> None:
 
 
 def start_shared_memory_manager() -> None:
-    """Start torch's shared-memory manager with SIGINT and SIGTERM blocked.
+    """Start torch's shared-memory manager with SIGINT and SIGTERM blocked, and TMPDIR short enough for its socket.
 
     libshm waits for the manager in a loop that a signal makes endless. The manager inherits the blocked signals, so
     Ctrl-C does not end it: without the manager, shared tensors would stay in /dev/shm.
@@ -86,6 +87,10 @@ def start_shared_memory_manager() -> None:
     import torch  # the import takes a second; the script already handles signals
 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    # The path of a socket has at most 107 bytes. The variable is for child processes: `tempfile` keeps its own folder.
+    folders = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp")
+    short = [folder for folder in folders if len(os.fsencode(folder)) <= 55 and os.access(folder, os.W_OK | os.X_OK)]
+    os.environ["TMPDIR"] = next(iter(short), folders[0])
     try:
         torch.multiprocessing.set_sharing_strategy("file_system")  # as hivemind does
         torch.zeros(1).share_memory_()

@@ -70,7 +70,7 @@ def use_own_socket_folder(_pid: int) -> None:
 
     hivemind leaves two or more sockets per start in /tmp. Those of a killed process stay, as with hivemind.
     """
-    folder = tempfile.mkdtemp(prefix="cotrain-sockets-")  # of this user alone
+    folder = tempfile.mkdtemp(prefix="cotrain-sockets-", dir=os.environ["TMPDIR"])  # of this user alone, and short
     RelayedP2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
     multiprocessing.current_process()._config["tempdir"] = folder  # of the socket through which files are passed
     # That socket is removed first, when this process exits.
