@@ -117,9 +117,8 @@ class BaseTrainingArguments(Flags):
 
     def __post_init__(self):
         super().__post_init__()
-        require(bool(self.run_id.strip()), "--run_id must not be empty")
-        is_name = self.run_id.isprintable() and len(self.run_id) <= 100
-        require(is_name, "--run_id must be one line of at most 100 printable characters")
+        is_name = self.run_id.strip() != "" and self.run_id.isprintable() and len(self.run_id) <= 100
+        require(is_name, "--run_id must be one line of 1 to 100 printable characters")
         require("." not in self.run_id, f"--run_id '{self.run_id}' must not contain '.'; write '-' instead")
         for name in ("initial_peers", "trusted_relays"):
             peers = [peer for value in getattr(self, name) for peer in value.split(",") if peer]

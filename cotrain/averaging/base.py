@@ -58,6 +58,7 @@ def share_parameters(model: torch.nn.Module) -> None:
 class SafeAverager(DecentralizedAverager):
     """hivemind's averager process, with the workarounds that both averagers need."""
 
+    _parent_pid = None  # `__del__` shuts down what it takes for started, also if `__init__` has not come so far
     LINGER_SECONDS = 5.0  # time for the caller to close the stream after the last answer
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:

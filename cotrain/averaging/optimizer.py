@@ -596,6 +596,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if self._thread is not None:
             self._thread.join(self.shutdown_timeout)
 
+    def __del__(self) -> None:  # hivemind's shuts down, also what `__init__` has not built
+        pass
+
     def shutdown(self) -> None:
         self.say_goodbye()
         self.stop_averaging()

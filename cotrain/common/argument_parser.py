@@ -4,7 +4,7 @@ import difflib
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import NoReturn
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
-from cotrain.common.diagnosis import MAX_CHARACTERS
 from cotrain.common.errors import UserError
 from cotrain.common.flags import MARKS, ArgumentsError, endpoint_to_maddrs, require
 
@@ -84,10 +83,8 @@ def translate_old_names(args: Sequence[str], known_flags: set[str]) -> tuple[lis
     return translated, warnings
 
 
-def read_settings(path: str) -> list[tuple[str, list[str] | str]]:
-    """Return the names and values in a YAML file, in their order: a text or a list of texts, as on a command line.
-
-    YAML's types are not used: 010 would be 8, 1:30 would be 90, and a run that is named `no` would be False.
+def read_settings(path: str) -> Iterator[tuple[str, list[str] | str]]:
+    """Yield the names and values in a YAML file: texts or lists of texts, since YAML's types turn 010 into 8.
 
     :raises ArgumentsError: if the file cannot be read, or a value is empty, nested, or looks like a flag
     """
@@ -98,15 +95,13 @@ def read_settings(path: str) -> list[tuple[str, list[str] | str]]:
     except (OSError, yaml.YAMLError, RecursionError) as error:
         raise ArgumentsError(f"the file is not YAML: {error}") from None
     require(isinstance(root, yaml.MappingNode), "the file must have lines such as 'run_id: my-albert'")
-    settings = []
     for key, value in root.value:
         parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
         for part in (key, *parts):
             require(isinstance(part, yaml.ScalarNode), f"--{key.value} is nested: write one text, or a list of texts")
             require(part.value.lower() not in ("", "~", "null"), f"--{key.value} has no value")
             require(not part.value.startswith("-"), f"--{key.value}: '{part.value}' must not begin with '-'")
-        settings.append((key.value, value.value if parts == [value] else [part.value for part in parts]))
-    return settings
+        yield key.value, value.value if parts == [value] else [part.value for part in parts]
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,9 @@ class CommandLine:
     def with_settings(self, settings: Mapping[str, object]) -> tuple:
         """Return the arguments with other values (flag -> value), checked as those of a command line."""
         self.parser.source = "the settings of the run: "
-        known = {name: value for name, value in settings.items() if f"--{name}" in self.parser.known_flags}
-        return self.parser.parse(self.words + self.parser.to_words(known.items())[0]).arguments
+        flags = self.parser.known_flags
+        known = [item for item in settings.items() if f"--{item[0]}" in flags and item[1] is not None]
+        return self.parser.parse(self.words + self.parser.to_words(known)).arguments
 
     @property
     def values(self) -> dict[str, object]:
@@ -151,27 +147,26 @@ class ArgumentParser(HfArgumentParser):
         return {option for action in self._actions for option in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
-        line = " ".join(f"{self.source}{message:.{MAX_CHARACTERS}}".split())
+        line = " ".join(f"{self.source}{message:.500}".split())
         print(f"{Path(sys.argv[0]).name}: error: {line} (see --help)", file=sys.stderr)
         sys.exit(2)
 
-    def to_words(self, settings: Iterable[tuple[str, object]]) -> tuple[list[str], list[str]]:
-        """Return flags and their values as words of a command line, without None, and a warning for each old name.
+    def to_words(self, settings: Iterable[tuple[str, object]]) -> list[str]:
+        """Return flags and their values as words of a command line.
 
-        :raises ArgumentsError: if a flag is stated twice, or takes no value or no list
+        :raises ArgumentsError: if a flag is stated twice, or does not take one value or a list of values
         """
-        words, warnings, stated = [], [], set()
+        words, stated = [], set()
         for name, value in settings:
             is_list = isinstance(value, list | tuple)
-            flag = [f"--{name}", *map(str, value if is_list else [value])] if value is not None else []
-            flag, new_warnings = translate_old_names(flag, self.known_flags)
+            flag, _ = translate_old_names([f"--{name}"], self.known_flags)
             if flag and (action := self._option_string_actions.get(flag[0])) is not None:
                 require(action.nargs != 0 and action.dest != "run_config", f"--{name} is for the command line only")
                 require(action.nargs == "+" or not is_list, f"--{name} takes one value, not a list")
                 require(action.dest not in stated, f"--{action.dest} is stated twice")
                 stated.add(action.dest)
-            words, warnings = words + flag, warnings + new_warnings
-        return words, warnings
+            words += [f"--{name}", *map(str, value if is_list else [value])]
+        return words
 
     def parse(self, args: Sequence[str] | None = None) -> CommandLine:
         """Parse a command line, by default that of the process; exit with one line and code 2 on a usage error.
@@ -179,14 +174,14 @@ class ArgumentParser(HfArgumentParser):
         The flags in the file of --run_config count as if they stood before the others.
         """
         try:
-            words, warnings = translate_old_names(sys.argv[1:] if args is None else args, self.known_flags)
-            pairs = itertools.pairwise(words if "--run_config" in self.known_flags else ())
-            paths = [path for word, path in pairs if word in ("--run_config", "--run-config")]
+            words, warnings = translate_old_names(args := sys.argv[1:] if args is None else args, self.known_flags)
+            options = {"--run_config", "--run-config"} & self.known_flags
+            paths = [path for word, path in itertools.pairwise(words) if word in options]
             require(len(paths) < 2, "--run_config takes one file")
             for path in paths:
                 self.source = self.source or f"with --run_config '{path}': "
-                file_words, file_warnings = self.to_words(read_settings(path))
-                words, warnings = file_words + words, file_warnings + warnings
+                args = [*self.to_words(read_settings(path)), *args]
+                words, warnings = translate_old_names(args, self.known_flags)
             *dataclasses, unknown = self.parse_args_into_dataclasses(
                 words, return_remaining_strings=True, look_for_args_file=False
             )
@@ -213,4 +208,4 @@ class KeywordParser(ArgumentParser):
         for name in values.keys() - names:
             similar = " or ".join(difflib.get_close_matches(name, names)) or "one that run_trainer.py --help lists"
             self.error(f"unknown argument '{name}', did you mean {similar}?")
-        return self.parse(self.to_words((name, value) for name, value in values.items() if value not in ([], ()))[0])
+        return self.parse(self.to_words(item for item in values.items() if item[1] not in (None, [], ())))

@@ -41,9 +41,8 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
     """Return the field of a dataclass that is a flag of a script.
 
     :param default: a value, a function that makes it (`list`), or `dataclasses.MISSING` if the flag is required
-    :param metadata: bounds of a number (`above`, `at_least`, `below`, `at_most`; without a lower one it is above 0,
-        without `at_most` at most MAX_NUMBER), each a number or the name of another flag, and options of transformers'
-        HfArgumentParser
+    :param metadata: bounds of a number (`above`, `at_least`, `below`, `at_most`; by default above 0 and at most
+        MAX_NUMBER), each a number or the name of another flag, and options of transformers' HfArgumentParser
     """
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"help": help, **metadata})

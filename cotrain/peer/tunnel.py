@@ -135,8 +135,7 @@ def find_ngrok_token() -> str:
     token = os.environ.get("NGROK_AUTHTOKEN", "").strip()
     if not token and path.is_file():
         # Not parsed as YAML, whose error messages quote the line with the token.
-        text = path.read_text("utf-8", "replace")
-        match = re.search(r"^\s*authtoken:\s*[\"']?(\w+)[\"']?\s*$", text, re.MULTILINE)
+        match = re.search(r"^\s*authtoken:\s*[\"']?(\w+)[\"']?\s*$", path.read_text("utf-8", "replace"), re.M)
         token = match[1] if match else ""
     if not token:
         raise UserError(

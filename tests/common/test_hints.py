@@ -58,7 +58,12 @@ def test_malformed_record_raises_nothing(log):
 
 def test_each_row_is_a_message_of_the_code():
     missing = [row.message for row in read_diagnoses() if not any(map(row.matches, read_templates()))]
-    assert missing == ["too many open files", "OutOfMemoryError"], "has a message been reworded?"
+    of_others = [
+        "too many open files", "OutOfMemoryError", "unable to allocate shared memory", "out of shared memory",
+        "multiprocessing/synchronize.py", "unable to open shared memory object", "No usable temporary directory",
+        "can't start new thread", "codec can't encode", "Read-only file system", "No space left on device",
+    ]  # fmt: skip
+    assert missing == of_others, "has a message been reworded?"
     assert diagnose(describe(torch.OutOfMemoryError("CUDA out of memory"))).message == "OutOfMemoryError"
     assert diagnose("The round of step #3 was partial: received 61% of it").message.endswith("was partial")
 
@@ -92,6 +97,26 @@ def test_hint_follows_an_error_without_a_remedy(monkeypatch, capsys, error, code
 def test_error_is_one_line_and_a_fatal_one_is_described_in_full(text, line):
     assert first_line(ValueError(text)) == line
     assert describe(ValueError("x" * 1000 + "\nmore")) == f"ValueError: {'x' * 1000} (--debug shows where)"
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        ("unable to allocate shared memory(shm) for file </torch_9_1_40>: No space left on device (28)", "--shm-size"),
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out "
+         "of shared memory. Please try to raise your shared memory limit.", "--dataloader_num_workers 0"),
+        ("OSError in '/lib/python3.11/multiprocessing/synchronize.py', line 57: [Errno 38] Function not implemented",
+         "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"),
+        ("[Errno 2] No usable temporary directory found in ['/x', '/tmp']", "export TMPDIR"),
+        ("'ascii' codec can't encode character '\\xe9' in position 3: ordinal not in range(128)", "PYTHONUTF8=1"),
+        ("'utf-8' codec can't encode characters in position 15-16: surrogates not allowed", "PYTHONUTF8=1"),
+        ("/data/outputs: Read-only file system", "--output_dir"),
+        ("Could not save a checkpoint: [Errno 28] No space left on device. Training continues, keeping the previous "
+         "checkpoint", "the next checkpoint is tried as usual"),
+    ],
+)  # fmt: skip
+def test_faults_of_the_machine_have_a_remedy(message, remedy):
+    assert remedy in diagnose(message).action
 
 
 @pytest.mark.programs

@@ -114,7 +114,7 @@ def test_names_of_older_examples_are_translated_with_a_warning(parse, capsys):
         ("learning_rate: NaN", "--learning_rate must be above 0, got nan"),
         ("learning_rate: -0.1", "--learning_rate: '-0.1' must not begin with '-'"),
         ("local_updates: off", "--local_updates"),
-        ("run_id: " + "x" * 5000, "--run_id must be one line of at most 100"),
+        ("run_id: " + "x" * 5000, "--run_id must be one line of 1 to 100"),
         ("run_id: |\n  a\n  b\n", "--run_id must be one line"),
         ('run_id: "a\\rb"', "--run_id must be one line"),
         ("run_id: " + "[" * 3000 + "]" * 3000, "not YAML: maximum recursion depth"),
