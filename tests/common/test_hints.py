@@ -61,7 +61,8 @@ def test_each_row_is_a_message_of_the_code():
     of_others = [
         "too many open files", "OutOfMemoryError", "unable to allocate shared memory", "out of shared memory",
         "multiprocessing/synchronize.py", "unable to open shared memory object", "No usable temporary directory",
-        "can't start new thread", "codec can't encode", "Read-only file system", "No space left on device",
+        "torch_shm_manager", "AF_UNIX path too long", "can't start new thread", "codec can't encode",
+        "Read-only file system", "No space left on device", "Permission denied",
     ]  # fmt: skip
     assert missing == of_others, "has a message been reworded?"
     assert diagnose(describe(torch.OutOfMemoryError("CUDA out of memory"))).message == "OutOfMemoryError"
@@ -107,10 +108,14 @@ def test_error_is_one_line_and_a_fatal_one_is_described_in_full(text, line):
          "of shared memory. Please try to raise your shared memory limit.", "--dataloader_num_workers 0"),
         ("OSError in '/lib/python3.11/multiprocessing/synchronize.py', line 57: [Errno 38] Function not implemented",
          "mount -t tmpfs -o mode=1777 tmpfs /dev/shm"),
+        ('RuntimeError: torch_shm_manager at "/x/torch_shm_manager": Invalid argument', "export TMPDIR=FOLDER"),
+        ("OSError: AF_UNIX path too long", "export TMPDIR=FOLDER"),
         ("[Errno 2] No usable temporary directory found in ['/x', '/tmp']", "export TMPDIR"),
         ("'ascii' codec can't encode character '\\xe9' in position 3: ordinal not in range(128)", "PYTHONUTF8=1"),
         ("'utf-8' codec can't encode characters in position 15-16: surrogates not allowed", "PYTHONUTF8=1"),
+        ("the p2p daemon did not start: Failed to start p2pd daemon: [Errno 24] Too many open files", "`ulimit -n 4096`, then"),
         ("/data/outputs: Read-only file system", "--output_dir"),
+        ("/data/outputs/.lock: Permission denied", "--output_dir"),
         ("Could not save a checkpoint: [Errno 28] No space left on device. Training continues, keeping the previous "
          "checkpoint", "the next checkpoint is tried as usual"),
     ],
