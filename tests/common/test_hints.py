@@ -113,7 +113,7 @@ def test_error_is_one_line_and_a_fatal_one_is_described_in_full(text, line):
         ("[Errno 2] No usable temporary directory found in ['/x', '/tmp']", "export TMPDIR"),
         ("'ascii' codec can't encode character '\\xe9' in position 3: ordinal not in range(128)", "PYTHONUTF8=1"),
         ("'utf-8' codec can't encode characters in position 15-16: surrogates not allowed", "PYTHONUTF8=1"),
-        ("the p2p daemon did not start: Failed to start p2pd daemon: [Errno 24] Too many open files", "`ulimit -n 4096`, then"),
+        ("the p2p daemon did not start: [Errno 24] Too many open files", "`ulimit -n 4096`, then"),
         ("/data/outputs: Read-only file system", "--output_dir"),
         ("/data/outputs/.lock: Permission denied", "--output_dir"),
         ("Could not save a checkpoint: [Errno 28] No space left on device. Training continues, keeping the previous "
