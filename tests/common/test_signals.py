@@ -181,7 +181,7 @@ def test_closed_streams_are_no_files_to_write_to(tmp_path):
 
 
 def test_full_disk_under_the_output_of_a_script_is_an_error(start):
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "wb") as full:
         process = start("fail", stdout=full)
         assert process.wait() == 1
     assert b"standard output: No space left on device" in process.process.stderr.read()
