@@ -120,7 +120,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         :raises StateLoadError: if the new state does not fit; the current state is then unchanged
         """
-        metadata, tensors = self._upgrade(metadata, tensors)
         self.check_state(metadata, tensors)
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             own = self._optimized_parameters()
@@ -353,20 +352,6 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 raise StateLoadError("its optimizer statistics are negative")
             if name == "step" and tensor > MAX_STEP:
                 raise StateLoadError("its optimizer has an impossible step count")
-
-    def _upgrade(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> tuple[dict, Sequence[torch.Tensor]]:
-        """Convert a checkpoint of version 1, which has single numbers and the optimizer's options in the metadata."""
-        if "statistics" in metadata or "optimizer_metadata" not in metadata:
-            return metadata, tensors
-        names, entries = self._statistic_names(), metadata["optimizer_metadata"]
-        first = len(tensors) - sum(entry["type"] == "tensor" for entry in entries)
-        statistics = [
-            tensors[first + entry["index"]]
-            if entry["type"] == "tensor"
-            else torch.tensor(entry["value"], dtype=torch.float64)
-            for entry in entries[-len(names) :]
-        ]
-        return {**metadata, "statistics": names}, [*tensors[:first], *statistics]
 
     def unpack_state(self, tensors: list[torch.Tensor]) -> None:
         """Square the statistics of a received state whose roots the donor sends, in place."""

@@ -26,7 +26,7 @@ from cotrain.task import Task
 logger = get_logger(__name__)
 
 STATE_FILE = "training_state.pt"
-_FORMAT = 2  # a file of format 1 is loaded, too
+_FORMAT = 2
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -56,7 +56,7 @@ def load_training_state(path: Path, run_id: str) -> TrainingState:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {first_line(error)})") from None
-    if not isinstance(content, dict) or content.get("format") not in (1, _FORMAT):
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a training state of this version")
     if content.get("run_id") != run_id:
         raise ValueError(f"{path} belongs to the run '{content.get('run_id')}', not to '{run_id}'")

@@ -6,12 +6,10 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hivemind.compression import deserialize_torch_tensor
-from hivemind.optim.state_averager import dump_optimizer_state
 
 from cotrain.arguments import HyperparameterArguments
 from cotrain.averaging.state import StateLoadError, TrainingStateAverager, all_finite, set_schedule
@@ -352,19 +350,3 @@ def test_states_that_do_not_fit_are_refused_whole():
     assert torch.equal(flat(averager.main_parameters), flat(changed[: len(averager.main_parameters)]))
     assert torch.equal(flat(snapshot(averager)[1]), flat(changed))
     assert {type(values["step"]) for values in averager.optimizer.state.values()} == {int}
-
-
-@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
-def test_checkpoint_of_version_1_is_restored(optimizer):
-    """Its statistics are as hivemind packs them, and step counts are numbers."""
-    donor, peer = (offline_averager(hyperparameter_args=arguments(optimizer=optimizer)) for _ in range(2))
-    fill_gradients(donor, seed=1)
-    donor.apply_update(1)
-    metadata, tensors = snapshot(donor)
-    state_dict = donor.optimizer.state_dict()
-    for values in state_dict["state"].values():
-        values["step"] = int(values["step"])
-    entries, statistics = dump_optimizer_state(SimpleNamespace(state_dict=lambda: state_dict))
-    old = {"epoch": 1, "optimizer_metadata": entries, "marks": []}
-    peer.restore(old, [*tensors[: len(tensors) - len(metadata["statistics"])], *statistics])
-    assert snapshot(peer)[0] == metadata and torch.equal(flat(snapshot(peer)[1]), flat(tensors))

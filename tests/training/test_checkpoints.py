@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_skipped_and_the_one_before_is_used(tmp_path, cap
     newest[5].write_bytes(b"not a checkpoint")
     newest[4].unlink()
     torch.save({"format": 99}, newest[3])
-    torch.save({"format": 1, "run_id": "another", "metadata": {"epoch": 2}, "tensors": []}, newest[2])
+    torch.save({"format": 2, "run_id": "another", "metadata": {"epoch": 2}, "tensors": []}, newest[2])
     assert checkpoints.restore_newest(tmp_path, "run", FakeAverager(step=0)).step == 1
     assert len(caplog.records) == 5
     assert all("checkpoint-" in record.getMessage() for record in caplog.records)
@@ -137,7 +137,7 @@ def test_file_with_code_in_it_is_not_run(tmp_path):
         def __reduce__(self):
             return (os.system, (f"touch {tmp_path}/harm",))
 
-    torch.save({"format": 1, "run_id": "run", "metadata": Evil(), "tensors": []}, tmp_path / "state.pt")
+    torch.save({"format": 2, "run_id": "run", "metadata": Evil(), "tensors": []}, tmp_path / "state.pt")
     with pytest.raises(ValueError, match="cannot be read"):
         checkpoints.load_training_state(tmp_path / "state.pt", "run")
     assert not (tmp_path / "harm").exists()
