@@ -111,16 +111,15 @@ def main() -> None:
         line = parse_command_line(ARGUMENTS, __doc__)
         ignore_launcher()
         guard_children()
-        monitor(*line.arguments, line.values, stop)
+        from cotrain.peer.run_config import find_run_config  # seconds, which --help and usage errors do not need
+
+        monitor(*find_run_config(line, stop, is_monitor=True), line.values, stop)
 
 
 def monitor(
-    args: TrainingMonitorArguments,
-    run_args: RunArguments,
-    peer_args: BaseTrainingArguments,
-    stated: dict[str, object],
-    stop: StopSignal,
+    arguments: tuple, config, is_organiser: bool, is_alone: bool, stated: dict[str, object], stop: StopSignal
 ) -> None:
+    """Run the monitor. `find_run_config` returns the first four; `stated`: flags of the command line -> values."""
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from hivemind.utils import get_logger
 
@@ -139,6 +138,7 @@ def monitor(
     from cotrain.tasks.loading import build_model, load_task
     from cotrain.training.optimizer import open_observer
 
+    args, run_args, peer_args = arguments
     setup_logging(peer_args.debug)
     logger = get_logger(__name__)
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
@@ -159,9 +159,7 @@ def monitor(
 
     with ExitStack() as stack:
         # The peer that the others join through
-        peer = stack.enter_context(
-            open_peer(peer_args, output_dir, client_mode=False, stop=stop, may_start_alone=True)
-        )
+        peer = stack.enter_context(open_peer(peer_args, output_dir, False, stop, is_alone))
         longest_wait = 600.0 + 10 * args.refresh_period
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait))
         visible_maddrs = peer.dht.get_visible_maddrs()
@@ -174,7 +172,9 @@ def monitor(
             stack.callback(keeper.close)
             keeper.restore()
 
-        relay = RunConfigRelay(peer, RunConfig.sign({"run_id": run_id, **stated}, peer.private_key), longest_wait)
+        if is_organiser:
+            config = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key)
+        relay = RunConfigRelay(peer, config, longest_wait)
         relay.publish()  # before anybody knows the address
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.
@@ -204,7 +204,7 @@ def monitor(
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
         while not stop.is_set() and time.time() < end_time:
             page = peer_args.page or reporter.page  # wandb's is known after its start
-            if relay.config.settings.get("page") != page:
+            if is_organiser and relay.config.settings.get("page") != page:
                 relay.config = RunConfig.sign({**relay.config.settings, "page": page}, peer.private_key)
             relay.publish()
             training_monitor.refresh(page)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from hivemind.dht import DHT
-from hivemind.p2p import P2PDaemonError
+from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
@@ -25,6 +25,7 @@ from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
 from cotrain.common.processes import StopSignal, Watchdog, exit_after, keep_memory_shared, start_shared_memory_manager
 from cotrain.common.run_folder import claim_folder
 from cotrain.dht.node import SafeDHT, use_own_socket_folder
+from cotrain.dht.records import peer_id_of
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.redial import BootstrapRedialer, set_run_clock
 from cotrain.peer.tunnel import open_tunnel
@@ -43,7 +44,7 @@ class Peer:
 
 @contextlib.contextmanager
 def open_peer(
-    args: BaseTrainingArguments, output_dir: Path, client_mode: bool, stop: StopSignal, may_start_alone: bool = False
+    args: BaseTrainingArguments, output_dir: Path, client_mode: bool, stop: StopSignal, is_alone: bool = False
 ) -> Iterator[Peer]:
     """Run a DHT peer that has joined the other peers and stays connected to them. See `start_peer`.
 
@@ -55,7 +56,7 @@ def open_peer(
         stop.defer()
         claim_folder(output_dir, args.run_id)
         identity_path = Path(args.identity_path or output_dir / "identity.key")
-        peer = start_peer(args, identity_path, client_mode, stop.event, may_start_alone)
+        peer = start_peer(args, identity_path, client_mode, stop.event, is_alone)
         redialer = BootstrapRedialer(peer.dht, args.initial_peers)
         redialer.start()
         try:
@@ -95,12 +96,12 @@ def start_peer(
     identity_path: Path,
     client_mode: bool,
     should_stop: threading.Event,
-    may_start_alone: bool = False,
+    is_alone: bool = False,
 ) -> Peer:
     """Start a DHT peer and join the other peers, with retries for `args.bootstrap_timeout` seconds.
 
     :param should_stop: ends the retries, with SystemExit
-    :param may_start_alone: start without the other peers if none of them answers in this time
+    :param is_alone: start without the other peers, which do not answer
     :raises TemporaryError: if no initial peer can be reached
     :raises UserError: if an address cannot be listened on
     """
@@ -117,10 +118,10 @@ def start_peer(
         build_dht = partial(InvitedDHT, admission=admission)
     private_key = load_identity(identity_path)
     validators, public_key = make_validators(args.run_id, private_key)
-    if args.initial_peers:
-        logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
-    deadline = time.monotonic() + args.bootstrap_timeout
-    has_warned, initial_peers = False, args.initial_peers
+    initial_peers = [] if is_alone else args.initial_peers
+    if initial_peers:
+        logger.info(f"Joining the collaboration through {', '.join(initial_peers)}")
+    deadline, has_warned = time.monotonic() + args.bootstrap_timeout, False
     while True:
         dht = build_dht(
             initial_peers=initial_peers,
@@ -150,17 +151,18 @@ def start_peer(
             if should_stop.is_set():
                 raise SystemExit(0) from None
             fault = _explain(error, args)
-            is_over = time.monotonic() + 3 > deadline
-            if not isinstance(fault, TemporaryError) or (is_over and not (initial_peers and may_start_alone)):
+            if not isinstance(fault, TemporaryError) or time.monotonic() + 3 > deadline:
                 raise fault from None
-            if is_over:
-                logger.warning(f"{fault}. Starting without them, and dialing them again periodically")
-                initial_peers, deadline = [], time.monotonic() + args.bootstrap_timeout
-                continue
             if not has_warned:
                 logger.warning(f"{fault}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
             should_stop.wait(3)
+
+
+def find_own_id(args: BaseTrainingArguments, output_dir: Path) -> PeerID | None:
+    """Return the ID of the peer that runs with these arguments; None before its first start."""
+    path = Path(args.identity_path or output_dir / ("invited.key" if args.invitation else "identity.key"))
+    return peer_id_of(load_identity(path).get_public_key()) if path.exists() else None
 
 
 def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -> None:

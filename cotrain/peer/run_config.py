@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hivemind.dht import DHT
+import msgpack
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
@@ -33,17 +33,18 @@ from cotrain.dht.records import peer_id_of, signer_of
 from cotrain.dht.run_records import get_dictionary, store_record
 from cotrain.models.config import is_inline, is_published_name, to_published_model
 from cotrain.peer.addresses import peer_id_in
-from cotrain.peer.peer import Peer, start_peer
+from cotrain.peer.peer import Peer, find_own_id, start_peer
 
 logger = get_logger(__name__)
 
 KEY = "run_config"
-ORGANISER_FILE = "organiser.json"  # in the output folder: peer ID of the organiser whose settings were taken
+KEPT_FILE = "run_config.json"  # in the output folder: the signed settings that were taken
 MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see ReadableValidator
 MAX_LEAD = 3600.0  # seconds by which the time of a signature may be ahead of the run's clock
 TASK = "task_sha256"  # setting of a run with a --task: it names the version of the file, which no peer sends
 SETTINGS = find_settings(TRAINER_ARGUMENTS) | {TASK}
 OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
+COMMON_SETTINGS = SETTINGS - OPTIONAL_SETTINGS
 
 Setting = str | int | float | bool | None
 
@@ -97,6 +98,19 @@ class RunConfig:
             return cls(settings, protocol, peer_id_of(public_key), publisher, float(content["time"]), dict(record))
         except Exception as error:
             raise ValueError(f"not a run configuration: {error!r:.100}") from None
+
+    def keep(self, path: Path) -> None:
+        """Write the signed settings to a file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"from": self.publisher.to_base58(), "record": msgpack.packb(self.record).hex()})
+
+    @classmethod
+    def load(cls, arguments: Iterable[object]) -> tuple[Path, "RunConfig | None"]:
+        """Return the file of `keep` in a script's output folder, and the settings in it."""
+        (path,) = [Path(args.output_dir, KEPT_FILE) for args in arguments if hasattr(args, "output_dir")]
+        return path, JsonFile(path).load(
+            lambda kept: cls.parse(msgpack.unpackb(bytes.fromhex(kept["record"])), PeerID.from_base58(kept["from"]))
+        )
 
 
 def check_safe(settings: Mapping[str, Setting]) -> None:
@@ -157,65 +171,86 @@ def choose(
     return replace(max(of_run, key=lambda config: config.signed_at), publisher=best.publisher)
 
 
-def _find(dht: DHT, initial_peers: Iterable[str], known: PeerID | None, run_id: str | None) -> RunConfig | None:
-    """Return the configuration in the DHT to believe, see `choose`."""
-    records = {subkey: record.value for subkey, record in get_dictionary(dht, KEY).items()}
-    return choose(records, set(map(peer_id_in, initial_peers)), known, run_id)
-
-
 def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
+    """Return the arguments of a trainer or an evaluator, see `find_run_config`."""
+    return find_run_config(command_line, stop)[0]
+
+
+def find_run_config(
+    command_line: CommandLine, stop: StopSignal, is_monitor: bool = False
+) -> tuple[tuple, RunConfig | None, bool, bool]:
     """Return the arguments of a script, with the settings of the run that --initial_peers lead to, if there are any.
 
-    The organiser is remembered in the output folder: after a restart, other peers than the initial ones may relay the
-    settings.
+    The settings are kept in the output folder: after a restart, other peers than the initial ones may relay them.
 
+    :param is_monitor: start even if no initial peer answers, and state settings if this is the organiser
+    :returns: the arguments, the settings in them, whether this peer signs its own, and whether no initial peer answers
     :raises UserError: if a flag of the command line differs from the settings, or these are not safe
     :raises TemporaryError: if there are none, and the command line does not state the run either
     """
     (peer_args,) = [args for args in command_line.arguments if isinstance(args, BaseTrainingArguments)]
     if not peer_args.initial_peers:
-        return command_line.arguments
+        return command_line.arguments, None, True, False
     setup_logging(peer_args.debug)
-    path, organiser = _remembered_organiser(command_line.arguments)
-    config = _visit(peer_args, organiser, command_line.values.get("run_id"), stop)
-    if config is None and organiser is not None:
-        raise TemporaryError(f"no peer has the settings that organiser {organiser} stated; is a trainer running?")
-    if config is None and "run_id" in command_line.stated:
+    stated = command_line.stated
+    path, kept = RunConfig.load(command_line.arguments)
+    organiser = None if kept is None else kept.organiser
+    try:
+        config, fault = _visit(peer_args, organiser, command_line.values.get("run_id"), stop), None
+    except TemporaryError as error:
+        config, fault = None, error
+    if config is None and is_monitor and kept is not None:
+        # Only if these peers had them: others may be of another run.
+        config = kept if {organiser, kept.publisher} & set(map(peer_id_in, peer_args.initial_peers)) else None
+    if fault is not None:
+        if not is_monitor or (config is None and not stated & COMMON_SETTINGS):
+            raise fault
+        logger.warning(f"{fault}. Starting without them, and dialing them again periodically")
+    elif config is None:
+        if kept is not None and not is_monitor:
+            raise TemporaryError(f"no peer has the settings that organiser {organiser} stated; is a trainer running?")
+        if "run_id" not in stated:
+            raise TemporaryError(
+                "the initial peers publish no settings of a run; try again later, or pass --run_id and all others"
+            )
         logger.info("The initial peers publish no settings of a run: using the command line's settings")
-        return command_line.arguments
-    if config is None:
-        raise TemporaryError(
-            "the initial peers publish no settings of a run; try again later, or pass --run_id and all others"
-        )
+    is_organiser = is_monitor and config is not None and config.organiser == find_own_id(peer_args, path.parent)
+    if config is None or (is_organiser and stated & COMMON_SETTINGS):
+        is_organiser |= fault is not None or "run_config" in stated
+        return command_line.arguments, None, is_organiser, fault is not None
+    arguments = _take(config, command_line, peer_args.initial_peers)
+    config.keep(path)
+    if organiser not in (None, config.organiser):
+        logger.warning(f"The organiser has changed: it was {organiser}, and is {config.organiser} now")
+    vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
+    logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
+    return arguments, config, False, fault is not None
+
+
+def _take(config: RunConfig, command_line: CommandLine, initial_peers: Iterable[str]) -> tuple:
+    """Return the arguments of a command line with the settings of a run."""
     if config.protocol != PROTOCOL:
         raise UserError(
             f"the run has protocol {config.protocol}, this checkout {PROTOCOL}: use the organiser's version"
         )
     adopted = {name: value for name, value in config.settings.items() if name not in command_line.stated}
-    if adopted.get("model_name_or_path", "") is None:
+    if adopted.get("model_name_or_path", "") is None and not _has_no_model(command_line.arguments):
         raise UserError(
             "this run starts from weights in a folder of the organiser: ask for it, and pass --model_name_or_path"
         )
     arguments = command_line.with_settings(adopted)
     check_safe(adopted)
     refuse_differences(config, arguments)
-    maddrs = [check_maddr("--initial_peers", maddr) for maddr in peer_args.initial_peers]
+    maddrs = [check_maddr("--initial_peers", maddr) for maddr in initial_peers]
     near = [ipaddress.ip_address(maddr[name]) for maddr in maddrs for name in ("ip4", "ip6") if name in maddr]
     for args in arguments:
         args.adopted, args.near = frozenset(adopted), near
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, config.organiser.to_base58())
-    if organiser not in (None, config.organiser):
-        logger.warning(f"The organiser has changed: it was {organiser}, and is {config.organiser} now")
-    vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
-    logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
     return arguments
 
 
-def _remembered_organiser(arguments: Iterable[object]) -> tuple[Path, PeerID | None]:
-    """Return the file with the organiser whose settings a script took before, and its content."""
-    (path,) = [Path(args.output_dir, ORGANISER_FILE) for args in arguments if hasattr(args, "output_dir")]
-    return path, JsonFile(path).load(PeerID.from_base58)
+def _has_no_model(arguments: Iterable[object]) -> bool:
+    """Whether the arguments are those of a monitor without checkpoints."""
+    return not all(getattr(args, "store_checkpoints", True) for args in arguments)
 
 
 def _visit(
@@ -234,7 +269,8 @@ def _visit(
         )
         peer = start_peer(visitor, Path(folder) / "identity.key", True, stop.event)
         try:
-            return _find(peer.dht, args.initial_peers, organiser, run_id)
+            records = {subkey: record.value for subkey, record in get_dictionary(peer.dht, KEY).items()}
+            return choose(records, set(map(peer_id_in, args.initial_peers)), organiser, run_id)
         finally:
             peer.dht.shutdown()
 
@@ -256,6 +292,8 @@ def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
 
 def refuse_another_task(config: RunConfig, arguments: Iterable[object]) -> None:
     """Raise UserError if a peer has another --task than the run, or one of both has none."""
+    if _has_no_model(arguments):
+        return
     (args,) = [args for args in arguments if isinstance(args, ModelArguments)]
     own, run_id, expected = args.task_sha256, config.settings["run_id"], config.settings.get(TASK)
     if own != expected and expected is None:
@@ -276,10 +314,7 @@ class RunConfigRelay:
 
     @classmethod
     def of_run(cls, peer: Peer, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":
-        """Return the relay of a trainer that has joined a run, or begins one and is its organiser.
-
-        :raises TemporaryError: if the organiser has published other settings since they were adopted
-        """
+        """Return the relay of a trainer that has joined a run, or begins one and is its organiser."""
         relay = cls(peer, None, args.statistics_expiration)
         if not args.initial_peers:
             stated = {name: getattr(part, name) for part in arguments for name in SETTINGS if hasattr(part, name)}
@@ -288,13 +323,7 @@ class RunConfigRelay:
             except UserError as error:
                 logger.warning(f"Newcomers need the flags of this trainer, which publishes no settings: {error}")
             return relay
-        _, organiser = _remembered_organiser(arguments)
-        relay.config = _find(peer.dht, args.initial_peers, organiser, args.run_id)
-        try:
-            if relay.config is not None:
-                refuse_differences(relay.config, arguments)
-        except UserError as error:
-            raise TemporaryError(f"the settings of the run have changed, start again: {error}") from None
+        _, relay.config = RunConfig.load(arguments)
         return relay
 
     def publish(self) -> None:

@@ -310,10 +310,7 @@ def open_session(
     peer: Peer, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module, args: TrainerArguments,
     stop: StopSignal,
 ) -> Iterator[TrainingSession]:  # fmt: skip
-    """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long.
-
-    :raises UserError: if a flag differs from the settings of the run
-    """
+    """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long."""
     relay = RunConfigRelay.of_run(peer, args, args.collaboration)
     relay.publish()  # before anybody knows the address
     if not args.collaboration.client_mode:

@@ -17,7 +17,7 @@ import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.admission.invitations import peer_id_of
+from cotrain.admission.invitations import load_identity, peer_id_of
 from cotrain.arguments import (
     TRAINER_ARGUMENTS,
     BaseTrainingArguments,
@@ -33,7 +33,15 @@ from cotrain.common.flags import find_settings
 from cotrain.common.processes import StopSignal
 from cotrain.models.model import check_size, read_config
 from cotrain.peer import run_config
-from cotrain.peer.run_config import RunConfig, RunConfigRelay, adopt_run_config, check_safe, choose, refuse_differences
+from cotrain.peer.run_config import (
+    RunConfig,
+    RunConfigRelay,
+    adopt_run_config,
+    check_safe,
+    choose,
+    find_run_config,
+    refuse_differences,
+)
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
 
@@ -191,6 +199,101 @@ def test_a_run_without_settings_needs_the_flags(tmp_path, monkeypatch):
     assert "\n" not in str(info.value)
     line = parse(*words, "--run_id", "mine")
     assert adopt_run_config(line, stop=None) is line.arguments
+
+
+@pytest.fixture
+def find_as_monitor(keys, tmp_path, monkeypatch):
+    """Return a function for what a monitor finds that joins through a peer, and for its output folder.
+
+    :param published: what this peer publishes; None: nothing, an error: it does not answer
+    """
+
+    def find(published: RunConfig | TemporaryError | None, *words: str, via: RSAPrivateKey = keys[0]):
+        def visit(*_):
+            if isinstance(published, Exception):
+                raise published
+            return published
+
+        monkeypatch.setattr(run_config, "_visit", visit)
+        address = f"/ip4/127.0.0.1/tcp/1/p2p/{id_of(via)}"
+        line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(
+            ["--initial_peers", address, "--output_dir", str(tmp_path), *words]
+        )
+        return find_run_config(line, stop=None, is_monitor=True)
+
+    return find
+
+
+SILENCE = TemporaryError("none of --initial_peers answers")
+
+
+def test_monitor_takes_the_settings_and_relays_them(find_as_monitor, keys):
+    config = RunConfig.sign({**SETTINGS, "page": "https://example.org/curves", "ends_at": "2100-01-02"}, keys[0])
+    (_, run_args, peer_args), relayed, *state = find_as_monitor(config)
+    assert (peer_args.run_id, peer_args.page, run_args.learning_rate) == ("tree", "https://example.org/curves", 0.01)
+    assert run_args.gradient_compression == "blockwise8" and peer_args.ends_at == "2100-01-02"
+    assert "learning_rate" in run_args.adopted and relayed is config and state == [False, False]
+    _, relayed, *state = find_as_monitor(config, "--learning_rate", "0.01", "--page", "https://example.org/mine")
+    assert relayed is config and state == [False, False], "equal flags, and optional ones"
+    with pytest.raises(UserError, match=r"--learning_rate is 0\.02 here and 0\.01 in run tree: drop the flag"):
+        find_as_monitor(config, "--learning_rate", "0.02")
+
+
+def test_monitor_whose_peers_do_not_answer(find_as_monitor, keys):
+    """It continues with settings that these peers had before, and otherwise begins the run that its flags state."""
+    with pytest.raises(TemporaryError, match="none of --initial_peers answers"):
+        find_as_monitor(SILENCE)
+    _, config, *state = find_as_monitor(SILENCE, "--model_name_or_path", "albert-tiny")
+    assert config is None and state == [True, True]
+    known = RunConfig.sign(SETTINGS, keys[0])
+    find_as_monitor(known)
+    (_, run_args, peer_args), config, *state = find_as_monitor(SILENCE)
+    assert (peer_args.run_id, run_args.learning_rate) == ("tree", 0.01) and config == known and state == [False, True]
+    with pytest.raises(UserError, match="--learning_rate"):
+        find_as_monitor(SILENCE, "--learning_rate", "0.02")
+    with pytest.raises(TemporaryError, match="none of"):
+        find_as_monitor(SILENCE, via=keys[1])  # the kept settings may be of another run
+    vouched = dataclasses.replace(known, publisher=id_of(keys[2]))
+    find_as_monitor(vouched, via=keys[2])
+    assert find_as_monitor(SILENCE, via=keys[2])[1] == vouched
+
+
+@pytest.mark.parametrize(("words", "is_organiser"), [(("--run_id", "own"), False), (("--run_config", "FILE"), True)])
+def test_monitor_of_a_run_without_settings_states_them(find_as_monitor, tmp_path, words, is_organiser):
+    (tmp_path / "run.yaml").write_text("run_id: own\n")
+    with pytest.raises(TemporaryError, match="publish no settings of a run; try again later, or pass --run_id"):
+        find_as_monitor(None, "--learning_rate", "0.02")
+    words = [word.replace("FILE", str(tmp_path / "run.yaml")) for word in words]
+    (*_, peer_args), config, *state = find_as_monitor(None, *words)
+    assert (peer_args.run_id, config) == ("own", None) and state == [is_organiser, False]
+
+
+def test_organisers_own_monitor_may_change_what_it_stated(find_as_monitor, tmp_path):
+    key = load_identity(tmp_path / "identity.key")
+    config = RunConfig.sign(SETTINGS, key)
+    (tmp_path / "run.yaml").write_text("run_id: tree\nlearning_rate: 0.02\n")
+    (_, run_args, _), own, *state = find_as_monitor(config, "--run_config", str(tmp_path / "run.yaml"))
+    assert run_args.learning_rate == 0.02 and not run_args.local_updates and own is None and state == [True, False]
+    (_, run_args, _), own, *state = find_as_monitor(config)
+    assert run_args.learning_rate == 0.01 and run_args.local_updates and own is config and state == [False, False]
+
+
+def test_monitor_without_checkpoints_needs_no_model(find_as_monitor, keys):
+    for settings in ({run_config.TASK: "0" * 64}, {"from_pretrained": True, "model_name_or_path": None}):
+        config = RunConfig.parse(signed(keys[0], {**SETTINGS, **settings}), id_of(keys[0]))
+        with pytest.raises(UserError, match="ask "):
+            find_as_monitor(config)
+        assert find_as_monitor(config, "--no_store_checkpoints")[1] is config
+
+
+def test_kept_settings_that_are_damaged_are_set_aside(find_as_monitor, keys, tmp_path):
+    find_as_monitor(RunConfig.sign(SETTINGS, keys[0]))
+    kept = json.loads((tmp_path / run_config.KEPT_FILE).read_text())
+    altered = bytes.fromhex(kept["record"]).replace(b"0.01", b"0.09").hex()
+    for content in ("", "[]", "{}", json.dumps({**kept, "record": altered}), json.dumps({**kept, "record": "80"})):
+        (tmp_path / run_config.KEPT_FILE).write_text(content)
+        with pytest.raises(TemporaryError, match="none of"):
+            find_as_monitor(SILENCE)
 
 
 def test_trainer_without_initial_peers_is_the_organiser(keys, caplog, tmp_path, monkeypatch):

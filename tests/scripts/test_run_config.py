@@ -103,6 +103,48 @@ def test_volunteers_take_all_settings_from_the_run(scripts, dataset_url, tmp_pat
         assert "Traceback" not in trainer.output
 
 
+def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
+    """It stands in for the first one, also after a restart, and signs nothing."""
+    first, volunteer = start_run(scripts, dataset_url, "--save_checkpoint_step_interval", 1)
+    port = reserve_maddr()
+
+    def start_monitor(name: str, address: str, *flags: object) -> Script:
+        folder = scripts.folder / name
+        return scripts.start(
+            "run_training_monitor.py", "--initial_peers", address, "--output_dir", folder,
+            "--tokenizer_path", folder / "tokenizer", "--save_checkpoint_step_interval", 1, "--refresh_period", 1,
+            "--bootstrap_timeout", 5, *flags, log=name,
+        )  # fmt: skip
+
+    first_address = first.address
+    second = start_monitor("second", first_address, "--host_maddrs", port)
+    organiser = first_address.split("/")[-1]
+    second.wait_for(rf"Joining run tree of organiser {organiser}\n")
+    second.wait_for(rf"Downloading {dataset_url}, [\d.]+ MB")
+    alice = volunteer("alice", second.address)
+    alice.wait_for(rf"Joining run tree of organiser {organiser}, vouched for by {second.address.split('/')[-1]}\n")
+    alice.wait_for("Curves of the run: https://example.org/curves\n")
+    second.wait_for(r"Step #1\tloss")
+    second.wait_for(r"Saved .*second/checkpoint-\d+")
+    first.kill()
+    bob = volunteer("bob", f"{second.address},{alice.address}")
+    bob.wait_for("Averaged gradients with 2 peers")
+    second.kill()
+    second = start_monitor("second", first_address, "--host_maddrs", port)
+    second.wait_for("Starting without them, and dialing them again periodically")
+    second.wait_for(rf"Joining run tree of organiser {organiser}\n")
+    carol = volunteer("carol", second.address)
+    carol.wait_for(rf"Joining run tree of organiser {organiser}, vouched for by")
+    carol.wait_for("Averaged gradients with 3 peers")
+    newest = max(second.steps, default=0)
+    second.wait_for(rf"Step #{newest + 1}\tloss")
+    third = start_monitor("third", carol.address, "--learning_rate", 1.0)
+    assert third.wait(120) == 1 and "--learning_rate is 1.0 here and 0.01 in run tree" in third.output
+    for script in (alice, bob, carol, second):
+        assert script.stop() == 0, script.output
+        assert "Traceback" not in script.output
+
+
 def test_trainer_that_begins_a_run_needs_no_monitor(scripts, dataset_url):
     """Its settings are signed and published; a peer that has none leaves a newcomer with an error for now."""
     folder = scripts.folder
