@@ -5,7 +5,9 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import TextIO
 
@@ -15,6 +17,12 @@ TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: another start may help
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
 ORGANISER_MODULES = {"boto3", "trackio", "wandb"}
+# Modules that only some flags need -> how to install them
+INSTALL = {
+    **dict.fromkeys(ORGANISER_MODULES, "pip install -r requirements-organiser.txt"),
+    "ngrok": "pip install ngrok==1.4.0",  # the version that was tested
+    "tensorboard": "pip install tensorboard",
+}
 
 
 class UserError(Exception):
@@ -29,6 +37,13 @@ class TemporaryError(UserError):
     """An error that may pass by itself: another peer or a server did not answer. The exit code is TEMPORARY."""
 
 
+def require_packages(arguments: Iterable[object]) -> None:
+    """Raise UserError if the package of a dashboard or a tunnel that a script's arguments name is not installed."""
+    for args, flag in product(arguments, ("report_to", "tunnel")):
+        if (name := getattr(args, flag, "none")) != "none" and find_spec(name) is None:
+            raise UserError(f"--{flag} {name}: {describe(ModuleNotFoundError(name=name))}")
+
+
 def first_line(error: BaseException, limit: int | None = 200) -> str:
     """Return the first line of an error's message, at most `limit` characters; its class if there is no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:limit]
@@ -38,8 +53,8 @@ def describe(error: BaseException) -> str:
     """Return one line for an error, with the remedy where one is known."""
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name in ORGANISER_MODULES:
-        return f"{error.name} is not installed: pip install -r requirements-organiser.txt"
+    if isinstance(error, ModuleNotFoundError) and error.name in INSTALL:
+        return f"{error.name} is not installed: {INSTALL[error.name]}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]

@@ -23,7 +23,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments, ModelArguments
 from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
-from cotrain.common.errors import TemporaryError, UserError
+from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.flags import MAX_NUMBER, check_maddr, find_settings, has_secret
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging
@@ -185,9 +185,10 @@ def find_run_config(
 
     :param is_monitor: start even if no initial peer answers, and state settings if this is the organiser
     :returns: the arguments, the settings in them, whether this peer signs its own, and whether no initial peer answers
-    :raises UserError: if a flag of the command line differs from the settings, or these are not safe
+    :raises UserError: if a flag differs from the settings, these are not safe, or a package is not installed
     :raises TemporaryError: if there are none, and the command line does not state the run either
     """
+    require_packages(command_line.arguments)
     (peer_args,) = [args for args in command_line.arguments if isinstance(args, BaseTrainingArguments)]
     if not peer_args.initial_peers:
         return command_line.arguments, None, True, False

@@ -20,13 +20,13 @@ import psutil
 from hivemind.utils import get_logger
 
 from cotrain.arguments import BaseTrainingArguments
-from cotrain.common.errors import TemporaryError, UserError
+from cotrain.common.errors import INSTALL, TemporaryError, UserError
 from cotrain.common.flags import endpoint_to_maddrs
 from cotrain.peer.addresses import fix_tcp_port
 
 logger = get_logger(__name__)
 
-NGROK_INSTALL = "pip install ngrok==1.4.0"  # the version that was tested
+NGROK_INSTALL = INSTALL["ngrok"]
 NGROK_TIMEOUT = 30.0  # seconds for opening a tunnel; the SDK itself sets no limit
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import run_custom_trainer
 import run_evaluator
 import run_trainer
 import run_training_monitor
@@ -23,6 +24,8 @@ UNKNOWN_PEERS = (
     "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC",
     "QmSoLPppuBtQSGwKDZT2M73ULpjvfd3aZ6ha4oFGL1KrGM",
 )
+
+PEER = f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEERS[0]}"
 
 
 @pytest.fixture
@@ -142,6 +145,41 @@ def test_monitor_and_evaluator(run, tmp_path):
     flags = ("--tokenizer_path", "nowhere", "--output_dir", tmp_path / "out")
     assert "--tokenizer_path" in run(run_training_monitor, *flags)
     assert "--initial_peers is missing" in run(run_evaluator)
+
+
+ORGANISER = "pip install -r requirements-organiser.txt"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "module", "remedy"),
+    [
+        (run_training_monitor, "--wandb_project x", "wandb", ORGANISER),
+        (run_training_monitor, "--report_to wandb", "wandb", ORGANISER),
+        (run_training_monitor, "--report_to trackio", "trackio", ORGANISER),
+        (run_training_monitor, "--space_id me/curves", "trackio", ORGANISER),
+        (run_training_monitor, "--report_to tensorboard", "tensorboard", "pip install tensorboard"),
+        (run_training_monitor, "--tunnel ngrok", "ngrok", "pip install ngrok=="),
+        (run_evaluator, f"--wandb_project x --initial_peers {PEER}", "wandb", ORGANISER),
+        (run_trainer, "--tunnel ngrok", "ngrok", "pip install ngrok=="),
+        (run_trainer, f"--tunnel ngrok --initial_peers {PEER}", "ngrok", "pip install ngrok=="),
+        (run_custom_trainer, "--tunnel ngrok", "ngrok", "pip install ngrok=="),
+    ],
+)
+def test_package_that_a_flag_needs_is_named_before_anything_else(run, tmp_path, monkeypatch, script, flags, module,
+                                                                 remedy):  # fmt: skip
+    monkeypatch.setitem(sys.modules, module, None)
+    message = run(script, *flags.split(), "--output_dir", tmp_path / "out")
+    assert f" {module}: {module} is not installed: {remedy}" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_check_shows_a_missing_package(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ngrok", None)
+    monkeypatch.setattr(sys, "argv", ["run_trainer.py", "--check", "--tunnel", "ngrok"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run_trainer.main()
+    assert "FAILED  joining: --tunnel ngrok: ngrok is not installed: pip install ngrok==" in capsys.readouterr().out
 
 
 def test_upload_without_a_token(run, data, tmp_path, monkeypatch):
