@@ -39,6 +39,9 @@ _IGNORED_NAMES = {
     "--logging_dir": "the monitor draws the training curves, see its --report_to",
     "--fp16_opt_level": "mixed precision is torch's, see --fp16 and --bf16",
     "--do_train": "a trainer always trains",
+    **dict.fromkeys(("--bandwidth", "--batch_size_lead"), "only trainers take part in rounds"),
+    "--client_mode": "a monitor or evaluator works behind a firewall without it; for others to join through a monitor "
+    "there, pass --tunnel ngrok or --announce_tunnel HOST:PORT",
     "--trainer_uuid": "the identity file identifies a peer, see --identity_path",
 }
 _REFUSED_NAMES = {

@@ -119,6 +119,17 @@ def test_each_old_flag_is_named_in_one_warning(capsys):
     assert last.startswith("warning: --logging_dir is ignored: ")
 
 
+@pytest.mark.parametrize("script", ["run_training_monitor.py", "run_evaluator.py"])
+def test_flags_of_trainers_get_a_line_at_other_peers(script, capsys):
+    parse(script, "--bandwidth 100 --client_mode --batch_size_lead=300 --run_id x")
+    bandwidth, client_mode, lead = capsys.readouterr().err.splitlines()
+    assert bandwidth == "warning: --bandwidth is ignored: only trainers take part in rounds"
+    assert client_mode.startswith("warning: --client_mode is ignored: a monitor or evaluator works behind a firewall")
+    assert "--tunnel ngrok or --announce_tunnel HOST:PORT" in client_mode and "--batch_size_lead" in lead
+    _, _, collaboration, *_ = parse("run_trainer.py", "--bandwidth 100 --client_mode --batch_size_lead 300")
+    assert (collaboration.bandwidth, collaboration.client_mode) == (100, True) and not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("endpoint", "maddrs"),
     [
