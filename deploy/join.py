@@ -21,6 +21,9 @@ GIB_FOR_SAMPLE, GIB_FOR_REST = 1.0, 2.0
 MAX_BATCH_SIZE = 64  # a micro-batch of half a second on the largest GPUs
 
 STOP_TIMEOUT = 30.0  # seconds; the trainer's own limit is 12
+# Becomes a monitor of the trainer beside it, once that has printed its local address; other peers need not reach it
+MONITOR = """until address=$(grep -om1 -e '--initial_peers /ip4/[^ ]*' "$0"); do sleep 1; done
+exec "$1" run_training_monitor.py $address --host_maddrs /ip4/127.0.0.1/tcp/0 "${@:2}" &>monitor.log"""
 
 
 def choose_batch_size() -> int:
@@ -57,39 +60,50 @@ def trainer_command(
     return [*command, *shlex.split(more_flags)]
 
 
-def run(command: list[str], folder: Path, log: Path = Path("trainer.log")) -> None:
+def run(
+    command: list[str], folder: Path, log: Path = Path("trainer.log"), monitor_flags: str | None = None, draw=None
+) -> None:
     """Run the trainer until it ends or the cell is interrupted. Its output is printed and written to `log`.
 
     After an interrupt the trainer saves a checkpoint and leaves. UserError is raised if the trainer fails.
+
+    :param monitor_flags: also run a monitor, with these flags
+    :param draw: function without arguments, called twice a second
     """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # the default of 1024 files is too low
     interrupted = False
     with open(log, "wb") as file, open(log, encoding="utf-8", errors="replace") as output:
         # preexec_fn is safe in a process with threads: the hook acquires none of their locks.
-        process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=leave_with_parent
-        )
+        options = {"stdout": file, "stderr": file, "stdin": subprocess.DEVNULL, "preexec_fn": leave_with_parent}
+        commands = [command]
+        if monitor_flags is not None:
+            commands.append(["bash", "-c", MONITOR, log.absolute(), sys.executable, *shlex.split(monitor_flags)])
+        processes = [subprocess.Popen(words, cwd=folder, **options) for words in commands]
+        process = processes[0]
         try:
-            _show(process, output)
+            _show(process, output, draw)
         except KeyboardInterrupt:
             interrupted = True
             print("\nStopping: the trainer saves a checkpoint and leaves the run. Interrupt again to end it at once")
             process.terminate()
-            _show(process, output, STOP_TIMEOUT)
+            _show(process, output, draw, STOP_TIMEOUT)
         finally:
-            process.kill()
-            process.wait()
+            for one in processes:
+                one.kill()
+                one.wait()
     if process.returncode != 0 and not interrupted:
         raise UserError(f"the trainer ended with exit code {process.returncode}; see its last lines above")
     print("The trainer has ended. Run this cell again to rejoin")
 
 
-def _show(process: subprocess.Popen, output: TextIO, timeout: float = math.inf) -> None:
+def _show(process: subprocess.Popen, output: TextIO, draw, timeout: float = math.inf) -> None:
     """Print the output until the process ends. It is a file: a pipe stays open while child processes of it run."""
     deadline = time.monotonic() + timeout
     while process.poll() is None and time.monotonic() < deadline:
         print(output.read(), end="", flush=True)
+        if draw is not None:
+            draw()
         time.sleep(0.5)
     print(output.read(), end="", flush=True)
 

@@ -51,6 +51,12 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 120) -
     return "".join(output.get("text", "") for output in outputs)
 
 
+def find_pictures(notebook: nbformat.NotebookNode) -> list[str]:
+    """Return the pictures that a notebook shows, in base64."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+
+
 @pytest.fixture(autouse=True)
 def jupyter_folders(monkeypatch, tmp_path):
     """Redirect Jupyter's folders: kernels leave a history and connection files."""
@@ -155,11 +161,10 @@ def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
                  "deploy/trainer.service"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    (folder / "run_trainer.py").write_text(trainer, encoding="utf-8")
-    (folder / "run_training_monitor.py").write_text(monitor, encoding="utf-8")
-    (folder / "requirements.txt").write_text(
-        f"psutil=={version('psutil')}\ntorch==0.0.1  # does not exist\n", encoding="utf-8"
-    )
+    (folder / "run_trainer.py").write_text(trainer)
+    (folder / "run_training_monitor.py").write_text(monitor)
+    (folder / "requirements-organiser.txt").write_text("-r requirements.txt\n")
+    (folder / "requirements.txt").write_text(f"psutil=={version('psutil')}\ntorch==0.0.1  # does not exist\n")
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "init.defaultBranch=main", "-C", folder]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *command], check=True)
@@ -210,6 +215,12 @@ altered.main()
 """
 
 
+MONITOR = """
+import os, sys
+os.execv(sys.executable, [sys.executable, {script!r}, *sys.argv[1:]])
+"""
+
+
 class RunningNotebook(threading.Thread):
     """A notebook that runs in the background, in a project with real scripts.
 
@@ -220,7 +231,8 @@ class RunningNotebook(threading.Thread):
         super().__init__(daemon=True)
         self.project, self.printed = project, ""
         self.notebook = read(name, **values)
-        make_repository(project, PACED_TRAINER.format(root=str(ROOT), pace=pace))
+        monitor = MONITOR.format(script=str(ROOT / "run_training_monitor.py"))
+        make_repository(project, PACED_TRAINER.format(root=str(ROOT), pace=pace), monitor)
         self.start()
 
     def run(self) -> None:
@@ -229,11 +241,11 @@ class RunningNotebook(threading.Thread):
         except CellExecutionError as error:
             self.printed = str(error)
 
-    def wait_for(self, pattern: str) -> str:
+    def wait_for(self, pattern: str, log: str = "trainer.log") -> str:
         def find() -> re.Match | None:
             assert self.is_alive(), self.printed
-            path = self.project / "trainer.log"
-            return re.search(pattern, path.read_text(encoding="utf-8")) if path.exists() else None
+            path = self.project / log
+            return re.search(pattern, path.read_text()) if path.exists() else None
 
         return wait_until(find, 240, pattern)[0]
 
@@ -263,7 +275,7 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
         (tmp_path / "certificate.pem").write_bytes(servers.certificate)
         host = RunningNotebook(
             tmp_path / "host", "host_collaboration.ipynb", "0.25", DATASET_URL=dataset_url,
-            FLAGS=f"{settings} {local}",
+            FLAGS=f"{settings} {local}", MONITOR_FLAGS="--no_store_checkpoints --refresh_period 1",
         )  # fmt: skip
         address = host.wait_for(r"--initial_peers /dns4/localhost/tcp/\d+/p2p/\w+")
         host.wait_for("Your current contribution")
@@ -275,12 +287,16 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
         friend.wait_for(r"Joined the collaboration at step #\d+")
         friend.wait_for("Averaged gradients with 2 peers")
         host.wait_for("Averaged gradients with 2 peers")
+        host.wait_for(r"Joining run friends of organiser Qm\w+\n", "monitor.log")
+        host.wait_for(r"Step #\d+\tloss = .*\talive peers = 2", "monitor.log")
         processes = [*host.processes(), *friend.processes()]
         assert not any(TOKEN in word for process in processes for word in process.cmdline())
         printed = {name: notebook.interrupt() for name, notebook in {"friend": friend, "host": host}.items()}
         assert servers.was_told_to_close
         wait_until(lambda: not servers.is_open, 30, "the end of the session")
     assert servers.tokens == [TOKEN] and servers.bytes_passed > 0
+    (curve,) = find_pictures(host.notebook)
+    assert len(curve) > 1000
     for name, text in printed.items():
         assert "Stopping: the trainer saves a checkpoint" in text and "The trainer has ended" in text, text
         assert list((tmp_path / name / "outputs").glob("checkpoint-*")), text
