@@ -1,7 +1,4 @@
-"""Each command that joins a run, in a script or a service, is accepted by a run with its own settings.
-
-tests/scripts/test_readme.py parses those in the documents.
-"""
+"""Each command that joins a run, in a script, page or notebook, is accepted by a run with its own settings."""
 
 import json
 import re
@@ -21,7 +18,7 @@ from cotrain.peer.run_config import SETTINGS, TASK, RunConfig, adopt_run_config
 from deploy.aws import Deployment
 from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
-from tests.scripts.test_readme import ADDRESS, PEER_ID
+from tests.scripts.test_readme import ADDRESS, PEER_ID, read_script_calls
 from tests.support.aws import make_settings
 from tests.support.peers import ROOT, TINY_ALBERT
 
@@ -30,6 +27,7 @@ JOINING = {
     "run_trainer.py": TRAINER_ARGUMENTS,
     "run_custom_trainer.py": TRAINER_ARGUMENTS,
     "run_evaluator.py": EVALUATOR_ARGUMENTS,
+    "run_training_monitor.py": MONITOR_ARGUMENTS,
 }
 # No default, nor a value that a command in the documents states
 RUN = {"run_id": "my-albert", "target_batch_size": 2048, "learning_rate": 0.0123, "local_updates": True,
@@ -45,10 +43,13 @@ def read_documents() -> Iterator[tuple[str, str, list[str]]]:
             r"(run_\w+\.py) +(--[^`\n]*--initial_peers [^`\n]*|--initial_peers /[^`\n]*)", text
         ):
             yield path.name, script, shlex.split(words)
+    for page, script, words in read_script_calls():
+        if script in JOINING and "--initial_peers" in words:
+            yield page, script, words
 
 
 COMMANDS = [*read_documents()]
-assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "README.md"}
+assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "README.md", "deploy_on_aws.ipynb", "running.md"}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""README.md, docs/ and the lists of requirements: the scripts accept all command lines, and all names exist."""
+"""Pages, notebooks and services, and the lists of requirements: scripts accept all command lines, all names exist."""
 
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -11,11 +12,19 @@ import pytest
 from transformers.hf_argparser import HfArgumentParser
 
 from cotrain.common.errors import ORGANISER_MODULES
+from cotrain.peer.run_config import COMMON_SETTINGS
 from tests.support.messages import is_printed
 from tests.support.peers import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text(encoding="utf-8")}
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "cotrain/common/messages.md")),
+    *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").glob("*.ipynb")), ROOT / "deploy/trainer.service",
+    ROOT / "deploy/user_data.sh",
+]  # fmt: skip
+# Variables in the forms of notebooks that are flags -> the script that gets them
+SCRIPTS_OF_FORMS = {"FLAGS": "run_trainer.py", "MONITOR_FLAGS": "run_training_monitor.py",
+                    "SETTINGS": "run_training_monitor.py"}  # fmt: skip
+MODULES = {path.name: path.stem for path in ROOT.glob("*.py") if "def main" in path.read_text()}
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"
 ADDRESS = f"/ip4/203.0.113.1/tcp/31337/p2p/{PEER_ID}"
 PLACEHOLDERS = [
@@ -30,26 +39,44 @@ PLACEHOLDERS = [
 ]
 # Of other programs
 FLAGS_OF_OTHERS = {"--shm-size", "--directory", "--to", "--local-dir", "--project", "--require-hashes", "--gpus",
-                   "--instance-id", "--network", "--output", "--init", "--stop-timeout"}  # fmt: skip
+                   "--instance-id", "--network", "--output", "--init", "--stop-timeout", "--quiet", "--depth", "--now",
+                   "--disable-pip-version-check"}  # fmt: skip
 # Files of the repository, not files that the scripts write.
 FILE = re.compile(
     r"[\w./-]+\.(py|ipynb|sh|md)|requirements[\w-]*\.txt|(cotrain|configs|docs|deploy|tests|benchmarks)/[\w./-]*"
 )
 
 
+def read_page(page: Path) -> str:
+    """Return the text of a page; of a notebook as Markdown, of a service or script as a block of commands."""
+    if page.suffix == ".ipynb":
+        cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
+        texts = {id(cell): "".join(cell["source"]) for cell in cells}
+        return "\n\n".join(
+            f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
+            for cell, text in zip(cells, texts.values(), strict=True)
+        )
+    if page.suffix != ".md":
+        return f"```bash\n{re.sub(r'(?m)^ExecStart=.*python ', '', page.read_text(encoding='utf-8'))}\n```"
+    return page.read_text(encoding="utf-8")
+
+
 def read_code_blocks(page: Path, language: str) -> list[str]:
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", read_page(page), re.MULTILINE | re.DOTALL)
     return [content for name, content in blocks if name == language]
 
 
 def read_inline_code(page: Path) -> list[str]:
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", read_page(page), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 
 
 def read_commands(page: Path) -> Iterator[str]:
     """Yield the command lines of a page, in blocks and in the text, with values for their placeholders."""
     lines = [line for block in read_code_blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    for block in read_code_blocks(page, "python"):  # of a notebook: flags in its form
+        for name, words in re.findall(r'^([A-Z_]+) = "(--[^"]*)"', block, re.MULTILINE):
+            lines.append(f"{SCRIPTS_OF_FORMS[name]} {words}")
     for line in [*lines, *read_inline_code(page)]:
         for pattern, value in PLACEHOLDERS:
             line = re.sub(pattern, value, line)
@@ -104,8 +131,20 @@ def test_scripts_take_the_command_lines_and_flags(parse):
         except (AssertionError, ValueError, SystemExit) as error:
             raise AssertionError(f"{page}: {script} {shlex.join(arguments)}") from error
     for page in PAGES:
-        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text(encoding="utf-8")))
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", read_page(page)))
+        if page.suffix == ".sh":  # most of its flags are other programs', which have no underscore
+            named = {name for name in named if "_" in name}
         assert named <= flags | FLAGS_OF_OTHERS, (page, named - flags)
+
+
+def test_further_monitors_are_given_no_settings_of_the_run():
+    """They take these from the run; what else is stated would be refused, or would state another run."""
+    joining = [(page, arguments) for page, script, arguments in read_script_calls()
+               if script == "run_training_monitor.py" and "--initial_peers" in arguments]  # fmt: skip
+    assert {page for page, _ in joining} >= {"running.md", "networking.md", "cloud.md", "deploy_on_aws.ipynb",
+                                             "host_collaboration.ipynb"}  # fmt: skip
+    for page, arguments in joining:
+        assert not {f"--{name}" for name in COMMON_SETTINGS} & set(arguments), (page, arguments)
 
 
 def test_targets_and_files_exist():
@@ -121,8 +160,8 @@ def test_targets_and_files_exist():
 
 
 def test_links_lead_somewhere():
-    for page in PAGES:
-        for link in re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text(encoding="utf-8")):
+    for page in [*(page for page in PAGES if page.suffix != ".sh"), ROOT / "benchmarks" / "RESULTS.md"]:
+        for link in re.findall(r"\]\((?!https?://)([^)]+)\)", read_page(page)):
             path, _, anchor = link.partition("#")
             target = (page.parent / path) if path else page
             assert target.exists(), (page, link)
