@@ -172,9 +172,8 @@ def monitor(
             stack.callback(keeper.close)
             keeper.restore()
 
-        if is_organiser:
-            config = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key)
-        relay = RunConfigRelay(peer, config, longest_wait)
+        own = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key) if is_organiser else None
+        relay = RunConfigRelay(peer, own or config, longest_wait)
         relay.publish()  # before anybody knows the address
         log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.

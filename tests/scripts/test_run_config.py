@@ -105,7 +105,7 @@ def test_volunteers_take_all_settings_from_the_run(scripts, dataset_url, tmp_pat
 
 def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
     """It stands in for the first one, also after a restart, and signs nothing."""
-    first, volunteer = start_run(scripts, dataset_url, "--save_checkpoint_step_interval", 1)
+    first, volunteer = start_run(scripts, dataset_url, "--refresh_period", 1)
     port = reserve_maddr()
 
     def start_monitor(name: str, address: str, *flags: object) -> Script:
@@ -117,6 +117,7 @@ def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
         )  # fmt: skip
 
     first_address = first.address
+    first_port = first_address.split("/p2p/")[0]
     second = start_monitor("second", first_address, "--host_maddrs", port)
     organiser = first_address.split("/")[-1]
     second.wait_for(rf"Joining run tree of organiser {organiser}\n")
@@ -127,20 +128,26 @@ def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
     second.wait_for(r"Step #1\tloss")
     second.wait_for(r"Saved .*second/checkpoint-\d+")
     first.kill()
-    bob = volunteer("bob", f"{second.address},{alice.address}")
-    bob.wait_for("Averaged gradients with 2 peers")
     second.kill()
     second = start_monitor("second", first_address, "--host_maddrs", port)
     second.wait_for("Starting without them, and dialing them again periodically")
     second.wait_for(rf"Joining run tree of organiser {organiser}\n")
-    carol = volunteer("carol", second.address)
-    carol.wait_for(rf"Joining run tree of organiser {organiser}, vouched for by")
-    carol.wait_for("Averaged gradients with 3 peers")
+    bob = volunteer("bob", second.address)
+    bob.wait_for(rf"Joining run tree of organiser {organiser}, vouched for by")
+    bob.wait_for("Averaged gradients with 2 peers")
     newest = max(second.steps, default=0)
     second.wait_for(rf"Step #{newest + 1}\tloss")
+    # The organiser's monitor joins through the second one, and changes what trainers may choose for themselves.
+    first = start_monitor(
+        "monitor", second.address, "--run_config", scripts.folder / "run.yaml", "--host_maddrs", first_port,
+        "--page", "https://example.org/new", "--no_store_checkpoints",
+    )  # fmt: skip
+    assert first.address == first_address
+    carol = volunteer("carol", second.address)
+    carol.wait_for("Curves of the run: https://example.org/new\n")
     third = start_monitor("third", carol.address, "--learning_rate", 1.0)
     assert third.wait(120) == 1 and "--learning_rate is 1.0 here and 0.01 in run tree" in third.output
-    for script in (alice, bob, carol, second):
+    for script in (alice, bob, carol, second, first):
         assert script.stop() == 0, script.output
         assert "Traceback" not in script.output
 
