@@ -3,6 +3,7 @@
 `python -m deploy.join` prints the batch size for this machine's GPU.
 """
 
+import contextlib
 import math
 import resource
 import shlex
@@ -89,7 +90,10 @@ def run(
             process.terminate()
             _show(process, output, draw, STOP_TIMEOUT)
         finally:
-            for one in processes:
+            for one in reversed(processes):  # the monitor reports the last steps
+                one.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    one.wait(STOP_TIMEOUT)
                 one.kill()
                 one.wait()
     if process.returncode != 0 and not interrupted:

@@ -195,6 +195,8 @@ def find_run_config(
     setup_logging(peer_args.debug)
     stated = command_line.stated
     path, kept = RunConfig.load(command_line.arguments)
+    if kept is not None and command_line.values.get("run_id", kept.settings["run_id"]) != kept.settings["run_id"]:
+        kept = None  # the folder was that of another run
     organiser = None if kept is None else kept.organiser
     try:
         config, fault = _visit(peer_args, organiser, command_line.values.get("run_id"), stop), None

@@ -11,16 +11,16 @@ from cotrain.common.run_folder import claim_folder, find_run
 def write(folder: Path, run_id: str, *steps: int) -> None:
     """Write what a monitor and a trainer of a run leave."""
     for name in ("metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "wandb_run_id"):
-        (folder / name).write_text(run_id)
+        (folder / name).write_text(run_id, encoding="utf-8")
     for name in ("contributors.json", "status.json", *(f"checkpoint-{step}/collaboration.json" for step in steps)):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps({"run_id": run_id}))
+        (folder / name).write_text(json.dumps({"run_id": run_id}), encoding="utf-8")
 
 
 def read(folder: Path) -> dict[str, str]:
     """Return the names of the files in a folder, with the run that wrote them."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    texts = {str(path.relative_to(folder)): path.read_text() for path in files}
+    texts = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in files}
     return {name: json.loads(text)["run_id"] if name.endswith(".json") else text for name, text in texts.items()}
 
 
@@ -38,7 +38,7 @@ def begin(folder: Path, run_id: str, *steps: int) -> None:
 def test_each_run_continues_with_its_own_files(folder, caplog):
     caplog.set_level("INFO")
     begin(folder, "first", 600, 700)
-    (folder / "identity.key").write_text("the peer's")
+    (folder / "identity.key").write_text("the peer's", encoding="utf-8")
     first = read(folder)
     assert caplog.messages == [] and set(first.values()) == {"first", "the peer's"}
     claim_folder(folder, "first")
@@ -78,9 +78,9 @@ def test_files_of_nobody_are_used(folder):
 def test_interrupted_move_is_completed_and_nothing_is_replaced(folder):
     begin(folder, "first", 600)
     (folder / "other-runs" / "first").mkdir(parents=True)
-    (folder / "other-runs" / "first" / "metrics.jsonl").write_text("earlier")
-    (folder / "run.json").write_text("no JSON")  # status.json says it, too
+    (folder / "other-runs" / "first" / "metrics.jsonl").write_text("earlier", encoding="utf-8")
+    (folder / "run.json").write_text("no JSON", encoding="utf-8")  # status.json says it, too
     claim_folder(folder, "second")
     claim_folder(folder, "first")
-    assert (folder / "metrics.jsonl").read_text() == "first"
-    assert [path.read_text() for path in folder.rglob("metrics.jsonl.*")] == ["earlier"]
+    assert (folder / "metrics.jsonl").read_text(encoding="utf-8") == "first"
+    assert [path.read_text(encoding="utf-8") for path in folder.rglob("metrics.jsonl.*")] == ["earlier"]

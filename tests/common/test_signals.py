@@ -59,7 +59,7 @@ class Process:
         self.process = subprocess.Popen(command, cwd=ROOT, **{"stderr": subprocess.PIPE, **streams})
 
     def send(self, *numbers: int) -> None:
-        wait_until(lambda: self.log.exists() and self.log.read_text(), 120, "the start")
+        wait_until(lambda: self.log.exists() and self.log.read_text(encoding="utf-8"), 120, "the start")
         for number in numbers:
             self.process.send_signal(number)
 
@@ -68,7 +68,7 @@ class Process:
 
     @property
     def has_stopped(self) -> bool:
-        return "stopped" in self.log.read_text()
+        return "stopped" in self.log.read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_closed_streams_are_no_files_to_write_to(tmp_path):
     """Without a stderr, the next file to be opened would have its number, and get its lines."""
     command = f"{sys.executable} -c '{SCRIPT}' {tmp_path / 'log'} fail 0 <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], cwd=ROOT, timeout=120, check=False).returncode == 75
-    assert (tmp_path / "log").read_text() == ""
+    assert (tmp_path / "log").read_text(encoding="utf-8") == ""
 
 
 def test_full_disk_under_the_output_of_a_script_is_an_error(start):

@@ -161,10 +161,12 @@ def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
                  "deploy/trainer.service"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    (folder / "run_trainer.py").write_text(trainer)
-    (folder / "run_training_monitor.py").write_text(monitor)
-    (folder / "requirements-organiser.txt").write_text("-r requirements.txt\n")
-    (folder / "requirements.txt").write_text(f"psutil=={version('psutil')}\ntorch==0.0.1  # does not exist\n")
+    (folder / "run_trainer.py").write_text(trainer, encoding="utf-8")
+    (folder / "run_training_monitor.py").write_text(monitor, encoding="utf-8")
+    (folder / "requirements-organiser.txt").write_text("-r requirements.txt\n", encoding="utf-8")
+    (folder / "requirements.txt").write_text(
+        f"psutil=={version('psutil')}\ntorch==0.0.1  # does not exist\n", encoding="utf-8"
+    )
     git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "init.defaultBranch=main", "-C", folder]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
         subprocess.run([*git, *command], check=True)
@@ -245,7 +247,7 @@ class RunningNotebook(threading.Thread):
         def find() -> re.Match | None:
             assert self.is_alive(), self.printed
             path = self.project / log
-            return re.search(pattern, path.read_text()) if path.exists() else None
+            return re.search(pattern, path.read_text(encoding="utf-8")) if path.exists() else None
 
         return wait_until(find, 240, pattern)[0]
 

@@ -260,7 +260,7 @@ def test_monitor_whose_peers_do_not_answer(find_as_monitor, keys):
 
 @pytest.mark.parametrize(("words", "is_organiser"), [(("--run_id", "own"), False), (("--run_config", "FILE"), True)])
 def test_monitor_of_a_run_without_settings_states_them(find_as_monitor, tmp_path, words, is_organiser):
-    (tmp_path / "run.yaml").write_text("run_id: own\n")
+    (tmp_path / "run.yaml").write_text("run_id: own\n", encoding="utf-8")
     with pytest.raises(TemporaryError, match="publish no settings of a run; try again later, or pass --run_id"):
         find_as_monitor(None, "--learning_rate", "0.02")
     words = [word.replace("FILE", str(tmp_path / "run.yaml")) for word in words]
@@ -271,7 +271,7 @@ def test_monitor_of_a_run_without_settings_states_them(find_as_monitor, tmp_path
 def test_organisers_own_monitor_may_change_what_it_stated(find_as_monitor, tmp_path):
     key = load_identity(tmp_path / "identity.key")
     config = RunConfig.sign(SETTINGS, key)
-    (tmp_path / "run.yaml").write_text("run_id: tree\nlearning_rate: 0.02\n")
+    (tmp_path / "run.yaml").write_text("run_id: tree\nlearning_rate: 0.02\n", encoding="utf-8")
     (_, run_args, _), own, *state = find_as_monitor(config, "--run_config", str(tmp_path / "run.yaml"))
     assert run_args.learning_rate == 0.02 and not run_args.local_updates and own is None and state == [True, False]
     (_, run_args, _), own, *state = find_as_monitor(config)
@@ -288,10 +288,10 @@ def test_monitor_without_checkpoints_needs_no_model(find_as_monitor, keys):
 
 def test_kept_settings_that_are_damaged_are_set_aside(find_as_monitor, keys, tmp_path):
     find_as_monitor(RunConfig.sign(SETTINGS, keys[0]))
-    kept = json.loads((tmp_path / run_config.KEPT_FILE).read_text())
+    kept = json.loads((tmp_path / run_config.KEPT_FILE).read_text(encoding="utf-8"))
     altered = bytes.fromhex(kept["record"]).replace(b"0.01", b"0.09").hex()
     for content in ("", "[]", "{}", json.dumps({**kept, "record": altered}), json.dumps({**kept, "record": "80"})):
-        (tmp_path / run_config.KEPT_FILE).write_text(content)
+        (tmp_path / run_config.KEPT_FILE).write_text(content, encoding="utf-8")
         with pytest.raises(TemporaryError, match="none of"):
             find_as_monitor(SILENCE)
 
@@ -404,10 +404,9 @@ def test_signal_during_the_visit_ends_the_script_after_it():
             os.kill(os.getpid(), signal.SIGTERM)
             wait_until(stop.event.is_set, 10, "the signal")
         assert exit_info.value.code == 0
-        stop._requested = False
-        with pytest.raises(SystemExit):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(10)
+    with StopSignal(grace=1e6), pytest.raises(SystemExit):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
 
 
 def test_another_protocol_is_refused(keys, tmp_path, monkeypatch):

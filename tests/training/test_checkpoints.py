@@ -124,7 +124,7 @@ def test_checkpoint_of_another_program_is_not_replaced(tmp_path, caplog):
     path = tmp_path / "checkpoint-5"
     path.mkdir()
     for name in ("config.json", "trainer_state.json"):
-        (path / name).write_text("{}")
+        (path / name).write_text("{}", encoding="utf-8")
     for step in (4, 5, 6):
         checkpoints.rotate_checkpoints(save(tmp_path, step), keep=1)
     assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-6"]
