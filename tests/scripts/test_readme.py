@@ -38,7 +38,8 @@ PLACEHOLDERS = [
     (r"(?<= )…", ""),  # more flags
 ]
 # Of other programs
-FLAGS_OF_OTHERS = {"--shm-size", "--pids-limit", "--directory", "--to", "--local-dir", "--project", "--require-hashes", "--gpus",
+FLAGS_OF_OTHERS = {"--pids-limit", "--shm-size",
+                   "--directory", "--to", "--local-dir", "--project", "--require-hashes", "--gpus",
                    "--instance-id", "--network", "--output", "--init", "--stop-timeout", "--quiet", "--depth", "--now",
                    "--disable-pip-version-check"}  # fmt: skip
 # Files of the repository, not files that the scripts write.
