@@ -90,7 +90,7 @@ def test_folder_of_another_run_loses_nothing_and_hinders_nothing(scripts):
     first.wait_for(r"Step #4\b")
     assert first.stop() == 0
     newest = list_checkpoints(folder)[0].name
-    for start in (r"starting with the initial weights[\s\S]*Step #2\b", r"Resumed from a checkpoint at step #[2-9]"):
+    for start in (r"starting with the initial weights[\s\S]*Step #2\b", r"Resumed from a checkpoint at step #\d"):
         second = scripts.trainer("trainer", *common, "--run_id", "second")
         second.wait_for(start)
         second.kill()
