@@ -234,7 +234,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     )
     batch_size_lead: int = flag(
         0,
-        "Begin looking for a group in advance, this many samples before target_batch_size",
+        "Begin looking for a group at the latest this many samples before target_batch_size; see --matchmaking_time",
         at_least=0,
         below="target_batch_size",
     )

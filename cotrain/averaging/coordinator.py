@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass, field
 from enum import Enum
 
 from hivemind.averaging.control import AveragingStage
@@ -10,6 +11,7 @@ from hivemind.utils import get_logger
 from cotrain.averaging.matchmaking import RoundControl
 from cotrain.averaging.progress import ProgressTracker
 from cotrain.averaging.rounds import RoundAverager, RoundResult
+from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
 
@@ -29,6 +31,24 @@ class Outcome(Enum):
     MISSED = "missed"  # the other trainers have completed the step without this peer
     FAILED = "failed"  # there are other trainers, but no round with them succeeded
     STOPPED = "stopped"
+    CAUGHT_UP = "caught up"  # this peer has no round of the step: it has downloaded a state, or skipped steps
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What came of a global step, or of an attempt at it, at this peer.
+
+    :param samples: this peer's samples that the step used, with the weight that its reducers gave them; None: the step
+      is without this peer
+    :param time: `run_time` at its end
+    :param error: of a failed round, on any number of lines
+    """
+
+    step: int
+    outcome: Outcome
+    samples: int | None = None
+    error: str = ""
+    time: float = field(default_factory=run_time)
 
 
 class RoundCoordinator:
@@ -36,12 +56,19 @@ class RoundCoordinator:
 
     :param matchmaking_time: seconds before a step is due at which the search for its group starts
     :param averaging_timeout: seconds after which a round is abandoned
+    :param batch_size_lead: samples before the target at which that search starts at the latest
     """
 
     def __init__(
-        self, tracker: ProgressTracker, averager: RoundAverager, matchmaking_time: float, averaging_timeout: float
+        self,
+        tracker: ProgressTracker,
+        averager: RoundAverager,
+        matchmaking_time: float,
+        averaging_timeout: float,
+        batch_size_lead: int = 0,
     ):
         self.tracker, self.averager = tracker, averager
+        self.batch_size_lead = batch_size_lead
         self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
         self.is_settling = False  # see CollaborativeOptimizer
         self.num_attempts = 0  # for the newest step
@@ -79,6 +106,8 @@ class RoundCoordinator:
         if self._control is not None or self._stopped.is_set():
             return
         is_soon = self.tracker.seconds_to_step <= self.matchmaking_time
+        if self.batch_size_lead and not is_soon:
+            is_soon = self.tracker.estimate()[0] >= self.tracker.target_batch_size - self.batch_size_lead
         if 0 <= self.averager.requested_number.value - number <= 1 and not is_soon:
             self.tracker.refresh_in(LOOK_SECONDS)  # another peer already searches for the group
         if is_soon and self.tracker.num_expected(number):

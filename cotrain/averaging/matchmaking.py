@@ -29,6 +29,7 @@ from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, TimedStorage, get_logger
 
+from cotrain.averaging.progress_record import MAX_DISTANCE
 from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
@@ -39,7 +40,6 @@ RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
 MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
-MAX_DISTANCE = 1e6  # bound on the distance that a peer claims, in updates
 MAX_CLAIM_BYTES = 64
 NONCE_BYTES = 8  # of the ID of a group
 

@@ -22,10 +22,10 @@ from threadpoolctl import threadpool_limits
 
 from cotrain.averaging.accumulators import GradientAccumulator, clip_norm
 from cotrain.averaging.bounds import NORM_TOLERANCE
-from cotrain.averaging.coordinator import Outcome, RoundCoordinator
+from cotrain.averaging.coordinator import Outcome, RoundCoordinator, StepRecord
 from cotrain.averaging.history import add_mark, different_marks
-from cotrain.averaging.matchmaking import MAX_DISTANCE
-from cotrain.averaging.progress import WARN_SECONDS, PeerProgress, ProgressTracker
+from cotrain.averaging.progress import WARN_SECONDS, ProgressTracker
+from cotrain.averaging.progress_record import MAX_DISTANCE, PeerProgress
 from cotrain.averaging.round_log import RoundLog, describe_round
 from cotrain.averaging.rounds import RoundAverager, RoundResult
 from cotrain.averaging.standing import EQUAL, LACKING
@@ -57,15 +57,16 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     """hivemind.Optimizer that averages gradients and parameters in one round per global step.
 
     :param public_key: the subkey of this peer's records, from `make_validators`
+    :param batch_size_lead: samples before the target at which the search for a group begins at the latest
     :param kwargs: of hivemind.Optimizer. `tracker_opts` are further arguments of ProgressTracker, `averager_opts` of
       TrainingStateAverager; `grad_averager_factory` builds a RoundAverager
     """
 
-    def __init__(self, *, public_key: bytes, **kwargs):
+    def __init__(self, *, public_key: bytes, batch_size_lead: int = 0, **kwargs):
         self._public_key = public_key
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
-        self._steps: deque[tuple[int, int | None]] = deque(maxlen=64)  # see pop_steps
+        self._records: deque[StepRecord] = deque(maxlen=64)  # see pop_records
         # Updates that this peer's parameters lack, or have with another gradient, compared with those of its group
         self.distance = 0.0
         self._num_failures = 0  # consecutive rounds that this peer has failed to take part in
@@ -88,7 +89,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._thread: threading.Thread | None = None
         super().__init__(**kwargs)
         self.coordinator = RoundCoordinator(
-            self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout
+            self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout, batch_size_lead
         )
         self.tracker.schema = self.grad_averager.schema_id
         self.tracker.start()
@@ -313,6 +314,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
         """Bring the training state to a step. Return the samples carried over into the next one."""
         if outcome == Outcome.FAILED:
+            self._records.append(StepRecord(step, outcome, error=self.coordinator.last_error))
             return self._keep_samples(step, samples)
         if outcome == Outcome.MISSED:
             self.state_averager.local_epoch = step
@@ -323,15 +325,15 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     f"This peer has missed {MAX_FAILURES} rounds in a row: it reaches the DHT, but no trainer that "
                     "leads a round. See docs/networking.md. It keeps trying, and the others do not wait for it"
                 )
-            self._steps.append((step, None))
+            self._records.append(StepRecord(step, outcome))
             return self._carry_over(step, samples)
         self.accumulator.confirm()
         self._num_failures = self._num_stuck = 0
-        parameters = None
+        parameters, used = None, samples
         if outcome == Outcome.AVERAGED:
             self.tracker.record_members(result.members, result.violations)
             self._bound_gradients()
-            counts = result.distance <= LACKING
+            used = round(result.weight) if result.distance <= LACKING else None
             parameters = self._take_parameters(step, result)
             logger.info(f"Averaged gradients with {len(result.members)} peers")
             if result.received < 1:
@@ -347,14 +349,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if self.grad_averager.keeps_rest:
                 torch._foreach_copy_(self.grad_averager.averaged_gradients, self.grad_averager.gradients)
                 torch._foreach_zero_(self.grad_averager.gradients)  # nothing is left for the next round
-            counts, self.distance, self.coordinator.is_settling = True, 0.0, False
+            self.distance, self.coordinator.is_settling = 0.0, False
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)
             logger.info(f"Nobody else is at step #{step}: proceeding with local gradients")
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True
-        self._steps.append((step, samples if counts else None))
+        self._records.append(StepRecord(step, outcome, used))
         return self.accumulator.num_samples
 
     def _keep_samples(self, step: int, samples: int) -> int:
@@ -448,12 +450,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         (first, _), *times = self._round_times or [(0.0, 0.0)]
         return min(1.0, sum(seconds for _, seconds in times) / (times[-1][0] - first)) if len(times) > 1 else None
 
-    def pop_steps(self) -> list[tuple[int, int | None]]:
-        """Return the global steps since the last call, and the samples that this peer contributed to each.
-
-        None stands for a step without this peer: the peer missed the round or downloaded the state.
-        """
-        return [self._steps.popleft() for _ in range(len(self._steps))]
+    def pop_records(self) -> list[StepRecord]:
+        """Return what came of the global steps since the last call."""
+        return [self._records.popleft() for _ in range(len(self._records))]
 
     # Joining and catching up
 
@@ -475,7 +474,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.state_averager.local_epoch += missed
         self.distance += missed
         logger.info(f"Missed {missed} steps: receiving the parameters in the round of step #{self.local_epoch + 1}")
-        self._steps.append((self.local_epoch, None))
+        self._records.append(StepRecord(self.local_epoch, Outcome.CAUGHT_UP))
         self._report_step(self.accumulator.num_samples)
         self.share_state()
 
@@ -507,7 +506,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.distance, self.coordinator.is_settling = float(missed), missed > 0
                 self.forget_progress()
                 self.share_state()
-                self._steps.append((self.local_epoch, None))
+                self._records.append(StepRecord(self.local_epoch, Outcome.CAUGHT_UP))
                 self._failed_loads = 0
             elif rival is not None:
                 return self._follow_clients(rival) or self._ignore_unbacked_claim(rival)
@@ -524,7 +523,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         with self._step_lock, self._update_lock:
             self.state_averager.restore(metadata, tensors)
             self._has_update, self.distance = False, 0.0
-            self._steps.clear()
+            self._records.clear()
             self.forget_progress()
 
     def discard_local_updates(self) -> bool:
@@ -547,7 +546,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.state_averager.local_epoch, self.state_averager.marks = rival.completed, ()
         self.distance = MAX_DISTANCE
         self.forget_progress()
-        self._steps.append((rival.completed, None))
+        self._records.append(StepRecord(rival.completed, Outcome.CAUGHT_UP))
         return True
 
     def _ignore_unbacked_claim(self, rival: PeerProgress) -> bool:

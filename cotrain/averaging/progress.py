@@ -2,8 +2,7 @@
 
 Each trainer publishes a signed record under `{run_id}_training_progress`, which `SafeDHT` spreads over several keys:
 the newest steps that it has begun and completed, the samples for the next one, and how far its parameters are from the
-others'. The record has the protocol and the schema of the rounds: trainers of another version or with another model
-are ignored.
+others', see progress_record.py.
 
 Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step, extrapolates from old
 reports without limit, and, while it reads the DHT, holds a lock that the training thread needs.
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hivemind.dht import DHT
 from hivemind.p2p import PeerID
@@ -22,17 +21,15 @@ from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.arguments import ProgressTrackerArguments
-from cotrain.averaging.history import MAX_DIFFERENT, Marks, Position, different_marks, outranks, parse_marks
-from cotrain.averaging.matchmaking import MAX_DISTANCE, RosterEntry
-from cotrain.averaging.rounds import PROTOCOL
+from cotrain.averaging.history import MAX_DIFFERENT, different_marks, outranks
+from cotrain.averaging.matchmaking import RosterEntry
+from cotrain.averaging.progress_record import PROTOCOL, PeerProgress, parse_progress
 from cotrain.averaging.standing import LACKING
 from cotrain.dht.clock import run_time
-from cotrain.dht.metrics_schema import MAX_STEP
 from cotrain.dht.records import signer_of
 
 logger = get_logger(__name__)
 
-MAX_SAMPLES, MAX_TIME = 10**9 - 1, 1e12  # bounds on what peers report
 HEARTBEAT_SECONDS = 5.0  # between two reports of a peer with long local steps
 REPORT_FRACTION = 0.25  # seconds between two reports of samples, as a fraction of the time to the step
 MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the first is too fast, its batch was ready
@@ -47,68 +44,6 @@ HOLD_SECONDS = 120.0  # after a step, for which a trainer that is ahead of most 
 CONFIRMING_READS = 2  # of the reports after which a trainer believes that the others have another history
 IGNORE_SECONDS = 600.0  # for which a peer is ignored after a violation, or after a claim of a step without an offer
 WARN_SECONDS = 600.0  # between two warnings about the same peer
-
-
-# Field of a report -> its types, and the least and the largest value
-RANGES = {
-    **dict.fromkeys(("client_mode", "away"), ((bool,), 0, 1)),
-    **dict.fromkeys(("epoch", "completed"), ((int,), 0, MAX_STEP)),
-    **dict.fromkeys(("samples_accumulated", "contributed"), ((int,), 0, MAX_SAMPLES)),
-    **dict.fromkeys(("time", "reported_at"), ((int, float), -MAX_TIME, MAX_TIME)),
-    "samples_per_second": ((int, float), 0, MAX_SAMPLES),
-    "distance": ((int, float), 0, MAX_DISTANCE),
-}
-
-
-@dataclass(frozen=True)
-class PeerProgress:
-    """Progress of one peer, as the peer reports it."""
-
-    peer_id: bytes
-    epoch: int = 0  # newest global step that the peer has begun
-    completed: int = 0  # newest step whose update the peer has, or has skipped
-    samples_accumulated: int = 0  # for the step after `epoch`
-    contributed: int = 0  # samples for step `epoch`
-    samples_per_second: float = 0.0
-    time: float = 0.0  # when the newest of the samples were computed, on the peer's clock
-    reported_at: float = 0.0  # when the peer last reported, on the peer's clock
-    client_mode: bool = False
-    distance: float = 0.0  # updates by which its parameters differ, see CollaborativeOptimizer
-    away: bool = False  # it downloads a state, or finds no group: nobody waits for it
-    marks: Marks = ()
-    seen: float = 0.0  # when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`
-
-    @property
-    def position(self) -> Position:
-        return Position(self.epoch, self.marks)
-
-    @property
-    def computed(self) -> float:
-        """When the newest of the samples were computed, on this machine's clock (`time.monotonic`)."""
-        return self.seen - max(0.0, self.reported_at - self.time)
-
-    def to_record(self) -> dict:
-        """Return the record without the peer ID, which follows from the subkey: it cannot be another peer's."""
-        fields = {name: value for name, value in vars(self).items() if name not in ("peer_id", "seen")}
-        # hivemind packs a tuple as an extension type, which the validators refuse.
-        return {"protocol": PROTOCOL, **fields, "marks": [list(mark) for mark in self.marks]}
-
-
-def parse_progress(subkey: bytes, value: object) -> PeerProgress:
-    """Parse a progress record.
-
-    :param subkey: of the record in the DHT, from which the peer ID follows
-    :raises ValueError: if a field is missing or out of range
-    """
-    if not isinstance(value, dict):
-        raise ValueError("not a dictionary")
-    fields = {name: value.get(name) for name in PeerProgress.__dataclass_fields__}
-    progress = PeerProgress(**{**fields, "peer_id": signer_of(subkey).to_bytes(), "seen": 0.0})
-    for name, (types, low, high) in RANGES.items():
-        number = getattr(progress, name)
-        if type(number) not in types or not low <= number <= high:
-            raise ValueError(f"wrong {name}")
-    return replace(progress, marks=parse_marks(progress.marks))
 
 
 class ProgressTracker(threading.Thread):
@@ -472,7 +407,7 @@ class ProgressTracker(threading.Thread):
                 if not self._speaks_our_protocol(subkey, record.value):
                     num_misfits += record.expiration_time > newest
                     continue
-                others[subkey] = self._date(subkey, parse_progress(subkey, record.value), now)
+                others[subkey] = self._date(subkey, parse_progress(signer_of(subkey).to_bytes(), record.value), now)
             except ValueError as error:
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:

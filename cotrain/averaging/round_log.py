@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -23,18 +22,13 @@ class _QuietHandler(RotatingFileHandler):
 
 
 class RoundLog:
-    """Log with one JSON line per round, in a file that is rotated at 16 MiB.
+    """Log with one JSON line per round, in a file that is rotated at 16 MiB."""
 
-    :param on_entry: called with each entry, in the thread of the round
-    """
-
-    def __init__(self, folder: Path, on_entry: Callable[[dict], None] = lambda entry: None):
-        self.on_entry = on_entry
+    def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self._handler = _QuietHandler(folder / "rounds.jsonl", maxBytes=MAX_LOG_BYTES, backupCount=1, delay=True)
 
     def write(self, entry: dict) -> None:
-        self.on_entry(entry)
         line = json.dumps(entry)
         self._handler.handle(logging.LogRecord("rounds", logging.INFO, "", 0, line, None, None))
 

@@ -30,6 +30,7 @@ from cotrain.averaging.allreduce import AllReduce, Block, Delivery
 from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.bounds import Bounds
 from cotrain.averaging.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
+from cotrain.averaging.progress_record import PROTOCOL
 from cotrain.averaging.sparse import TopK
 from cotrain.averaging.standing import Standing, divide
 from cotrain.averaging.uplink import UplinkMeter
@@ -37,7 +38,6 @@ from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
 
-PROTOCOL = 10  # version of rounds and progress reports; peers of different versions do not average
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal
@@ -62,6 +62,7 @@ class RoundResult:
     members: Sequence[PeerID]
     received: float  # fraction of the gradients whose average arrived
     weights: dict[PeerID, float]  # samples of the senders, known only if this peer reduces gradients
+    weight: float = 0.0  # of this peer's samples
     missed: dict[PeerID, str] = field(default_factory=dict)  # peers of the roster outside of the group -> reason
     violations: dict[PeerID, str] = field(default_factory=dict)  # of the members that were banned for them
     seconds: dict[str, float] = field(default_factory=dict)  # of the phases: matchmaking, waiting, allreduce
@@ -265,7 +266,7 @@ class RoundAverager(SafeAverager):
             group_id=group.group_id,
             peer_ids=group.peer_ids,
             blocks=blocks,
-            weight=0.0 if standing.lacking[own] else step.weight,
+            weight=(weight := 0.0 if standing.lacking[own] else step.weight),
             parameter_weight=float(standing.counting[own]),
             bounds=bounds,
             timeout=self._allreduce_timeout,
@@ -293,6 +294,7 @@ class RoundAverager(SafeAverager):
             members=group.peer_ids,
             received=received,
             weights=runner.weights(),
+            weight=weight,
             violations=runner.violations(),
             received_parameters=runner.received_fraction(TensorRole.PARAMETER),
             distance=standing.distances[own],

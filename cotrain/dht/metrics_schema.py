@@ -24,9 +24,10 @@ _HISTORY_BYTES = 2560
 Step = pydantic.conint(strict=True, ge=0, le=MAX_STEP)
 Count = pydantic.conint(strict=True, ge=0, le=MAX_COUNT)
 Rate = pydantic.confloat(strict=True, ge=0.0, le=MAX_NUMBER)  # the bounds also reject NaN and Inf
+Moment = pydantic.confloat(strict=True, ge=0.0, le=1e12)  # seconds, `run_time`
 Sum = pydantic.confloat(strict=True, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
-RULES = ("sum", "mean", "maximum", "live sum")
+RULES = ("sum", "mean", "maximum", "median")
 
 
 class InvalidValue(ValueError):
@@ -58,6 +59,8 @@ class ExtensibleRecord(pydantic.BaseModel):
 class LocalMetrics(ExtensibleRecord):
     """Metrics of one trainer for one global step. The first five fields are the record of hivemind's ALBERT example.
 
+    The record of the newest step has these alone; the history also has the others.
+
     Further metrics come after these and are optional, so that peers without them stay in the run.
 
     `combine` of a field says how the values of the peers are aggregated for a step:
@@ -65,16 +68,18 @@ class LocalMetrics(ExtensibleRecord):
     - "sum": the sum over the peers;
     - "mean": the mean weighted by samples, of each value divided by the field `per` if there is one;
     - "maximum": the maximum over the peers;
-    - "live sum": the sum over the newest values of all live peers, whether they contributed to the step or not.
+    - "median": the median over the peers.
 
-    `loss` is the sum of the losses of `mini_steps` micro-batches; `samples_accumulated` counts towards the step.
+    `loss` is the sum of the losses of `mini_steps` micro-batches; `samples_accumulated` are those that the step used;
+    `time` is when the step ended.
     """
 
     step: Step
-    samples_per_second: Rate = pydantic.Field(..., combine="live sum")
+    samples_per_second: Rate = pydantic.Field(..., combine="sum")
     samples_accumulated: Count = pydantic.Field(..., combine="sum")
     loss: Sum = pydantic.Field(..., combine="mean", per="mini_steps")
     mini_steps: Count = pydantic.Field(..., combine="sum")
+    time: Moment | None = pydantic.Field(None, combine="median")
 
     def to_row(self) -> list:
         """Return the values as an entry of a history, in the order of the declaration."""

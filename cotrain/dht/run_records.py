@@ -5,8 +5,10 @@ from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.dht.clock import run_time
 from cotrain.dht.metrics_schema import (
@@ -20,7 +22,7 @@ from cotrain.dht.metrics_schema import (
     Step,
 )
 from cotrain.dht.node import NUM_BUCKETS, PROGRESS
-from cotrain.dht.records import ReadableValidator, RunValidator, SafeValidatorMixin
+from cotrain.dht.records import ReadableValidator, RunValidator, SafeValidatorMixin, signer_of
 
 logger = get_logger(__name__)
 
@@ -134,6 +136,11 @@ def get_dictionary(dht: DHT, key: str, timeout: float = 10.0) -> dict:
         logger.warning(f"Could not read {key} from the DHT: {error!r}")
         return {}
     return found.value if found is not None and isinstance(found.value, dict) else {}
+
+
+def get_records(dht: DHT, key: str) -> dict[PeerID, ValueWithExpiration]:
+    """Return the records of `get_dictionary` by the peers that have signed them."""
+    return {signer_of(subkey): record for subkey, record in get_dictionary(dht, key).items()}
 
 
 def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime: float) -> None:

@@ -21,7 +21,7 @@ from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments, ModelArguments
-from cotrain.averaging.rounds import PROTOCOL
+from cotrain.averaging.progress_record import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.flags import MAX_NUMBER, check_maddr, find_settings, has_secret

@@ -10,7 +10,7 @@ from pathlib import Path
 from hivemind.utils import get_logger
 
 from cotrain.arguments import CollaborationArguments
-from cotrain.averaging.coordinator import Outcome
+from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.common.json_file import write_json
 from cotrain.common.threads import PeriodicThread
@@ -28,13 +28,13 @@ REASONS = {
     Outcome.AVERAGED: "an update before it was missed, too: the gradient was too old",
     Outcome.FAILED: "no group in time",
     Outcome.MISSED: "the other trainers averaged without this one",
+    Outcome.CAUGHT_UP: "this trainer was too far behind",
 }
 
 
 class StatusKeeper(PeriodicThread):
     """Thread that writes the status and logs the progress. The training thread only counts.
 
-    :param peer_id: in base58
     :param should_stop: returns whether the trainer is to end
     """
 
@@ -44,12 +44,11 @@ class StatusKeeper(PeriodicThread):
         optimizer: CollaborativeOptimizer,
         args: CollaborationArguments,
         name: str,
-        peer_id: str,
         loss_meter: LossMeter,
         should_stop: Callable[[], bool] = bool,
     ):
         super().__init__(WRITE_SECONDS)
-        self.path, self.optimizer, self.args, self.peer_id = folder / FILE_NAME, optimizer, args, peer_id
+        self.path, self.optimizer, self.args = folder / FILE_NAME, optimizer, args
         self.loss_meter, self.should_stop = loss_meter, should_stop
         end_time = None if args.ends_at is None else args.end_time
         self._status = TrainerStatus(name, args.run_id, optimizer.target_batch_size, args.page, end_time)
@@ -66,21 +65,19 @@ class StatusKeeper(PeriodicThread):
         """Count the global steps after this one, which the peer has downloaded or gone back to."""
         self._begun_at = step - self._status.joined
 
-    def record_round(self, entry: dict) -> None:
-        """Count the round of a global step: an entry of the round log."""
-        outcome, samples = Outcome(entry["outcome"]), entry["samples"]
-        own_weight = entry["weights"].get(self.peer_id, samples)
-        if outcome == Outcome.ALONE or (outcome == Outcome.AVERAGED and own_weight >= 1):
+    def record_step(self, record: StepRecord) -> None:
+        """Count a global step, or a failed attempt at one."""
+        if record.samples is not None:
             self._status.joined += 1
-            self._status.applied += samples
-        elif outcome != Outcome.STOPPED:
-            error = " ".join(entry["error"].split())[:MAX_REASON] if outcome == Outcome.FAILED else ""
-            self._status.last_miss = entry["step"], error or REASONS[outcome]
+            self._status.applied += record.samples
+        else:
+            error = " ".join(record.error.split())[:MAX_REASON]
+            self._status.last_miss = record.step, error or REASONS[record.outcome]
 
-    def record_catch_up(self, step: int) -> None:
-        """Record a global step that this peer has downloaded. It may have an entry in the round log, too."""
-        if self._status.last_miss is None or step > self._status.last_miss[0]:
-            self._status.last_miss = step, "this trainer was too far behind"
+    @property
+    def applied(self) -> int:
+        """Samples of this peer that counted in global steps since it joined."""
+        return self._status.applied
 
     def record_local_step(self) -> bool:
         """Count a local step unless its gradient was dropped or GradScaler skipped it; return whether it counts."""

@@ -180,12 +180,10 @@ def build_optimizer(
     :raises UserError: if the target batch size is below the samples of one local step
     """
     run_args, training_args = args.collaboration, args.training
-    target_batch_size = run_args.target_batch_size - run_args.batch_size_lead
-    if target_batch_size < batch_size_per_step:
+    if run_args.target_batch_size < batch_size_per_step:
         raise UserError(
-            f"--target_batch_size {run_args.target_batch_size} (less --batch_size_lead) is below "
-            f"{batch_size_per_step}, the samples of one local step (--per_device_train_batch_size x devices x "
-            "--gradient_accumulation_steps)"
+            f"--target_batch_size {run_args.target_batch_size} is below {batch_size_per_step}, the samples of one "
+            "local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
         )
     params = build_param_groups(model, training_args.weight_decay, training_args.optimizer)
     optimizer_class = CollaborativeOptimizer
@@ -201,7 +199,8 @@ def build_optimizer(
         dht=peer.dht,
         public_key=peer.public_key,
         run_id=run_args.run_id,
-        target_batch_size=target_batch_size,
+        target_batch_size=run_args.target_batch_size,
+        batch_size_lead=run_args.batch_size_lead,
         batch_size_per_step=batch_size_per_step,
         params=params,
         **_step_optimizer(training_args),

@@ -12,11 +12,12 @@ import torch
 from hivemind.utils import get_logger
 
 from cotrain.arguments import TrainerArguments
+from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.averaging.round_log import RoundLog
 from cotrain.averaging.state import StateLoadError, all_finite
 from cotrain.common.errors import TemporaryError, UserError, first_line
-from cotrain.common.names import derive_name
+from cotrain.common.names import derive_name, label
 from cotrain.common.processes import StopSignal, Watchdog
 from cotrain.dht import run_records
 from cotrain.dht.metrics_schema import history_length
@@ -66,13 +67,12 @@ class TrainingSession:
         self.folder, self.num_checkpoints = Path(args.training.output_dir), args.training.save_total_limit
         self.should_stop, self.watchdog = should_stop, watchdog or Watchdog({})
         self.relay = relay or RunConfigRelay(peer, None, lifetime=0.0)
-        peer_id = str(peer.dht.peer_id)
-        self.name = self.args.username or derive_name(peer_id)
+        self.name = self.args.username or derive_name(str(peer.dht.peer_id))
+        shown = label(self.name, peer.dht.peer_id)
         self.loss_meter = LossMeter()
-        self.status = StatusKeeper(self.folder, optimizer, self.args, self.name, peer_id, self.loss_meter, should_stop)
-        optimizer.round_log = RoundLog(self.folder, on_entry=self.status.record_round)
+        self.status = StatusKeeper(self.folder, optimizer, self.args, shown, self.loss_meter, should_stop)
+        optimizer.round_log = RoundLog(self.folder)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
-        self.total_samples_processed = 0
         self.num_recoveries = 0
         self.joined_at = -math.inf
         self.client_mode_alarm = ClientModeAlarm()
@@ -86,7 +86,7 @@ class TrainingSession:
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
         self.status.start()
-        logger.info(f"This peer is {self.name}")
+        logger.info(f"This peer is {label(self.name, self.peer.dht.peer_id)}")
         if self.args.page is not None:
             logger.info(f"Curves of the run: {self.args.page}")
         if self.args.ends_at is not None:
@@ -99,7 +99,7 @@ class TrainingSession:
             logger.info(f"Joined the collaboration at step #{optimizer.local_epoch}")
         elif own_step == 0:
             logger.info("No peer offers a trained state: starting with the initial weights")
-        optimizer.pop_steps()
+        optimizer.pop_records()
         self.joined_at = time.monotonic()
         self.status.begin_at(optimizer.local_epoch)
         self.introduce(leaving=False)
@@ -176,44 +176,42 @@ class TrainingSession:
         return (last_step is not None and self.optimizer.local_epoch >= last_step) or time.time() >= self.args.end_time
 
     def _report_steps(self) -> None:
-        for step, samples in self.optimizer.pop_steps():
-            if samples is None:
-                logger.info(f"Caught up with the collaboration at step #{step}")
-                self.status.record_catch_up(step)
+        for record in self.optimizer.pop_records():
+            self.status.record_step(record)
+            if record.samples is not None:
+                self.report(record)
+                self.num_recoveries = 0
+                if record.step % self.args.backup_every_steps == 0:
+                    self.save_checkpoint()
+            elif record.outcome != Outcome.FAILED:
+                logger.info(f"Caught up with the collaboration at step #{record.step}")
                 if self.optimizer.accumulator.num_samples == 0:
                     self.loss_meter.pop()  # the losses of dropped samples
-            else:
-                self.report(step, samples)
-                self.num_recoveries = 0
-                if step % self.args.backup_every_steps == 0:
-                    self.save_checkpoint()
 
-    def report(self, step: int, samples: int) -> None:
+    def report(self, record: StepRecord) -> None:
         """Log a global step and publish this peer's metrics for it.
 
         If two global steps complete within one local step, the first one has all of the loss.
-
-        :param samples: samples that this peer contributed to the step
         """
-        self.total_samples_processed += samples
         loss, mini_steps = self.loss_meter.pop()
         samples_per_second = float(self.optimizer.local_progress.samples_per_second)
-        logger.info(f"Step #{step}")
-        logger.info(f"Your current contribution: {self.total_samples_processed} samples")
+        logger.info(f"Step #{record.step}")
+        logger.info(f"Your current contribution: {self.status.applied} samples")
         logger.info(f"Performance: {samples_per_second:.3f} samples/sec")
         if mini_steps:
             logger.info(f"Local loss: {loss / mini_steps:.5f}")
             self.status.record_loss(loss / mini_steps)
         if self.optimizer.is_synchronized_with_peers():
-            values = {"samples_accumulated": samples, "loss": loss, "mini_steps": mini_steps}
-            self.publish(LocalMetrics(step=step, samples_per_second=samples_per_second, **values))
+            values = {"samples_accumulated": record.samples, "loss": loss, "mini_steps": mini_steps}
+            values |= {"step": record.step, "samples_per_second": samples_per_second, "time": record.time}
+            self.publish(LocalMetrics(**values))
             self.publish_rounds()
             self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
 
     def publish(self, metrics: LocalMetrics) -> None:
         """Publish signed records: the metrics of the newest step, and a history for monitors that missed steps."""
         self.history.append(metrics)
-        self._store("metrics", metrics.dict())
+        self._store("metrics", metrics.dict(exclude={"time"}))  # the record of hivemind's example
         self._store("history", [entry.to_row() for entry in self.history])
 
     def _store(self, name: str, value: object) -> None:

@@ -12,8 +12,8 @@ from hivemind.p2p import PeerID
 
 from cotrain.averaging.coordinator import Outcome
 from cotrain.averaging.local_updates import INNER_WARMUP_STEPS
-from cotrain.averaging.matchmaking import MAX_DISTANCE
 from cotrain.averaging.optimizer import MAX_FAILURES, MAX_MISSED_UPDATES, CollaborativeOptimizer
+from cotrain.averaging.progress_record import MAX_DISTANCE
 from tests.support.offline import PEER, offline_optimizer
 from tests.support.peers import wait_until
 from tests.support.state import snapshot
@@ -59,7 +59,7 @@ def test_weight_of_a_contribution_is_bounded():
     optimizer = build()
     compute(optimizer, 0.1, samples=10**5)
     take(optimizer)
-    assert optimizer.coordinator.weights == [64.0]
+    assert optimizer.coordinator.weights == [64.0] and samples_of(optimizer) == [(1, 64)]
     assert optimizer.grad_averager._bounds.weight == build(batch_size_lead=16).grad_averager._bounds.weight == 64.0
 
 
@@ -92,6 +92,11 @@ def test_contribution_is_the_clipped_mean_over_samples():
     assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.5**0.5)  # two elements, norm 1
 
 
+def samples_of(optimizer: CollaborativeOptimizer) -> list[tuple[int, int | None]]:
+    """Return the global steps since the last call, with the samples of this peer that each used."""
+    return [(record.step, record.samples) for record in optimizer.pop_records() if record.outcome != Outcome.FAILED]
+
+
 @pytest.mark.parametrize("outcome", [Outcome.AVERAGED, Outcome.ALONE])
 def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
     optimizer = build()
@@ -104,7 +109,7 @@ def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
     assert moved == pytest.approx(-0.01 if expected > 0 else 0.01, rel=1e-3)  # AdamW's first step
     assert (optimizer.local_epoch, optimizer.accumulator.num_samples) == (1, 0)
     assert optimizer.state_averager.allow_state_sharing
-    assert optimizer.pop_steps() == [(1, 4)]
+    assert samples_of(optimizer) == [(1, 4)]
 
 
 def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
@@ -161,7 +166,7 @@ def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too
     assert optimizer.accumulator.num_samples == 0 and optimizer.distance == 3
     assert value_of(optimizer._offloaded_parameters()) == 3.0
     assert not optimizer.state_averager.allow_state_sharing, "its state lacks three updates"
-    assert optimizer.pop_steps() == [(1, None), (2, None), (3, None)]
+    assert samples_of(optimizer) == [(1, None), (2, None), (3, None)]
     report = optimizer.tracker.local_progress
     assert report.away and report.distance == 3 and optimizer.local_epoch == 3
 
@@ -203,7 +208,7 @@ def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_other
         assert not optimizer._is_due(), "a local step comes first"
     assert len(ignored) == 1, "no other trainer is known: this peer has the smallest ID"
     take(optimizer, Outcome.ALONE)
-    assert optimizer.pop_steps() == [(1, 12)] and [step for step, _ in optimizer.state_averager.marks] == [1]
+    assert samples_of(optimizer) == [(1, 12)] and [step for step, _ in optimizer.state_averager.marks] == [1]
 
 
 def test_averaging_share_is_the_time_in_rounds(monkeypatch):
@@ -234,7 +239,7 @@ def test_peer_that_lacks_updates_receives_parameters_on_demand():
     take(optimizer, is_given=True, parameters=1.5)
     assert optimizer.distance == 0 and optimizer.coordinator.is_settling
     assert value_of(optimizer._offloaded_parameters()) == pytest.approx(1.5, abs=0.02)
-    assert optimizer.pop_steps() == [(1, None)], "its gradients had no weight"
+    assert samples_of(optimizer) == [(1, None)], "its gradients had no weight"
     assert optimizer.state_averager.allow_state_sharing and optimizer.state_averager.marks == ()
 
 
@@ -288,7 +293,7 @@ def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed,
     assert (optimizer.local_epoch, optimizer.distance) == (10 + missed, missed)
     assert optimizer.tracker.local_progress.completed == 10 + missed
     assert optimizer.state_averager.allow_state_sharing
-    assert optimizer.accumulator.num_samples == 0 and optimizer.pop_steps() == [(10 + missed, None)]
+    assert optimizer.accumulator.num_samples == 0 and samples_of(optimizer) == [(10 + missed, None)]
 
 
 @pytest.mark.parametrize(("completed", "least"), [(8, 7), (10, 9), (11, 11), (12, 11)])

@@ -22,11 +22,9 @@ from cotrain.averaging.progress import (
     HEARTBEAT_SECONDS,
     PROBATION_SECONDS,
     SECONDS_PER_PEER,
-    PeerProgress,
     ProgressTracker,
-    parse_progress,
 )
-from cotrain.averaging.rounds import PROTOCOL
+from cotrain.averaging.progress_record import PROTOCOL, PeerProgress, parse_progress, read_progress
 from cotrain.dht.clock import run_time
 from cotrain.dht.records import ReadableValidator, signer_of
 
@@ -119,11 +117,12 @@ def compute(tracker: ProgressTracker, samples: int) -> None:
         {"client_mode": 1}, {"away": 0}, {"distance": -1.0}, {"distance": 1e7},
         {"marks": None}, {"marks": [[8, "00"]]}, {"marks": [[8, 12 * "0"], [8, 12 * "0"]]},
         {"marks": [[step, 12 * "0"] for step in range(9)]}, {"marks": [[-1, 12 * "0"]]}, {"marks": [8]},
+        {"reported_at": None}, {"samples_accumulated": 10**9 + 1},
     ],
 )  # fmt: skip
 def test_invalid_reports_are_ignored(change):
     with pytest.raises(ValueError):
-        parse_progress(subkey(1), {**record(1), **change})
+        parse_progress(peer_id(1), {**record(1), **change})
     tracker = see(make_tracker(), {**record(1, epoch=5), **change}, record(2))
     assert [progress.peer_id for progress in tracker.other_trainers] == [peer_id(2)]
 
@@ -135,7 +134,7 @@ def test_report_with_marks_passes_the_validators_and_is_read_by_others():
     ((key, value),) = tracker.dht.records.items()
     packed = MSGPackSerializer.dumps(value)
     assert ReadableValidator().validate(DHTRecord(b"key", MSGPackSerializer.dumps(key), packed, run_time() + 60))
-    assert parse_progress(key, MSGPackSerializer.loads(packed)).marks == ((8, 12 * "a"),)
+    assert parse_progress(signer_of(key).to_bytes(), MSGPackSerializer.loads(packed)).marks == ((8, 12 * "a"),)
 
 
 @pytest.mark.parametrize("value", [None, 5, [1], "text", {}, {"protocol": PROTOCOL}])
@@ -153,6 +152,14 @@ def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
     assert tracker.other_trainers == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
     assert len(warnings) == 3 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
     assert "another model" in warnings[2] and tracker.num_misfits == 3
+
+
+def test_observers_count_the_trainers_that_average_with_each_other():
+    """The monitor and the evaluator have no rounds of their own: the schema of most trainers counts."""
+    reports = {number: record(number, schema="run") for number in (1, 2, 3)}
+    others = [record(4, protocol=3, schema="run"), record(5, schema="other"), record(6, epoch=-1), None, 7]
+    assert read_progress(reports | dict(enumerate(others, 4))).keys() == reports.keys()
+    assert read_progress({}) == {}
 
 
 def test_banned_and_ignored_peers_do_not_count():
@@ -419,7 +426,7 @@ def test_reports_are_rate_limited_except_for_new_steps(clock):
     tracker.begin_step(1, 2)
     assert tracker._next_report <= clock.now
     (stored,) = tracker.dht.records.values()
-    assert isinstance(parse_progress(subkey(0), stored), PeerProgress)
+    assert isinstance(parse_progress(peer_id(0), stored), PeerProgress)
 
 
 def test_reports_become_frequent_when_the_step_is_near(clock):

@@ -47,7 +47,7 @@ from cotrain.averaging.matchmaking import (
     parse_claims,
     parse_group_key,
 )
-from cotrain.averaging.progress import PeerProgress, parse_progress
+from cotrain.averaging.progress_record import PeerProgress, parse_progress
 from cotrain.averaging.wire import TensorAssembler, TensorSpec, check_tensor
 from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import UserError
@@ -103,27 +103,27 @@ def key_of(name: str) -> bytes:
 
 def read_everywhere(name: str, value: object) -> None:
     """Pass an accepted record to each of its readers."""
-    found = {SUBKEY: ValueWithExpiration(value, time.time() + 60)}
+    found = {PEER: ValueWithExpiration(value, time.time() + 60)}
     if name in ("metrics", "history", "training_progress"):
         progress, history, metrics = (
-            found if name == kind else {SUBKEY: ValueWithExpiration(RECORDS[kind], time.time() + 60)}
+            found if name == kind else {PEER: ValueWithExpiration(RECORDS[kind], time.time() + 60)}
             for kind in ("training_progress", "history", "metrics")
         )
         aggregator = MetricsAggregator()
         for seconds in (0, 40, 80):
             aggregator.update(time.time() + seconds, metrics, history, progress)
-        bounded(parse_progress, SUBKEY, value)
+        bounded(parse_progress, PEER.to_bytes(), value)
     elif name == "peers":
         with tempfile.TemporaryDirectory() as folder:
             contributors = Contributors(Path(folder), "run")
             contributors.record_names({peer: info["username"] for peer, info in parse_peers(found).items()})
-            assert contributors.find_name(SUBKEY).isprintable()
+            assert contributors.find_name(PEER).isprintable()
     elif name == "rounds":
         assert all(0 <= share <= 1 for share in parse_shares(found).values())
     elif name == "run_config":
         choose({SUBKEY: value}, {PEER}, "run")
     else:
-        rank_donors(found, max_epoch=17)
+        rank_donors({SUBKEY: found[PEER]}, max_epoch=17)
 
 
 @fuzz(100)

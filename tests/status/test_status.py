@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cotrain.arguments import CollaborationArguments
+from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.dht.metrics_schema import MAX_ROUNDS
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import FILE_NAME, TrainerStatus, describe_status, read_status, show_status
@@ -30,23 +31,19 @@ def make_status(**fields) -> TrainerStatus:
     return TrainerStatus("quick-otter-3f2a", "run", 4096, **{**known, **fields})
 
 
-def round_entry(step: int, outcome: str, samples: int = 64, error: str = "", **weights: float) -> dict:
-    return {"step": step, "outcome": outcome, "samples": samples, "error": error, "weights": weights}
-
-
 @pytest.fixture
 def keeper(tmp_path) -> StatusKeeper:
     optimizer = SimpleNamespace(tracker=FakeTracker(), target_batch_size=256, num_computed=0, dht="dht")
     args = CollaborationArguments(run_id="run")
-    return StatusKeeper(tmp_path, optimizer, args, "quick-otter-3f2a", "me", LossMeter())
+    return StatusKeeper(tmp_path, optimizer, args, "quick-otter-3f2a", LossMeter())
 
 
-def record(keeper: StatusKeeper, *entries: dict) -> TrainerStatus:
-    """Record rounds, as the optimizer does, and return the status after the last of them."""
-    keeper.begin_at(entries[0]["step"] - 1)
-    for entry in entries:
-        keeper.record_round(entry)
-        keeper.optimizer.tracker.local_progress.completed = entry["step"]
+def record(keeper: StatusKeeper, *records: StepRecord) -> TrainerStatus:
+    """Record steps, as the session does, and return the status after the last of them."""
+    keeper.begin_at(records[0].step - 1)
+    for step_record in records:
+        keeper.record_step(step_record)
+        keeper.optimizer.tracker.local_progress.completed = step_record.step
     return keeper.update()
 
 
@@ -57,17 +54,17 @@ def compute(keeper: StatusKeeper, num_computed: int) -> None:
 
 
 def test_samples_of_rounds_with_others_and_alone_are_applied(keeper):
-    status = record(keeper, round_entry(5, "averaged", me=64.0, other=192.0), round_entry(6, "alone", samples=256))
+    status = record(keeper, StepRecord(5, Outcome.AVERAGED, 64), StepRecord(6, Outcome.ALONE, 256))
     assert (status.joined, status.missed, status.applied, status.last_miss) == (2, 0, 320, None)
 
 
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (round_entry(5, "missed"), "the other trainers averaged without this one"),
-        (round_entry(5, "failed"), "no group in time"),
-        (round_entry(5, "failed", error="first\nsecond " + "x" * 500), "first second " + "x" * 87),
-        (round_entry(5, "averaged", me=1e-6, other=64.0), "the gradient was too old"),
+        (StepRecord(5, Outcome.MISSED), "the other trainers averaged without this one"),
+        (StepRecord(5, Outcome.FAILED), "no group in time"),
+        (StepRecord(5, Outcome.FAILED, error="first\nsecond " + "x" * 500), "first second " + "x" * 87),
+        (StepRecord(5, Outcome.AVERAGED, None), "the gradient was too old"),
     ],
     ids=["missed", "failed", "failed with an error", "without weight"],
 )
@@ -78,13 +75,10 @@ def test_miss_has_a_reason_and_its_samples_are_not_applied(keeper, entry, reason
 
 
 def test_steps_without_a_round_are_missed(keeper):
-    """The round log and the session report the same step in any order."""
-    record(keeper, round_entry(4, "alone"))
-    keeper.record_catch_up(9)
+    record(keeper, StepRecord(4, Outcome.ALONE, 64), StepRecord(9, Outcome.CAUGHT_UP))
     assert keeper.update().last_miss == (9, "this trainer was too far behind")
-    keeper.record_round(round_entry(10, "missed"))
-    keeper.record_catch_up(10)
-    keeper.record_round(round_entry(11, "averaged", me=1.0))
+    for step_record in (StepRecord(10, Outcome.MISSED), StepRecord(11, Outcome.AVERAGED, 1)):
+        keeper.record_step(step_record)
     keeper.optimizer.tracker.local_progress.completed = 11
     status = keeper.update()
     assert (status.joined, status.missed) == (2, 6)
@@ -92,9 +86,9 @@ def test_steps_without_a_round_are_missed(keeper):
 
 
 def test_steps_before_joining_are_not_missed_nor_those_before_a_rollback(keeper):
-    status = record(keeper, round_entry(1001, "alone"), round_entry(1002, "alone"))
+    status = record(keeper, StepRecord(1001, Outcome.ALONE, 64), StepRecord(1002, Outcome.ALONE, 64))
     assert (status.joined, status.missed) == (2, 0)
-    status = record(keeper, round_entry(1001, "alone"), round_entry(1002, "missed"))
+    status = record(keeper, StepRecord(1001, Outcome.ALONE, 64), StepRecord(1002, Outcome.MISSED))
     assert (status.joined, status.missed) == (3, 1)
 
 
@@ -102,10 +96,10 @@ def test_samples_of_the_newest_steps(keeper):
     """No more samples are applied than computed, although they are counted at different moments."""
     for step in range(1, 101):
         compute(keeper, 16 * step)
-        keeper.record_round(round_entry(step, "alone" if step % 2 else "failed", samples=16))
+        keeper.record_step(StepRecord(step, Outcome.ALONE, 16) if step % 2 else StepRecord(step, Outcome.FAILED))
         computed, applied = keeper.record_samples()
     assert (computed, applied) == (16 * MAX_ROUNDS, 8 * MAX_ROUNDS)
-    keeper.record_round(round_entry(101, "alone", samples=10**6))
+    keeper.record_step(StepRecord(101, Outcome.ALONE, 10**6))
     assert keeper.record_samples() == (16 * (MAX_ROUNDS - 1), 16 * (MAX_ROUNDS - 1))
 
 
@@ -113,7 +107,7 @@ def test_keeper_combines_what_tracker_and_rounds_know(keeper):
     tracker = keeper.optimizer.tracker = FakeTracker(epoch=7, others=[(7, 3.0), (6, 1.0), (7, 0.5)])
     own, tracker.seconds_to_step, tracker.all_samples = tracker.local_progress, 12.0, 100
     own.samples_per_second, own.samples_accumulated, own.contributed = 2.0, 16, 32
-    record(keeper, round_entry(6, "alone", samples=48))
+    record(keeper, StepRecord(6, Outcome.ALONE, 48))
     compute(keeper, 128)
     status = keeper.update()
     assert (status.step, status.next_step, status.seconds_to_next) == (6, 8, 12.0)

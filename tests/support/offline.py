@@ -85,8 +85,8 @@ class Rounds:
         parameters = self.received if self.is_given or averager.includes_parameters(step) else None
         distance = self.optimizer.distance
         return self.outcome, RoundResult(
-            members, self.received, {}, received_parameters=parameters, distance=distance, group_id=bytes([step] * 20),
-            was_late=self.was_late, is_far=self.is_far,
+            members, self.received, {}, weight, received_parameters=parameters, distance=distance,
+            group_id=bytes([step] * 20), was_late=self.was_late, is_far=self.is_far,
         )  # fmt: skip
 
     def call_off(self) -> None:

@@ -20,6 +20,7 @@ from cotrain.arguments import (
     ProgressTrackerArguments,
     TrainerArguments,
 )
+from cotrain.averaging.coordinator import Outcome
 from cotrain.averaging.history import Marks
 from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
@@ -107,11 +108,11 @@ class Peer(Node):
                 break
             if all(peer.epoch <= self.step + 1 for peer in tracker.alive(tracker.other_trainers)):
                 break
-        self.optimizer.pop_steps()
+        self.optimizer.pop_records()
         self.has_joined = True
 
     def _record(self) -> None:
-        self.samples.update(self.optimizer.pop_steps())
+        self.samples.update((r.step, r.samples) for r in self.optimizer.pop_records() if r.outcome != Outcome.FAILED)
         if self.optimizer.state_averager.applied_epoch != self._recorded:
             metadata, tensors = snapshot(self.optimizer.state_averager)
             self._recorded = metadata["epoch"]

@@ -11,6 +11,7 @@ import torch
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
+from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.common.errors import UserError
 from cotrain.common.names import derive_name
 from cotrain.dht import run_records
@@ -43,7 +44,7 @@ def session(tmp_path, monkeypatch) -> Iterator[TrainingSession]:
     optimizer = session.optimizer
     optimizer.is_synchronized_with_peers = lambda: True
     optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
-    optimizer.pop_steps = lambda: [session.steps.pop(0) for _ in range(len(session.steps))]
+    optimizer.pop_records = lambda: [session.steps.pop(0) for _ in range(len(session.steps))]
     optimizer.finish_pending_update = optimizer.stop_averaging = lambda: None
     yield session
     session.close()
@@ -154,13 +155,16 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
 
 def test_two_steps_within_one_local_step_are_both_reported(session):
     """Their samples were used in training, but the report of the first step was missing."""
-    session.optimizer.local_epoch, session.steps = 11, [(10, 64), (11, 32)]
+    session.optimizer.local_epoch, session.steps = (
+        11,
+        [StepRecord(10, Outcome.AVERAGED, 64), StepRecord(11, Outcome.ALONE, 32)],
+    )
     for loss in (2.0, 4.0):
         session.loss_meter.add(torch.tensor(loss))
     assert session.after_local_step()
     rows = [(entry.step, entry.samples_accumulated, entry.loss, entry.mini_steps) for entry in session.published]
     assert rows == [(10, 64, 6.0, 2), (11, 32, 0.0, 0)]
-    assert session.total_samples_processed == 96
+    assert session.status.applied == 96
 
 
 def test_checkpoint_is_saved_every_so_many_global_steps(session, monkeypatch):
@@ -168,7 +172,7 @@ def test_checkpoint_is_saved_every_so_many_global_steps(session, monkeypatch):
     monkeypatch.setattr(session, "save_checkpoint", lambda: saved.append(step))
     session.args.backup_every_steps = 5
     for step in range(10, 21):
-        session.steps = [(step, 4)]
+        session.steps = [StepRecord(step, Outcome.AVERAGED, 4)]
         session.after_local_step()
     assert saved == [10, 15, 20]
 
@@ -178,7 +182,7 @@ def test_global_step_ends_a_series_of_recoveries(session):
     for step in range(10, 10 + 2 * session.MAX_RECOVERIES):
         spoil(session)
         assert session.after_local_step()
-        session.steps = [(step, 4)]
+        session.steps = [StepRecord(step, Outcome.AVERAGED, 4)]
         assert session.after_local_step()
 
 

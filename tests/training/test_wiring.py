@@ -89,9 +89,9 @@ def test_hyperparameters_reach_the_optimizer(built):
 BOTH = ("plain", "local")
 # Flag, objects, attribute, value that they receive
 TABLE = [
-    ("target_batch_size", BOTH, "target_batch_size", 640 - 64),
+    ("target_batch_size", BOTH, "target_batch_size", 640),
     ("target_batch_size", BOTH, "max_weight", 640.0),
-    ("batch_size_lead", BOTH, "target_batch_size", 640 - 64),
+    ("batch_size_lead", BOTH, "batch_size_lead", 64),
     ("client_mode", BOTH, "client_mode", False),
     ("bandwidth", BOTH, "bandwidth", 7.0),
     ("averaging_timeout", BOTH, "averaging_timeout", 80.0),
