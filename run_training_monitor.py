@@ -107,7 +107,7 @@ ARGUMENTS = (TrainingMonitorArguments, RunArguments, BaseTrainingArguments)
 
 
 def main() -> None:
-    with StopSignal() as stop:
+    with StopSignal(grace=32.0) as stop:  # of which the last report takes 20 at most
         line = parse_command_line(ARGUMENTS, __doc__)
         ignore_launcher()
         guard_children()
@@ -121,8 +121,6 @@ def monitor(
 ) -> None:
     """Run the monitor. `find_run_config` returns the first four; `stated`: flags of the command line -> values."""
     # Seconds of imports, which --help and a wrong flag need not wait for.
-    from hivemind.utils import get_logger
-
     from cotrain.common.logs import setup_logging
     from cotrain.monitoring.advice import Adviser
     from cotrain.monitoring.aggregation import MetricsAggregator
@@ -140,7 +138,6 @@ def monitor(
 
     args, run_args, peer_args = arguments
     setup_logging(peer_args.debug)
-    logger = get_logger(__name__)
     output_dir, run_id = Path(args.output_dir), peer_args.run_id
     if run_args.task is not None:
         stated = {**stated, "task_sha256": run_args.task_sha256}
@@ -209,7 +206,7 @@ def monitor(
             training_monitor.refresh(page)
             watchdog.record_work()
             stop.event.wait(args.refresh_period)
-    logger.info("The monitor has stopped")
+        training_monitor.finish()
     if uploader is not None and uploader.is_running:
         os._exit(0)  # Python would wait for the threads of huggingface_hub
 

@@ -1,11 +1,15 @@
 """Aggregate the records that trainers publish on the DHT into one report per global step.
 
 Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; the DHT's validators bound their values, and
-`parsing` reads them. A peer is a key.
+`parsing` and `progress_record` read them. A peer is its ID.
 
 **Live peers.** A peer is alive if its heartbeat (its progress report) or, without heartbeats, its metrics changed
 within `alive_timeout` on the monitor's clock, unless it announced its departure. It takes part while its heartbeat is
-fresh (`MAX_SILENCE`): a killed trainer is not waited for.
+fresh (`MAX_SILENCE`): a killed trainer is not waited for, nor one that says that it is away.
+
+**Values of a step.** They are those of the peers that took it, whenever the monitor reads them. A step ends at the
+median of the times that they state. Its performance is its samples by the seconds since the step before ended. A peer
+was alive at a step if it has reported this one or an earlier one, and this one or a later one.
 
 **Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
 later one, and the others have done so, too, or had `settle_time` to follow. Steps more than `MAX_SPREAD` ahead of the
@@ -27,11 +31,12 @@ see `StepReport`, their values are not.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cotrain.averaging.progress_record import PeerProgress, read_progress
 from cotrain.dht.metrics_schema import HISTORY_LENGTH, LocalMetrics, Metric, describe_metrics
-from cotrain.monitoring.parsing import Heartbeat, PeerStep, parse_history, parse_metrics, parse_progress
+from cotrain.monitoring.parsing import PeerStep, parse_history, parse_metrics
 
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
 MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
@@ -56,24 +61,25 @@ class StepReport:
     loss: float | None
     alive_peers: int
     samples: int
-    performance: float  # samples per second of all live peers
+    performance: float  # samples per second
     contributors: int  # peers with samples in this step
     mini_steps: int
-    time: float  # seconds; when the aggregator found the step complete
+    time: float  # seconds; when the step ended
     contributions: tuple[PeerStep, ...] = ()
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class TrackedPeer:
-    """State of one public key. Times are on the monitor's clock."""
+    """State of one peer. Times are on the monitor's clock."""
 
-    key: bytes
+    key: Hashable
     present: float = -math.inf  # when it was last found in the DHT
     last_alive: float = -math.inf
     has_left: bool = False  # by a goodbye
-    heartbeat: Heartbeat | None = None
+    heartbeat: PeerProgress | None = None
     newest: PeerStep | None = None
+    first_step: float = math.inf  # the earliest one that it has reported
     pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that no report contains
     done: int = -1  # its steps up to this one are in a report, or are not to be reported
     is_newcomer: bool = True  # until it contributes to a report; again once its step goes back
@@ -106,11 +112,12 @@ class MetricsAggregator:
 
     def __post_init__(self):
         self.live_peers: list[TrackedPeer] = []  # in the newest update
-        self.contributors: set[bytes] = set()  # public keys of the peers in the newest report
-        self._peers: dict[bytes, TrackedPeer] = {}
+        self.contributors: set[Hashable] = set()  # the peers in the newest report
+        self._peers: dict[Hashable, TrackedPeer] = {}
         self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
         self._now = -math.inf
         self._last_report_time = -math.inf
+        self._last_ended: tuple[int, float] = -1, -math.inf  # the newest reported step, and its time
         self._is_doubtful = False  # the newest step was a jump that a single peer reported
         self._outvoted_since: float | None = None  # when the newcomers were first found in the majority
 
@@ -120,9 +127,9 @@ class MetricsAggregator:
         """Process a snapshot of the DHT and return the newly completed steps, in ascending order.
 
         :param now: hivemind's DHT time in seconds; the first heartbeat of a peer is compared with it
-        :param metrics: the dictionary under `{run_id}_metrics` as `dht.get` returned it
-        :param history: that under `{run_id}_history`
-        :param progress: that under `{run_id}_training_progress`
+        :param metrics: the records under `{run_id}_metrics`, by peer
+        :param history: those under `{run_id}_history`
+        :param progress: those under `{run_id}_training_progress`
         """
         self._now = max(now, self._now)
         self._read(metrics, history, progress)
@@ -137,27 +144,29 @@ class MetricsAggregator:
     # Records
 
     def _read(self, metrics: Mapping, history: Mapping | None, progress: Mapping | None) -> None:
-        heartbeats = parse_progress(progress)
+        heartbeats = read_progress(progress or {})
+        goodbyes = [peer for peer, record in (progress or {}).items() if getattr(record, "value", record) is None]
         newest = parse_metrics(metrics, self.schema)
-        for record in (*heartbeats, *newest):
-            self._peers.setdefault(record.peer, TrackedPeer(record.peer)).present = self._now
-        for heartbeat in heartbeats:
-            self._record_heartbeat(self._peers[heartbeat.peer], heartbeat)
+        for key in (*heartbeats, *goodbyes, *(record.peer for record in newest)):
+            self._peers.setdefault(key, TrackedPeer(key)).present = self._now
+        for key in goodbyes:
+            self._peers[key].has_left = True
+        for key, heartbeat in heartbeats.items():
+            self._record_heartbeat(self._peers[key], heartbeat)
         for record in newest:
             # Metrics stay in the DHT for minutes after their peer has died: where heartbeats are available, metrics
             # are a sign of life only when they change.
-            self._record_newest(self._peers[record.peer], record, is_life_sign=not heartbeats)
+            self._record_newest(self._peers[record.peer], record, is_life_sign=not progress)
         for record in (*parse_history(history, self.schema), *newest):
             peer = self._peers.get(record.peer)
+            if peer is not None:
+                peer.first_step = min(peer.first_step, record.step)
             if peer is not None and record.step > peer.done and record.step not in peer.pending:
                 peer.pending[record.step] = record
                 if len(peer.pending) > MAX_PENDING_STEPS:
                     del peer.pending[min(peer.pending)]
 
-    def _record_heartbeat(self, peer: TrackedPeer, heartbeat: Heartbeat) -> None:
-        if heartbeat.goodbye:
-            peer.has_left = True
-            return
+    def _record_heartbeat(self, peer: TrackedPeer, heartbeat: PeerProgress) -> None:
         if peer.heartbeat and heartbeat.reported_at <= peer.heartbeat.reported_at:
             return  # nothing new, or an outdated copy in the DHT
         # Without a previous heartbeat this one may be that of a peer that has died.
@@ -168,7 +177,7 @@ class MetricsAggregator:
         if peer.newest and (record == peer.newest or record.expires < peer.newest.expires):
             return  # nothing new, or an outdated copy in the DHT
         if record.step <= peer.reported_step:  # it restarted from an earlier state: it has another record of this step
-            peer.is_newcomer, peer.done = True, -1
+            peer.is_newcomer, peer.done, peer.first_step = True, -1, record.step
             peer.pending.clear()
         if peer.newest or is_life_sign:
             peer.last_alive = self._now
@@ -184,7 +193,8 @@ class MetricsAggregator:
         return not peer.has_left and self._now - peer.last_alive <= self.alive_timeout
 
     def _takes_part(self, peer: TrackedPeer) -> bool:
-        return self._is_alive(peer) and (peer.heartbeat is None or self._now - peer.last_alive <= MAX_SILENCE)
+        is_heard = peer.heartbeat is None or (not peer.heartbeat.away and self._now - peer.last_alive <= MAX_SILENCE)
+        return self._is_alive(peer) and is_heard
 
     def _go_back_if_outvoted(self) -> None:
         """Go back to the first step of the newcomers if they outnumber the others; see the module docstring."""
@@ -254,34 +264,38 @@ class MetricsAggregator:
             peer.is_newcomer, own = False, peer.pending[step]
             contributions.append(own._replace(samples_accumulated=min(own.samples_accumulated, bound)))
         values = {
-            metric.name: _combine(metric, contributions, self.live_peers)
+            metric.name: _combine(metric, contributions)
             for metric in describe_metrics(self.schema)
             if metric.combine is not None
         }
+        rate, samples = values.pop("samples_per_second"), values.pop("samples_accumulated")
+        (before, ended_before), ended = self._last_ended, values.pop("time") or self._now
+        if before < step:
+            ended = min(max(ended, ended_before), self._now)
+        if before == step - 1 >= 0 and ended > ended_before:
+            rate = samples / max(1e-3, ended - ended_before)  # otherwise the sum of what the peers state
+        self._last_ended = step, ended
         return StepReport(
             step=step,
             loss=values.pop("loss"),
-            alive_peers=len(self.live_peers),
-            samples=values.pop("samples_accumulated"),
-            performance=values.pop("samples_per_second"),
+            alive_peers=sum(peer.first_step <= step <= peer.reported_step for peer in self._peers.values()),
+            samples=samples,
+            performance=rate,
             contributors=sum(peer_step.samples_accumulated > 0 for peer_step in contributions),
             mini_steps=values.pop("mini_steps"),
-            time=self._now,
+            time=ended,
             contributions=tuple(contributions),
             metrics={name.replace("_", " "): value for name, value in values.items()},
         )
 
 
-def _combine(metric: Metric, peer_steps: Sequence[PeerStep], live_peers: Sequence[TrackedPeer]) -> float | None:
+def _combine(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
     """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
-    if metric.combine == "live sum":
-        # The heartbeat is used until the first metrics arrive.
-        return math.fsum(getattr(peer.newest or peer.heartbeat, metric.name, None) or 0.0 for peer in live_peers)
     if metric.combine == "mean":
         return _weighted_mean(metric, peer_steps)
     values = [value for peer_step in peer_steps if (value := getattr(peer_step, metric.name)) is not None]
-    add = sum if metric.is_whole else math.fsum
-    return (max if metric.combine == "maximum" else add)(values) if values else None
+    combine = {"maximum": max, "median": statistics.median, "sum": sum if metric.is_whole else math.fsum}
+    return combine[metric.combine](values) if values else None
 
 
 def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:

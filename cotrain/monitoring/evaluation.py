@@ -13,12 +13,12 @@ from accelerate.utils import send_to_device
 from hivemind.utils import get_logger
 from tqdm import tqdm
 
+from cotrain.averaging.progress_record import read_progress
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
 from cotrain.dht import run_records
 from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.monitoring.aggregation import MAX_SPREAD
-from cotrain.monitoring.parsing import parse_progress
 from cotrain.monitoring.reporters import Reporters
 from cotrain.peer.peer import Peer
 from cotrain.task import Task
@@ -92,12 +92,13 @@ class EvaluationLoop:
         One false claim does not change it: those far behind the evaluated step, such as 0, do not count. If all are
         behind it, the run has gone back.
         """
-        heartbeats = parse_progress(run_records.get_dictionary(self.peer.dht, f"{self.run_id}_training_progress"))
-        newest = max((heartbeat.epoch for heartbeat in heartbeats), default=0)
+        records = run_records.get_records(self.peer.dht, f"{self.run_id}_training_progress")
+        epochs = [progress.epoch for progress in read_progress(records).values()]
+        newest = max(epochs, default=0)
         if 0 < newest < self.evaluated_step:
             self.evaluated_step = newest - 1
         earliest = max(1, self.evaluated_step - MAX_SPREAD)
-        steps = [heartbeat.epoch for heartbeat in heartbeats if heartbeat.epoch >= earliest]
+        steps = [epoch for epoch in epochs if epoch >= earliest]
         return statistics.median_low(steps) if steps else 0
 
     @property

@@ -118,7 +118,7 @@ def _contributor_table(contributors: Contributors) -> str:
     samples = sum(leader.samples for leader in contributors.top(len(contributors)))
     shown = "" if len(rows) == len(contributors) else f"; the first {len(rows)} are"
     lines = [f"## Contributors\n\n{samples:,} samples came from {plural(len(contributors), 'contributor')}{shown}:\n"]
-    lines += ["| | name | key | samples | steps |", "|---|---|---|---|---|"]
-    for place, name, key, samples, steps in rows:
-        lines.append(f"| {place} | {escape_markdown(name)} | {escape_markdown(key)} | {samples:,} | {steps:,} |")
+    lines += ["| | name | peer | samples | steps |", "|---|---|---|---|---|"]
+    for place, name, peer, samples, steps in rows:
+        lines.append(f"| {place} | {escape_markdown(name)} | {escape_markdown(peer)} | {samples:,} | {steps:,} |")
     return "\n".join(lines)

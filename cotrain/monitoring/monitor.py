@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -30,6 +30,8 @@ from cotrain.training.checkpoints import TrainingState
 
 logger = get_logger(__name__)
 
+END_SECONDS = 20.0  # that the end of a monitor may take, half of them for a last checkpoint
+QUIET_SECONDS = 3.0  # without a trainer that leaves or a new step, after which the end has come
 MAX_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
 # Steps that a downloaded state may be ahead of the reports, which lag by a refresh period and a download. The monitor
 # offers a saved checkpoint permanently: all trainers would adopt the state of a fabricated step.
@@ -112,6 +114,16 @@ class CheckpointKeeper:
             self._backoff.fail()
             logger.warning(f"Could not save step #{min_step} or later. {error}; trying again later")
 
+    def save_newest(self, step: int, seconds: float) -> None:
+        """Save a state that a trainer still offers, if it is newer than the saved one. Wait at most `seconds`.
+
+        :param step: the newest reported global step
+        """
+        self._reported_step = step
+        if step > self.saved_step or self._has_gone_back:
+            self._pending = self._executor.submit(self._save, max(1, self.saved_step + 1), step + MAX_LEAD)
+            wait([self._pending], seconds)
+
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -145,8 +157,11 @@ class TrainingMonitor:
         self._newest_step = aggregator.last_reported_step
         self._leaders_shown_at = contributors.step
 
-    def refresh(self, page: str | None = None) -> None:
-        """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status."""
+    def refresh(self, page: str | None = None, downloads: bool = True) -> None:
+        """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status.
+
+        :param downloads: whether checkpoints and uploads may begin
+        """
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
         peers = parse_peers(self._read("peers"))
         self.contributors.record_names({key: info["username"] for key, info in peers.items()})
@@ -159,9 +174,9 @@ class TrainingMonitor:
         self._client_mode_alarm.check(len(trainers), num_clients)
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
         leaving = [key in peers and peers[key]["leaving"] for key in self.aggregator.contributors]
-        if self.keeper is not None:
+        if self.keeper is not None and downloads:
             self.keeper.update(self.aggregator.last_reported_step, 2 * sum(leaving) > len(leaving))
-        if self.uploader is not None:
+        if self.uploader is not None and downloads:
             self.uploader.update(page, run_is_over=bool(leaving) and all(leaving))
         status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=checkpoint_step)
         lifetime = 4 * self.args.refresh_period + 60
@@ -169,8 +184,28 @@ class TrainingMonitor:
             self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime
         )
 
+    def finish(self) -> None:
+        """Report the last steps, and save the newest state that a trainer offers. Takes END_SECONDS at most.
+
+        Trainers that are stopped at the same time publish their last step after their last local step and checkpoint.
+        """
+        deadline = quiet_at = time.monotonic() + END_SECONDS
+        self.aggregator.settle_time, seen = 0.0, None
+        while time.monotonic() < min(deadline, quiet_at):
+            self.refresh(downloads=False)
+            if seen is None and self.keeper is not None and self.aggregator.live_peers:
+                self.keeper.save_newest(self.aggregator.last_reported_step, END_SECONDS / 2)
+            state = len(self.aggregator.live_peers), self.aggregator.last_reported_step
+            if state != seen:
+                seen, quiet_at = state, time.monotonic() + QUIET_SECONDS
+            time.sleep(0.5)
+        step, saved = self.aggregator.last_reported_step, -1 if self.keeper is None else self.keeper.saved_step
+        newest = f"at step #{step}" if step >= 0 else "before the first step"
+        checkpoint = f"; the newest checkpoint is checkpoint-{saved}" if saved >= 0 else "; there is no checkpoint"
+        logger.info(f"The monitor has stopped {newest}{checkpoint if self.keeper is not None else ''}")
+
     def _read(self, name: str) -> dict:
-        return run_records.get_dictionary(self.peer.dht, f"{self.run_id}_{name}")
+        return run_records.get_records(self.peer.dht, f"{self.run_id}_{name}")
 
     def _report(self, reports: list[StepReport]) -> None:
         shares = parse_shares(self._read("rounds")) if reports else {}

@@ -1,32 +1,23 @@
-"""Parse the records that trainers publish on the DHT: metrics, histories, heartbeats, rounds and names.
+"""Parse the records that trainers publish on the DHT: metrics, histories, rounds and names.
 
 Pure logic: no DHT, no clock, no torch. Untrusted peers write all records. The DHT's validators bound their number and
-size, and check them against `run_records.MetricSchema`; heartbeats, which it leaves to the reader, are checked here.
+size, and check them against `run_records.MetricSchema`.
 """
 
 import math
-import re
 import statistics
 from collections import namedtuple
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 
-import pydantic.v1 as pydantic
-
-from cotrain.dht.metrics_schema import MAX_ROUNDS, Count, LocalMetrics, Rate, Step, describe_metrics, read_row
-
-MAX_TIME = 1e12  # seconds; a heartbeat with a clock that far off is invalid
-FIELDS = ("epoch", "samples_accumulated", "samples_per_second", "reported_at", "client_mode")  # of a heartbeat
-
-_OWNER = re.compile(rb"\[owner:(.+?)\]")  # the tag of the signer's public key, see hivemind's RSASignatureValidator
+from cotrain.dht.metrics_schema import MAX_ROUNDS, LocalMetrics, describe_metrics, read_row
 
 
 @cache
 def peer_step_class(schema: type[LocalMetrics]) -> type:
     """Build the class of one peer's report of a global step.
 
-    Its fields are `peer` (public key), the metrics of `schema`, and when its record in the DHT expires, if known.
+    Its fields are `peer` (its ID), the metrics of `schema`, and when its record in the DHT expires, if known.
     """
     metrics = describe_metrics(schema)
     names = ["peer", *(metric.name for metric in metrics), "expires"]
@@ -36,28 +27,14 @@ def peer_step_class(schema: type[LocalMetrics]) -> type:
 PeerStep = peer_step_class(LocalMetrics)
 
 
-class Heartbeat(pydantic.BaseModel):
-    """Progress report of a peer. With `goodbye`, it has left and all other fields are empty."""
-
-    peer: bytes  # public key
-    epoch: Step = 0
-    samples_accumulated: Count = 0
-    samples_per_second: Rate = 0.0
-    reported_at: pydantic.confloat(ge=0.0, le=MAX_TIME) = 0.0  # seconds on the peer's own clock
-    client_mode: pydantic.StrictBool = False
-    goodbye: bool = False
-
-
-def _records(raw: Mapping | None) -> Iterator[tuple[bytes, object, float]]:
-    """Yield public key, value and expiration time of each record that `dht.get` returned, which may lack the times."""
-    for subkey, record in (raw or {}).items():
-        tagged = _OWNER.search(subkey)
-        owner = tagged[1] if tagged else subkey
-        yield owner, getattr(record, "value", record), getattr(record, "expiration_time", math.inf)
+def _records(raw: Mapping | None) -> Iterator[tuple[Hashable, object, float]]:
+    """Yield peer, value and expiration time of each record, which may lack the times."""
+    for peer, record in (raw or {}).items():
+        yield peer, getattr(record, "value", record), getattr(record, "expiration_time", math.inf)
 
 
 def parse_metrics(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics) -> list[PeerStep]:
-    """Parse the records under `{run_id}_metrics`: subkey -> value, as `dht.get` returned them."""
+    """Parse the records under `{run_id}_metrics`: peer -> value, see `run_records.get_records`."""
     peer_step, names = peer_step_class(schema), [metric.name for metric in describe_metrics(schema)]
     return [peer_step(peer, *map(value.get, names), expires) for peer, value, expires in _records(raw)]
 
@@ -66,18 +43,6 @@ def parse_history(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics
     """Parse the records under `{run_id}_history`: like `parse_metrics`, with one item per entry."""
     peer_step = peer_step_class(schema)
     return [peer_step(peer, *read_row(entry, schema)) for peer, entries, _ in _records(raw) for entry in entries]
-
-
-def parse_progress(raw: Mapping | None) -> list[Heartbeat]:
-    """Parse the valid heartbeats of trainers under `{run_id}_training_progress`."""
-    heartbeats = []
-    for peer, value, _ in _records(raw):
-        if value is None:
-            heartbeats.append(Heartbeat(peer=peer, goodbye=True))
-        else:
-            with suppress(pydantic.ValidationError):
-                heartbeats.append(Heartbeat(peer=peer, **{name: value.get(name) for name in FIELDS}))
-    return heartbeats
 
 
 def parse_shares(raw: Mapping | None) -> dict[str, float]:
@@ -100,6 +65,6 @@ def parse_shares(raw: Mapping | None) -> dict[str, float]:
     return shares
 
 
-def parse_peers(raw: Mapping | None) -> dict[bytes, dict]:
-    """Parse the records under `{run_id}_peers`: public key -> PeerInfo, whose name the peer chose."""
+def parse_peers(raw: Mapping | None) -> dict[Hashable, dict]:
+    """Parse the records under `{run_id}_peers`: peer -> PeerInfo, whose name the peer chose."""
     return {peer: value for peer, value, _ in _records(raw)}

@@ -7,7 +7,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,13 +21,13 @@ from hivemind.p2p import PeerID
 from torch.utils.data import DataLoader
 
 from cotrain.arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
-from cotrain.averaging.progress import parse_progress
+from cotrain.averaging.progress_record import read_progress
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.diagnosis import diagnose
 from cotrain.common.errors import UserError, describe
 from cotrain.common.processes import StopSignal
-from cotrain.dht.run_records import get_dictionary
+from cotrain.dht.run_records import get_records
 from cotrain.peer.addresses import find_tcp_endpoint, peer_id_in
 from cotrain.peer.peer import Peer, open_peer
 from cotrain.peer.run_config import adopt_run_config
@@ -258,12 +257,7 @@ def check_rounds(dht: DHT, num_parameters: int, args: CollaborationArguments) ->
 
 def count_trainers(dht: DHT, run_id: str) -> int:
     """Return the number of trainers that report their progress in a run."""
-    number = 0
-    for subkey, heartbeat in get_dictionary(dht, f"{run_id}_training_progress").items():
-        with suppress(ValueError):
-            parse_progress(subkey, heartbeat.value)
-            number += 1
-    return number
+    return len(read_progress(get_records(dht, f"{run_id}_training_progress")))
 
 
 def round_seconds(elements: int, peers: int, bits: float, upload: float) -> float:

@@ -1,4 +1,4 @@
-"""Contributions: counted once per key and step, across restarts, with arbitrary names."""
+"""Contributions: counted once per peer and step, across restarts, with arbitrary names."""
 
 import pytest
 
@@ -9,12 +9,12 @@ from cotrain.monitoring.parsing import PeerStep
 
 
 def make_report(step: int, **samples: int) -> StepReport:
-    """Build the report of a step with these samples per key."""
-    steps = tuple(PeerStep(key.encode(), step, 1.0, number, 1.0, 1) for key, number in samples.items())
+    """Build the report of a step with these samples per peer."""
+    steps = tuple(PeerStep(peer, step, 1.0, number, 1.0, 1) for peer, number in samples.items())
     return StepReport(step, 1.0, 2, sum(samples.values()), 1.0, 2, 2, 0.0, steps)
 
 
-def count(folder, *reports: StepReport, names: dict[bytes, str] | None = None) -> Contributors:
+def count(folder, *reports: StepReport, names: dict[str, str] | None = None) -> Contributors:
     counted = Contributors(folder, "run")
     counted.record_names(names or {})
     counted.record_names({})  # the names are kept after their records have expired
@@ -28,20 +28,20 @@ def table(counted: Contributors) -> list[tuple[str, int, int]]:
     return [(leader.name, leader.samples, leader.steps) for leader in counted.top(10)]
 
 
-def test_samples_add_up_by_key_and_two_of_one_name_stay_two(tmp_path):
-    names = {b"a": "alice", b"b": "bob", b"c": "alice"}
+def test_samples_add_up_by_peer_and_two_of_one_name_stay_two(tmp_path):
+    names = {"a": "alice", "b": "bob", "c": "alice"}
     counted = count(tmp_path, make_report(1, a=10, b=5, c=1), make_report(2, a=10, b=30, idle=0), names=names)
     assert table(counted) == [("bob", 35, 2), ("alice", 20, 2), ("alice", 1, 1)]
     assert len(counted) == 3
 
 
 def test_restarted_monitor_counts_each_step_once(tmp_path):
-    count(tmp_path, make_report(1, a=10), make_report(2, a=10), names={b"a": "alice"})
+    count(tmp_path, make_report(1, a=10), make_report(2, a=10), names={"a": "alice"})
     restarted = count(tmp_path, make_report(2, a=10), make_report(3, a=5, b=7))
     assert table(restarted) == [("alice", 25, 3), ("anonymous", 7, 1)]
     restarted.add(make_report(3, b=4))  # the run has gone back to step 2
     assert table(restarted) == [("alice", 25, 3), ("anonymous", 11, 2)]
-    restarted.record_names({b"b": "bob", b"a": ""})
+    restarted.record_names({"b": "bob", "a": ""})
     assert table(restarted) == [("alice", 25, 3), ("bob", 11, 2)]
 
 
@@ -63,7 +63,7 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
     monkeypatch.setattr(contributors, "MAX_CONTRIBUTORS", 10)
     flood = {f"k{number}": 1 for number in range(50)}
     counted = count(
-        tmp_path, make_report(1, honest=100), make_report(2, **flood), names={b"%d" % n: "x" for n in range(50)}
+        tmp_path, make_report(1, honest=100), make_report(2, **flood), names={str(n): "x" for n in range(50)}
     )
     assert len(counted) == 10 and counted.top(1)[0].samples == 100
     counted.record_names({})

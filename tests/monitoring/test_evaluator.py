@@ -128,7 +128,7 @@ def test_the_same_each_time(evaluate):
 )
 def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypatch):
     records = {b"%d" % number: None if epoch is None else heartbeat(1.0, epoch) for number, epoch in enumerate(epochs)}
-    monkeypatch.setattr(run_records, "get_dictionary", lambda _dht, key: {"run_training_progress": records}[key])
+    monkeypatch.setattr(run_records, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
     args = EvaluatorArguments(**options)
     loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, args)
     loop._evaluate, loop.evaluated_step = Mock(), evaluated

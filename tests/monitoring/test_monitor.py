@@ -1,24 +1,31 @@
 """The records that trainers publish and the monitor reads."""
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock
 
 import pytest
+import torch
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.common.flags import ArgumentsError
+from cotrain.common.names import short
 from cotrain.dht import run_records
+from cotrain.dht.clock import run_time
+from cotrain.monitoring import monitor as monitor_module
 from cotrain.monitoring.advice import PERIOD, Adviser
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
-from cotrain.monitoring.monitor import TrainingMonitor
+from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
 from cotrain.monitoring.parsing import parse_shares
 from cotrain.monitoring.reporters import Reporters
+from cotrain.task import Task
 from run_training_monitor import RunArguments, TrainingMonitorArguments
-from tests.support.dht_records import metric
-from tests.support.fakes import make_session
+from tests.support.dht_records import entries, heartbeat, metric
+from tests.support.fakes import FakeAverager, make_session
 from tests.support.peers import read_jsonl
 
 
@@ -31,7 +38,7 @@ def stored(monkeypatch) -> dict:
         records.setdefault(key, {})[public_key] = ValueWithExpiration(value, get_dht_time() + lifetime)
 
     monkeypatch.setattr(run_records, "store_record", store)
-    monkeypatch.setattr(run_records, "get_dictionary", lambda _dht, key, timeout=10.0: records.get(key, {}))
+    monkeypatch.setattr(run_records, "get_records", lambda _dht, key: records.get(key, {}))
     return records
 
 
@@ -65,7 +72,7 @@ def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, s
     for key, rounds in ((b"a", [True, True, False]), (b"b", [True]), (b"c", [])):
         session = make_trainer(key)
         session.optimizer.recent_rounds = rounds
-        session.report(step=10, samples=8)
+        session.report(StepRecord(10, Outcome.AVERAGED, 8))
         session.close()
     reporter = Mock()
     make_monitor(tmp_path, reporter, MetricsAggregator(last_reported_step=9)).refresh()
@@ -79,7 +86,7 @@ def test_organiser_is_told_what_helps_when_rounds_take_the_time(tmp_path, stored
         for key, of_trainer in ((b"a", share), (b"b", 1.0), (b"c", 0.1)):
             session = make_trainer(key)
             session.optimizer.averaging_share = of_trainer
-            session.report(step=step, samples=8)
+            session.report(StepRecord(step, Outcome.AVERAGED, 8))
             session.close()
         monitor.refresh()
         assert ("97% of the time" in caplog.text) == (step > 1) and "99%" not in caplog.text
@@ -115,10 +122,10 @@ def test_share_of_applied_samples_comes_from_the_sessions(stored, make_trainer):
         for step in range(1, 101):
             session.optimizer.num_computed += 4
             session.status.record_local_step()
-            outcome = "failed" if step > 100 - num_missed else "alone"
-            entry = {"step": step, "outcome": outcome, "samples": 4, "error": "", "weights": {}}
-            session.optimizer.round_log.write(entry)
-            session.report(step=step, samples=4)
+            is_missed = step > 100 - num_missed
+            record = StepRecord(step, Outcome.MISSED) if is_missed else StepRecord(step, Outcome.ALONE, 4)
+            session.status.record_step(record)
+            session.report(StepRecord(step, Outcome.ALONE, 4))
         session.close()
     assert stored["run_rounds"][b"b"].value == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
     records = {key: record.value for key, record in stored["run_rounds"].items()}
@@ -141,7 +148,7 @@ def test_last_checkpoint_is_saved_and_uploaded_when_trainers_leave(
     for number, leaves in enumerate([*leaving, True, True, True]):
         session = make_trainer(b"%d" % number)
         if number < len(leaving):
-            session.report(step=10, samples=8)
+            session.report(StepRecord(10, Outcome.AVERAGED, 8))
         session.introduce(leaving=leaves)
         session.close()
     uploader = Mock()
@@ -160,8 +167,8 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
     for step in range(1, 5):
         stored["run_metrics"] = {b"[owner:a]": metric(step, samples=8)}
         monitor.refresh()
-    key = monitor.contributors.top(1)[0].key[:8]
-    columns = ("place", "name", "key", "samples", "steps")  # trackio and wandb show the cells as plain text
+    key = short(monitor.contributors.top(1)[0].peer_id)
+    columns = ("place", "name", "peer", "samples", "steps")  # trackio and wandb show the cells as plain text
     assert [call.args for call in reporter.report_table.call_args_list] == [
         ("contributors", columns, [(1, "al i/<c>e", key, 8, 1)], 1),
         ("contributors", columns, [(1, "al i/<c>e", key, 24, 3)], 3),
@@ -186,3 +193,67 @@ def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
 def test_sparse_compression_needs_local_updates():
     with pytest.raises(ArgumentsError, match="--gradient_compression topk also needs --local_updates"):
         make_settings(gradient_compression="topk")
+
+
+class SimulatedTime:
+    """Clock of the monitor's end: each sleep lets half a second pass, and then something may happen.
+
+    :param events: second -> what happens then
+    """
+
+    def __init__(self, events: dict[float, Callable[[], None]]):
+        self.now, self.events = 0.0, events
+        self.monotonic = self.time = lambda: self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.events.pop(self.now, lambda: None)()
+
+
+def publish(stored: dict, step: int, *trainers: str, gone: tuple[str, ...] = ()) -> None:
+    """Let trainers report that they are at a step, and others that they leave after it."""
+    now, expires = run_time(), run_time() + 600
+    for peer in (*trainers, *gone):
+        rows = entries(*map(metric, range(1, step + 1)))
+        beat = None if peer in gone else heartbeat(now, step)
+        for key, value in (("metrics", metric(step)), ("history", rows), ("training_progress", beat)):
+            stored.setdefault(f"run_{key}", {})[peer] = ValueWithExpiration(value, expires)
+
+
+@pytest.mark.parametrize("leaves_at", [None, 1.0, 2.5])
+def test_last_report_has_all_steps(tmp_path, stored, monkeypatch, caplog, leaves_at):
+    """All peers are stopped at once. A trainer says goodbye first, and publishes its last step seconds later."""
+    caplog.set_level("INFO")
+    reporter = Reporters(tmp_path, "run")
+    monitor = make_monitor(tmp_path, reporter, MetricsAggregator(settle_time=30.0))
+    publish(stored, 3, "one", "late")
+    monitor.refresh()
+    publish(stored, 5, "one")
+    events = {} if leaves_at is None else {
+        leaves_at: lambda: publish(stored, 5, gone=("one", "late")),
+        leaves_at + 2.0: lambda: publish(stored, 6, gone=("one", "late")),
+    }  # fmt: skip
+    clock = SimulatedTime(events)
+    monkeypatch.setattr(monitor_module, "time", clock)
+    monitor.finish()
+    newest = 5 if leaves_at is None else 6
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [*range(1, newest + 1)]
+    assert clock.now < 12 and f"The monitor has stopped at step #{newest}" in caplog.messages
+
+
+@pytest.mark.parametrize(("saved", "offered", "expected"), [(3, True, 5), (5, True, 5), (3, False, 3)])
+def test_last_checkpoint_is_that_of_the_newest_state(tmp_path, stored, monkeypatch, caplog, saved, offered, expected):
+    caplog.set_level("INFO")
+    keeper = CheckpointKeeper(
+        FakeAverager(step=5), Task(), torch.nn.Linear(2, 2), "run", TrainingMonitorArguments(output_dir=str(tmp_path))
+    )
+    keeper.saved_step = saved
+    if not offered:
+        keeper.averager.download_state = lambda min_epoch: None
+    monitor = make_monitor(tmp_path, Mock(), MetricsAggregator())
+    monitor.keeper = keeper
+    publish(stored, 5, "one")
+    monkeypatch.setattr(monitor_module, "time", SimulatedTime({}))
+    monitor.finish()
+    keeper.close()
+    assert caplog.messages[-1] == f"The monitor has stopped at step #5; the newest checkpoint is checkpoint-{expected}"

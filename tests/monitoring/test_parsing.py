@@ -1,56 +1,23 @@
 """Parsing of the records in the DHT. What its validators refuse is tested in tests/dht/test_run_records.py."""
 
-import math
-
 import pytest
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.monitoring.parsing import (
-    Heartbeat,
-    PeerStep,
-    parse_history,
-    parse_metrics,
-    parse_peers,
-    parse_progress,
-    parse_shares,
-)
-from tests.support.dht_records import entries, heartbeat, metric, steps_of
+from cotrain.monitoring.parsing import PeerStep, parse_history, parse_metrics, parse_peers, parse_shares
+from tests.support.dht_records import entries, metric, steps_of
 
 
 def test_reads_what_the_dht_returns():
-    tagged = b"\x00[owner:ssh-rsa AAAA]tail"
-    raw = {tagged: ValueWithExpiration(metric(3, loss=7.5), 99.0)}
-    assert parse_metrics(raw) == [PeerStep(b"ssh-rsa AAAA", 3, 1.5, 32, 7.5, 2, 99.0)]
-
-    assert steps_of(parse_history({tagged: entries(metric(1), metric(2))})) == [1, 2]
+    raw = {"peer": ValueWithExpiration(metric(3, loss=7.5), 99.0)}
+    assert parse_metrics(raw) == [PeerStep("peer", 3, 1.5, 32, 7.5, 2, None, 99.0)]
+    assert steps_of(parse_history({"peer": entries(metric(1), metric(2))})) == [1, 2]
+    assert parse_history({"peer": entries(metric(1), times=[17.5])})[0].time == 17.5
     info = {"username": "alice", "leaving": False}
-    assert parse_peers({tagged: info}) == {b"ssh-rsa AAAA": info}
-
-    alive = Heartbeat(peer=b"ssh-rsa AAAA", epoch=3, samples_per_second=2.5, reported_at=5.0)
-    gone = Heartbeat(peer=b"gone", goodbye=True)
-    assert parse_progress({tagged: heartbeat(5.0, 3), b"gone": None}) == [alive, gone]
+    assert parse_peers({"peer": info}) == {"peer": info}
 
 
 def test_nothing_there():
-    assert parse_metrics({}) == parse_history({}) == parse_progress({}) == [] and parse_shares({}) == {}
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("client_mode", 1),
-        ("epoch", -1),
-        ("epoch", True),
-        ("samples_accumulated", 10**9 + 1),
-        ("samples_per_second", math.inf),
-        ("reported_at", math.nan),
-        ("reported_at", None),
-    ],
-)
-def test_refused_heartbeats(field, value):
-    assert parse_progress({b"peer": heartbeat(1.0, 1)}) and not parse_progress(
-        {b"peer": heartbeat(1.0, 1) | {field: value}}
-    )
+    assert parse_metrics({}) == parse_history({}) == [] and parse_shares({}) == {}
 
 
 def shares(*counts: tuple[object, object]) -> dict[bytes, dict]:

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.arguments import CollaborationArguments
@@ -93,19 +91,14 @@ def make_heartbeat() -> dict:
     return PeerProgress(b"", 5, 5, 0, 0, 1.0, now, now).to_record()
 
 
-@pytest.fixture(scope="module")
-def subkeys() -> list[bytes]:
-    return [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in range(10)]
-
-
 @pytest.fixture
-def measure(monkeypatch, subkeys):
+def measure(monkeypatch):
     """Return a function that checks the time of a round, in a run with some trainers."""
 
     def measure(trainers: int = 7, **options) -> str:
         records = [{}, None, *[make_heartbeat()] * trainers]  # malformed ones are no trainers
-        values = {subkey: ValueWithExpiration(record, 0.0) for subkey, record in zip(subkeys, records, strict=False)}
-        monkeypatch.setattr(check, "get_dictionary", lambda _dht, key: {"run_training_progress": values}[key])
+        values = {number: ValueWithExpiration(record, 0.0) for number, record in enumerate(records)}
+        monkeypatch.setattr(check, "get_records", lambda _dht, key: {"run_training_progress": values}[key])
         args = CollaborationArguments(run_id="run", **{"averaging_timeout": 300.0, **options})
         return check_rounds(None, ALBERT_LARGE, args).line
 
