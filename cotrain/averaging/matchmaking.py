@@ -52,6 +52,11 @@ class RoundControl(StepControl):
         self.number = number
 
     @property
+    def triggered(self) -> bool:
+        """Whether the averager may begin. hivemind's `__del__` raises for a round that no averager has accepted."""
+        return self._trigger is None or super().triggered
+
+    @property
     def has_group(self) -> bool:
         """Whether matchmaking is done and the round waits for its trigger."""
         return self.stage == AveragingStage.AWAITING_TRIGGER and not self.done()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hivemind.utils import MPFuture
 
+from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.matchmaking import RoundControl
 from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.common.logs import TracebackFilter
@@ -44,6 +45,15 @@ def test_round_that_has_timed_out_is_called_off_without_a_warning():
     assert not control.triggered
     control.call_off()
     assert control.triggered, "or hivemind warns when the handle is deleted"
+
+
+def test_rounds_and_averagers_that_were_not_finished_are_deleted_in_silence():
+    """The averager may die before it accepts the round, and memory may lack while it is built."""
+    control = RoundControl(
+        number=1, scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b""
+    )
+    control.__del__()
+    SafeAverager.__new__(SafeAverager).__del__()
 
 
 def test_handle_of_a_round_keeps_its_values_apart():
