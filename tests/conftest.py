@@ -169,9 +169,10 @@ def network(tmp_path_factory) -> Iterator:
 
 
 @pytest.fixture
-def build_swarm(network, tmp_path) -> Iterator[Callable]:
+def build_swarm(network, tmp_path, monkeypatch) -> Iterator[Callable]:
     """Builds the peers of a run in the tests' process; its options are those of `local_optimizer`."""
     from tests.support.swarm import Swarm
 
+    monkeypatch.setattr("cotrain.averaging.reducer.LATE_SECONDS", 60.0)  # a busy machine exceeds it
     with ExitStack() as stack:
         yield lambda **options: Swarm(stack, network, tmp_path, **options)

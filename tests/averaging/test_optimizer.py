@@ -118,7 +118,7 @@ def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
 
     def pause(stage: str) -> None:
         begun.put(stage)
-        may_end.get(timeout=30)
+        may_end.get(timeout=240)
 
     optimizer.coordinator.during = lambda: pause("round")
     update = optimizer.state_averager.apply_update
@@ -127,11 +127,11 @@ def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
     parameter.grad = torch.ones_like(parameter)
     optimizer.step(batch_size=4)
     for stage in ("round", "update"):
-        assert begun.get(timeout=30) == stage
+        assert begun.get(timeout=120) == stage
         optimizer.step(batch_size=1)
         assert optimizer.local_epoch == 0 and optimizer._in_round == (stage == "round")
         may_end.put(stage)
-    wait_until(lambda: optimizer.local_epoch == 1, 30, "the step")
+    wait_until(lambda: optimizer.local_epoch == 1, 120, "the step")
     optimizer.stop_averaging()
     assert optimizer.accumulator.num_samples == 2
 
@@ -147,7 +147,7 @@ def test_global_steps_leave_the_cores_to_the_local_steps(monkeypatch):
     try:
         torch.set_num_threads(2)
         optimizer._start_thread()
-        wait_until(lambda: numbers, 30, "the step thread")
+        wait_until(lambda: numbers, 120, "the step thread")
         optimizer.stop_averaging()
         assert (numbers[0], torch.get_num_threads()) == (1, 2)
     finally:
@@ -443,7 +443,7 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
 
     def hang() -> None:
         begun.set()
-        may_end.wait(30)
+        may_end.wait(240)
 
     optimizer.coordinator.during = hang
 
@@ -465,14 +465,14 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
             saved.set()
 
     try:
-        assert begun.wait(5)
+        assert begun.wait(120)
         saver = Thread(target=save)
         saver.start()
-        assert saved.wait(1), "it has waited for the round"
+        assert saved.wait(120), "it has waited for the round"
         saver.join()
     finally:
         may_end.set()
-        thread.join(5)
+        thread.join(120)
     assert optimizer.local_epoch == optimizer.state_averager.applied_epoch == 2
     assert not optimizer.accumulator.num_samples
     optimizer.finish_pending_update()

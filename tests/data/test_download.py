@@ -16,6 +16,7 @@ import socket
 import struct
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -106,11 +107,14 @@ class Answer(BaseHTTPRequestHandler):
         self.close_connection = True
         self.connection.shutdown(socket.SHUT_RDWR)
 
+    def stay_silent(self) -> None:
+        self.server.closing.wait(120)
+
     def stall(self) -> None:
         """Send a part of the archive, then nothing until the test ends."""
         self.reply(200, Content_Length=str(len(self.server.content)))
         self.wfile.write(self.server.content[:100_000])
-        self.server.closing.wait(60)
+        self.server.closing.wait(120)
         self.break_off()
 
     def drip(self) -> None:
@@ -317,16 +321,18 @@ def test_a_transfer_goes_on_in_the_next_run(args, host, folders, has_checksum, c
         ([partial(Answer.serve, num_bytes=1000, ranges=False)], 3, "(IncompleteRead)"),  # always at the same place
         ([partial(Answer.serve, length_error=1000, ranges=False, num_bytes=10**6)], 3, "cannot be downloaded"),
         ([partial(Answer.serve, length_error=-1000)], 1, "SHA-256"),
-        ([lambda answer: answer.server.closing.wait(60)], 3, "(TimeoutError)"),  # no response
+        ([Answer.stay_silent], 3, "(TimeoutError)"),
         ([TO_ITSELF], 11, "TooManyRedirects"),
         *[([partial(Answer.reply, status=status)], 1, f"status {status}") for status in (401, 403, 404, 410)],
     ],
 )
 def test_transfers_that_fail(args, host, monkeypatch, script, asked, message):
     monkeypatch.setattr(fetch, "MAX_TRIES", 5)
-    monkeypatch.setattr(fetch, "READ_TIMEOUT", 0.5)
+    if script == [Answer.stay_silent]:
+        monkeypatch.setattr(fetch, "READ_TIMEOUT", 0.5)
     host.script = script * 30
     assert message in fail(args)
+    wait_until(lambda: len(host.asked) >= asked, 120, "the last request")  # the client may have given it up before
     assert len(host.asked) == asked
 
 
@@ -449,7 +455,9 @@ def test_disk_space_is_checked_during_a_transfer_of_unknown_size(args, host, mon
     ],
 )
 def test_server_that_stops_or_is_slow(args, host, folders, monkeypatch, caplog, method, limit, seconds, message):
+    restore = partial(monkeypatch.setattr, fetch, limit, 60.0)  # the limit is for the first response alone
     monkeypatch.setattr(fetch, limit, seconds)
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _seconds: restore()))
     host.script = [method]
     fetch_data(args)
     assert_fetched(args, folders)

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
 import psutil
@@ -94,7 +95,7 @@ def test_reports_under_several_keys_are_read_as_one_and_no_copy_counts(tmp_path)
             for bucket in set(range(NUM_BUCKETS)) - {right}:
                 key = f"run_training_progress.{bucket}"
                 two.dht.store(key, {"epoch": 9}, run_time() + 60, subkey=two.public_key)
-            wait_until(lambda: len(get_dictionary(one.dht, "run_training_progress")) == 2, 30, "both reports")
+            wait_until(lambda: len(get_dictionary(one.dht, "run_training_progress")) == 2, 120, "both reports")
             for peer in (one, two):
                 found = get_dictionary(peer.dht, "run_training_progress")
                 assert [found[p.public_key].value["epoch"] for p in (two, one)] == [1, 2]
@@ -111,13 +112,17 @@ async def test_announced_length_of_a_message_is_bounded():
 
 
 @pytest.mark.peers
-def test_identity_that_another_peer_uses_is_named(tmp_path):
+def test_identity_that_another_peer_uses_is_named(tmp_path, monkeypatch):
+    """The time for retries is over after the first attempt, however long that takes."""
+    ended = []
+    monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 * len(ended)))
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
+        monkeypatch.setattr(peer_module, "_end", lambda dht: ended.append(_end(dht)))
         copy = shutil.copytree(tmp_path / "one", tmp_path / "three")
         with (
             pytest.raises(TemporaryError, match=f"Identity from `{copy}/identity.key` is already taken"),
-            local_peer(copy, "run", (address,), bootstrap_timeout=3),
+            local_peer(copy, "run", (address,)),
         ):
             pass
 
@@ -155,9 +160,9 @@ def test_dht_that_is_killed_leaves_no_lock_to_the_next():
     has_lock = multiprocessing.Event()
     process = multiprocessing.Process(target=hold_the_lock, args=(has_lock,), daemon=True)
     process.start()
-    assert has_lock.wait(30)
+    assert has_lock.wait(120)
     _end(process)
-    assert not process.is_alive() and MPFuture._update_lock.acquire(timeout=1)
+    assert not process.is_alive() and MPFuture._update_lock.acquire(timeout=60)
     MPFuture._update_lock.release()
 
 
@@ -189,7 +194,7 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
         reader = stack.enter_context(local_peer(tmp_path / "reader", "run", addresses, client_mode=True))
         info = {"username": "ann", "leaving": False}
         store_record(writer.dht, "run_peers", writer.public_key, info, 60)
-        wait_until(lambda: get_dictionary(reader.dht, "run_peers"), 30, "the record")
+        wait_until(lambda: get_dictionary(reader.dht, "run_peers"), 120, "the record")
         for _ in range(5):
             assert get_dictionary(reader.dht, "run_peers")[writer.public_key].value == info
 

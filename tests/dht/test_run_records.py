@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import multiprocessing
 import os
-import time
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -326,13 +325,11 @@ def test_dht_goes_on_at_once_after_calls_of_processes_that_have_died(tmp_path):
     with local_peer(tmp_path, "run") as peer:
         process = psutil.Process(peer.dht.pid)
         process.suspend()  # so that the callers end before the DHT reads their calls
-        caller = multiprocessing.Process(target=call_and_die, args=(peer.dht, 3))
+        caller = multiprocessing.Process(target=call_and_die, args=(peer.dht, 60))
         caller.start()
         caller.join()
         process.resume()
-        started = time.monotonic()
-        peer.dht.get("key", return_future=True).result(30)
-        assert time.monotonic() - started < 5, "hivemind takes three seconds for each"
+        peer.dht.get("key", return_future=True).result(100)  # hivemind takes three seconds for each
 
 
 class FakeNode:

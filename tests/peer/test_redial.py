@@ -14,6 +14,8 @@ from cotrain.peer import redial
 from cotrain.peer.redial import BootstrapRedialer, set_run_clock
 from tests.support.peers import local_peer, wait_until
 
+NOW = 1.8e9  # the right time, in tests of fake peers
+
 
 class Answers:
     """DHT whose initial peers answer with the differences of their clocks to the run's clock here."""
@@ -52,20 +54,22 @@ def test_peers_that_do_not_answer_are_dialed_more_often():
         ([1e300], 97200.0), ([-1e300], -97200.0),
     ],
 )  # fmt: skip
-def test_clock_of_the_run_is_the_median_of_the_initial_peers(answers, offset):
+def test_clock_of_the_run_is_the_median_of_the_initial_peers(answers, offset, monkeypatch):
+    for module in (clock, redial):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
     set_run_clock(Answers(answers), ["/ip4/192.0.2.1/tcp/1/p2p/Qm"] * len(answers))
-    assert run_time() - time.time() == pytest.approx(offset, abs=0.1)
+    assert run_time() - NOW == pytest.approx(offset, abs=0.1)
 
 
 def test_clock_is_named_once_and_followed_when_it_is_set(monkeypatch, caplog):
     """A laptop sleeps: its clock is 600 s late afterwards, until it is set."""
     system = SimpleNamespace(error=-600.0)
-    right = time.time
-    monkeypatch.setattr(clock.time, "time", lambda: right() + system.error)
+    for module in (clock, redial):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW + system.error))
     peers = ["/ip4/192.0.2.1/tcp/1/p2p/Qm"]
 
     def ask() -> None:
-        set_run_clock(Answers([right() - run_time()]), peers)
+        set_run_clock(Answers([NOW - run_time()]), peers)
 
     for _ in range(3):
         ask()
@@ -74,10 +78,10 @@ def test_clock_is_named_once_and_followed_when_it_is_set(monkeypatch, caplog):
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "This machine's clock is 600.0 s behind the run's"
     ]
-    assert run_time() == pytest.approx(right(), abs=0.1)
+    assert run_time() == pytest.approx(NOW, abs=0.1)
     system.error = 0.0
     ask()
-    assert run_time() == pytest.approx(right(), abs=0.1) and len(caplog.records) == 1
+    assert run_time() == pytest.approx(NOW, abs=0.1) and len(caplog.records) == 1
 
 
 @pytest.mark.peers
@@ -93,7 +97,7 @@ def test_peer_with_a_wrong_clock_joins_reads_and_is_read(tmp_path, monkeypatch, 
             monkeypatch.setattr(module, "time", wrong)
         monkeypatch.setattr(clock, "_offset", multiprocessing.RawValue("d", 0.0))
         with local_peer(tmp_path / "two", "run", (address,)) as two:
-            assert run_time() == pytest.approx(right(), abs=1.0)
+            assert run_time() == pytest.approx(right(), abs=15.0)
             store_record(two.dht, "run_peers", two.public_key, info, 60)
             for peer in (one, two):
-                wait_until(lambda dht=peer.dht: len(get_dictionary(dht, "run_peers")) == 2, 30, "both records")
+                wait_until(lambda dht=peer.dht: len(get_dictionary(dht, "run_peers")) == 2, 120, "both records")

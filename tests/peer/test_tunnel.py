@@ -67,7 +67,7 @@ def test_refusal_is_shown_in_ngroks_words(fault, words, refusal):
     with FakeNgrok(**fault) as servers:
         message = refusal(servers.port, servers.certificate)
         assert all(word in message for word in words)
-        wait_until(lambda: not servers.is_open, 30, "the end of the session")
+        wait_until(lambda: not servers.is_open, 120, "the end of the session")
 
 
 def test_ngrok_that_does_not_answer_is_named(refusal, monkeypatch):

@@ -135,7 +135,7 @@ def test_one_good_initial_peer_among_bad_ones_is_enough(trainer, tmp_path):
             good.replace(good.split("/")[-1], UNKNOWN_PEERS[2]),
             f"/dns4/no-such-host.invalid/tcp/9/p2p/{UNKNOWN_PEERS[2]}",
         )
-        message = trainer(TEMPORARY, initial_peers=",".join(bad), bootstrap_timeout=6)
+        message = trainer(TEMPORARY, initial_peers=",".join(bad), bootstrap_timeout=15)
         assert all(word in message for word in ("--initial_peers", *bad))
         with local_peer(tmp_path / "joiner", "albert", (*bad, good)) as joiner:
             assert joiner.dht.is_alive()

@@ -78,7 +78,7 @@ def test_ctrl_c_ends_monitor_and_trainer_cleanly(scripts):
     trainer = scripts.trainer("trainer", "--initial_peers", monitor.address)
     trainer.wait_for(r"Step #1\b")
     folder = scripts.folder / "trainer"
-    status = wait_until(lambda: (found := read_status(folder)) and found.joined and found, 30, "step 1 in status.json")
+    status = wait_until(lambda: (found := read_status(folder)) and found.joined and found, 120, "step 1 in its status")
     assert (status.missed, status.num_trainers, status.applied_fraction) == (0, 1, 1.0)
     assert status.ended_at is None
     assert trainer.stop(signal.SIGINT) == 0, trainer.output

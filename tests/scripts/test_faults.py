@@ -43,7 +43,7 @@ def test_signal_at_any_moment_ends_a_trainer_cleanly(scripts, moment, number):
         trainer.wait_for(moment)
     else:
         wait_until(lambda: catches(trainer.process.pid, number), 120, "the handler of the signal")
-    assert trainer.stop(number, timeout=15) == 0, trainer.output
+    assert trainer.stop(number) == 0, trainer.output
     trainer.assert_nothing_left()
     assert "Traceback" not in trainer.output
 
@@ -55,10 +55,10 @@ def test_ctrl_c_to_the_whole_group_in_the_middle_of_averaging(scripts):
         trainer.wait_for("Beginning optimizer step", 120)
         os.killpg(trainer.process.pid, signal.SIGINT)  # as a terminal sends it
     for trainer in trainers:
-        assert trainer.wait(20) == 0, trainer.output
+        assert trainer.wait() == 0, trainer.output
         trainer.assert_nothing_left()
     os.killpg(monitor.process.pid, signal.SIGINT)
-    assert monitor.wait(20) == 0
+    assert monitor.wait() == 0
     monitor.assert_nothing_left()
 
 
@@ -111,7 +111,7 @@ def test_signal_in_the_middle_of_saving(scripts):
         script.wait_for(IN_THE_MIDDLE)
         folder = scripts.folder / script.log.stem
         assert list(folder.glob(".checkpoint-*.new")) and not list_checkpoints(folder)
-        assert script.stop(timeout=15) == 0, script.output
+        assert script.stop() == 0, script.output
         script.assert_nothing_left()
         assert "Traceback" not in script.output
         assert not list(folder.glob(".checkpoint-*.new"))
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):
         "--cache_dir", scripts.folder / "cache", log="tokenize",
     )  # fmt: skip
     wait_until(lambda: list(scripts.folder.glob("cache/.work.*.new")), 120, "work in hand")
-    assert script.stop(signal.SIGINT, timeout=15) == 130
+    assert script.stop(signal.SIGINT) == 130
     script.assert_nothing_left()
     assert "Traceback" not in script.output
     assert not (scripts.folder / "dataset").exists() and not (scripts.folder / "tokenizer").exists()
@@ -155,7 +155,7 @@ def test_death_of_an_averager_is_noticed(scripts):
     trainer.wait_for("Local step 1:")
     children = [process for process in psutil.Process(trainer.process.pid).children() if "python" in process.name()]
     max(children, key=lambda process: (process.create_time(), process.pid)).kill()
-    assert trainer.wait(15) == TEMPORARY, trainer.output
+    assert trainer.wait() == TEMPORARY, trainer.output
     assert "The round averager process has died" in trainer.output
     trainer.assert_nothing_left()
 

@@ -22,11 +22,11 @@ open(starts, "a").write("x")
 end = ends[min(number, len(ends) - 1)]
 if end == "hang":
     Watchdog({}, longest_wait=0.2).start()
-    time.sleep(60)
+    time.sleep(3600)
 if end == "Ctrl-C":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.killpg(0, signal.SIGINT)
-    time.sleep(60)
+    time.sleep(3600)
 code = int(end)
 sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
 """
@@ -49,7 +49,7 @@ def test_what_is_started_again(tmp_path, ends, starts):
     loop = make_loop([sys.executable, "-c", COMMAND, str(tmp_path / "starts"), *ends])
     # A shell that runs the tests in the background makes its programs ignore SIGINT.
     loop = ["env", "--default-signal=INT", *loop]
-    subprocess.run(loop, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60, start_new_session=True, check=False)
+    subprocess.run(loop, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300, start_new_session=True, check=False)
     assert len((tmp_path / "starts").read_text(encoding="utf-8")) == starts
 
 
@@ -72,7 +72,7 @@ def test_trainer_comes_back_as_the_same_peer(scripts):
             target = trainer if victim == "trainer" else next(p for p in family if p.name().startswith("p2pd"))
             before, end = max(stays.steps), len(loop.output)
             target.kill()
-            wait_until(lambda family=family: not any(p.is_running() for p in family), 15, "the end of its processes")
+            wait_until(lambda family=family: not any(p.is_running() for p in family), 120, "the end of its processes")
     assert "process has died" in loop.output and "Traceback" not in loop.output
     newest = max(loop.steps)
     wait_until(lambda: scripts.newest_step() >= newest, 120, "the monitor's report")
@@ -81,5 +81,5 @@ def test_trainer_comes_back_as_the_same_peer(scripts):
     assert max(record["alive peers"] for record in records) == 2, "the restarted peer counts once"
     for process in psutil.Process(loop.process.pid).children():
         process.send_signal(signal.SIGINT)  # as a terminal does
-    assert loop.wait(60) == 0
+    assert loop.wait() == 0
     loop.assert_nothing_left()

@@ -47,21 +47,21 @@ def test_digits_survive_the_loss_of_all_trainers_and_are_learnt_as_by_one_proces
         "--evaluation_steps", 1, "--refresh_period", 0.5, "--max_global_steps", STEPS, log="evaluator",
     )  # fmt: skip
     one = scripts.trainer("one", *common, pace=0.06)
-    monitor.wait_for(r"Step #1\t", 60)
+    monitor.wait_for(r"Step #1\t")
     two = scripts.trainer("two", *common, name_of_script="run_custom_trainer.py", pace=0.12)
-    two.wait_for("Averaged gradients with 2 peers", 60)
+    two.wait_for("Averaged gradients with 2 peers")
     two.kill()
     before = newest_checkpoint(folder)
-    wait_until(lambda: newest_checkpoint(folder) > before, 60, "a checkpoint after the loss of one trainer")
+    wait_until(lambda: newest_checkpoint(folder) > before, 120, "a checkpoint after the loss of one trainer")
     one.kill()
     saved = newest_checkpoint(folder)
     assert 1 <= saved < STEPS - 2
 
     newcomer = scripts.trainer("newcomer", *common, pace=0.06)
-    joined = int(newcomer.wait_for(r"Joined the collaboration at step #(\d+)", 60)[1])
+    joined = int(newcomer.wait_for(r"Joined the collaboration at step #(\d+)")[1])
     assert joined >= saved
-    assert newcomer.wait(120) == 0, newcomer.output
-    assert evaluator.wait(60) == 0, evaluator.output
+    assert newcomer.wait() == 0, newcomer.output
+    assert evaluator.wait() == 0, evaluator.output
     evaluations = read_jsonl(scripts.folder / "evaluator" / "evaluations.jsonl")
     assert evaluations[-1]["step"] >= STEPS
     assert monitor.stop() == 0

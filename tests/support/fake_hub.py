@@ -47,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.requests.append(f"{self.command} {self.path}")
         if any(part in self.path for part in self.server.silent_paths):
-            self.server.ended.wait(60)
+            self.server.ended.wait(300)
             self.close_connection = True
             return
         status, answer = self.answer(self.server, body)

@@ -48,7 +48,7 @@ class Host:
         self._holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=leave_with_parent)
         self.namespace = f"/proc/{self._holder.pid}/ns/net"
         try:
-            wait_until(lambda: os.readlink(self.namespace) != machine, 30, "a network namespace")
+            wait_until(lambda: os.readlink(self.namespace) != machine, 120, "a network namespace")
             self.run("ip link set lo up")
             # The machine may use BBR, which ignores losses: through _limit it sent each byte 1.5 to 5 times. Home
             # computers use CUBIC. Reno is like it on slow lines, and is the only one that each machine allows here.

@@ -182,7 +182,7 @@ class Script:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 120) -> int:
         """Wait until the main process ends, and return its exit code."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -190,12 +190,12 @@ class Script:
             time.sleep(0.1)
         return self.process.returncode
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 20) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 120) -> int:
         """Send a signal to the main process, wait until it ends, and return its exit code."""
         self.process.send_signal(number)
         return self.wait(timeout)
 
-    def assert_nothing_left(self, timeout: float = 15) -> None:
+    def assert_nothing_left(self, timeout: float = 60) -> None:
         """Check that no process of the script is left `timeout` seconds after the end of the main process."""
         wait_until(lambda: not self.family(), timeout, f"the end of {[p.pid for p in self.family()]} {self.family()}")
 
@@ -347,6 +347,8 @@ class Scripts:
     def close(self) -> None:
         for script in self.running:
             script.kill_all()
+        for script in self.running:
+            assert "Exception ignored in" not in script.output, script.output
 
 
 def invite(authority, path: Path, days: float = 1.0) -> str:

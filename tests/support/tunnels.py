@@ -68,7 +68,7 @@ class FakeNgrok:
 
     def __enter__(self) -> "FakeNgrok":
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(timeout=120)
         return self
 
     async def _start(self) -> None:
