@@ -60,7 +60,6 @@ class SafeAverager(DecentralizedAverager):
 
     _parent_pid = None  # `__del__` shuts down what it takes for started, also if `__init__` has not come so far
     LINGER_SECONDS = 5.0  # time for the caller to close the stream after the last answer
-    _parent_pid = None  # `__del__` reads it, also if `__init__` has failed
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start the process, and leave SIGINT enabled in the calling process."""
