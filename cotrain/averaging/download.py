@@ -298,4 +298,4 @@ def check_epoch(metadata: object, min_epoch: int = 0) -> None:
     if type(epoch) is not int or not 0 <= epoch <= MAX_STEP:
         raise StateLoadError("it has no step number")
     if epoch < min_epoch:
-        raise OldStateError(f"it is of step #{epoch}, before #{min_epoch}")
+        raise OldStateError(f"it is of step #{epoch}, no later than #{min_epoch - 1}")

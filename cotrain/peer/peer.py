@@ -56,6 +56,8 @@ def open_peer(
         stop.defer()
         claim_folder(output_dir, args.run_id)
         identity_path = Path(args.identity_path or output_dir / "identity.key")
+        if args.initial_peers and not is_alone:
+            logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
         peer = start_peer(args, identity_path, client_mode, stop.event, is_alone)
         redialer = BootstrapRedialer(peer.dht, args.initial_peers)
         redialer.start()
@@ -119,8 +121,6 @@ def start_peer(
     private_key = load_identity(identity_path)
     validators, public_key = make_validators(args.run_id, private_key)
     initial_peers = [] if is_alone else args.initial_peers
-    if initial_peers:
-        logger.info(f"Joining the collaboration through {', '.join(initial_peers)}")
     deadline, has_warned = time.monotonic() + args.bootstrap_timeout, False
     while True:
         dht = build_dht(
