@@ -77,12 +77,12 @@ def build_pipeline(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def fill_masks(completer: Pipeline, text: str, number: int = 5) -> list[list[tuple[str, float]]]:
     """Return the `number` most likely tokens for each mask in a text with their probabilities, most likely first.
 
-    Each mask is filled as if the others stayed masks.
+    The tokens are quoted. Each mask is filled as if the others stayed masks.
     """
     tokenizer = completer.tokenizer
     fillings = completer(text.replace(MASK, tokenizer.mask_token), top_k=number)
     masks = fillings if isinstance(fillings[0], list) else [fillings]
-    return [[(_name(filling, tokenizer), filling["score"]) for filling in mask] for mask in masks]
+    return [[(_quote(filling, tokenizer), filling["score"]) for filling in mask] for mask in masks]
 
 
 def continue_text(completer: Pipeline, text: str) -> str:
@@ -114,6 +114,7 @@ def report_samples(completer: Pipeline, texts: Sequence[str], reporter: Reporter
     reporter.report_table("samples", ("text", "completion"), rows, step)
 
 
-def _name(filling: dict, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a token, or its name in the vocabulary if the text is blank: SentencePiece has "▁"."""
-    return one_line(filling["token_str"]) or one_line(tokenizer.convert_ids_to_tokens(filling["token"]))
+def _quote(filling: dict, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the quoted text of a token within a sentence: "▁" is a space, and "##ing" is written without its mark."""
+    text = tokenizer.convert_tokens_to_string(["a", tokenizer.convert_ids_to_tokens(filling["token"])])[1:]
+    return repr(one_line(text) or text)

@@ -58,15 +58,16 @@ BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "blockwise8": 8.06, "bl
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check, with advice if something is wrong."""
+    """Result of a check. If something is wrong, there is advice, or the text of an error, which ends with it."""
 
     subject: str
     text: str
     advice: str = ""
+    is_error: bool = False
 
     @property
     def line(self) -> str:
-        mark = "FAILED" if self.advice else "ok"
+        mark = "FAILED" if self.is_error or self.advice else "ok"
         return f"{mark:<7} {self.subject}: {self.text}" + (f". {self.advice}" if self.advice else "")
 
 
@@ -76,8 +77,9 @@ def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
     for finding in check_all(command_line, stop):
         findings.append(finding)
         print(finding.line, flush=True)
-    faults = sum(bool(finding.advice) for finding in findings)
-    print(f"{faults} of {len(findings)} checks failed" if faults else "All checks passed: this peer can train")
+    faults = [finding.subject for finding in findings if finding.is_error or finding.advice]
+    verdict = f"{len(faults)} of {len(findings)} checks failed: {', '.join(faults)}"
+    print(verdict if faults else "All checks passed: this peer can train")
     return 1 if faults else 0
 
 
@@ -119,7 +121,7 @@ def attempt(subject: str, check: Callable[[], str]) -> Finding:
 def explain(subject: str, error: Exception) -> Finding:
     """Return an error, and what to do about it."""
     row = diagnose(text := describe(error))
-    return Finding(subject, text, "See the message" if row is None else f"{row.action[0].upper()}{row.action[1:]}")
+    return Finding(subject, text, "" if row is None else f"{row.action[0].upper()}{row.action[1:]}", is_error=True)
 
 
 # On this machine

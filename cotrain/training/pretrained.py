@@ -13,7 +13,10 @@ from cotrain.models.model import get_objective, read_config, set_objective
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.training.checkpoints import list_checkpoints
 
-_REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, such as monitor_outputs"
+_REMEDY = (
+    "pass a folder with config.json, model.safetensors and a tokenizer, or an --output_dir in which the monitor or a "
+    "trainer has saved a checkpoint"
+)
 
 
 def find_checkpoint(folder: Path) -> Path:
@@ -25,7 +28,8 @@ def find_checkpoint(folder: Path) -> Path:
         has_files = all((path / name).is_file() for name in ("config.json", "tokenizer_config.json"))
         if has_files and any(path.glob("model.safetensors*")):
             return path
-    raise UserError(f"CHECKPOINT: there is no complete checkpoint in '{folder}'; {_REMEDY}")
+    fault = f"there is no complete checkpoint in '{folder}'" if folder.is_dir() else f"there is no folder '{folder}'"
+    raise UserError(f"CHECKPOINT: {fault}; {_REMEDY}")
 
 
 def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -58,7 +58,7 @@ MASKED = [family for family in TINY_CONFIGS if family != "gpt2"]
 def test_fillings_are_the_most_likely_ones(family, mask, tokenizer):
     completer = build_pipeline(make_model(family), tokenizer)
     (fillings,) = fill_masks(completer, TEXT.replace("[MASK]", mask))
-    assert len(fillings) == 5 and fillings[0][0] == "france" and fillings[0][1] > 0.99
+    assert len(fillings) == 5 and fillings[0][0] == "'france'" and fillings[0][1] > 0.99
     probabilities = [probability for _, probability in fillings]
     assert [len(fillings) for fillings in fill_masks(completer, "[MASK] capital <mask> france", number=2)] == [2, 2]
     assert probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1.0001
@@ -82,10 +82,25 @@ def test_completions_follow_the_parameters(family, tokenizer):
     assert "paris" in complete(completer, TEXT)
 
 
-def test_token_without_text_is_shown_by_its_name(tokenizer):
-    """SentencePiece's "▁" is a space, and among the likely fillings of a model that has just begun."""
-    tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
-    assert complete(build_pipeline(make_model("albert", likely="▁"), tokenizer), TEXT).startswith("▁ 100.0%, ")
+@pytest.mark.parametrize(
+    ("piece", "decoder", "shown"),
+    [
+        ("▁", decoders.Metaspace(), "' '"),
+        ("▁paris", decoders.Metaspace(), "'paris'"),
+        ("Ġparis", decoders.ByteLevel(), "'paris'"),
+        ("Ċ", decoders.ByteLevel(), r"'\n'"),
+        ("##ing", decoders.WordPiece(), "'ing'"),
+        (",", decoders.WordPiece(), "','"),
+    ],
+)
+def test_words_are_decoded_and_quoted(tokenizer, piece, decoder, shown):
+    """A model that has just begun finds a space and a comma likely."""
+    words = [*WORDS[:-1], piece, "a"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer.backend_tokenizer.model = models.WordLevel(vocabulary, unk_token="[UNK]")
+    tokenizer.backend_tokenizer.decoder = decoder
+    text = complete(build_pipeline(make_model("albert", likely="▁"), tokenizer), TEXT)
+    assert text.startswith(f"{shown} 100.0%, '")
 
 
 @pytest.mark.parametrize("family", ["albert", "roberta", "gpt2"])
@@ -110,7 +125,7 @@ def test_monitor_reports_samples(tokenizer, caplog):
     completer = build_pipeline(make_model("albert"), tokenizer)
     report_samples(completer, [TEXT, "[MASK] is [MASK]"], reporters, 7)
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2 and messages[0].startswith(f"Step #7\t{TEXT} -> france 100.0%, ")
+    assert len(messages) == 2 and messages[0].startswith(f"Step #7\t{TEXT} -> 'france' 100.0%, ")
     ((name, columns, rows, step),) = tables
     assert (name, columns, step) == ("samples", ("text", "completion"), 7)
     assert [text for text, _ in rows] == [TEXT, "[MASK] is [MASK]"] and rows[1][1].count("; ") == 1
@@ -159,7 +174,7 @@ def test_script_shows_the_fillings(show, checkpoint):
     code, out, err = show(checkpoint, TEXT)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == TEXT and len(lines) == 6 and lines[1].endswith("%  france")
+    assert lines[0] == TEXT and len(lines) == 6 and lines[1].endswith("%  'france'")
     assert len(show(checkpoint, TEXT, "--number", 3)[1].splitlines()) == 4
     assert "Mask 2 of 2:" in show(checkpoint, "[MASK] [MASK]")[1]
 
@@ -177,6 +192,13 @@ def test_script_continues_a_text(show, tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     code, out, _ = show(tmp_path, "the capital of")
     assert code == 0 and out == f"the capital of … {' '.join(['france'] * 20)}\n"
+
+
+def test_folder_that_does_not_exist_is_named(show, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = show("monitor_outputs", TEXT)
+    assert code == 1 and "CHECKPOINT: there is no folder 'monitor_outputs'; pass " in err
+    assert err.count("monitor_outputs") == 1, "recommends what was passed"
 
 
 def change_config(folder: Path, name: str = "config.json", **changes) -> None:
@@ -218,4 +240,5 @@ def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
     code, _, err = show(checkpoint, text)
     assert code == 1 and err.count("\n") == 1 and err.startswith("fill_mask.py: error: ") and reason in err
     assert "; " in err and "trust_remote_code" not in err
+    assert str(checkpoint) not in err.partition("; ")[2]
     assert not (checkpoint / "trace").exists()

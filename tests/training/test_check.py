@@ -75,13 +75,17 @@ def test_report_counts_faults_and_says_what_to_do(monkeypatch, capsys):
     def fail() -> str:
         raise UserError("too many open files")
 
-    findings = [Finding("a", "good"), attempt("b", lambda: "fine"), attempt("c", fail)]
+    def refuse() -> str:
+        raise UserError("the invitation has expired; ask the organiser for another")
+
+    findings = [Finding("a", "good"), attempt("b", lambda: "fine"), attempt("c", fail), attempt("d", refuse)]
     monkeypatch.setattr(check, "check_all", lambda *_args: iter(findings))
     assert check.check_trainer(None, None) == 1
-    first, second, third, last = capsys.readouterr().out.splitlines()
-    assert (first, second, last) == ("ok      a: good", "ok      b: fine", "1 of 3 checks failed")
+    first, second, third, fourth, last = capsys.readouterr().out.splitlines()
+    assert (first, second, last) == ("ok      a: good", "ok      b: fine", "2 of 4 checks failed: c, d")
+    assert fourth == "FAILED  d: the invitation has expired; ask the organiser for another"
     assert third.startswith("FAILED  c: too many open files. ") and "ulimit -n 4096" in third
-    del findings[2]
+    del findings[2:]
     assert check.check_trainer(None, None) == 0
     assert "All checks passed" in capsys.readouterr().out
 
