@@ -90,6 +90,7 @@ def evaluate(
         loop = EvaluationLoop(peer, run_id, stack.enter_context(observer), model, evaluator, reporter, args)
         while not (stop.is_set() or loop.is_done):
             loop.refresh()
+            peer.dht.check_invitation()
             watchdog.record_work()
             stop.event.wait(args.refresh_period)
     logger.info("The evaluator has stopped")

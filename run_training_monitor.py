@@ -204,6 +204,7 @@ def monitor(
                 relay.config = RunConfig.sign({**relay.config.settings, "page": page}, peer.private_key)
             relay.publish()
             training_monitor.refresh(page)
+            peer.dht.check_invitation()
             watchdog.record_work()
             stop.event.wait(args.refresh_period)
         training_monitor.finish()

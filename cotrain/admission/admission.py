@@ -8,6 +8,7 @@ calls look the token up.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import Message
-from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, PeerID
 from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import MSGPackSerializer, get_logger
 
 from cotrain.admission.invitations import Invitation, InvitationError, check_token, load_invitation
 from cotrain.admission.revocations import RevocationStore
+from cotrain.common.errors import UserError
+from cotrain.dht.clock import run_time
 from cotrain.dht.node import RelayedP2P, SafeDHT
 
 logger = get_logger(__name__)
@@ -55,7 +58,6 @@ class Admission:
         self._paused: dict[PeerID, tuple[float, str]] = {}  # end (time.monotonic), and the reason
         self._questions: dict[PeerID, asyncio.Task] = {}
         self._is_dht_process = False
-        self._warned_at = float("-inf")
 
     async def serve(self, p2p: P2P) -> None:
         """Answer peers that request this peer's token. The DHT process does so for all processes of the peer."""
@@ -65,8 +67,6 @@ class Admission:
 
     async def check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
         """Raise NotAdmittedError if a caller or (`is_callee`) a peer about to be called has no valid invitation."""
-        if is_callee and self._is_dht_process and self.invitation.expiration_time <= time.time():
-            self._warn("This peer's invitation has expired")
         if not self._is_admitted(peer_id):
             until, reason = self._paused.get(peer_id, (float("-inf"), None))
             if is_callee or time.monotonic() >= until:
@@ -96,18 +96,15 @@ class Admission:
         try:
             call = p2p._client.call_unary_handler(peer_id, self.PROTOCOL, request)
             token, revocations = self._unpack(await asyncio.wait_for(call, self.TIMEOUT), bytes, bytes)
+            if revocations:
+                with suppress(InvitationError):  # an invited peer may send an invalid list
+                    self.revocations.adopt(revocations)
             self._admit(token, peer_id, asked_at=time.monotonic())
         except Exception as error:
-            is_known = is_callee or peer_id in self._admitted  # not an unknown caller
-            if isinstance(error, P2PHandlerError) and is_known and self._is_dht_process:
-                self._warn(f"A peer refused this peer's invitation ({str(error)[:200]!r})")
             reason = f"{peer_id} did not present a valid invitation: {error!r}"
             logger.debug(reason)
             self._pause(peer_id, reason)
             return reason
-        if revocations:
-            with suppress(InvitationError):  # an invited peer may send an invalid list
-                self.revocations.adopt(revocations)
         return None
 
     async def _answer(self, request: bytes, peer_id: PeerID) -> bytes:
@@ -116,12 +113,14 @@ class Admission:
             raise InvitationError("the request is too long")
         token, known_serial = self._unpack(request, bytes, int)
         self.revocations.refresh()
+        newest = self.revocations.newest.content if self.revocations.newest.serial > known_serial else b""
         if peer_id in self.revocations.newest:
+            if newest:
+                return MSGPackSerializer.dumps([b"", newest])  # which tells the peer, signed by the organiser
             raise InvitationError("the invitation is revoked")
         # The peer may have a newer revocation list: its next call makes this peer ask.
         asked_at = self._admitted[peer_id].asked_at if peer_id in self._admitted else float("-inf")
         self._admit(token, peer_id, asked_at)
-        newest = self.revocations.newest.content if self.revocations.newest.serial > known_serial else b""
         return MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), newest])
 
     def _admit(self, token: bytes, peer_id: PeerID, asked_at: float) -> None:
@@ -134,18 +133,23 @@ class Admission:
             self._paused.pop(next(iter(self._paused)))  # the oldest
         self._paused[peer_id] = (time.monotonic() + self.PAUSE, reason)
 
-    def _warn(self, what: str) -> None:
-        """Warn why other peers do not answer, at most once a minute."""
-        if time.monotonic() >= self._warned_at + 60:
-            self._warned_at = time.monotonic()
-            logger.warning(f"{what}: ask the organiser of the run for another --invitation")
-
     @staticmethod
     def _unpack(message: bytes, *types: type) -> list:
         values = MSGPackSerializer.loads(message)
         if not isinstance(values, list) or [type(value) for value in values] != list(types):
             raise InvitationError("malformed message")
         return values
+
+
+def explain_refusal(error: str, is_invited: bool) -> str | None:
+    """Return what the error of a call says of this peer's invitation, if it has one, and what to do."""
+    if not is_invited:
+        is_closed = "did not present a valid invitation" in error
+        return "the run needs an --invitation: ask its organiser for one" if is_closed else None
+    if re.match(r"\w+ did not present .* protocols not supported", error):
+        return "it is in a run without invitations: drop --invitation, or ask for the address of your run"
+    found = re.match(r"\w+ did not present .* P2PHandlerError\(.*(the invitation [a-z ]+)", error)
+    return found and f"{found[1]}; ask the organiser of the run for another --invitation"
 
 
 def load_admission(invitation: Path, folder: Path) -> Admission:
@@ -212,6 +216,14 @@ class InvitedDHT(SafeDHT):
     def __init__(self, *args, admission: Admission, **kwargs):
         self.admission = admission
         super().__init__(*args, admission=admission, **kwargs)  # passed on to InvitedP2P.create
+
+    def check_invitation(self) -> None:
+        """Raise UserError if this peer's invitation has expired, or the organiser has signed that it is revoked."""
+        self.admission.revocations.refresh()
+        is_revoked = self.admission.invitation.peer_id in self.admission.revocations.newest
+        if is_revoked or self.admission.invitation.expiration_time <= run_time():
+            fault = "is revoked" if is_revoked else "has expired"
+            raise UserError(f"--invitation: the invitation {fault}; ask the organiser of the run for another")
 
     async def replicate_p2p(self) -> InvitedP2P:
         p2p = await super().replicate_p2p()

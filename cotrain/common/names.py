@@ -1,4 +1,4 @@
-"""Names of peers that have chosen none."""
+"""Names of peers."""
 
 
 def derive_name(peer_id: str) -> str:

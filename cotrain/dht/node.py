@@ -1,6 +1,7 @@
 """Workarounds for hivemind 1.1.12 in the DHT and in libp2p's daemon, see docs/upgrading-hivemind.md."""
 
 import asyncio
+import ctypes
 import functools
 import math
 import multiprocessing
@@ -15,6 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
+from google.protobuf.message import Message
 from hivemind.dht import DHT
 from hivemind.dht import node as dht_node
 from hivemind.dht import protocol as dht_protocol
@@ -46,6 +48,8 @@ class RelayedP2P(P2P):
     Without relays the daemon needs a file: its flag can only switch them on, and they are on by default.
     """
 
+    errors: ctypes.Array | None = None  # see SafeDHT
+
     @classmethod
     async def create(cls, *args, trusted_relays: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RelayedP2P":
         if not trusted_relays:
@@ -54,6 +58,15 @@ class RelayedP2P(P2P):
         p2p = await super().create(*args, trusted_relays=list(addresses.values()), **kwargs)
         await close_relayed_connections(p2p)
         return p2p
+
+    async def call_protobuf_handler(self, peer_id: PeerID, *args) -> Message:
+        try:
+            return await super().call_protobuf_handler(peer_id, *args)
+        except Exception as error:
+            if self.errors is not None:
+                line = f"{peer_id} {' '.join(str(error).split())}"[:400]
+                self.errors.value = f"{self.errors.value.decode(errors='replace')}\n{line}".encode()[-4000:]
+            raise
 
     @staticmethod
     def _make_process_args(*args, **kwargs) -> list[str]:
@@ -189,11 +202,12 @@ class SafeDHT(DHT):
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         self.beats = multiprocessing.RawValue("Q", 0)
+        self.errors = multiprocessing.RawArray("c", 4096)  # lines of failed calls at the start: peer and error
         super().run_in_background(await_ready, timeout)
 
     def run(self) -> None:
         # In the DHT process alone: DHTNode.create takes the classes from its module.
-        dht_node.P2P, dht_node.DHTProtocol = self.p2p_class, DHTProtocol
+        dht_node.P2P, dht_node.DHTProtocol, RelayedP2P.errors = self.p2p_class, DHTProtocol, self.errors
         dht_protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # the clock is corrected, see cotrain/peer/redial.py
         self._inner_pipe = Inbox(self._inner_pipe, self.beats)
         self.kwargs |= WITHOUT_CACHES
@@ -215,6 +229,9 @@ class SafeDHT(DHT):
             if not future.done():
                 future.set_exception(error)
             raise
+
+    def check_invitation(self) -> None:
+        """Raise UserError if this peer's invitation no longer holds, in a run with invitations."""
 
     async def replicate_p2p(self) -> P2P:
         """Return the P2P of this process, connected to the daemon of the DHT process."""

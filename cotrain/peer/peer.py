@@ -16,7 +16,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.admission.admission import InvitedDHT, load_admission
+from cotrain.admission.admission import InvitedDHT, explain_refusal, load_admission
 from cotrain.admission.invitations import load_identity, write_private_key
 from cotrain.arguments import BaseTrainingArguments
 from cotrain.averaging.patches import apply_patches
@@ -27,6 +27,7 @@ from cotrain.common.run_folder import claim_folder
 from cotrain.dht.node import SafeDHT, use_own_socket_folder
 from cotrain.dht.records import peer_id_of
 from cotrain.dht.run_records import make_validators
+from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.redial import BootstrapRedialer, set_run_clock
 from cotrain.peer.tunnel import open_tunnel
 
@@ -117,6 +118,10 @@ def start_peer(
         admission = load_admission(Path(args.invitation), identity_path.parent)
         identity_path = identity_path.with_name("invited.key")
         write_private_key(admission.invitation.private_key, identity_path)
+        name = admission.invitation.token.username
+        if (own := getattr(args, "username", "")) not in ("", name):
+            raise UserError(f"--username is '{own}', and the invitation is for '{name}': drop --username")
+        args.username = name
         build_dht = partial(InvitedDHT, admission=admission)
     private_key = load_identity(identity_path)
     validators, public_key = make_validators(args.run_id, private_key)
@@ -150,7 +155,8 @@ def start_peer(
             _end(dht)
             if should_stop.is_set():
                 raise SystemExit(0) from None
-            fault = _explain(error, args)
+            dht.check_invitation()
+            fault = _explain(error, args, dht.errors.value)
             if not isinstance(fault, TemporaryError) or time.monotonic() + 3 > deadline:
                 raise fault from None
             if not has_warned:
@@ -187,8 +193,8 @@ def _end(dht: DHT) -> None:
         MPFuture.reset_backend()
 
 
-def _explain(error: Exception, args: BaseTrainingArguments) -> UserError:
-    """Return the error of a failed start: a TemporaryError if a retry may succeed."""
+def _explain(error: Exception, args: BaseTrainingArguments, answers: bytes) -> UserError:
+    """Return the error of a failed start: a TemporaryError if a retry may succeed. `answers`: see SafeDHT.errors."""
     text = " ".join(str(error).split())
     if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
         return UserError(
@@ -198,10 +204,15 @@ def _explain(error: Exception, args: BaseTrainingArguments) -> UserError:
         return TemporaryError(text)
     if isinstance(error, P2PDaemonError) and "bootstrap" not in text:
         return UserError(f"the p2p daemon did not start: {text}")
+    said = dict(line.partition(" ")[::2] for line in answers.decode(errors="replace").splitlines())
+    reasons = [
+        explain_refusal(said.get(peer_id_in(m).to_base58(), ""), bool(args.invitation)) for m in args.initial_peers
+    ]
+    if reasons and all(reasons):  # one of several may lie
+        return UserError(f"--initial_peers {' '.join(args.initial_peers)} refuses this peer: {reasons[0]}")
     if not args.initial_peers:
         return TemporaryError(f"no peer was ready after --bootstrap_timeout {args.bootstrap_timeout:.0f}; raise it")
     return TemporaryError(
         f"none of --initial_peers answers: {' '.join(args.initial_peers)}. Check that they run, that the address and "
-        f"peer ID are the ones they print now, that no firewall is in between, and that you pass the --invitation of "
-        f"the run if it needs one"
+        f"peer ID are the ones they print now, and that no firewall is in between"
     )

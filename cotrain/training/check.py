@@ -58,17 +58,16 @@ BITS = {"none": 32, "float16": 16, "scaled_float16": 16, "blockwise8": 8.06, "bl
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check. If something is wrong, there is advice, or the text of an error, which ends with it."""
+    """Result of a check, with advice if something is wrong."""
 
     subject: str
     text: str
     advice: str = ""
-    is_error: bool = False
 
     @property
     def line(self) -> str:
-        mark = "FAILED" if self.is_error or self.advice else "ok"
-        return f"{mark:<7} {self.subject}: {self.text}" + (f". {self.advice}" if self.advice else "")
+        mark = "FAILED" if self.advice else "ok"
+        return f"{mark:<7} {self.subject}: {'. '.join(filter(None, (self.text, self.advice)))}"
 
 
 def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
@@ -77,7 +76,7 @@ def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
     for finding in check_all(command_line, stop):
         findings.append(finding)
         print(finding.line, flush=True)
-    faults = [finding.subject for finding in findings if finding.is_error or finding.advice]
+    faults = [finding.subject for finding in findings if finding.advice]
     verdict = f"{len(faults)} of {len(findings)} checks failed: {', '.join(faults)}"
     print(verdict if faults else "All checks passed: this peer can train")
     return 1 if faults else 0
@@ -119,9 +118,13 @@ def attempt(subject: str, check: Callable[[], str]) -> Finding:
 
 
 def explain(subject: str, error: Exception) -> Finding:
-    """Return an error, and what to do about it."""
+    """Return an error, and what to do about it, which most errors say themselves."""
     row = diagnose(text := describe(error))
-    return Finding(subject, text, "" if row is None else f"{row.action[0].upper()}{row.action[1:]}", is_error=True)
+    return (
+        Finding(subject, "", text)
+        if row is None
+        else Finding(subject, text, f"{row.action[0].upper()}{row.action[1:]}")
+    )
 
 
 # On this machine

@@ -151,8 +151,10 @@ class TrainingSession:
         """Check the parameters and report new global steps.
 
         :returns: whether training continues
-        :raises UserError: if the parameters are NaN or Inf and there is no state to return to
+        :raises UserError: if the parameters are NaN or Inf and there is no state to return to, or this peer's
+            invitation no longer holds
         """
+        self.peer.dht.check_invitation()
         if self.status.record_local_step():
             self.watchdog.record_work()
         if not all_finite([parameter.detach() for parameter in self.model.parameters()]):

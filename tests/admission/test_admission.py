@@ -4,18 +4,26 @@ import asyncio
 import shutil
 import stat
 import time
+from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.admission.admission import Admission, NotAdmittedError, load_admission
+from cotrain.admission.admission import (
+    Admission,
+    InvitedDHT,
+    NotAdmittedError,
+    explain_refusal,
+    load_admission,
+)
 from cotrain.admission.invitations import InvitationError, load_invitation, make_invitation, write_private_key
 from cotrain.admission.revocations import Revocations, revoke_invitations
-from tests.support.peers import invite, local_optimizer, local_peer
+from cotrain.common.errors import TemporaryError, UserError
+from tests.support.peers import invite, local_optimizer, local_peer, wait_until
 from tests.support.visitor import call_services, list_answered, visit, visitor
 
 
@@ -69,6 +77,85 @@ def test_no_service_answers_a_peer_without_a_valid_invitation(tmp_path, authorit
         outcomes = asyncio.run(visit(address, guest.private_key, guest.token))
         assert len(list_answered(outcomes)) == 8, outcomes
         assert outcomes["round_averager.rpc_download_state"] == "StopAsyncIteration()"  # no training state to share
+
+
+@pytest.mark.peers
+def test_refused_peer_is_told_the_reason_at_once(tmp_path, authority):
+    """The port answers: that nobody does, and a try again until the timeout, would mislead."""
+    for name in ("organiser", "carol"):
+        invite(authority, tmp_path / f"{name}.invitation")
+    invite(RSAPrivateKey(), tmp_path / "foreign.invitation")
+    write_private_key(authority, tmp_path / "authority.key")
+    carol = str(tmp_path / "carol.invitation")
+
+    def refusal(name: str, address: str, invitation: str | None) -> str:
+        with pytest.raises(UserError) as error, local_peer(
+            tmp_path / name, "run", (address,), bootstrap_timeout=120, invitation=invitation
+        ):  # fmt: skip
+            pass
+        assert not isinstance(error.value, TemporaryError) and "\n" not in str(error.value)
+        return str(error.value)
+
+    started = time.monotonic()
+    with local_peer(tmp_path / "open", "run") as peer:
+        assert "is in a run without invitations" in refusal("carol", str(peer.dht.get_visible_maddrs()[0]), carol)
+    with local_peer(tmp_path / "monitor", "run", invitation=str(tmp_path / "organiser.invitation")) as peer:
+        address = str(peer.dht.get_visible_maddrs()[0])
+        assert "the run needs an --invitation" in refusal("bob", address, None)
+        foreign = refusal("foreign", address, str(tmp_path / "foreign.invitation"))
+        assert "the invitation is not from the organiser of this run; ask" in foreign
+        revoked = {str(load_invitation(tmp_path / "carol.invitation").peer_id)}
+        shutil.copy(
+            revoke_invitations(revoked, authority, tmp_path / "authority.key"), tmp_path / "monitor/revocations"
+        )
+        wait_until(lambda: "the invitation is revoked; ask" in refusal("carol", address, carol), 120, "the revocation")
+    assert time.monotonic() - started < 120
+
+
+def test_only_the_signed_list_ends_a_peer(two_admissions, authority, monkeypatch):
+    """A peer that claims that an invitation is revoked is one that does not answer."""
+    alice, bob = two_admissions
+    own, dht = alice.invitation.peer_id, SimpleNamespace(admission=alice)
+
+    async def lie(_request: bytes, _peer: PeerID) -> bytes:
+        raise P2PHandlerError("InvitationError('the invitation is revoked')")
+
+    async def exchange(answer) -> None:
+        await asyncio.gather(alice._ask(Exchange(own, answer), bob.invitation.peer_id, is_callee=True))
+
+    asyncio.run(exchange(lie))
+    InvitedDHT.check_invitation(dht)
+    forged = Revocations().extend({str(own)}, RSAPrivateKey()).content
+    asyncio.run(exchange(AsyncMock(return_value=MSGPackSerializer.dumps([b"", forged]))))
+    InvitedDHT.check_invitation(dht)
+    bob.revocations.adopt(Revocations().extend({str(own)}, authority).content)
+    asyncio.run(exchange(bob._answer))
+    with pytest.raises(UserError, match="the invitation is revoked; ask the organiser"):
+        InvitedDHT.check_invitation(dht)
+    monkeypatch.setattr("cotrain.admission.admission.run_time", lambda: bob.invitation.expiration_time)
+    with pytest.raises(UserError, match="the invitation has expired; ask the organiser"):
+        InvitedDHT.check_invitation(SimpleNamespace(admission=bob))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("Qm1 did not present a valid invitation: TimeoutError()", None),
+        (
+            "NotAdmittedError('Qm2 did not present a valid invitation: P2PHandlerError(the invitation has expired)')",
+            None,
+        ),
+        ("NotAdmittedError('Qm2 did not present a valid invitation: protocols not supported')", None),
+        (
+            "Qm1 did not present a valid invitation: P2PHandlerError('the invitation has expired\x1b[31m')",
+            "has expired;",
+        ),
+    ],
+    ids=["no answer in time", "the other's invitation", "another start of this peer", "control characters"],
+)
+def test_only_what_a_peer_says_of_this_peers_invitation_is_a_refusal(error, reason):
+    found = explain_refusal(error, is_invited=True)
+    assert found is None if reason is None else reason in found and found.isprintable()
 
 
 @pytest.mark.peers
@@ -188,7 +275,11 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
         with pytest.raises(NotAdmittedError, match="is revoked"):
             bob._admitted[mallory] = bob._admitted[alice.invitation.peer_id]
             await bob.check(to_alice, mallory, is_callee=False)
+        token, newest = revoked.token.SerializeToString(), bob.revocations.newest
+        assert await bob._answer(MSGPackSerializer.dumps([token, 0]), mallory) == MSGPackSerializer.dumps(
+            [b"", newest.content]
+        )
         with pytest.raises(InvitationError, match="is revoked"):
-            await bob._answer(MSGPackSerializer.dumps([revoked.token.SerializeToString(), 0]), mallory)
+            await bob._answer(MSGPackSerializer.dumps([token, newest.serial]), mallory)
 
     asyncio.run(run())

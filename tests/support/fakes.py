@@ -38,7 +38,9 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
 
 
-FAKE_DHT = SimpleNamespace(peer_id="QmFake", pid=os.getpid(), is_alive=lambda: True, get_visible_maddrs=list)
+FAKE_DHT = SimpleNamespace(
+    peer_id="QmFake", pid=os.getpid(), is_alive=lambda: True, get_visible_maddrs=list, check_invitation=lambda: None
+)
 FAKE_PEER = SimpleNamespace(dht=FAKE_DHT, public_key=b"key")
 
 
