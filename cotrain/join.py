@@ -16,6 +16,7 @@ from cotrain.common.processes import StopSignal, call_off_exits, guard_children,
 from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
+from cotrain.status.status import recorded_start
 from cotrain.task import Task
 from cotrain.training.hf_trainer import choose_devices
 from cotrain.training.loop import TrainingLoop, open_loop
@@ -50,6 +51,7 @@ def join_run(
         own_flags["output_dir"] = flags.get("output_dir") or _lock_free_folder(stack)
         command_line = KeywordParser(TRAINER_ARGUMENTS, "join_run").parse_keywords(own_flags)
         setup_logging(bool(flags.get("debug")))
+        stack.enter_context(recorded_start(Path(own_flags["output_dir"])))
         args = TrainerArguments(*adopt_run_config(command_line, stop))
         run_args, output_dir = args.collaboration, Path(args.training.output_dir)
         if not isinstance(model, torch.nn.Module):

@@ -3,13 +3,18 @@
 A trainer writes the file; `./run_trainer.py --status` reads it. This module imports neither torch nor hivemind.
 """
 
+import contextlib
 import json
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
+
+from cotrain.common.errors import UserError
+from cotrain.common.json_file import write_json
 
 FILE_NAME = "status.json"
 SILENT_SECONDS = 60.0  # age of the file from which on its process is frozen
@@ -20,7 +25,7 @@ class TrainerStatus:
     """What a trainer has contributed, and what it is doing. Times are `time.time`."""
 
     name: str
-    run_id: str
+    run_id: str  # empty while the trainer starts
     target_batch_size: int
     page: str | None = None  # address of the run's curves
     end_time: float | None = None  # end of the run; None if there is none
@@ -29,6 +34,7 @@ class TrainerStatus:
     time: float = 0.0  # when the status was computed
     worked_at: float | None = None  # end of the newest local step; None before the first one
     ended_at: float | None = None  # None while the trainer runs
+    error: str = ""  # with which it ended
     step: int = 0  # newest global step that this trainer has reached
     next_step: int = 1  # the one it computes samples for
     seconds_to_next: float | None = None  # None before the speed is known
@@ -74,6 +80,8 @@ def plural(number: int, noun: str) -> str:
 def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
     """Return the status as rows of a table: a label, and a text on one line."""
     s, wait = status, "at an unknown time"
+    if not s.run_id:
+        return [("State", "starting: it loads programs, the settings of the run and its data")]
     if s.seconds_to_next is not None:
         wait = f"in {format_duration(s.seconds_to_next)}"
     own = f"{s.own_samples:,} of them ({s.own_samples / max(1, s.all_samples):.1%})"
@@ -87,10 +95,11 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         state = f"no local step for {format_duration(s.time - s.worked_at)}"
     else:
         state = "training"
+    averaging = f"averaging #{s.next_step - 1}; then " if s.next_step > s.step + 1 else ""
     rows = [
         ("Peer", f"{s.name} in run {s.run_id}, for {format_duration(s.time - s.started_at)}"),
         ("State", f"{state}, at step #{s.step}"),
-        ("Next step", f"#{s.next_step} {wait}: {progress}"),
+        ("Next step", f"{averaging}#{s.next_step} {wait}: {progress}"),
         ("Your samples", samples),
         ("Global steps", f"{s.joined:,} joined, {s.missed:,} missed"),
         ("Last miss", "none" if s.last_miss is None else f"#{s.last_miss[0]}: {s.last_miss[1]}"),
@@ -108,6 +117,7 @@ def describe_progress(status: TrainerStatus, loss: float | None) -> str:
     parts = [
         f"Accumulated {s.all_samples:,} of {s.target_batch_size:,} samples for step #{s.next_step} from "
         f"{plural(s.num_trainers, 'peer')}, {s.own_samples:,} of them yours",
+        f"averaging step #{s.next_step - 1}" if s.next_step > s.step + 1 else None,
         f"ETA {wait}",
         None if loss is None else f"local loss {loss:.3f}",
         None if s.applied_fraction is None else f"{s.applied_fraction:.1%} of your past samples applied",
@@ -118,7 +128,26 @@ def describe_progress(status: TrainerStatus, loss: float | None) -> str:
 
 def describe_gift(status: TrainerStatus) -> str:
     given = f"{plural(status.applied, 'sample')} to {plural(status.joined, 'global step')}"
-    return f"Thank you! You contributed {given} in {(status.time - status.started_at) / 3600:.1f} hours"
+    return f"Thank you, {status.name}! You contributed {given} in {format_duration(status.time - status.started_at)}"
+
+
+def write_status(folder: Path, status: TrainerStatus) -> None:
+    with contextlib.suppress(OSError):  # on a full disk the file grows old, which `--status` says
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / FILE_NAME, asdict(status))
+
+
+@contextlib.contextmanager
+def recorded_start(folder: Path) -> Iterator[None]:
+    """Write that a trainer starts, and the error with which it ends, unless another one runs in the folder."""
+    if is_free := find_fault(read_status(folder), folder) is not None:
+        write_status(folder, TrainerStatus("", "", 0, time=time.time()))
+    try:
+        yield
+    except UserError as error:
+        if is_free and (status := read_status(folder)) is not None:
+            write_status(folder, replace(status, ended_at=status.ended_at or time.time(), error=str(error)))
+        raise
 
 
 def read_status(folder: Path) -> TrainerStatus | None:
@@ -136,10 +165,12 @@ def find_fault(status: TrainerStatus | None, folder: Path) -> str | None:
     subject, written_at = f"The trainer in '{folder}'", _format_time(status.time)
     if status.ended_at is not None:
         given = f"{plural(status.applied, 'sample')} in {plural(status.joined, 'global step')}"
-        return f"{subject} ended at {_format_time(status.ended_at)}, after {given}."
+        return (
+            f"{subject} ended at {_format_time(status.ended_at)}, after {given}{status.error and ': '}{status.error}."
+        )
     if not psutil.pid_exists(status.pid):
         return f"{subject} was killed or lost at about {written_at}: its process {status.pid} is gone."
-    if time.time() > status.time + SILENT_SECONDS:
+    if status.run_id and time.time() > status.time + SILENT_SECONDS:
         return f"{subject} has not written its status since {written_at}: it was killed or hangs, or the disk is full."
     return None
 

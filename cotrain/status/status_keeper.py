@@ -1,10 +1,8 @@
 """Keeps the status of a trainer, writes it to its output folder, and logs the progress."""
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from hivemind.utils import get_logger
@@ -12,11 +10,10 @@ from hivemind.utils import get_logger
 from cotrain.arguments import CollaborationArguments
 from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.averaging.optimizer import CollaborativeOptimizer
-from cotrain.common.json_file import write_json
 from cotrain.common.threads import PeriodicThread
 from cotrain.dht.metrics_schema import MAX_COUNT, MAX_ROUNDS
 from cotrain.status.loss_meter import LossMeter
-from cotrain.status.status import FILE_NAME, TrainerStatus, describe_progress
+from cotrain.status.status import TrainerStatus, describe_progress, write_status
 
 logger = get_logger(__name__)
 
@@ -48,12 +45,12 @@ class StatusKeeper(PeriodicThread):
         should_stop: Callable[[], bool] = bool,
     ):
         super().__init__(WRITE_SECONDS)
-        self.path, self.optimizer, self.args = folder / FILE_NAME, optimizer, args
+        self.folder, self.optimizer, self.args = folder, optimizer, args
         self.loss_meter, self.should_stop = loss_meter, should_stop
         end_time = None if args.ends_at is None else args.end_time
         self._status = TrainerStatus(name, args.run_id, optimizer.target_batch_size, args.page, end_time)
         self._begun_at = 0  # step after which each one is joined or missed
-        self._computed = 0
+        self._computed, self.speed = 0, 0.0  # the speed is that of the newest step's line and record
         self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
         self._log_at = time.monotonic() + LOG_SECONDS
 
@@ -108,8 +105,7 @@ class StatusKeeper(PeriodicThread):
         self.write()
 
     def write(self) -> None:
-        with contextlib.suppress(OSError):  # on a full disk the file grows old, which `--status` says
-            write_json(self.path, asdict(self.update()))
+        write_status(self.folder, self.update())
 
     def update(self) -> TrainerStatus:
         """Return the status after an update from the tracker. It takes some ten microseconds for each peer."""
@@ -120,11 +116,13 @@ class StatusKeeper(PeriodicThread):
         status.time = time.time()
         status.step, status.next_step = own.completed, own.epoch + 1
         status.seconds_to_next = seconds if seconds < MAX_SECONDS_TO_STEP else None
-        status.own_samples = own.samples_accumulated
-        status.all_samples = tracker.estimate()[0]
+        status.all_samples = tracker.estimate()[0]  # with at most one target batch of each trainer
+        status.own_samples = min(own.samples_accumulated, status.all_samples)
+        if status.loss is None and (loss := self.loss_meter.mean()) is not None:
+            self.record_loss(loss)
         status.computed = max(0, self._computed - own.samples_accumulated - in_round)
         status.missed = max(0, own.completed - self._begun_at - status.joined)
-        status.num_trainers, status.samples_per_second = 1 + len(others), rate
+        status.num_trainers, status.samples_per_second = 1 + len(others), self.speed or rate
         status.rank = 1 + sum(peer.samples_per_second > rate for peer in others) if rate else None
         return status
 

@@ -196,7 +196,7 @@ class TrainingSession:
         If two global steps complete within one local step, the first one has all of the loss.
         """
         loss, mini_steps = self.loss_meter.pop()
-        samples_per_second = float(self.optimizer.local_progress.samples_per_second)
+        samples_per_second = self.status.speed = float(self.optimizer.local_progress.samples_per_second)
         logger.info(f"Step #{record.step}")
         logger.info(f"Your current contribution: {self.status.applied} samples")
         logger.info(f"Performance: {samples_per_second:.3f} samples/sec")

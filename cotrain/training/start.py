@@ -7,7 +7,7 @@ from pathlib import Path
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.flags import parse_command_line
 from cotrain.common.processes import StopSignal, guard_children, ignore_launcher
-from cotrain.status.status import show_status
+from cotrain.status.status import recorded_start, show_status
 
 
 def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
@@ -20,13 +20,15 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
         ignore_launcher()
         guard_children()
         # These imports take seconds, which --help and usage errors do not need.
-        from cotrain.common.logs import setup_logging
-
-        setup_logging(args.collaboration.debug)
         if args.training.check:
+            from cotrain.common.logs import setup_logging
             from cotrain.training.check import check_trainer
 
+            setup_logging(args.collaboration.debug)
             sys.exit(check_trainer(command_line, stop))
-        from cotrain.peer.run_config import adopt_run_config
+        with recorded_start(Path(args.training.output_dir)):
+            from cotrain.common.logs import setup_logging
+            from cotrain.peer.run_config import adopt_run_config
 
-        train(TrainerArguments(*adopt_run_config(command_line, stop)), stop)
+            setup_logging(args.collaboration.debug)
+            train(TrainerArguments(*adopt_run_config(command_line, stop)), stop)

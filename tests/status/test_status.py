@@ -11,9 +11,20 @@ import torch
 
 from cotrain.arguments import CollaborationArguments
 from cotrain.averaging.coordinator import Outcome, StepRecord
+from cotrain.common.errors import UserError
+from cotrain.common.run_folder import claim_folder, find_run
 from cotrain.dht.metrics_schema import MAX_ROUNDS
 from cotrain.status.loss_meter import LossMeter
-from cotrain.status.status import FILE_NAME, TrainerStatus, describe_status, read_status, show_status
+from cotrain.status.status import (
+    FILE_NAME,
+    TrainerStatus,
+    describe_gift,
+    describe_progress,
+    describe_status,
+    read_status,
+    recorded_start,
+    show_status,
+)
 from cotrain.status.status_keeper import StatusKeeper
 from tests.support.fakes import FakeTracker
 from tests.support.peers import ROOT
@@ -119,6 +130,10 @@ def test_keeper_combines_what_tracker_and_rounds_know(keeper):
     assert status.worked_at is None, "a local step whose gradient is dropped or skipped is no work"
     for loss in (8.0, 7.0, 6.0):
         keeper.record_loss(loss)
+    own.samples_accumulated = 500
+    assert keeper.update().own_samples == 100, "no more than all: a trainer counts for one target batch"
+    keeper.speed = 1.5
+    assert keeper.update().samples_per_second == 1.5, "that of the newest step's line"
     own.samples_per_second, tracker.seconds_to_step = 0.0, 1e23
     status = keeper.update()
     assert (status.rank, status.seconds_to_next, status.loss, status.first_loss) == (None, None, 6.0, 8.0)
@@ -129,6 +144,36 @@ def test_file_exists_from_the_start_and_says_when_the_trainer_ended(keeper, tmp_
     assert show_status(tmp_path) == 0
     keeper.close()
     assert show_status(tmp_path) == 1 and "ended at" in capsys.readouterr().out
+
+
+def test_start_is_shown_before_the_trainer_has_joined_and_then_why_it_ended(tmp_path, capsys):
+    """Imports and the data take seconds to minutes, and most errors come in this time."""
+    folder = tmp_path / "outputs"
+    with pytest.raises(UserError), recorded_start(folder):
+        assert show_status(folder) == 0 and capsys.readouterr().out.startswith("State         starting: ")
+        with pytest.raises(UserError), recorded_start(folder):  # another start, which does not get the folder
+            raise UserError("the folder is in use")
+        assert show_status(folder) == 0 and "starting" in capsys.readouterr().out
+        raise UserError("the invitation is revoked; ask the organiser")
+    assert show_status(folder) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("after 0 samples in 0 global steps: the invitation is revoked; ask the organiser.")
+    assert claim_run(folder) == "run", "the start is not that of another run"
+
+
+def test_error_is_added_to_what_the_trainer_has_given(keeper, tmp_path, capsys):
+    with pytest.raises(UserError), recorded_start(tmp_path):
+        keeper.start()
+        record(keeper, round_entry(5, "alone", samples=256))
+        keeper.close()
+        raise UserError("the invitation has expired")
+    assert show_status(tmp_path) == 1
+    assert capsys.readouterr().out.endswith(", after 256 samples in 1 global step: the invitation has expired.\n")
+
+
+def claim_run(folder: Path) -> str | None:
+    claim_folder(folder, "run")
+    return None if (folder / "other-runs").exists() else find_run(folder)
 
 
 def test_progress_is_logged(keeper, caplog, tmp_path):
@@ -159,6 +204,28 @@ def test_description_of_a_trainer_that_joins():
     assert list(rows) == list(dict(describe_status(make_status())))
     assert rows["Local loss"] == "not known yet"
     assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
+
+
+def test_loss_is_known_before_the_first_step(keeper):
+    assert keeper.update().loss is None
+    keeper.loss_meter.add(torch.tensor(8.5))
+    assert dict(describe_status(keeper.update()))["Local loss"] == "8.500, 8.500 at first"
+
+
+def test_round_that_runs_is_named():
+    status = make_status(step=9, next_step=11, seconds_to_next=17.0)
+    assert dict(describe_status(status))["Next step"].startswith("averaging #10; then #11 in 17 s: 800 of 4,096")
+    assert "; averaging step #10; ETA 17 s" in describe_progress(status, None)
+    assert "averaging" not in str(describe_status(make_status())) + describe_progress(make_status(), None)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(45, "45 s"), (1500, "25 min"), (11_000, "3 hours")])
+def test_thanks_name_the_trainer_and_its_time(seconds, words):
+    now = time.time()
+    status = make_status(time=now, started_at=now - seconds)
+    assert (
+        describe_gift(status) == f"Thank you, {status.name}! You contributed 980 samples to 38 global steps in {words}"
+    )
 
 
 # Whether a trainer runs
