@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotrain.common.atomic_files import check_target, lock_folder
+from cotrain.common.curves import show_command
 from cotrain.common.diagnosis import HINT
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import Flags, flag, parse_arguments
@@ -105,7 +106,7 @@ def train_together(args: DemoArguments, workers: Workers) -> None:
         f"run_training_monitor.py --run_id demo {local} --output_dir {quote(folder / 'monitor')} "
         f"--model_name_or_path albert-tiny --learning_rate {LEARNING_RATE} --warmup_steps 0 "
         f"--target_batch_size {TARGET_BATCH_SIZE} --target_group_size {args.trainers} --matchmaking_time 3.5 "
-        f"--refresh_period 1 --report_to trackio",
+        f"--refresh_period 1 --report_to trackio --sample_text 'The value of [MASK].' 'Return the [MASK].'",
     )
     peer_file = folder / "monitor" / "peer.json"
     workers.wait_for(peer_file.exists, "the address of the monitor")
@@ -244,7 +245,7 @@ def summarize(steps: list[dict], rounds: Counter[int], folder: Path) -> str:
         f"  Logs                {folder}/*.log",
         f"  Commands            {folder / COMMANDS_FILE}",
         "\nLook at the curves and try the model (which has learnt little in this short time):\n",
-        f"  TRACKIO_DIR={quote(curves)} trackio show --project demo",
+        f"  {show_command(curves, 'demo')}",
         f"  {as_typed(f'fill_mask.py {quote(monitor)}')} 'The value of [MASK].'",
     ]
     if sys.prefix != sys.base_prefix:

@@ -3,6 +3,8 @@
 import math
 import time
 
+from cotrain.status.status import format_duration
+
 BUSY = 0.9  # fraction of the time for which rounds run; steps then wait for them
 PERIOD = 1800.0  # seconds between two lines
 MIN_INTERVAL = 64  # of parameters in sparse rounds: at 8 peers they then have a third of the bytes
@@ -31,6 +33,7 @@ class Adviser:
 
     def __init__(self, args):
         self._flags, self._advised_at = find_flags(args), -math.inf
+        self._total_steps, self._pace = args.total_steps, (time.monotonic(), 10**9)
 
     def advise(self, averaging: float | None) -> str | None:
         """Return advice, at most once in PERIOD.
@@ -45,3 +48,11 @@ class Adviser:
             f"Rounds run for {averaging:.0%} of the time: steps wait for slow connections. Rounds would be shorter or "
             f"rarer with {self._flags}. See docs/tuning.md; all peers need the same settings"
         )
+
+    def estimate_end(self, step: int) -> str:
+        """Return when the schedule ends at the pace since the last call; empty if that is not known, or it has."""
+        (before, first), self._pace = self._pace, (time.monotonic(), step)
+        if not first < step < self._total_steps:
+            return ""
+        seconds = (time.monotonic() - before) / (step - first) * (self._total_steps - step)
+        return f"; step #{self._total_steps:,}, the last of the schedule, in about {format_duration(seconds)}"

@@ -226,14 +226,21 @@ class TrainingMonitor:
             )
             self.contributors.add(report)
             self.reporter.report(report, rounds)
-            self._show_leaderboard(report.step)
+            self._show_leaderboard(report.step, self.args.save_checkpoint_step_interval)
         if reports:
             self.contributors.save()
 
-    def _show_leaderboard(self, step: int) -> None:
-        """Log who has contributed most, as often as checkpoints are saved."""
-        if step < self._leaders_shown_at + self.args.save_checkpoint_step_interval or not len(self.contributors):
+    def close(self) -> None:
+        """Show the leaderboard of the last step."""
+        if self.contributors.step > self._leaders_shown_at:
+            self._show_leaderboard(self.contributors.step, interval=0)
+
+    def _show_leaderboard(self, step: int, interval: int) -> None:
+        """Log who has contributed most, as often as checkpoints are saved, and at the end."""
+        if step < self._leaders_shown_at + interval or not len(self.contributors):
             return
         self._leaders_shown_at = step
+        samples = sum(contributor.samples for contributor in self.contributors.top(len(self.contributors)))
+        logger.info(f"{samples:,} samples in all{self._adviser.estimate_end(step)}")
         logger.info(format_leaderboard(self.contributors))
         self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)

@@ -33,6 +33,7 @@ class Reporters:
         self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
         self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
         self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
+        self._withheld: dict[str, tuple] = {}  # the newest tables since
         self.dashboard = None
         if report_to != "none":
             from cotrain.monitoring.trackers import Dashboard, build_tracker  # a second
@@ -70,17 +71,19 @@ class Reporters:
     def report_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Give a table of a step to the dashboard, if there is one that draws tables. May be called from any thread.
 
-        The dashboard gets a table again once the step has grown by `TABLE_GROWTH` or has gone back.
+        The dashboard gets a table again once the step has grown by `TABLE_GROWTH` or has gone back, and at the end.
         """
-        last = self._table_steps.get(name, 0)
+        last, self._withheld[name] = self._table_steps.get(name, 0), (name, columns, rows, step)
         if self.dashboard is not None and not last <= step < last * TABLE_GROWTH:
             self._table_steps[name] = step
-            self.dashboard.log_table(name, columns, rows, step)
+            self.dashboard.log_table(*self._withheld.pop(name))
 
     def close(self) -> None:
         self.metrics_file.close()
         self.evaluations_file.close()
         if self.dashboard is not None:
+            for table in self._withheld.values():
+                self.dashboard.log_table(*table)
             self.dashboard.close()
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from cotrain.common.curves import PLOT_ORDER, show_command, unsmoothed
 from cotrain.common.errors import describe
 from cotrain.common.flags import is_page
 
@@ -178,21 +179,21 @@ class ProjectTrackioTracker(TrackioTracker):
     def __init__(self, folder: Path, project: str, space_id: str | None = None):
         self.space_id = space_id or os.environ.get("TRACKIO_SPACE_ID")
         options = {"space_id": self.space_id, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        super().__init__(project, name="monitor", resume="allow", **options)
+        super().__init__(project, name=project, resume="allow", **options)
         # trackio reads it on import. A value that is already set is the user's folder for dashboards.
         os.environ.setdefault("TRACKIO_DIR", str(folder))
+        os.environ.setdefault("TRACKIO_PLOT_ORDER", PLOT_ORDER)  # of a Space
 
     def start(self) -> None:
         import trackio
 
         if self.space_id is None:
-            folder = shlex.quote(str(trackio.TRACKIO_DIR))
-            logger.info(f"Curves: TRACKIO_DIR={folder} trackio show --project {shlex.quote(self.run_name)}")
+            logger.info(f"Curves: {show_command(trackio.TRACKIO_DIR, self.run_name)}")
             # Suppresses trackio's own hint for a new project, which lacks the folder.
             trackio.context_vars.current_project.set(self.run_name)
         super().start()
         if self.space_id is not None:
-            self.page = f"https://huggingface.co/spaces/{self.space_id}"
+            self.page = f"https://huggingface.co/spaces/{self.space_id}?{unsmoothed(self.run_name)}"
             logger.info(f"Curves: {self.page}")
 
     def log_table(self, table_name: str, columns: list[str], data: list[list], step: int) -> None:

@@ -257,3 +257,24 @@ def test_last_checkpoint_is_that_of_the_newest_state(tmp_path, stored, monkeypat
     monitor.finish()
     keeper.close()
     assert caplog.messages[-1] == f"The monitor has stopped at step #5; the newest checkpoint is checkpoint-{expected}"
+
+
+def test_last_leaderboard_and_the_samples_in_all_are_told(tmp_path, stored, make_trainer, caplog):
+    """A run of 7 steps shows the leaderboard of step 7, not only that of step 5."""
+    caplog.set_level("INFO")
+    reporter = Mock()
+    monitor = make_monitor(
+        tmp_path, reporter, MetricsAggregator(last_reported_step=0), save_checkpoint_step_interval=5
+    )
+    session = make_trainer(b"a")
+    for step in range(1, 13):
+        session.report(StepRecord(step, Outcome.AVERAGED, 100))
+        if step in (5, 10, 12):
+            monitor.refresh()
+    session.close()
+    monitor.close()
+    monitor.close()
+    assert [call.args[-1] for call in reporter.report_table.call_args_list][-1] == 12
+    lines = [record.getMessage() for record in caplog.records if "samples in all" in record.getMessage()]
+    assert lines[-1].startswith("1,200 samples in all; step #125,000, the last of the schedule, in about ")
+    assert lines[0] == "400 samples in all", "the pace is not known yet"

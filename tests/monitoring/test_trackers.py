@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cotrain.common.curves import unsmoothed
 from cotrain.common.errors import ORGANISER_MODULES
 from cotrain.monitoring import reporters as reporting
 from cotrain.monitoring import trackers
@@ -59,7 +60,7 @@ print("THREADS", [thread.name for thread in threading.enumerate()])
 print("CHILDREN", [child.name() for child in psutil.Process().children(recursive=True)])
 if dashboard == "trackio":
     from trackio.sqlite_storage import SQLiteStorage
-    print("LOGS", json.dumps(SQLiteStorage.get_logs("my run", "monitor")))
+    print("LOGS", json.dumps(SQLiteStorage.get_logs("my run", "my run")))
 """
 
 
@@ -241,6 +242,12 @@ def test_tables_become_rare(tmp_path):
     reporters.close()
     steps = [step for step, name, *_ in tracker.logged[1:-1] if name == "one"]
     assert steps[:23] == [*range(0, 110, 5), 115] and steps[-2] > 1800 and steps[-1] == 1000, "a rollback"
+    tracker = FakeTracker()
+    reporters = make_fake_reporters(tmp_path, tracker)
+    for step in (56, 57, 58):
+        reporters.report_table("one", ("samples",), [(step,)], step)
+    reporters.close()
+    assert [step for step, *_ in tracker.logged[1:-1]] == [56, 58], "the last table of a run is shown"
     assert 60 < len(steps) < 100
 
 
@@ -252,12 +259,15 @@ def test_only_plain_addresses_are_published(tmp_path):
     reporters.close()
 
 
+SPACE = "https://huggingface.co/spaces/me/space"
+
+
 @pytest.mark.parametrize(("name", "url"), [("wandb", "https://wandb.ai/me/run/runs/1"),
-                                           ("trackio", "https://huggingface.co/spaces/me/space")])  # fmt: skip
+                                           ("trackio", f"{SPACE}?project=run&smoothing=0")])  # fmt: skip
 def test_page_is_known_after_the_start(tmp_path, monkeypatch, name, url):
     stub = Mock(**{"setup.return_value.settings.mode": "online", "init.return_value.url": url})
     monkeypatch.setitem(sys.modules, name, stub)
-    for variable in ("WANDB_ERROR_REPORTING", "TRACKIO_DIR"):
+    for variable in ("WANDB_ERROR_REPORTING", "TRACKIO_DIR", "TRACKIO_PLOT_ORDER"):
         monkeypatch.setenv(variable, "false")
     reporters = Reporters(tmp_path, "run", name, space_id="me/space" if name == "trackio" else None)
     wait_until(lambda: reporters.page is not None, 120, "the address")
@@ -357,6 +367,7 @@ def test_trackio_keeps_a_local_dashboard(tmp_path):
     output = run_program(tmp_path, "trackio", 3, 4)
     folder = tmp_path / "out" / "trackio"
     assert f"TRACKIO_DIR={folder} trackio show --project 'my run'" in output and "PAGE None" in output
+    assert re.search(r"Curves: TRACKIO_PLOT_ORDER='loss,.*/\?project=my%20run&smoothing=0\n", output)
     assert_nothing_left(output)
     assert list(folder.glob("*.db")) and not (tmp_path / "home" / ".cache" / "huggingface" / "trackio").exists()
     logs = json.loads(output.split("LOGS ")[1].splitlines()[0])
@@ -375,16 +386,22 @@ def test_browser_shows_the_curves_and_runs_no_code_in_names(tmp_path):
     if browser is None:
         pytest.skip("needs chromium: apt install chromium")
     output = run_program(tmp_path, "trackio", 0, 4)
-    variable, *command = shlex.split(re.search(r"Curves: (.*)", output)[1])
+    order, variable, *command = shlex.split(re.search(r"Curves: (.*)", output)[1], comments=True)
     command[0] = str(Path(sys.executable).with_name(command[0]))
-    environment = {**os.environ, "BROWSER": "true", "PYTHONUNBUFFERED": "1", **dict([variable.split("=", 1)])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as server:
+    environment = {
+        **os.environ,
+        "BROWSER": "true",
+        "PYTHONUNBUFFERED": "1",
+        **dict([order.split("=", 1), variable.split("=", 1)]),
+    }
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = next(match[1] for line in server.stdout if (match := re.search(r"(http://\S+:\d+)/", line)))
+            query = unsmoothed("my run")
             flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom"]
             curves, tables = (
                 subprocess.run(
-                    [browser, *flags, f"--user-data-dir={tmp_path}/browser", f"{address}/{page}?project=my%20run"],
+                    [browser, *flags, f"--user-data-dir={tmp_path}/browser", f"{address}/{page}?{query}"],
                     capture_output=True, text=True, check=True, timeout=120,
                 encoding="utf-8").stdout
                 for page in ("", "media")
@@ -393,4 +410,10 @@ def test_browser_shows_the_curves_and_runs_no_code_in_names(tmp_path):
             server.terminate()
     for curve in ("loss", "alive peers", "performance"):
         assert re.search(rf">\s*{curve}\s*<", curves), curve
+    first = [
+        curves.index(curve)
+        for curve in (">loss<", ">validation loss<", ">alive peers<", ">applied share<")
+        if curve in curves
+    ]
+    assert first == sorted(first)
     assert "&lt;script&gt;eve" in tables and "<script>eve" not in tables

@@ -122,6 +122,7 @@ def test_summary(tmp_path, monkeypatch):
     assert f"{tmp_path / 'monitor' / 'checkpoint-10'}\n" in summary
     assert f"fill_mask.py {tmp_path / 'monitor'} " in summary
     assert f"TRACKIO_DIR={tmp_path / 'monitor' / 'trackio'} trackio show --project demo" in summary
+    assert "TRACKIO_PLOT_ORDER=" in summary and "?project=demo&smoothing=0" in summary
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,9 @@ def test_demo(demo, tmp_path, forks):
     steps = read_records(tmp_path / FOLDER / "monitor" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[0]["loss"] - steps[-1]["loss"] > 0.1
+    log = (tmp_path / FOLDER / "monitor.log").read_text(encoding="utf-8")
+    assert len(set(re.findall(r"Step #\d+\t(.*) -> '", log))) == 2, "both texts are completed"
+    assert log.rindex("Contributors, by samples") > log.rindex("Step #2\tloss"), "the leaderboard of the last step"
     command = (tmp_path / FOLDER / "commands.txt").read_text(encoding="utf-8").splitlines()[-2]
     assert re.fullmatch(r"OMP_NUM_THREADS=1 .*run_trainer.py .*", command)
     script.assert_nothing_left()

@@ -40,7 +40,7 @@ def test_revoked_trainer_is_told_once_and_ends_and_the_other_continues(scripts, 
         "--invitation: the invitation is revoked; ask the organiser of the run for another"
     )
     assert "Error(" not in carol.output and "Thank you" not in carol.output
-    status = json.loads((scripts.folder / "carol" / "status.json").read_text())
+    status = json.loads((scripts.folder / "carol" / "status.json").read_text(encoding="utf-8"))
     assert "the invitation is revoked" in status["error"] and status["ended_at"]
     assert all(entry["outcome"] != "alone" for entry in read_jsonl(scripts.folder / "carol" / "rounds.jsonl")[1:])
 
