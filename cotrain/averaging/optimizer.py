@@ -329,13 +329,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return self._carry_over(step, samples)
         self.accumulator.confirm()
         self._num_failures = self._num_stuck = 0
-        parameters, used = None, samples
+        parameters, used, kind = None, samples, "updates" if self.grad_averager.local_updates else "gradients"
         if outcome == Outcome.AVERAGED:
             self.tracker.record_members(result.members, result.violations)
             self._bound_gradients()
             used = round(result.weight) if result.distance <= LACKING else None
             parameters = self._take_parameters(step, result)
-            logger.info(f"Averaged gradients with {len(result.members)} peers")
+            logger.info(f"Averaged {kind} with {len(result.members)} peers")
             if result.received < 1:
                 silent = "".join(f"; {peer_id} answered nothing" for peer_id in result.silent)
                 logger.warning(f"The round of step #{step} was partial: received {result.received:.1%} of it{silent}")
@@ -352,7 +352,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.distance, self.coordinator.is_settling = 0.0, False
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)
-            logger.info(f"Nobody else is at step #{step}: proceeding with local gradients")
+            logger.info(f"Nobody else is at step #{step}: proceeding with local {kind}")
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True

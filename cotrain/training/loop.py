@@ -34,6 +34,24 @@ class TrainingLoop:
         self.is_running, self._num_losses, self._dtype = True, 0, autocast_dtype(args)
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._dtype == torch.float16)
 
+    @property
+    def global_step(self) -> int:
+        """Newest global step that this peer has reached; 0 before the first one of the run."""
+        return self.session.optimizer.local_epoch
+
+    @contextlib.contextmanager
+    def averaged_model(self) -> Iterator[torch.nn.Module]:
+        """Yield the model for an evaluation, with the parameters of `global_step`, which all peers have.
+
+        The next global step waits for the end of the block. The time does not count in this peer's speed.
+        """
+        optimizer = self.session.optimizer
+        with optimizer.saved_state(), optimizer.tracker.pause_updates(), torch.no_grad():
+            try:
+                yield self.model.eval()
+            finally:
+                self.model.train()
+
     def autocast(self) -> torch.autocast:
         """Return the context of mixed precision for the model and the loss, as --fp16, --bf16 and --fp32 choose it."""
         return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype is not None)

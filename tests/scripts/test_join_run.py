@@ -62,7 +62,7 @@ def train_alone(num_samples: int) -> float:
 
 
 def averaged(script: Script) -> int:
-    return script.output.count("Averaged gradients with 2 peers")
+    return script.output.count("Averaged updates with 2 peers")
 
 
 @pytest.mark.early
@@ -130,3 +130,35 @@ def test_peers_with_other_weights_or_settings_are_told_in_one_line(scripts):
     peer.wait_for("Averaged gradients with 2 peers")
     for script in (peer, founder):
         assert script.stop() == 0, script.output
+
+
+EVALUATING = """
+import torch
+from cotrain import join_run
+
+with join_run(lambda: torch.nn.Linear(4, 2), batch_size=8, run_id="own", target_batch_size=256, learning_rate=0.1,
+              optimizer="adamw", warmup_steps=0, local_updates=LOCAL, host_maddrs="/ip4/127.0.0.1/tcp/0") as run:
+    shown, before = -1, None
+    while run.step(run.model(torch.randn(8, 4)).square().mean()):
+        own = run.model.weight.detach().clone()
+        with run.averaged_model() as model:
+            step, averaged = run.global_step, model.weight.clone()
+            assert model is run.model and not model.training and not model(torch.ones(4)).requires_grad
+        assert run.model.training and (step != shown or torch.allclose(run.model.weight, own, atol=1e-6))
+        if shown == step:
+            assert torch.equal(averaged, before), "the parameters of one step"
+        if step > shown:
+            print("evaluated", step, flush=True)
+        shown, before = step, averaged
+"""
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["gradients", "local updates"])
+def test_loop_knows_the_step_and_evaluates_the_parameters_that_all_peers_have(scripts, local):
+    path = scripts.folder / "evaluating.py"
+    path.write_text(EVALUATING.replace("LOCAL", str(local)))
+    script = scripts.start(path, log="evaluating")
+    script.wait_for(r"evaluated [3-9]")
+    assert script.stop(signal.SIGINT) == 0, script.output
+    assert "Traceback" not in script.output
+    assert f"proceeding with local {'updates' if local else 'gradients'}" in script.output
