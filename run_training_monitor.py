@@ -111,9 +111,14 @@ def main() -> None:
         line = parse_command_line(ARGUMENTS, __doc__)
         ignore_launcher()
         guard_children()
-        from cotrain.peer.run_config import find_run_config  # seconds, which --help and usage errors do not need
+        # Seconds of imports, which --help and usage errors do not need.
+        from cotrain.peer.run_config import find_run_config
+        from cotrain.peer.tunnel import open_tunnel
 
-        monitor(*find_run_config(line, stop, is_monitor=True), line.values, stop)
+        found = find_run_config(line, stop, is_monitor=True)
+        _, _, peer_args = found[0]
+        with open_tunnel(peer_args):
+            monitor(*found, line.values, stop)
 
 
 def monitor(

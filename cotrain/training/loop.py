@@ -41,16 +41,10 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def averaged_model(self) -> Iterator[torch.nn.Module]:
-        """Yield the model for an evaluation, with the parameters of `global_step`, which all peers have.
-
-        The next global step waits for the end of the block. The time does not count in this peer's speed.
-        """
-        optimizer = self.session.optimizer
-        with optimizer.saved_state(), optimizer.tracker.pause_updates(), torch.no_grad():
-            try:
-                yield self.model.eval()
-            finally:
-                self.model.train()
+        """Yield the model for an evaluation, with the parameters of `global_step`. The next step waits meanwhile."""
+        with self.session.optimizer.saved_state(), self.session.optimizer.tracker.pause_updates(), torch.no_grad():
+            yield self.model.eval()
+        self.model.train()
 
     def autocast(self) -> torch.autocast:
         """Return the context of mixed precision for the model and the loss, as --fp16, --bf16 and --fp32 choose it."""

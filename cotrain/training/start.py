@@ -29,6 +29,9 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
         with recorded_start(Path(args.training.output_dir)):
             from cotrain.common.logs import setup_logging
             from cotrain.peer.run_config import adopt_run_config
+            from cotrain.peer.tunnel import open_tunnel
 
             setup_logging(args.collaboration.debug)
-            train(TrainerArguments(*adopt_run_config(command_line, stop)), stop)
+            args = TrainerArguments(*adopt_run_config(command_line, stop))
+            with open_tunnel(args.collaboration):
+                train(args, stop)

@@ -12,6 +12,9 @@ from pathlib import Path
 import ngrok
 import pytest
 
+import run_custom_trainer
+import run_trainer
+import run_training_monitor
 from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.peer import tunnel
@@ -68,6 +71,30 @@ def test_refusal_is_shown_in_ngroks_words(fault, words, refusal):
         message = refusal(servers.port, servers.certificate)
         assert all(word in message for word in words)
         wait_until(lambda: not servers.is_open, 120, "the end of the session")
+
+
+@pytest.mark.parametrize("start", [run_trainer.main, run_custom_trainer.main, run_training_monitor.main])
+def test_tunnel_is_opened_before_anything_is_downloaded(start, monkeypatch, tmp_path):
+    """A wrong token was found only after the data had been downloaded, which takes minutes."""
+    monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
+    monkeypatch.setattr(sys, "argv", ["script", "--run_id", "run", "--tunnel", "ngrok", "--output_dir", str(tmp_path)])
+    for name in ("guard_children", "ignore_launcher"):  # of the process
+        monkeypatch.setattr(f"cotrain.training.start.{name}", lambda: None)
+        monkeypatch.setattr(f"run_training_monitor.{name}", lambda: None)
+    monkeypatch.setattr("cotrain.data.tokenizers.load_tokenizer", lambda *_args, **_options: pytest.fail("loads data"))
+    with FakeNgrok(refuse_login=LOGIN) as servers:
+        builder = SDK().server_addr(f"localhost:{servers.port}").ca_cert(bytearray(servers.certificate))
+        monkeypatch.setattr(ngrok, "SessionBuilder", lambda: builder)
+        with pytest.raises(UserError, match=r"--tunnel ngrok: .*ERR_NGROK_107"):
+            start()
+
+
+def test_tunnel_that_is_open_is_not_opened_again(monkeypatch):
+    args = BaseTrainingArguments(announce_tunnel="bore.pub:7", host_maddrs=["/ip4/10.0.0.1/tcp/80"])
+    with open_tunnel(args):
+        announced = args.announce_maddrs
+        with open_tunnel(args):
+            assert args.announce_maddrs is announced and announced[0] == "/dns4/bore.pub/tcp/7"
 
 
 def test_ngrok_that_does_not_answer_is_named(refusal, monkeypatch):
