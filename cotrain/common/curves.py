@@ -5,15 +5,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 PLOT_ORDER = "loss,validation loss,performance,alive peers,samples"
-
-
-def unsmoothed(project: str) -> str:
-    """Return the query of the page's address."""
-    return f"project={quote(project, safe='')}&smoothing=0"
+ADDRESS = "{host}?project={project}&smoothing=0"
 
 
 def show_command(folder: Path, project: str) -> str:
     """Return the command that shows the page of a folder, and the address of the page."""
     variables = f"TRACKIO_PLOT_ORDER={shlex.quote(PLOT_ORDER)} TRACKIO_DIR={shlex.quote(str(folder))}"
-    address = f"http://127.0.0.1:7860/?{unsmoothed(project)}"
+    address = ADDRESS.format(host="http://127.0.0.1:7860/", project=quote(project))
     return f"{variables} trackio show --project {shlex.quote(project)}  # open {address}"

@@ -1,7 +1,6 @@
 """Workarounds for hivemind 1.1.12 in the DHT and in libp2p's daemon, see docs/upgrading-hivemind.md."""
 
 import asyncio
-import ctypes
 import functools
 import math
 import multiprocessing
@@ -48,7 +47,7 @@ class RelayedP2P(P2P):
     Without relays the daemon needs a file: its flag can only switch them on, and they are on by default.
     """
 
-    errors: ctypes.Array | None = None  # see SafeDHT
+    errors = None  # of SafeDHT, in its process
 
     @classmethod
     async def create(cls, *args, trusted_relays: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RelayedP2P":

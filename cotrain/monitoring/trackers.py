@@ -17,11 +17,12 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from cotrain.common.curves import PLOT_ORDER, show_command, unsmoothed
+from cotrain.common.curves import ADDRESS, PLOT_ORDER, show_command
 from cotrain.common.errors import describe
 from cotrain.common.flags import is_page
 
@@ -193,7 +194,8 @@ class ProjectTrackioTracker(TrackioTracker):
             trackio.context_vars.current_project.set(self.run_name)
         super().start()
         if self.space_id is not None:
-            self.page = f"https://huggingface.co/spaces/{self.space_id}?{unsmoothed(self.run_name)}"
+            host = f"https://huggingface.co/spaces/{self.space_id}"
+            self.page = ADDRESS.format(host=host, project=quote(self.run_name))
             logger.info(f"Curves: {self.page}")
 
     def log_table(self, table_name: str, columns: list[str], data: list[list], step: int) -> None:

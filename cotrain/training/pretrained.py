@@ -13,10 +13,7 @@ from cotrain.models.model import get_objective, read_config, set_objective
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.training.checkpoints import list_checkpoints
 
-_REMEDY = (
-    "pass a folder with config.json, model.safetensors and a tokenizer, or an --output_dir in which the monitor or a "
-    "trainer has saved a checkpoint"
-)
+_REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, or an --output_dir with a checkpoint"
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
@@ -20,18 +21,17 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
         ignore_launcher()
         guard_children()
         # These imports take seconds, which --help and usage errors do not need.
-        if args.training.check:
+        with nullcontext() if args.training.check else recorded_start(Path(args.training.output_dir)):
             from cotrain.common.logs import setup_logging
-            from cotrain.training.check import check_trainer
 
             setup_logging(args.collaboration.debug)
-            sys.exit(check_trainer(command_line, stop))
-        with recorded_start(Path(args.training.output_dir)):
-            from cotrain.common.logs import setup_logging
+            if args.training.check:
+                from cotrain.training.check import check_trainer
+
+                sys.exit(check_trainer(command_line, stop))
             from cotrain.peer.run_config import adopt_run_config
             from cotrain.peer.tunnel import open_tunnel
 
-            setup_logging(args.collaboration.debug)
             args = TrainerArguments(*adopt_run_config(command_line, stop))
             with open_tunnel(args.collaboration):
                 train(args, stop)

@@ -21,7 +21,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotrain.common.curves import unsmoothed
 from cotrain.common.errors import ORGANISER_MODULES
 from cotrain.monitoring import reporters as reporting
 from cotrain.monitoring import trackers
@@ -397,7 +396,7 @@ def test_browser_shows_the_curves_and_runs_no_code_in_names(tmp_path):
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             address = next(match[1] for line in server.stdout if (match := re.search(r"(http://\S+:\d+)/", line)))
-            query = unsmoothed("my run")
+            query = "project=my%20run&smoothing=0"
             flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=15000", "--dump-dom"]
             curves, tables = (
                 subprocess.run(
