@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.admission.invitations import make_invitation, save_invitation, write_private_key
@@ -11,7 +12,8 @@ from cotrain.admission.revocations import revoke_invitations
 from tests.support.peers import read_jsonl, steps_of, wait_until
 
 
-def test_revoked_trainer_is_told_once_and_ends_and_the_other_continues(scripts, tmp_path, capsys):
+@pytest.mark.early
+def test_revoked_trainer_is_told_once_and_ends_and_the_other_continues(scripts, tmp_path):
     authority, invitations = RSAPrivateKey(), {}
     write_private_key(authority, tmp_path / "authority.key")
     for name in ("monitor", "alice", "carol"):
