@@ -39,7 +39,8 @@ def find_run(folder: Path) -> str | None:
     for name in (OWNER_FILE, "status.json", "contributors.json", "checkpoint-*/collaboration.json"):
         for path in folder.glob(name):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                return str(json.loads(path.read_text(encoding="utf-8"))["run_id"])
+                if run_id := json.loads(path.read_text(encoding="utf-8"))["run_id"]:  # none while a trainer starts
+                    return str(run_id)
     return None
 
 

@@ -84,3 +84,10 @@ def test_interrupted_move_is_completed_and_nothing_is_replaced(folder):
     claim_folder(folder, "first")
     assert (folder / "metrics.jsonl").read_text(encoding="utf-8") == "first"
     assert [path.read_text(encoding="utf-8") for path in folder.rglob("metrics.jsonl.*")] == ["earlier"]
+
+
+def test_trainer_that_starts_hides_no_run(tmp_path):
+    """Its status has no run yet; the checkpoint beside it has."""
+    write(tmp_path, "first", 20)
+    (tmp_path / "status.json").write_text('{"run_id": ""}', encoding="utf-8")
+    assert find_run(tmp_path) == "first"

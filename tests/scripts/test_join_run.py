@@ -156,7 +156,7 @@ with join_run(lambda: torch.nn.Linear(4, 2), batch_size=8, run_id="own", target_
 @pytest.mark.parametrize("local", [False, True], ids=["gradients", "local updates"])
 def test_loop_knows_the_step_and_evaluates_the_parameters_that_all_peers_have(scripts, local):
     path = scripts.folder / "evaluating.py"
-    path.write_text(EVALUATING.replace("LOCAL", str(local)))
+    path.write_text(EVALUATING.replace("LOCAL", str(local)), encoding="utf-8")
     script = scripts.start(path, log="evaluating")
     script.wait_for(r"evaluated [3-9]")
     assert script.stop(signal.SIGINT) == 0, script.output
