@@ -164,7 +164,7 @@ def test_start_is_shown_before_the_trainer_has_joined_and_then_why_it_ended(tmp_
 def test_error_is_added_to_what_the_trainer_has_given(keeper, tmp_path, capsys):
     with pytest.raises(UserError), recorded_start(tmp_path):
         keeper.start()
-        record(keeper, round_entry(5, "alone", samples=256))
+        record(keeper, StepRecord(5, Outcome.ALONE, 256))
         keeper.close()
         raise UserError("the invitation has expired")
     assert show_status(tmp_path) == 1
