@@ -1,38 +1,40 @@
 """Reading of model configurations, which may come from a stranger: the organiser of a run, or a repository on the Hub.
 
-Only the fields that transformers' configuration class of a model type declares are kept. Others can load foreign code:
-`auto_map`, or `attn_implementation`, which transformers downloads as a kernel if it names a repository.
+transformers' configuration class of a model type keeps each field that it is given, and its models read some that the
+class does not declare (`head_dim`). So each field is passed on, except those that load code, files or other models.
 """
 
+import dataclasses
+import inspect
 import json
+import math
 import re
 from pathlib import Path
 
-from hivemind.utils import get_logger
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig, modeling_rope_utils
 from transformers.models.auto import modeling_auto
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.objectives import OBJECTIVES
 
-logger = get_logger(__name__)
-
 CONFIGS = Path(__file__).parents[1] / "configs"
-MAX_NUMBER = 1_000_000  # a vocabulary, or the positions of Qwen3
-MAX_THETA = 1e9  # base period of rotary embeddings; a configuration may write it without a decimal point
+# Bounds of what costs memory or time before the model is measured, see `build_without_weights`.
+MAX_NUMBER = 2**24  # of a whole number, which code may count to; Llama 4 has 10 * 2**20 positions
 MAX_LAYERS = 256
 MAX_ITEMS = 512  # in a list or a nested object; DeBERTa's and Llama's have a handful, `layer_types` one for each layer
-MAX_DEPTH = 2  # of nesting: ModernBERT's rope_parameters have an object for each kind of layer
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-_STRING = re.compile(r"[\w|]{1,40}", re.ASCII)  # DeBERTa's pos_att_type is "p2c|c2p"
-_LAYERS = re.compile(r"(\w+_)?layers?|num_hidden_groups|inner_group_num")
-_BOOKKEEPING = {"architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "model_type"}
-# Read by transformers' classes without being declared: rotary embeddings in the format before version 5, ModernBERT's
-# and Gemma's order of layers, and DeBERTa-v3's attention. Sizes and names of functions; none loads code.
-_UNDECLARED = {
-    "rope_theta", "rope_scaling", "rope_local_base_freq", "global_rope_theta", "local_rope_theta", "rotary_pct",
-    "rotary_emb_base", "partial_rotary_factor", "global_attn_every_n_layers", "sliding_window_pattern",
-    "position_buckets", "norm_rel_ebd", "share_att_key", "conv_kernel_size", "conv_act", "conv_groups",
+MAX_DEPTH = 5  # of nesting: text_config, rope_parameters, the kind of layer, long_factor, number
+_HUB_NAME = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?", re.ASCII)
+# No path, address or name of a repository, and no type that is built by timm; but OPT's "</s>", Nemotron-H's "M-M*-"
+_STRING = re.compile(r"(?!timm_)(</(?=\w+>)|:(?= )|[^/\\:\x00-\x1f]){0,256}")
+_LAYERS = re.compile(r"(\w+_)?layers?|num_hidden_groups|inner_group_num|attention_types")
+# What each configuration has of its base class: methods, `attribute_map`, names of files, types of tensors, labels.
+# And what names code, files or other models: remote code, kernels (which may be those of a repository), weights of
+# other formats, arguments of timm.create_model, pretrained parts. A leading underscore stands for one of these, too.
+_OF_THE_MODEL = {"model_type", "chunk_size_feed_forward", "is_encoder_decoder", "per_layer_config", "rope_scaling"}
+_LEFT_OUT = set(dir(PretrainedConfig)) - _OF_THE_MODEL | {
+    "auto_map", "attn_implementation", "experts_implementation", "quantization_config", "compression_config",
+    "transformers_weights", "fusion_config", "distributed_config", "model_args", "task_specific_params",
+    "backbone", "backbone_config", "backbone_kwargs", "use_pretrained_backbone",
 }  # fmt: skip
 
 Field = str | int | float | bool | list | dict | None
@@ -40,8 +42,7 @@ Field = str | int | float | bool | list | dict | None
 
 def is_published_name(name: str) -> bool:
     """Whether each peer can find a model by this name: a built-in one, or one on the Hub, instead of a local path."""
-    is_built_in = (CONFIGS / f"{name}.json").is_file()
-    return bool(_HUB_NAME.fullmatch(name)) and (is_built_in or not Path(name).exists())
+    return bool(_HUB_NAME.fullmatch(name)) and ((CONFIGS / f"{name}.json").is_file() or not Path(name).exists())
 
 
 def is_inline(name: str) -> bool:
@@ -51,7 +52,12 @@ def is_inline(name: str) -> bool:
 
 def to_published_model(name: str) -> str:
     """Return a value of --model_name_or_path for the other peers: the name, or the configuration in a file as JSON."""
-    return name if is_published_name(name) else json.dumps(read_fields(name), separators=(",", ":"), sort_keys=True)
+    if is_published_name(name):
+        return name
+    fields = read_fields(name)
+    defaults = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[fields["model_type"]])}
+    stated = {key: value for key, value in fields.items() if key not in defaults or value != defaults[key]}
+    return json.dumps(stated, separators=(",", ":"), sort_keys=True)
 
 
 def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) -> dict[str, Field]:
@@ -62,11 +68,11 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
     :raises UserError: if there is none, the model family is not supported, or a value is out of bounds
     """
     built_in = CONFIGS / f"{name}.json"
+    file = built_in if not is_inline(name) and built_in.is_file() else Path(name)
     try:
-        if is_inline(name):
-            fields = json.loads(name)
-        elif (file := built_in if built_in.is_file() else Path(name)).is_file():
-            fields = json.loads(file.read_text(encoding="utf-8"))
+        if is_inline(name) or file.is_file():
+            text = name if is_inline(name) else file.read_text(encoding="utf-8")
+            fields = PretrainedConfig._decode_special_floats(json.loads(text))  # noqa: SLF001  no public name
         else:
             fields, _ = PretrainedConfig.get_config_dict(name, **hub_options)
         model_type = fields["model_type"]
@@ -75,12 +81,18 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
             f"{flag}: no model configuration at '{name:.200}' ({first_line(error)}); pass a config.json, a "
             f"folder that has one, or one of {', '.join(sorted(p.stem for p in CONFIGS.glob('*.json')))}"
         ) from None
-    if not (isinstance(model_type, str) and find_model_classes(model_type)):
+    if not (isinstance(model_type, str) and (classes := find_model_classes(model_type))):
         raise UserError(
             f"{flag}: '{name:.200}' is a {model_type!s:.40} model; supported are those that transformers builds for "
             "causal or masked language modelling, such as llama or modernbert"
         )
-    return {"model_type": model_type, **_keep_fields(fields, CONFIG_MAPPING[model_type], flag)}
+    part, text = CONFIG_MAPPING[model_type].sub_configs_defaults.get("text_config"), fields.get("text_config", {})
+    if part is not None and isinstance(text, dict) and find_model_classes(part.model_type) == classes:
+        model_type, fields = (
+            part.model_type,
+            text,
+        )  # as AutoModelForCausalLM does
+    return {**_keep_fields(fields, CONFIG_MAPPING[model_type], flag), "model_type": model_type}
 
 
 def find_model_classes(model_type: str) -> dict[str, str]:
@@ -91,27 +103,49 @@ def find_model_classes(model_type: str) -> dict[str, str]:
 
 
 def _keep_fields(fields: dict[str, object], config_class: type[PretrainedConfig], flag: str) -> dict[str, Field]:
-    """Return the fields that a configuration class reads, if they are within bounds."""
-    known, parts = config_class.__annotations__.keys() | _UNDECLARED, getattr(config_class, "sub_configs", {})
-    if ignored := sorted(str(key) for key in fields if key not in _BOOKKEEPING | known):
-        logger.warning(f"{flag}: ignoring {', '.join(ignored):.200} in the model configuration")
-    kept = {key: value for key, value in fields.items() if key in known}
-    for key, value in kept.items():
-        if key in parts and isinstance(value, dict):
-            kept[key] = _keep_fields(value, parts[key], flag)
-        elif not _is_bounded(key, value):
-            raise UserError(f"{flag}: '{key}' is {value!r:.40} in the model configuration, which is out of bounds")
+    """Return the fields of a configuration that may be passed on to its class.
+
+    :raises UserError: if one is out of bounds that the code of the model type names; others are left out
+    """
+    kept = {}
+    for key, value in fields.items():
+        if not _is_left_out(key):
+            try:
+                kept[key] = _check_value(key, value)
+            except ValueError:
+                if _is_read(key, config_class):
+                    raise UserError(
+                        f"{flag}: '{key:.40}' is {value!r:.40} in the model configuration, which is out of bounds"
+                    ) from None
     return kept
 
 
-def _is_bounded(key: str, value: object, depth: int = MAX_DEPTH) -> bool:
-    """Whether the value of a field has a plausible size. Numbers may be negative: -1 often stands for none."""
-    if isinstance(value, str):
-        return bool(_STRING.fullmatch(value))
+def _is_left_out(name: str) -> bool:
+    return name.startswith("_") or name in _LEFT_OUT
+
+
+def _is_read(name: str, config_class: type[PretrainedConfig]) -> bool:
+    """Whether transformers' code of a model type reads or declares a field."""
+    files = [*Path(inspect.getfile(config_class)).parent.glob("*.py"), Path(inspect.getfile(modeling_rope_utils))]
+    use = re.compile(rf"[.\"']{re.escape(name)}\b|^    {re.escape(name)}:", re.MULTILINE)
+    return any(use.search(file.read_text(encoding="utf-8")) for file in files)
+
+
+def _check_value(key: str, value: object, depth: int = MAX_DEPTH) -> Field:
+    """Return the value of a field, without what is left out of nested objects; ValueError if it is out of bounds.
+
+    Numbers may be negative, -1 often stands for none. Those of type float may be infinite: nothing counts to them.
+    """
+    if isinstance(value, list) and depth and len(value) <= MAX_ITEMS:
+        return [_check_value(key, item, depth - 1) for item in value]
+    if isinstance(value, dict) and depth and len(value) <= MAX_ITEMS and all(map(_STRING.fullmatch, value)):
+        kept = (name for name in value if not _is_left_out(name))
+        return {name: _check_value(name, value[name], depth - 1) for name in kept}
     if isinstance(value, int | float):
-        limit = MAX_LAYERS if _LAYERS.fullmatch(key) else MAX_THETA if "theta" in key else MAX_NUMBER
-        return abs(value) <= limit
-    if isinstance(value, list | dict) and len(value) <= MAX_ITEMS and depth:
-        items = value.items() if isinstance(value, dict) else ((key, item) for item in value)
-        return all(_STRING.fullmatch(name) and _is_bounded(name, item, depth - 1) for name, item in items)
-    return value is None
+        is_free = isinstance(value, float) or "theta" in key  # a base period of rotary embeddings
+        is_bounded = abs(value) <= (MAX_LAYERS if _LAYERS.fullmatch(key) else math.inf if is_free else MAX_NUMBER)
+    else:
+        is_bounded = value is None or (isinstance(value, str) and _STRING.fullmatch(value))
+    if not is_bounded:
+        raise ValueError(key)
+    return value

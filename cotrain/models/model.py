@@ -31,6 +31,7 @@ from cotrain.models.objectives import OBJECTIVES
 disable_progress_bar()  # reading and writing weights takes only a second
 
 MAX_MODULES = 20_000  # of torch in a model; 256 layers of MobileBERT have 16,000, and take 3 seconds to build
+MAX_POSITION_WEIGHTS = 2**26  # in an embedding of positions, 268 MB; GPT-3's has 25 million
 
 
 def derive_seed(*parts: object) -> int:
@@ -43,7 +44,9 @@ def read_config(name: str, flag: str = "--model_name_or_path", **hub_options) ->
     """Read a model configuration; arguments and errors as for `read_fields`."""
     fields = read_fields(name, flag, **hub_options)
     try:
-        return AutoConfig.for_model(**fields)
+        config = AutoConfig.for_model(**fields)
+        config.get_text_config().to_dict()  # fails if it is no part of this type
+        return config
     except Exception as error:
         raise UserError(f"{flag}: the model configuration is not valid: {' '.join(str(error).split())}") from None
 
@@ -93,11 +96,15 @@ def build_without_weights(config: PretrainedConfig) -> PreTrainedModel:
     """
     numbers = itertools.count(1)
 
-    def count_module(*_) -> None:
+    def check_module(_parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
         if next(numbers) > MAX_MODULES:
             raise ValueError(f"it has more than {MAX_MODULES} modules")
+        # Before it computes them: DistilBERT does, one by one, if they are sinusoidal.
+        is_position = isinstance(module, torch.nn.Embedding) and ("pos" in name or name == "wpe")
+        if is_position and (size := module.weight.numel()) > MAX_POSITION_WEIGHTS:
+            raise ValueError(f"its position embeddings have {4e-6 * size:,.0f} MB")
 
-    hook = register_module_module_registration_hook(count_module)
+    hook = register_module_module_registration_hook(check_module)
     try:
         with torch.device("meta"):
             return get_model_class(config)(config)
@@ -120,7 +127,8 @@ def check_size(config: PretrainedConfig) -> None:
 
 def max_tokens(config: PretrainedConfig) -> float:
     """Return the length of the longest sequence that a model takes; infinity if nothing bounds it."""
-    lengths = [getattr(config, "max_position_embeddings", None) or math.inf]
+    length = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+    lengths = [length if length > 0 else math.inf]  # XLNet's is -1
     for name, module in build_without_weights(config).named_modules():
         if isinstance(module, torch.nn.Embedding) and "position" in name.rpartition(".")[2]:
             # RoBERTa's positions begin after that of the padding.

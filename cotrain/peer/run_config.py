@@ -70,10 +70,11 @@ class RunConfig:
         check_published(settings.get("dataset_url"))
         if (model := settings.get("model_name_or_path")) is not None:
             is_folder = settings.get("from_pretrained", False) and not is_published_name(model)
-            settings["model_name_or_path"] = None if is_folder else to_published_model(model)
+            model = settings["model_name_or_path"] = None if is_folder else to_published_model(model)
         text = json.dumps({"protocol": PROTOCOL, "time": run_time(), "settings": settings}, separators=(",", ":"))
         if len(text) > MAX_CHARACTERS:
-            raise UserError(f"the settings of the run have {len(text)} characters, the limit is {MAX_CHARACTERS}")
+            advice = "; put the model's configuration on the Hub, and pass its name" if is_inline(model or "") else ""
+            raise UserError(f"the settings of the run have {len(text)} characters of {MAX_CHARACTERS}{advice}")
         public_key = private_key.get_public_key()
         record = {"text": text, "public_key": public_key.to_bytes(), "signature": private_key.sign(text.encode())}
         return cls.parse(record, publisher=peer_id_of(public_key))
@@ -135,7 +136,8 @@ def check_published(url: str | None) -> None:
 def _is_plain(value: object) -> bool:
     """Whether a value can stand on a command line."""
     if isinstance(value, str):
-        return value.isprintable() and not value.startswith("-") and len(value) <= 1000
+        limit = MAX_CHARACTERS if is_inline(value) else 1000
+        return value.isprintable() and not value.startswith("-") and len(value) <= limit
     return value is None or (isinstance(value, bool | int | float) and abs(value) <= MAX_NUMBER)  # not NaN, Infinity
 
 

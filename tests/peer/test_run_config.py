@@ -31,7 +31,8 @@ from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.flags import find_settings
 from cotrain.common.processes import StopSignal
-from cotrain.models.model import check_size, read_config
+from cotrain.models.config import to_published_model
+from cotrain.models.model import build_without_weights, check_size, read_config
 from cotrain.peer import run_config
 from cotrain.peer.run_config import (
     RunConfig,
@@ -456,8 +457,9 @@ FIELDS = {"model_type": "albert"}
     ("fields", "fault"),
     [
         ({"hidden_act": "me/kernel"}, "'hidden_act' is 'me/kernel'"),
-        ({"hidden_size": 10**7}, "out of bounds"),
-        ({"hidden_size": -(10**7)}, "out of bounds"),
+        ({"hidden_size": 10**7, "num_attention_heads": 1}, " GB; this machine has"),
+        ({"hidden_size": 10**8}, "out of bounds"),
+        ({"hidden_size": -(10**8)}, "out of bounds"),
         ({"hidden_size": -64}, "cannot be built"),
         ({"initializer_range": float("nan")}, "out of bounds"),
         ({"hidden_size": {"x": 1}}, "expected int"),
@@ -465,13 +467,24 @@ FIELDS = {"model_type": "albert"}
         ({"num_hidden_groups": 200, "inner_group_num": 200, "num_hidden_layers": 1}, "more than 20000 modules"),
         ({"model_type": "llama", "num_hidden_layers": 10**5}, "'num_hidden_layers' is 100000"),
         ({"model_type": "qwen2_moe", "num_experts": 10**6, "num_hidden_layers": 1}, " GB; this machine has"),
-        ({"model_type": "llama", "rope_parameters": {"rope_theta": 1e10}}, "'rope_parameters' is"),
+        ({"model_type": "llama", "rope_parameters": {"rope_theta": float("nan")}}, "'rope_parameters' is"),
+        ({"model_type": "llama", "num_hidden_layers": 1e5}, "'num_hidden_layers' is 100000"),
+        ({"model_type": "gpt_neo", "attention_types": [[["global"], 10**6]]}, "'attention_types' is"),
+        ({"model_type": "gpt2", "n_positions": 10**6}, "its position embeddings have 3,072 MB"),
+        (
+            {"model_type": "distilbert", "max_position_embeddings": 10**6, "sinusoidal_pos_embds": True},
+            "have 3,072 MB",
+        ),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M" * 300}, "'hybrid_override_pattern' is"),
+        ({"model_type": "gemma3", "vision_config": {"model_type": "timm_wrapper"}}, "'vision_config' is"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**5}}, "'text_config' is"),
+        ({"text_config": {"hidden_size": 64}}, "is not valid"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "me/code"}}, "'rope_parameters' is"),
         ({"model_type": "llama", "rope_parameters": {"me/code": 1}}, "'rope_parameters' is"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "no_such_type"}}, "cannot be built"),
-        ({"model_type": "llama", "rope_parameters": {"factor": [[[1.0]]]}}, "'rope_parameters' is"),
+        ({"model_type": "llama", "rope_parameters": {"factor": [[[[[1.0]]]]]}}, "'rope_parameters' is"),
         ({"model_type": "qwen3", "layer_types": ["full_attention"] * 1000}, "'layer_types' is"),
-        ({"eos_token_id": [10**7]}, "'eos_token_id' is"),
+        ({"eos_token_id": [10**8]}, "'eos_token_id' is"),
         ({"hidden_size": "64"}, "expected int"),
         ({"model_type": "t5"}, "a t5 model; supported are"),
         ({"hidden_size": 10**6, "num_attention_heads": 1}, " GB; this machine has"),
@@ -485,11 +498,41 @@ def test_hostile_model_configurations_are_refused(fields, fault):
     assert "\n" not in str(error.value)
 
 
-def test_fields_that_load_code_are_ignored(caplog):
+def test_fields_that_load_code_are_ignored():
+    """Also by another name of theirs, or if a method or a name of a file has the same."""
     code = {"auto_map": {"AutoModel": "x--y.Z"}, "attn_implementation": "me/k", "_attn_implementation": "eager",
-            "experts_implementation": "me/k", "quantization_config": {"quant_method": "x"}}  # fmt: skip
+            "experts_implementation": "me/k", "quantization_config": {"quant_method": "x"}, "_name_or_path": "me/x",
+            "attribute_map": {"hidden": "_attn_implementation"}, "hidden": "me k", "dtype": "load",
+            "name_or_path": "x", "to_dict": "x", "extra_files": ["x"], "transformers_weights": "x",
+            "num_labels": 10**9}  # fmt: skip
     for model_type in ("albert", "llama", "modernbert", "gemma3"):
-        config = read_config(json.dumps({"model_type": model_type, **code, "text_config": code}))
+        text = {"text_config": code} if model_type == "gemma3" else {}
+        config = read_config(json.dumps({"model_type": model_type, **code, **text}))
         for part in (config, config.get_text_config()):
-            assert not hasattr(part, "auto_map") and not hasattr(part, "quantization_config")
+            assert not {"auto_map", "quantization_config", "transformers_weights", "extra_files"} & vars(part).keys()
             assert part._attn_implementation is None and part._experts_implementation is None
+            assert part.dtype is None and part.name_or_path == "" and part.num_labels == 2
+            assert "hidden" not in part.attribute_map and isinstance(part.to_dict(), dict)
+
+
+MAMBA = {"model_type": "mamba2", "hidden_size": 64, "num_heads": 8, "head_dim": 16, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "llama", "max_position_embeddings": 2**20, "rope_theta": 10**11},
+        {**MAMBA, "time_step_limit": [0.0, math.inf]},
+        {**MAMBA, "time_step_limit": [0.0, {"__float__": "Infinity"}]},  # as transformers saves it
+        {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 1]], "num_layers": 2},
+        {"model_type": "opt", "prefix": "</s>", "task_specific_params": {"x": {"prefix": "translate: "}}},
+        {"model_type": "albert", "license": "https://example.org/x", "model_max_length": 10**30, "x": {"<|a/b|>": 1}},
+    ],
+)
+def test_what_costs_no_memory_is_accepted(fields, tmp_path):
+    """A large number of positions, infinity, texts that no code reads."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    published = to_published_model(str(path))
+    assert read_config(published).to_dict() == read_config(str(path)).to_dict()
+    build_without_weights(read_config(published))
