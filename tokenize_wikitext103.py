@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cotrain.common.errors import run_script
+from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_arguments, require, require_apart
 from cotrain.data.manifest import Manifest, tokenizer_sha256
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
+from cotrain.models.vocabulary import vocabulary_size
 
 # The rest is imported where it is used: transformers takes seconds, and --help and a text file that cannot be read
 # need not wait for it.
@@ -127,6 +128,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
     from cotrain.common.atomic_files import check_target, new_folder, temporary_folder
     from cotrain.data.corpus import open_file, open_hub_dataset, open_sample, read_corpus
+    from cotrain.data.loading import check_samples
     from cotrain.data.packing import PackingConfig
     from cotrain.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
 
@@ -160,6 +162,10 @@ def prepare(args: TokenizationArguments) -> Manifest:
             }
         manifest = build_manifest(args, source.name, config, tokenizer, splits)
         save_dataset(arrow_files, manifest, dataset_folder)
+        try:
+            check_samples(dataset_folder)
+        except ValueError as error:
+            raise UserError(f"--tokenizer '{args.tokenizer}' does not keep to its vocabulary ({error})") from None
     return manifest
 
 
@@ -205,7 +211,7 @@ def build_manifest(
         **asdict(config),
         tokenizer="trained on this text" if args.train_tokenizer else name,
         tokenizer_class=type(tokenizer).__name__,
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary_size(tokenizer),
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         splits=splits,
     )

@@ -1,18 +1,23 @@
 """Loading of the prepared data in trainers and evaluators."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from datasets.table import MemoryMappedTable, Table, concat_tables
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.manifest import REMEDY, Manifest, tokenizer_sha256
 from cotrain.data.packing import SCHEMAS
-from cotrain.models.model import get_objective, max_tokens
 from cotrain.models.objectives import SPLITS
+from cotrain.models.vocabulary import vocabulary_size
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def load_datasets(dataset_path: str | Path) -> dict[str, Dataset]:
@@ -69,6 +74,8 @@ def _check_bounds(name: str, values: pa.Array, low: int, high: int) -> None:
 
 def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Manifest:
     """Load the manifest; UserError if tokenizer or model do not match it."""
+    from cotrain.models.model import get_objective, max_tokens  # imports torch, without which data is checked
+
     manifest = Manifest.load(dataset_path)
     objective = get_objective(config)
     if objective != manifest.objective:
@@ -77,9 +84,10 @@ def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config:
             f"{manifest.objective}; choose another model, or make other data with ./tokenize_wikitext103.py "
             f"--objective {objective}"
         )
-    if (tokenizer_sha256(tokenizer), len(tokenizer)) != (manifest.tokenizer_sha256, manifest.vocab_size):
+    size = vocabulary_size(tokenizer)
+    if (tokenizer_sha256(tokenizer), size) != (manifest.tokenizer_sha256, manifest.vocab_size):
         raise UserError(
-            f"--tokenizer_path: this tokenizer ({len(tokenizer)} tokens) is not the one that the data was made "
+            f"--tokenizer_path: this tokenizer ({size} tokens) is not the one that the data was made "
             f"with ({manifest.tokenizer_class}, {manifest.vocab_size} tokens); take both from the same archive"
         )
     length, positions = manifest.max_seq_length, max_tokens(config)

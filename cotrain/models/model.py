@@ -7,6 +7,7 @@ models.
 import contextlib
 import hashlib
 import itertools
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,11 @@ from cotrain.common.errors import UserError, first_line
 from cotrain.common.hosts import MAX_BYTES
 from cotrain.models.config import find_model_classes, is_inline, is_published_name, read_fields
 from cotrain.models.objectives import OBJECTIVES
+from cotrain.models.vocabulary import vocabulary_size
 
+logger = logging.getLogger(__name__)
+# transformers warns of a configuration's own special tokens, before those of the tokenizer are set.
+logging.getLogger("transformers.configuration_utils").addFilter(lambda record: "_token_id must" not in str(record.msg))
 disable_progress_bar()  # reading and writing weights takes only a second
 
 MAX_MODULES = 20_000  # of torch in a model; 256 layers of MobileBERT have 16,000, and take 3 seconds to build
@@ -63,18 +68,34 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     if "model_name_or_path" in args.adopted and is_read and Path(name).exists():  # the run's data may have created it
         raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
     config = read_config(name, **args.hub_options)
-    if not args.from_pretrained:
-        config.vocab_size = len(tokenizer)
-    elif config.vocab_size < len(tokenizer):  # a larger one is common: models round it up
+    text, size = config.get_text_config(), vocabulary_size(tokenizer)
+    stated = getattr(text, "vocab_size", size)
+    if args.from_pretrained and stated < size:  # a larger one is common: models round it up
         raise UserError(
-            f"--from_pretrained: the model at '{name}' has a vocabulary of {config.vocab_size}, the tokenizer of "
-            f"{len(tokenizer)}: prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
+            f"--from_pretrained: the model at '{name}' has a vocabulary of {stated}, the tokenizer of {size}: "
+            f"prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
         )
-    for token in ("pad", "bos", "eos"):
-        setattr(config, f"{token}_token_id", getattr(tokenizer, f"{token}_token_id"))
+    if not args.from_pretrained:
+        if stated != size:
+            logger.info(f"The model has a vocabulary of {size} tokens, the tokenizer's, instead of {stated}")
+        text.vocab_size = size
+    set_special_tokens(config, tokenizer)
+    if text is not config:
+        set_special_tokens(text, tokenizer)
     set_objective(config, tokenizer)
     check_size(config)
     return config
+
+
+def set_special_tokens(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set each special token that a configuration has, by the tokenizer. One that is no token of it is removed."""
+    size = vocabulary_size(tokenizer)
+    for key in {"pad_token_id", "bos_token_id", "eos_token_id", *(k for k in vars(config) if k.endswith("_token_id"))}:
+        token = getattr(tokenizer, key, getattr(config, key, None))
+        try:
+            setattr(config, key, token if isinstance(token, int) and 0 <= token < size else None)
+        except Exception:  # some classes need one
+            setattr(config, key, tokenizer.eos_token_id or 0)
 
 
 def set_objective(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -197,6 +218,7 @@ def _try(model: PreTrainedModel) -> PreTrainedModel:
     """
     tokens = torch.ones(1, 8, dtype=torch.long)
     labels = tokens.masked_fill(torch.arange(8) > 0, -100)  # no token comes before the first
+    model.loss_type = model.loss_type or "ForCausalLM"  # as transformers chooses, with a warning
     try:
         loss = model.eval()(input_ids=tokens, attention_mask=tokens, labels=labels).loss
     except Exception as error:
