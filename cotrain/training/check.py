@@ -18,6 +18,7 @@ from accelerate.utils import send_to_device
 from hivemind.dht import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader
 
 from cotrain.arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
@@ -40,6 +41,7 @@ MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each ot
 MIN_OPEN_FILES = 4096
 DIAL_TIMEOUT = 5.0
 DEVICE_SECONDS = 5.0  # for which micro-batches are computed
+BATCH_SECONDS = 60.0  # for a micro-batch, at most
 # Copies of the parameters in a trainer's processes, see docs/gpus.md#memory: peak PSS of two trainers and newcomers on
 # CPUs, models of 9.3 and 30 M parameters. The rest is what a trainer of a tiny model takes.
 COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 9, 12, 6, 1.0e9
@@ -102,7 +104,10 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
             yield Finding("joining", f"this peer is in run {peer_args.run_id}")
             for peer_id in map(peer_id_in, initial_peers):
                 yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
-            yield attempt("device", partial(measure_device, work, args.training))
+            for size in sorted({1, args.training.per_device_train_batch_size}):
+                yield (finding := attempt("device", partial(measure_device, work, args.training, size, stop)))
+                if finding.advice:
+                    break
             yield attempt("state", partial(measure_download, work.model, peer, args))
             yield check_rounds(peer.dht, work.num_parameters(only_trainable=True), peer_args)
     except UserError as error:
@@ -180,24 +185,43 @@ def check_memories(num_parameters: int, device: torch.device, local_updates: boo
         yield Finding(subject, text, advice if free < needed else "")
 
 
-def measure_device(work: Workload, args: LocalTrainingArguments) -> str:
-    """Compute micro-batches for some seconds, after one that is not counted, and return the speed."""
+def measure_device(work: Workload, args: LocalTrainingArguments, size: int, stop: StopSignal) -> str:
+    """Compute one micro-batch, or if it has the size of training some seconds of them, and return the speed.
+
+    :raises UserError: if one takes too long; SystemExit after a signal
+    """
     device, dtype, model = work.device, autocast_dtype(args), work.model.to(work.device).train()
-    size = args.per_device_train_batch_size
-    for number, batch in enumerate(DataLoader(work.samples, size, shuffle=True, collate_fn=work.task.collate)):
-        batch = send_to_device(batch, device)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss = work.task.compute_loss(model, batch)
-        loss.backward()
-        loss.item()  # waits for the GPU
-        if number == 0:
-            started = time.monotonic()
-        elif time.monotonic() > started + DEVICE_SECONDS:
-            break
-    seconds = (time.monotonic() - started) / max(1, number)
-    model.zero_grad()
-    model.cpu()
-    hint = "; raise --per_device_train_batch_size" if device.type == "cuda" and seconds < 0.2 else ""
+    limit = DEVICE_SECONDS if size == args.per_device_train_batch_size else 0.0
+
+    def check_time(*_) -> None:
+        if stop.is_set():
+            raise SystemExit(0)
+        if time.monotonic() > began + BATCH_SECONDS:
+            remedy = "lower --per_device_train_batch_size" if size > 1 else "choose a smaller model, or a GPU"
+            raise UserError(f"{device}: {size} samples take more than {BATCH_SECONDS:.0f} s: {remedy}")
+
+    def check_module(_module: torch.nn.Module, _inputs: tuple, output: object) -> None:
+        check_time()
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(check_time)  # in the backward pass, where no signal is handled otherwise
+
+    hook = register_module_forward_hook(check_module)
+    try:
+        started = began = time.monotonic()
+        for number, batch in enumerate(DataLoader(work.samples, size, shuffle=True, collate_fn=work.task.collate), 1):
+            batch = send_to_device(batch, device)
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                loss = work.task.compute_loss(model, batch)
+            loss.backward()
+            loss.item()  # waits for the GPU
+            began, seconds = time.monotonic(), (time.monotonic() - started) / number
+            if began > started + limit:
+                break
+    finally:
+        hook.remove()
+        model.zero_grad()
+        model.cpu()
+    hint = "; raise --per_device_train_batch_size" if device.type == "cuda" and seconds < 0.2 and size > 1 else ""
     return f"{device}: a micro-batch of {size} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
 
 

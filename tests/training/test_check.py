@@ -2,6 +2,7 @@
 
 import re
 import socket
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.arguments import CollaborationArguments
+from cotrain.arguments import CollaborationArguments, LocalTrainingArguments
 from cotrain.averaging.progress import PeerProgress
 from cotrain.common.errors import UserError
 from cotrain.training import check
@@ -23,6 +24,7 @@ from cotrain.training.check import (
     check_open_files,
     check_rounds,
     check_versions,
+    measure_device,
 )
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -36,6 +38,54 @@ def test_installed_versions():
     assert not check_versions("torch==0.1\n").advice, "it may fit the driver"
     assert "no-such-package None" in check_versions("no-such-package==1.0\n").line
     assert check_versions("no-such-package==1.0\n").advice
+
+
+class Samples(list):
+    """Work of 16 samples, for a linear model that records the sizes of its batches."""
+
+    def __init__(self):
+        super().__init__(torch.ones(16, 2).unbind())
+        self.samples, self.device, self.sizes = self, torch.device("cpu"), []
+        self.model = torch.nn.Linear(2, 1)
+        self.task = SimpleNamespace(collate=torch.stack, compute_loss=self.compute_loss)
+
+    def compute_loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(batch))
+        return model(batch).mean()
+
+
+ARGS = LocalTrainingArguments(per_device_train_batch_size=4)
+RUNNING = SimpleNamespace(is_set=lambda: False)
+
+
+def test_device_computes_one_sample_and_then_micro_batches():
+    work = Samples()
+    assert re.fullmatch(
+        r"cpu: a micro-batch of 1 takes [\d.]+ s, [\d.]+ samples/s", measure_device(work, ARGS, 1, RUNNING)
+    )
+    assert work.sizes == [1]
+    assert "a micro-batch of 4 takes" in measure_device(work, ARGS, 4, RUNNING)
+    assert work.sizes[0] == 1 and set(work.sizes[1:]) == {4}
+    assert all(parameter.grad is None for parameter in work.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("size", "remedy"), [(1, "choose a smaller model"), (4, "lower --per_device_train_batch_size")]
+)
+def test_micro_batch_that_takes_too_long_ends(size, remedy, monkeypatch):
+    """Mamba without its kernels took 150 seconds for a micro-batch."""
+    monkeypatch.setattr(check, "BATCH_SECONDS", -1.0)
+    finding = attempt("device", partial(measure_device, Samples(), ARGS, size, RUNNING))
+    assert f"{size} samples take more than -1 s: {remedy}" in finding.line and finding.advice
+
+
+@pytest.mark.parametrize("answers", [[True], [False, True]])  # during the forward pass, or the backward pass
+def test_signal_ends_a_micro_batch(answers):
+    work, stop = Samples(), SimpleNamespace(is_set=iter(answers).__next__)
+    with pytest.raises(SystemExit):
+        attempt("device", partial(measure_device, work, ARGS, 4, stop))
+    assert work.sizes == [4]
+    work.model(torch.ones(1, 2))  # no hook is left
 
 
 def test_open_files():
