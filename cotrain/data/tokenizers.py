@@ -1,14 +1,22 @@
 """Loading and checks of existing tokenizers."""
 
 import json
+import unicodedata
 from pathlib import Path
 
 import transformers
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from cotrain.common.errors import UserError, first_line
+from cotrain.common.errors import UserError
 from cotrain.models.objectives import OBJECTIVES
+
+# As published tokenizers write them
+_SPECIAL_TOKENS = {
+    "cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"), "mask": ("[MASK]", "<mask>"), "unk": ("[UNK]", "<unk>"),
+    "pad": ("[PAD]", "<pad>", "<|pad|>"), "bos": ("<s>", "<bos>", "<|begin_of_text|>"),
+    "eos": ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>"),
+}  # fmt: skip
 
 
 def load_tokenizer(
@@ -31,21 +39,64 @@ def load_tokenizer(
         return _open_tokenizer(name, cache_dir, token=None if use_hub else False)
     except Exception as error:
         what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
-        raise UserError(f"{flag}: '{name}' {what} ({first_line(error)}); {remedy}") from None
+        raise UserError(f"{flag}: '{name}' {what} ({' '.join(str(error).split()):.300}); {remedy}") from None
 
 
 def _open_tokenizer(name: str, cache_dir: str | None, token: bool | None) -> PreTrainedTokenizerBase:
     """Load a tokenizer as AutoTokenizer does, which imports torch only to find the class: 2 seconds."""
+    for file in Path(name).glob("*"):
+        if file.is_file() and file.stat().st_size < 1000 and file.read_bytes().startswith(b"version https://git-lfs"):
+            raise ValueError(f"{file.name} is a pointer of Git LFS: run git lfs pull")
     options = {"cache_dir": cache_dir, "token": token}
     path = cached_file(name, "tokenizer_config.json", **options, _raise_exceptions_for_missing_entries=False)
-    config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    config = json.loads(Path(path).read_text(encoding="utf-8")) if path else _guess_config(Path(name))
     tokenizer_class = getattr(transformers, config.get("tokenizer_class") or "", None)
     if not (isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)):
         if "auto_map" in config:
             raise ValueError("it has code with it, which is never run")
         tokenizer_class = transformers.AutoTokenizer
+    guessed = {} if path else {key: config[key] for key in config.keys() - {"tokenizer_class"}}
     # The default of trust_remote_code asks at the terminal whether the repository's code may run.
-    return tokenizer_class.from_pretrained(name, **options, trust_remote_code=False)
+    return tokenizer_class.from_pretrained(name, **options, **guessed, trust_remote_code=False)
+
+
+def _guess_config(folder: Path) -> dict[str, str | bool]:
+    """Return what a missing tokenizer_config.json would state, as far as the other files of a folder tell.
+
+    :raises ValueError: if they do not tell the class
+    """
+    files = {path.name: path for path in folder.glob("*") if path.is_file()}
+    if "tokenizer.json" in files and "config.json" not in files:
+        content = json.loads(files["tokenizer.json"].read_text(encoding="utf-8"))
+        vocabulary = content["model"].get("vocab", ())  # a dictionary, or for Unigram pairs
+        tokens = {token["content"] for token in content.get("added_tokens", ())}
+        tokens.update(token if isinstance(token, str) else token[0] for token in vocabulary)
+        found = {f"{key}_token": [name for name in names if name in tokens] for key, names in _SPECIAL_TOKENS.items()}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **{key: x[0] for key, x in found.items() if x}}
+    if "vocab.txt" in files:
+        tokens = files["vocab.txt"].read_text(encoding="utf-8").splitlines()
+        altered = sum(token != _lower(token) for token in tokens if not token.startswith("["))
+        options = {"do_lower_case": altered < 0.01 * len(tokens)}
+        return options if "config.json" in files else {"tokenizer_class": "BertTokenizer", **options}
+    if "config.json" in files:
+        return {}  # AutoTokenizer takes the class of the model's type
+    if {"vocab.json", "merges.txt"} <= files.keys():
+        is_roberta = "<mask>" in json.loads(files["vocab.json"].read_text(encoding="utf-8"))
+        return {"tokenizer_class": "RobertaTokenizer" if is_roberta else "GPT2Tokenizer"}
+    if "spiece.model" in files and b"[MASK]" in files["spiece.model"].read_bytes():
+        return {"tokenizer_class": "AlbertTokenizer"}
+    if any(name.endswith(".model") for name in files):
+        raise ValueError(
+            'its class is not known: write it into a file tokenizer_config.json, such as {"tokenizer_class": '
+            '"T5Tokenizer"}, "LlamaTokenizer" or "XLMRobertaTokenizer"'
+        )
+    return {}
+
+
+def _lower(token: str) -> str:
+    """Return a token as the tokenizer of a BERT without upper case does, without accents and vowel signs."""
+    parts = unicodedata.normalize("NFD", token.lower())
+    return "".join(part for part in parts if unicodedata.category(part) != "Mn")
 
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> None:
@@ -55,5 +106,6 @@ def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> 
     if missing:
         raise UserError(
             f"--objective {objective} needs a tokenizer with the special tokens {', '.join(missing)}, which "
-            f"{type(tokenizer).__name__} lacks; choose another --tokenizer"
+            f"{type(tokenizer).__name__} lacks: state them in its tokenizer_config.json, such as "
+            f'{{"{missing[0]}_token": "</s>"}}, or choose another --tokenizer'
         )
