@@ -7,6 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +19,7 @@ from accelerate.utils import send_to_device
 from hivemind.dht import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
-from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from cotrain.arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
@@ -185,44 +186,48 @@ def check_memories(num_parameters: int, device: torch.device, local_updates: boo
         yield Finding(subject, text, advice if free < needed else "")
 
 
+class Deadline(TorchDispatchMode):
+    """Ends a computation after BATCH_SECONDS or a signal, at any of its operations; the backward pass is one call."""
+
+    def __init__(self, stop: StopSignal, task: str):
+        super().__init__()
+        self.stop, self.task, self.end = stop, task, time.monotonic() + BATCH_SECONDS
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if self.stop.is_set():
+            raise SystemExit(0)
+        if time.monotonic() > self.end:
+            remedy = "choose a smaller model, a smaller --per_device_train_batch_size, or a GPU"
+            raise UserError(f"{self.task} takes more than {BATCH_SECONDS:.0f} s: {remedy}")
+        return function(*args, **(kwargs or {}))
+
+
 def measure_device(work: Workload, args: LocalTrainingArguments, size: int, stop: StopSignal) -> str:
-    """Compute one micro-batch, or if it has the size of training some seconds of them, and return the speed.
+    """Compute one micro-batch, then if it has the size of training some seconds of others, and return the speed.
 
     :raises UserError: if one takes too long; SystemExit after a signal
     """
     device, dtype, model = work.device, autocast_dtype(args), work.model.to(work.device).train()
-    limit = DEVICE_SECONDS if size == args.per_device_train_batch_size else 0.0
-
-    def check_time(*_) -> None:
-        if stop.is_set():
-            raise SystemExit(0)
-        if time.monotonic() > began + BATCH_SECONDS:
-            remedy = "lower --per_device_train_batch_size" if size > 1 else "choose a smaller model, or a GPU"
-            raise UserError(f"{device}: {size} samples take more than {BATCH_SECONDS:.0f} s: {remedy}")
-
-    def check_module(_module: torch.nn.Module, _inputs: tuple, output: object) -> None:
-        check_time()
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(check_time)  # in the backward pass, where no signal is handled otherwise
-
-    hook = register_module_forward_hook(check_module)
+    limit, task = DEVICE_SECONDS if size == args.per_device_train_batch_size else 0.0, f"a micro-batch of {size}"
+    started = time.monotonic()
     try:
-        started = began = time.monotonic()
-        for number, batch in enumerate(DataLoader(work.samples, size, shuffle=True, collate_fn=work.task.collate), 1):
+        for number, batch in enumerate(DataLoader(work.samples, size, shuffle=True, collate_fn=work.task.collate)):
             batch = send_to_device(batch, device)
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-                loss = work.task.compute_loss(model, batch)
-            loss.backward()
-            loss.item()  # waits for the GPU
-            began, seconds = time.monotonic(), (time.monotonic() - started) / number
-            if began > started + limit:
+            with Deadline(stop, f"{device}: {task}") if number == 0 and not args.torch_compile else nullcontext():
+                with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+                    loss = work.task.compute_loss(model, batch)
+                loss.backward()
+                loss.item()  # waits for the GPU
+            if (seconds := time.monotonic() - started) >= limit:
                 break
+            if number == 0:
+                started = time.monotonic()
     finally:
-        hook.remove()
         model.zero_grad()
         model.cpu()
+    seconds /= max(1, number)
     hint = "; raise --per_device_train_batch_size" if device.type == "cuda" and seconds < 0.2 and size > 1 else ""
-    return f"{device}: a micro-batch of {size} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
+    return f"{device}: {task} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
 
 
 # The other peers
