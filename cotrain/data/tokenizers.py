@@ -1,10 +1,11 @@
 """Loading and checks of existing tokenizers."""
 
 import json
-import unicodedata
 from pathlib import Path
 
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.normalizers import BertNormalizer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -13,9 +14,9 @@ from cotrain.models.objectives import OBJECTIVES
 
 # As published tokenizers write them
 _SPECIAL_TOKENS = {
-    "cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"), "mask": ("[MASK]", "<mask>"), "unk": ("[UNK]", "<unk>"),
-    "pad": ("[PAD]", "<pad>", "<|pad|>"), "bos": ("<s>", "<bos>", "<|begin_of_text|>"),
-    "eos": ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>"),
+    "cls_token": ("[CLS]", "<s>"), "sep_token": ("[SEP]", "</s>"), "mask_token": ("[MASK]", "<mask>"),
+    "unk_token": ("[UNK]", "<unk>"), "pad_token": ("[PAD]", "<pad>", "<|pad|>"), "bos_token": ("<s>", "<bos>"),
+    "eos_token": ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>"),
 }  # fmt: skip
 
 
@@ -49,54 +50,43 @@ def _open_tokenizer(name: str, cache_dir: str | None, token: bool | None) -> Pre
             raise ValueError(f"{file.name} is a pointer of Git LFS: run git lfs pull")
     options = {"cache_dir": cache_dir, "token": token}
     path = cached_file(name, "tokenizer_config.json", **options, _raise_exceptions_for_missing_entries=False)
-    config = json.loads(Path(path).read_text(encoding="utf-8")) if path else _guess_config(Path(name))
-    tokenizer_class = getattr(transformers, config.get("tokenizer_class") or "", None)
+    config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    guess = {} if path else _guess_config(Path(name))
+    tokenizer_class = getattr(transformers, config.get("tokenizer_class") or guess.pop("tokenizer_class", ""), None)
     if not (isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)):
         if "auto_map" in config:
             raise ValueError("it has code with it, which is never run")
         tokenizer_class = transformers.AutoTokenizer
-    guessed = {} if path else {key: config[key] for key in config.keys() - {"tokenizer_class"}}
     # The default of trust_remote_code asks at the terminal whether the repository's code may run.
-    return tokenizer_class.from_pretrained(name, **options, **guessed, trust_remote_code=False)
+    return tokenizer_class.from_pretrained(name, **options, **guess, trust_remote_code=False)
 
 
-def _guess_config(folder: Path) -> dict[str, str | bool]:
+def _guess_config(folder: Path) -> dict[str, str | bool | None]:
     """Return what a missing tokenizer_config.json would state, as far as the other files of a folder tell.
 
     :raises ValueError: if they do not tell the class
     """
-    files = {path.name: path for path in folder.glob("*") if path.is_file()}
+    files = {path.name: path for path in folder.glob("*")}
     if "tokenizer.json" in files and "config.json" not in files:
-        content = json.loads(files["tokenizer.json"].read_text(encoding="utf-8"))
-        vocabulary = content["model"].get("vocab", ())  # a dictionary, or for Unigram pairs
-        tokens = {token["content"] for token in content.get("added_tokens", ())}
-        tokens.update(token if isinstance(token, str) else token[0] for token in vocabulary)
-        found = {f"{key}_token": [name for name in names if name in tokens] for key, names in _SPECIAL_TOKENS.items()}
-        return {"tokenizer_class": "PreTrainedTokenizerFast", **{key: x[0] for key, x in found.items() if x}}
+        tokens = Tokenizer.from_file(str(files["tokenizer.json"])).get_vocab()
+        special = {key: next(filter(tokens.__contains__, names), None) for key, names in _SPECIAL_TOKENS.items()}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     if "vocab.txt" in files:
-        tokens = files["vocab.txt"].read_text(encoding="utf-8").splitlines()
-        altered = sum(token != _lower(token) for token in tokens if not token.startswith("["))
-        options = {"do_lower_case": altered < 0.01 * len(tokens)}
+        words = [x for x in files["vocab.txt"].read_text(encoding="utf-8").splitlines() if not x.startswith("[")]
+        lower = BertNormalizer(handle_chinese_chars=False).normalize_str  # drops accents and vowel signs, too
+        options = {"do_lower_case": sum(word != lower(word) for word in words) < 0.01 * len(words)}
         return options if "config.json" in files else {"tokenizer_class": "BertTokenizer", **options}
     if "config.json" in files:
         return {}  # AutoTokenizer takes the class of the model's type
     if {"vocab.json", "merges.txt"} <= files.keys():
-        is_roberta = "<mask>" in json.loads(files["vocab.json"].read_text(encoding="utf-8"))
+        is_roberta = '"<mask>"' in files["vocab.json"].read_text(encoding="utf-8")
         return {"tokenizer_class": "RobertaTokenizer" if is_roberta else "GPT2Tokenizer"}
     if "spiece.model" in files and b"[MASK]" in files["spiece.model"].read_bytes():
         return {"tokenizer_class": "AlbertTokenizer"}
     if any(name.endswith(".model") for name in files):
-        raise ValueError(
-            'its class is not known: write it into a file tokenizer_config.json, such as {"tokenizer_class": '
-            '"T5Tokenizer"}, "LlamaTokenizer" or "XLMRobertaTokenizer"'
-        )
+        example = '{"tokenizer_class": "T5Tokenizer"}, "LlamaTokenizer" or "XLMRobertaTokenizer"'
+        raise ValueError(f"its class is not known: write it into a file tokenizer_config.json, such as {example}")
     return {}
-
-
-def _lower(token: str) -> str:
-    """Return a token as the tokenizer of a BERT without upper case does, without accents and vowel signs."""
-    parts = unicodedata.normalize("NFD", token.lower())
-    return "".join(part for part in parts if unicodedata.category(part) != "Mn")
 
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> None:

@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 MAX_NUMBER = 2**24  # of a whole number, which code may count to; Llama 4 has 10 * 2**20 positions
 MAX_LAYERS = 256
 MAX_ITEMS = 512  # in a list or a nested object; DeBERTa's and Llama's have a handful, `layer_types` one for each layer
-MAX_DEPTH = 5  # of nesting: text_config, rope_parameters, the kind of layer, long_factor, number
+MAX_DEPTH = 6  # of nesting: text_config, rope_parameters, the kind of layer, long_factor, number, and the whole
 _HUB_NAME = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?", re.ASCII)
 # No path, address or name of a repository, and no type that is built by timm; but OPT's "</s>", Nemotron-H's "M-M*-"
 _STRING = re.compile(r"(?!timm_)(</(?=\w+>)|:(?= )|[^/\\:\x00-\x1f]){0,256}")
@@ -88,10 +88,7 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
         )
     part, text = CONFIG_MAPPING[model_type].sub_configs_defaults.get("text_config"), fields.get("text_config", {})
     if part is not None and isinstance(text, dict) and find_model_classes(part.model_type) == classes:
-        model_type, fields = (
-            part.model_type,
-            text,
-        )  # as AutoModelForCausalLM does
+        model_type, fields = part.model_type, text  # as AutoModelForCausalLM does
     return {**_keep_fields(fields, CONFIG_MAPPING[model_type], flag), "model_type": model_type}
 
 
@@ -109,19 +106,13 @@ def _keep_fields(fields: dict[str, object], config_class: type[PretrainedConfig]
     """
     kept = {}
     for key, value in fields.items():
-        if not _is_left_out(key):
-            try:
-                kept[key] = _check_value(key, value)
-            except ValueError:
-                if _is_read(key, config_class):
-                    raise UserError(
-                        f"{flag}: '{key:.40}' is {value!r:.40} in the model configuration, which is out of bounds"
-                    ) from None
+        try:
+            kept |= _check_value(key, {key: value})
+        except ValueError:
+            if _is_read(key, config_class):
+                reason = f"'{key}' is {value!r:.40} in the model configuration, which is out of bounds"
+                raise UserError(f"{flag}: {reason}") from None
     return kept
-
-
-def _is_left_out(name: str) -> bool:
-    return name.startswith("_") or name in _LEFT_OUT
 
 
 def _is_read(name: str, config_class: type[PretrainedConfig]) -> bool:
@@ -139,7 +130,7 @@ def _check_value(key: str, value: object, depth: int = MAX_DEPTH) -> Field:
     if isinstance(value, list) and depth and len(value) <= MAX_ITEMS:
         return [_check_value(key, item, depth - 1) for item in value]
     if isinstance(value, dict) and depth and len(value) <= MAX_ITEMS and all(map(_STRING.fullmatch, value)):
-        kept = (name for name in value if not _is_left_out(name))
+        kept = (name for name in value if not (name.startswith("_") or name in _LEFT_OUT))
         return {name: _check_value(name, value[name], depth - 1) for name in kept}
     if isinstance(value, int | float):
         is_free = isinstance(value, float) or "theta" in key  # a base period of rotary embeddings
