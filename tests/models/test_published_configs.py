@@ -17,7 +17,7 @@ from cotrain.models.config import find_model_classes, to_published_model
 from cotrain.models.model import build_without_weights, max_tokens, read_config
 from cotrain.models.objectives import OBJECTIVES
 
-PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text(encoding="utf-8"))
 # head_dim that is not declared, one of 8 layers of mixed kinds, a number above a million, "</s>", nested lists
 SHORT = ("Qwen/Qwen3-30B-A3B-FP8", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "state-spaces/mamba-130m-hf",
          "meta-llama/Llama-4-Scout-17B-16E-Instruct", "facebook/opt-350m", "EleutherAI/gpt-neo-125m",
@@ -45,7 +45,7 @@ def build_by_transformers(fields: dict) -> torch.nn.Module:
 @pytest.mark.parametrize("name", [*SHORT, *LONG])
 def test_model_is_that_of_transformers(name, tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(PUBLISHED[name]))
+    path.write_text(json.dumps(PUBLISHED[name]), encoding="utf-8")
     expected = shapes(build_by_transformers(PUBLISHED[name]))
     published = to_published_model(str(path))
     for source in (str(path), published):

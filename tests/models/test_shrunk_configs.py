@@ -92,7 +92,7 @@ def test_shrunk_model_trains(name):
     expected = math.log(VOCABULARY) + (math.log(2) if objective == "mlm_sop" else 0)
     assert first == pytest.approx(expected, rel=0.1), "it is uniform at the start"
     assert second < first
-    table = (ROOT / "docs/own-model.md").read_text()
+    table = (ROOT / "docs/own-model.md").read_text(encoding="utf-8")
     assert f"| {name} | `{model_type}` | {objective} |" in table
 
 

@@ -16,7 +16,9 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 220323
 
 
 def write_words(folder, words: list[str], **files: str) -> None:
-    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]), encoding="utf-8"
+    )
 
 
 def write_pair(folder, special: list[str]) -> None:
@@ -93,7 +95,7 @@ def test_files_alone_whose_class_is_clear(name, tmp_path):
 def test_vocabulary_with_upper_case_or_accents_keeps_them(words, text, has_model, tmp_path):
     write_words(tmp_path, words)
     if has_model:
-        (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+        (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.tokenize(text) == text.split()
 
@@ -109,7 +111,7 @@ def test_sentencepiece_of_an_unknown_class_says_what_to_write(name, tmp_path):
     with pytest.raises(UserError, match='write it into a file tokenizer_config.json, .*"LlamaTokenizer"') as error:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}', encoding="utf-8")
     if name == "spiece.model":
         assert load_tokenizer(str(tmp_path)).eos_token == "</s>"
 
@@ -118,12 +120,12 @@ def test_sentencepiece_of_an_unknown_class_says_what_to_write(name, tmp_path):
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "spiece.model"])
 def test_pointer_is_named(name, config, tmp_path):
     write_pair(tmp_path, ["<|endoftext|>"])
-    (tmp_path / name).write_text(POINTER)
+    (tmp_path / name).write_text(POINTER, encoding="utf-8")
     if name != "tokenizer.json":
         for other in ("vocab.json", "merges.txt"):
             (tmp_path / other).unlink()
     if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(UserError, match=f"{name} is a pointer of Git LFS: run git lfs pull") as error:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(error.value)

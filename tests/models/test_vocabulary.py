@@ -29,8 +29,10 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 def make_bert(folder, vocabulary: list[str]):
     """Write a BERT tokenizer, as published: a line for each token."""
     folder.mkdir()
-    (folder / "vocab.txt").write_text("\n".join(vocabulary))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
+    (folder / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "BertTokenizer", "do_lower_case": true}', encoding="utf-8"
+    )
     return folder
 
 

@@ -532,7 +532,7 @@ MAMBA = {"model_type": "mamba2", "hidden_size": 64, "num_heads": 8, "head_dim": 
 def test_what_costs_no_memory_is_accepted(fields, tmp_path):
     """A large number of positions, infinity, texts that no code reads."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(fields))
+    path.write_text(json.dumps(fields), encoding="utf-8")
     published = to_published_model(str(path))
     assert read_config(published).to_dict() == read_config(str(path)).to_dict()
     build_without_weights(read_config(published))
