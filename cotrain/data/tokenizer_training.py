@@ -1,7 +1,9 @@
 """Training of tokenizers. The same text gives the same tokenizer."""
 
 import io
+import itertools
 import json
+import re
 from collections.abc import Iterable
 
 import sentencepiece
@@ -9,11 +11,14 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AlbertTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
-from cotrain.common.errors import UserError
+from cotrain.common.errors import UserError, first_line
 from cotrain.models.objectives import OBJECTIVES
 
 # A vocabulary of 30,000 changes little beyond some ten million words, and training holds all of them in memory.
 TRAINING_CHARS = 50_000_000
+# Of different words, for sentencepiece: a million takes 20 s. 50 million characters of English have less, while a text
+# without spaces has nothing else.
+MAX_WORD_CHARS = 3_000_000
 
 
 def train_tokenizer(
@@ -32,16 +37,20 @@ def train_tokenizer(
 
 def _train_sentencepiece(documents: Iterable[str], vocab_size: int) -> AlbertTokenizer:
     """Train with sentencepiece, which is deterministic; UnigramTrainer of tokenizers is not."""
-    # Normalize as AlbertTokenizer does: no upper case, no accents.
-    tokenizer = AlbertTokenizer()
+    # Normalize as AlbertTokenizer does: no upper case. Without accents, most languages lose letters or vowels.
+    tokenizer = AlbertTokenizer(keep_accents=True)
     normalize = tokenizer.backend_tokenizer.normalizer.normalize_str
     model = io.BytesIO()
-    sentences = [  # not a generator: sentencepiece would turn its KeyboardInterrupt into a RuntimeError
+    sentences, words, size = [], set(), 0  # no generator: sentencepiece would turn Ctrl-C into a RuntimeError
+    for line in itertools.chain.from_iterable(document.split("\n") for document in documents):
         # sentencepiece skips lines with tabs, and lines that are too long. AlbertTokenizer parses "<unk>" itself.
-        " ".join(normalize(line).replace(tokenizer.unk_token, " ").split())
-        for document in documents
-        for line in document.split("\n")
-    ]
+        found = normalize(line).replace(tokenizer.unk_token, " ").split()
+        sentences.append(" ".join(found))
+        size += sum(len(word) for word in set(found) - words)
+        words.update(found)
+        if size > MAX_WORD_CHARS:
+            print(f"The tokenizer is trained on {MAX_WORD_CHARS:,} characters of different words; this takes minutes")
+            break
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
@@ -50,6 +59,7 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int) -> AlbertTok
             vocab_size=vocab_size,
             model_type="unigram",
             character_coverage=0.99995,  # as for ALBERT
+            normalization_rule_name="identity",  # sentencepiece's own drops joiners and takes letters of Thai apart
             pad_id=0,  # ids of the special tokens in this order: <pad> <unk> [CLS] [SEP] [MASK]
             unk_id=1,
             bos_id=-1,
@@ -59,12 +69,11 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int) -> AlbertTok
             minloglevel=2,  # errors only; they are raised as well
         )
     except RuntimeError as error:
-        raise UserError(f"--vocab_size {vocab_size}: sentencepiece cannot train on this text ({error})") from error
+        limit = re.search(r"(<=|vs) (\d+)", str(error))
+        remedy = f"pass {limit[2]} or {'less' if limit[1] == '<=' else 'more'}" if limit else first_line(error)
+        raise UserError(f"--vocab_size {vocab_size} does not fit this text: {remedy}") from error
     proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
-    return AlbertTokenizer(
-        vocab=[(piece.piece, piece.score) for piece in proto.pieces],
-        _spm_precompiled_charsmap=proto.normalizer_spec.precompiled_charsmap,
-    )
+    return AlbertTokenizer(vocab=[(piece.piece, piece.score) for piece in proto.pieces], keep_accents=True)
 
 
 def _train_bpe(documents: Iterable[str], vocab_size: int, is_causal: bool) -> GPT2Tokenizer | RobertaTokenizer:
