@@ -35,7 +35,8 @@ def _open_split(dataset_path: str | Path, split: str, manifest: Manifest) -> Tab
     The columns have the types of the objective. The files' metadata and the JSON files beside them, which could name
     other types and files, are not read: `datasets` opens the paths and URLs in a column of images.
     """
-    files = sorted(Path(dataset_path, split).glob("*.arrow"))
+    # Not all .arrow: whoever shuffles a split with `datasets` leaves cache-….arrow beside its files.
+    files = sorted(Path(dataset_path, split).glob("data*.arrow"))
     table = concat_tables([MemoryMappedTable.from_file(str(file)).replace_schema_metadata(None) for file in files])
     table = table.select(SCHEMAS[manifest.objective].names)
     if table.schema != SCHEMAS[manifest.objective]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -86,10 +87,15 @@ def begin_worker() -> None:
 
 
 def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path) -> None:
-    """Move the splits to their places, as `load_datasets` finds them, and write the manifest."""
+    """Move the splits to where `load_datasets` and `datasets.load_from_disk` find them, and write the manifest."""
+    state = {"_data_files": [{"filename": "data.arrow"}], "_format_type": None}
+    state |= {"_format_kwargs": {}, "_format_columns": None, "_output_all_columns": False}
     for split, path in arrow_files.items():
         (folder / split).mkdir()
         shutil.move(path, folder / split / "data.arrow")
+        (folder / split / "state.json").write_text(json.dumps(state | {"_fingerprint": split, "_split": split}))
+        (folder / split / "dataset_info.json").write_text("{}")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(arrow_files)}))
     manifest.save(folder)
 
 
