@@ -27,6 +27,9 @@ from cotrain.common.flags import (
     setting,
 )
 
+# Of prepared data. The second is for WikiText and ALBERT, as in hivemind's example; older versions used it for all.
+DATASET_FOLDERS = ("data/tokenized", "data/albert_tokenized_wikitext")
+
 Compression = Literal["none", "float16", "scaled_float16"]
 GradientCompression = Literal[Compression, "blockwise8", "blockwise4", "topk"]
 
@@ -347,12 +350,20 @@ class ModelArguments(Flags):
         return None if self.task is None else hashlib.sha256(Path(self.task).read_bytes()).hexdigest()
 
 
+def find_dataset() -> str:
+    """Return the folder of DATASET_FOLDERS that was written last."""
+    marks = {folder: Path(folder, "manifest.json") for folder in DATASET_FOLDERS}
+    return max(DATASET_FOLDERS, key=lambda folder: marks[folder].stat().st_mtime if marks[folder].exists() else 0)
+
+
 @dataclass
 class DatasetArguments(ModelArguments):
     """What is trained, for peers that have the data."""
 
     dataset_path: str = flag(
-        "data/albert_tokenized_wikitext", "Folder with the tokenized dataset, written by tokenize_wikitext103.py"
+        find_dataset,
+        "Folder with the tokenized dataset, written by tokenize_wikitext103.py. Default: data/tokenized or "
+        "data/albert_tokenized_wikitext, the newer",
     )
 
     def __post_init__(self):

@@ -14,10 +14,12 @@ from pathlib import Path
 from tqdm.auto import tqdm
 from tqdm.utils import CallbackIOWrapper
 
+from cotrain.arguments import DATASET_FOLDERS
 from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError
 
-DATASET, TOKENIZER = "data/albert_tokenized_wikitext", "data/tokenizer"  # names of the folders in an archive
+# Names of the folders in an archive. OLD_DATASET is accepted.
+(DATASET, OLD_DATASET), TOKENIZER = DATASET_FOLDERS, "data/tokenizer"
 _LAYOUT = {
     DATASET: re.compile(r"(manifest|dataset_dict)\.json|(train|validation)/\w[\w.-]{0,99}\.(arrow|json)", re.ASCII),
     TOKENIZER: re.compile(r"\w[\w.-]{0,99}\.(json|model|txt|jinja)", re.ASCII),  # no code
@@ -127,7 +129,7 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
 
 def _locate(name: str) -> tuple[str, str]:
     """Split the name of an archive entry into folder and file name. Only names in _LAYOUT pass: no '..', no root."""
-    name = name.removeprefix("./")
+    name = name.removeprefix("./").replace(f"{OLD_DATASET}/", f"{DATASET}/", 1)
     for part, names in _LAYOUT.items():
         if name.startswith(f"{part}/") and names.fullmatch(name[len(part) + 1 :]):
             return part, name[len(part) + 1 :]

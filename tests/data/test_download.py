@@ -595,10 +595,12 @@ def test_malicious_archives_are_refused(args, host, tmp_path, monkeypatch, bad, 
     assert os.listdir(tmp_path) == ["data"]
 
 
+@pytest.mark.parametrize("name", [DATASET, "data/albert_tokenized_wikitext"])  # the second is of older versions
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_manually_packed_archives(args, host, format):
-    folder = entry(f"./{DATASET}", type=tarfile.DIRTYPE, mode=0)
-    host.content = pack(folder, *GOOD, entry(f"./{TOKENIZER}/vocab.txt", b"a", mode=0o6777), format=format)
+def test_manually_packed_archives(args, host, format, name):
+    folder = entry(f"./{name}", type=tarfile.DIRTYPE, mode=0)
+    good = [entry(info.name.replace(DATASET, name), content) for info, content in GOOD]
+    host.content = pack(folder, *good, entry(f"./{TOKENIZER}/vocab.txt", b"a", mode=0o6777), format=format)
     args.dataset_sha256 = None
     fetch_data(args)
     assert (Path(args.tokenizer_path) / "vocab.txt").stat().st_mode & 0o7111 == 0
